@@ -1,0 +1,1 @@
+"""`lean-selector demo`: the service, simulated engines and live traffic, watched in a terminal."""

@@ -1,0 +1,1 @@
+"""HTTP/1.1 over one connection, by hand on httptools. Knows nothing of selectors."""

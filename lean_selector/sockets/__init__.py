@@ -1,0 +1,1 @@
+"""Everything that awaits on the network, except HTTP serving."""

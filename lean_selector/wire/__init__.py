@@ -1,0 +1,1 @@
+"""What travels: msgspec structs and typed codecs; no behaviour beyond validation."""
