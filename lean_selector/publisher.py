@@ -1,0 +1,340 @@
+"""KV event publishing for custom engines: which blocks this rank holds, told over ZeroMQ.
+
+Owns the PUB socket of one (worker, dp_rank), the numbering of its batches, and the ROUTER that
+replays recent batches to a service that missed some. Knows nothing of the service: it needs only
+pyzmq and msgspec, so that an engine can import it alone. The wire is vLLM's ("KV Event Publishing
+for Custom Engines" of the router examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+# The three limits below are vLLM's defaults (buffer_steps, hwm), so that a service finds the same
+# history and the same patience whichever engine it listens to.
+PUB_SEND_HWM = 100_000  # messages queued per slow subscriber; beyond it PUB drops
+REPLAY_BATCHES = 10_000
+# vLLM bounds its replay buffer by count only; 10 000 batches of long prompts are over 600 MB.
+REPLAY_BYTES = 256 * 1024 * 1024
+# A reader of a replay that takes no more frames for this long is given up, others wait meanwhile.
+REPLAY_SEND_TIMEOUT_MS = 2_000
+LINGER_MS = 1_000  # close() waits at most this long for what is still on its way
+
+_END_OF_REPLAY = b"\xff" * 8
+_I64_MAX = 2**63 - 1
+
+
+class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Sequence[object] | None = None
+    cache_salt: str | None = None
+
+
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False, omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
+    pass
+
+
+_Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
+
+
+class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    ts: float
+    events: list[_Event]
+    data_parallel_rank: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def signed_hashes(hashes: Sequence[int]) -> list[int]:
+    """The same 64 bits as signed integers, which is how hashes travel.
+
+    Takes -2^63 to 2^64-1; raises ValueError beyond.
+    """
+    if hashes and not (min(hashes) >= -(2**63) and max(hashes) < 2**64):
+        raise ValueError("a block hash does not fit into 64 bits")
+    return [value - 2**64 if value > _I64_MAX else value for value in hashes]
+
+
+def rank_endpoint(endpoint: str, dp_rank: int) -> str:
+    """The endpoint of one data-parallel rank: port + rank for tcp, a `_dp<rank>` suffix else.
+
+    Rank 0 and a port chosen by the system (`0` or `*`) are left as they are.
+    """
+    head, _, port = endpoint.rpartition(":")
+    if dp_rank == 0 or (endpoint.startswith("tcp:") and port in ("0", "*")):
+        return endpoint
+    if not endpoint.startswith("tcp:"):
+        return f"{endpoint}_dp{dp_rank}"
+    if not port.isdecimal() or int(port) + dp_rank > 65_535:
+        raise ValueError(f"no port for dp_rank {dp_rank} in endpoint {endpoint}")
+    return f"{head}:{int(port) + dp_rank}"
+
+
+class _EventSink:
+    """The three publish_ methods; subclasses say where an event goes."""
+
+    def __init__(self, kv_block_size: int) -> None:
+        if kv_block_size <= 0:
+            raise ValueError("kv_block_size must be greater than 0")
+        self.kv_block_size = kv_block_size  # tokens
+
+    def _emit(self, event: _Event) -> None:
+        raise NotImplementedError
+
+    def publish_stored(
+        self,
+        event_id: int | None = None,
+        token_ids: Sequence[int] = (),
+        num_block_tokens: Sequence[int] | None = None,
+        block_hashes: Sequence[int] = (),
+        lora_id: int = 0,
+        parent_hash: int | None = None,
+        *,
+        lora_name: str | None = None,
+        medium: str | None = None,
+        extra_keys: Sequence[object] | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Announce consecutive blocks of one sequence that the cache now holds.
+
+        token_ids: the tokens of these blocks, kv_block_size for each of block_hashes.
+        block_hashes: the engine's own cumulative hashes, signed or unsigned 64 bits.
+        parent_hash: hash of the block before the first; None only at the start of a sequence.
+        num_block_tokens: when given, blocks from the first partial one on are left out, since
+            only full blocks can match. None: all are full.
+        lora_name: the adapter, which is part of a block's identity. lora_id is only carried.
+        medium: "GPU" (default), "CPU", "DISK".
+        event_id has no effect: the batch's sequence number orders events. It is kept because
+        the documented signature has it.
+
+        Raises ValueError when lengths disagree or a hash exceeds 64 bits; nothing is sent then.
+        """
+        count = len(block_hashes)
+        if num_block_tokens is not None:
+            if len(num_block_tokens) != count:
+                raise ValueError(f"{len(num_block_tokens)} num_block_tokens for {count} blocks")
+            full = (i for i, n in enumerate(num_block_tokens) if n != self.kv_block_size)
+            count = next(full, count)
+        if len(token_ids) < count * self.kv_block_size:
+            raise ValueError(
+                f"{len(token_ids)} token_ids for {count} blocks of {self.kv_block_size}"
+            )
+        if count == 0:
+            return
+        self._emit(
+            _BlockStored(
+                block_hashes=signed_hashes(block_hashes[:count]),
+                parent_block_hash=None if parent_hash is None else signed_hashes([parent_hash])[0],
+                token_ids=list(token_ids[: count * self.kv_block_size]),
+                block_size=self.kv_block_size,
+                lora_id=lora_id or None,
+                medium=medium,
+                lora_name=lora_name,
+                extra_keys=None if extra_keys is None else extra_keys[:count],
+                cache_salt=cache_salt,
+            )
+        )
+
+    def publish_removed(
+        self,
+        event_id: int | None = None,
+        block_hashes: Sequence[int] = (),
+        *,
+        medium: str | None = None,
+    ) -> None:
+        """Announce blocks that left the cache (of `medium`, default the GPU).
+
+        event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64 bits.
+        """
+        if block_hashes:
+            self._emit(_BlockRemoved(signed_hashes(block_hashes), medium))
+
+    def publish_all_cleared(self) -> None:
+        """Announce that this rank holds nothing any more, on any medium."""
+        self._emit(_AllBlocksCleared())
+
+
+class EventBatch(_EventSink):
+    """Events that travel in one message. Made by KvEventPublisher.batch()."""
+
+    def __init__(self, kv_block_size: int) -> None:
+        super().__init__(kv_block_size)
+        self.events: list[_Event] = []
+
+    def _emit(self, event: _Event) -> None:
+        self.events.append(event)
+
+
+class KvEventPublisher(_EventSink):
+    """Publishes the KV events of one (worker, dp_rank); usable from any thread, never blocks.
+
+    Both sockets bind, because the service connects to what is registered as
+    `kv_events_endpoints` and `replay_endpoint`. PUB drops for a subscriber that is more than
+    PUB_SEND_HWM messages behind or not there yet; with a replay endpoint the service asks for
+    what it missed.
+    """
+
+    def __init__(
+        self,
+        component: object = None,
+        worker_id: int = 0,
+        kv_block_size: int = 0,
+        dp_rank: int = 0,
+        enable_local_indexer: bool = False,
+        *,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        topic: str = "",
+    ) -> None:
+        """Bind the sockets; endpoints name the base port, to which dp_rank is added.
+
+        component and enable_local_indexer have no effect: there is no runtime to join and no
+        indexer inside the engine. worker_id is not sent either: the service knows a worker by
+        the endpoint that was registered for it.
+
+        Raises ValueError for a bad block size or port, zmq.ZMQError when an address is taken.
+        """
+        super().__init__(kv_block_size)
+        self.worker_id = worker_id
+        self.data_parallel_rank = dp_rank
+        self.sequence = 0  # number of the next batch; consecutive from 0 for each publisher
+        self._topic = topic.encode()
+        self._lock = threading.Lock()  # held over numbering, sending and keeping one batch
+        self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, consecutive numbers
+        self._kept_bytes = 0
+        self._replay: threading.Thread | None = None
+        self._context = zmq.Context()
+        try:
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(PUB_SEND_HWM)
+            self._pub.linger = LINGER_MS
+            self._pub.bind(rank_endpoint(endpoint, dp_rank))
+            #: Where the socket is bound, with the real port if the system chose it.
+            self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                self._start_replay(rank_endpoint(replay_endpoint, dp_rank))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def _emit(self, event: _Event) -> None:
+        self._send([event])
+
+    @contextmanager
+    def batch(self) -> Iterator[EventBatch]:
+        """Collect events and send them as one message, also when the block raises.
+
+        What was reported up to an exception has happened in the cache, so it is published.
+        """
+        batch = EventBatch(self.kv_block_size)
+        try:
+            yield batch
+        finally:
+            self.publish_batch(batch)
+
+    def publish_batch(self, batch: EventBatch) -> None:
+        """Send a batch as one message; an empty one sends nothing."""
+        if batch.events:
+            self._send(batch.events)
+
+    def _send(self, events: list[_Event]) -> None:
+        payload = _encode(_Batch(time.time(), events, self.data_parallel_rank))
+        with self._lock:
+            number = self.sequence
+            frames = [self._topic, number.to_bytes(8, "big"), payload]
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self.sequence = number + 1
+            if self._replay is not None:
+                self._keep(number, payload)
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > REPLAY_BATCHES or self._kept_bytes > REPLAY_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _start_replay(self, endpoint: str) -> None:
+        """Bind the ROUTER here, so that a taken address raises, then give it to its thread."""
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0  # a replay cut short by our end is asked for again
+        router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
+        router.router_mandatory = True  # wait for a slow reader instead of dropping silently
+        router.bind(endpoint)
+        self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
+        name = f"kv-replay-{self.worker_id}-{self.data_parallel_rank}"
+        self._replay = threading.Thread(
+            target=self._serve_replay, args=(router,), name=name, daemon=True
+        )
+        self._replay.start()
+
+    def _serve_replay(self, router: zmq.Socket[bytes]) -> None:
+        """Answer `[identity, "", first wanted u64 BE]` until the context ends."""
+        with router:
+            while True:
+                try:
+                    frames = router.recv_multipart()
+                    if len(frames) == 3 and len(frames[2]) == 8:
+                        self._answer(router, frames[0], int.from_bytes(frames[2], "big"))
+                except zmq.ContextTerminated:
+                    return
+                except zmq.ZMQError:
+                    continue  # the reader went away or stopped reading; it will ask again
+
+    def _answer(self, router: zmq.Socket[bytes], identity: bytes, start: int) -> None:
+        # Replies without a topic frame: the one shape that every known reader understands.
+        with self._lock:
+            oldest = self._kept[0][0] if self._kept else 0
+            wanted = list(islice(self._kept, max(0, start - oldest), None))
+        for number, payload in wanted:
+            router.send_multipart([identity, b"", number.to_bytes(8, "big"), payload])
+        router.send_multipart([identity, b"", _END_OF_REPLAY, b""])
+
+    def close(self) -> None:
+        """Send what is queued (at most a second), stop the replay thread, free the ports."""
+        with self._lock:
+            self._pub.close()
+        self._context.term()  # wakes the replay thread, and waits for its socket
+        if self._replay is not None:
+            self._replay.join()
+
+    shutdown = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ZmqKvEventPublisher(KvEventPublisher):
+    """The document's pure Python publisher, by its own name and signature; rank 0, no replay."""
+
+    def __init__(self, zmq_endpoint: str, kv_block_size: int, topic: str = "") -> None:
+        """Bind zmq_endpoint. Raises as KvEventPublisher does."""
+        super().__init__(kv_block_size=kv_block_size, endpoint=zmq_endpoint, topic=topic)
