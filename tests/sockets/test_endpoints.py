@@ -1,0 +1,94 @@
+"""Every text below was given by the reference (1.3.1) for the same endpoint."""
+
+import pytest
+
+from lean_selector.sockets.endpoints import check_endpoint, replay_endpoint_for
+
+EMPTY = "invalid TCP port: cannot parse integer from empty string"
+DIGIT = "invalid TCP port: invalid digit found in string"
+LARGE = "invalid TCP port: number too large to fit in target type"
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://h:0",
+        "tcp://h:65535",
+        "tcp://h:00005",
+        "tcp://h:+80",
+        "tcp://*:5",
+        "tcp://[::1]:5",
+        "tcp://[]:5",
+        "tcp://a]:5",
+        "tcp://h/p:5",
+        "tcp://eth0;h:5",
+        "tcp:// :5",
+        "tcp://é:5",
+        "ipc:///tmp/x",
+        "ipc:// ",
+        "inproc://a",
+    ],
+)
+def test_endpoint_is_accepted(endpoint: str) -> None:
+    check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reason"),
+    [
+        ("", "missing scheme"),
+        ("foo", "missing scheme"),
+        ("://", "missing address"),
+        ("http://", "missing address"),
+        ("tcp://", "missing address"),
+        ("ipc://", "missing address"),
+        ("inproc://", "missing address"),
+        ("://x", "unsupported scheme ``"),
+        ("http://a:1", "unsupported scheme `http`"),
+        ("TCP://a:1", "unsupported scheme `TCP`"),
+        (" tcp://h:1", "unsupported scheme ` tcp`"),
+        ("x ://a", "unsupported scheme `x `"),
+        ("tcp://h", "missing TCP port"),
+        ("tcp://a:b:5", "missing TCP port"),
+        ("tcp://::1:5", "missing TCP port"),
+        ("tcp://a://b:1", "missing TCP port"),
+        ("tcp://:", "missing TCP host"),
+        ("tcp://:5", "missing TCP host"),
+        ("tcp://[::1]", "missing closing `]`"),
+        ("tcp://[::1", "missing closing `]`"),
+        ("tcp://[::1]x:5", "missing closing `]`"),
+        ("tcp://h:", EMPTY),
+        ("tcp://[::1]:", EMPTY),
+        ("tcp://h:65536", LARGE),
+        ("tcp://h:99999x", LARGE),
+        ("tcp://h:9999x", DIGIT),
+        ("tcp://h:-1", DIGIT),
+        ("tcp://h:+", DIGIT),
+        ("tcp://h: 5", DIGIT),
+        ("tcp://h:5/p", DIGIT),
+        ("tcp://h:０", DIGIT),  # noqa: RUF001 (a full-width zero is the point)
+    ],
+)
+def test_endpoint_is_refused_in_the_documented_words(endpoint: str, reason: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the whole text is compared)
+        check_endpoint(endpoint)
+    assert str(caught.value) == f"invalid ZMQ endpoint `{endpoint}`: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "offset", "expected"),
+    [
+        ("tcp://h:5560", 0, "tcp://h:5560"),
+        ("tcp://h:5560", 3, "tcp://h:5563"),
+        ("tcp://[::1]:5560", 1, "tcp://[::1]:5561"),
+        ("ipc:///tmp/replay", 3, "ipc:///tmp/replay"),
+    ],
+)
+def test_replay_port_moves_with_the_rank(endpoint: str, offset: int, expected: str) -> None:
+    assert replay_endpoint_for(endpoint, offset) == expected
+
+
+@pytest.mark.parametrize(("endpoint", "offset"), [("tcp://h:65535", 1), ("tcp://h", 0)])
+def test_replay_endpoint_must_exist(endpoint: str, offset: int) -> None:
+    with pytest.raises(ValueError, match="invalid ZMQ endpoint"):
+        replay_endpoint_for(endpoint, offset)
