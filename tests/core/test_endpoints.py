@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.sockets.endpoints import check_endpoint, replay_endpoint_for
+from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
 
 EMPTY = "invalid TCP port: cannot parse integer from empty string"
 DIGIT = "invalid TCP port: invalid digit found in string"

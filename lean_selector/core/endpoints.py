@@ -1,0 +1,71 @@
+"""ZMQ endpoint texts: what is accepted, and the words for what is not.
+
+The words are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
+is resolved or dialled here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse them.
+"""
+
+_PORT_MAX = 0xFFFF
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ValueError, with the documented text, unless this is a tcp, ipc or inproc endpoint."""
+    reason = _fault(endpoint)
+    if reason is not None:
+        raise ValueError(f"invalid ZMQ endpoint `{endpoint}`: {reason}")
+
+
+def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
+    """The replay endpoint of the rank_offset-th rank: tcp port + offset (vLLM, TRT-LLM).
+
+    Endpoints without a port of their own (ipc, inproc) come back unchanged, as does offset 0.
+    Raises ValueError when the endpoint is invalid or the port would leave u16.
+    """
+    check_endpoint(endpoint)
+    if rank_offset == 0 or not endpoint.startswith("tcp://"):
+        return endpoint
+    address, _, port = endpoint.rpartition(":")
+    shifted = int(port) + rank_offset
+    if shifted > _PORT_MAX:
+        raise ValueError(
+            f"invalid ZMQ endpoint `{endpoint}`: TCP port {shifted} of rank offset {rank_offset}"
+            " does not exist"
+        )
+    return f"{address}:{shifted}"
+
+
+def _fault(endpoint: str) -> str | None:
+    scheme, separator, address = endpoint.partition("://")
+    if not separator:
+        return "missing scheme"
+    if not address:
+        return "missing address"
+    if scheme not in ("tcp", "ipc", "inproc"):
+        return f"unsupported scheme `{scheme}`"
+    if scheme != "tcp":
+        return None
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return "missing TCP port"
+    if not host:
+        return "missing TCP host"
+    if host.startswith("["):
+        if not host.endswith("]"):
+            return "missing closing `]`"
+    elif ":" in host:
+        return "missing TCP port"
+    return _port_fault(port)
+
+
+def _port_fault(port: str) -> str | None:
+    """The first thing wrong, read left to right: an overflow can come before a bad digit."""
+    if not port:
+        return "invalid TCP port: cannot parse integer from empty string"
+    digits = port[1:] if len(port) > 1 and port[0] == "+" else port
+    value = 0
+    for digit in digits:
+        if digit not in "0123456789":
+            return "invalid TCP port: invalid digit found in string"
+        value = value * 10 + int(digit)
+        if value > _PORT_MAX:
+            return "invalid TCP port: number too large to fit in target type"
+    return None
