@@ -1,0 +1,160 @@
+"""A simulated inference engine: a bounded cache, a timing model, and real KV events.
+
+`EngineModel` is pure: what one engine does with a request and how long it takes, with `now` as an
+argument, so that the comparison can run it in virtual time. `SimulatedEngine` runs the same model
+in an asyncio program and publishes every change of the cache as vLLM would.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from lean_selector.demo.block_cache import BlockCache, Placement
+from lean_selector.demo.request import Request
+from lean_selector.publisher import KvEventPublisher
+
+# An engine names blocks by hashes of its own; ours are the sequence hashes with these bits
+# flipped, so that nothing works by the two being equal. Below 2^63: signed stays signed.
+_ENGINE_BITS = 0x2545_F491_4F6C_DD1D
+
+
+class EngineSpeed(msgspec.Struct, frozen=True):
+    """How fast an engine computes. One prompt is prefilled at a time, decodes run together."""
+
+    prefill_tokens_per_s: float = 8_000.0
+    decode_tokens_per_s: float = 160.0  # of one request
+
+
+class Running(msgspec.Struct):
+    """A request inside an engine. held is the number of its leading blocks in the cache."""
+
+    request: Request
+    held: int
+    hit_blocks: int
+    prefill_done_at: float
+
+
+class EngineModel:
+    """One engine: admit, decode_block as often as the request has output blocks, finish."""
+
+    def __init__(self, capacity_blocks: int, block_size: int, speed: EngineSpeed) -> None:
+        self.cache = BlockCache(capacity_blocks)
+        self.block_size = block_size
+        self.speed = speed
+        self.active = 0  # requests admitted and not finished
+        self.requests = 0
+        self.prompt_blocks = 0
+        self.hit_blocks = 0  # of prompt_blocks, found in the cache; <= prompt_blocks
+        self.prefill_tokens = 0  # computed, that is without those in the cache
+        self._prefill_free_at = 0.0
+
+    @property
+    def decode_block_s(self) -> float:
+        """Seconds in which one request fills one block of output."""
+        return self.block_size / self.speed.decode_tokens_per_s
+
+    def admit(self, request: Request, now: float) -> tuple[Running, Placement]:
+        """Place the prompt in the cache and queue its uncached part for prefill."""
+        blocks = request.prompt_blocks
+        placed = self.cache.hold(request.sequence_hashes[:blocks])
+        uncached = request.isl_tokens - placed.hit * self.block_size
+        started = max(now, self._prefill_free_at)
+        self._prefill_free_at = started + uncached / self.speed.prefill_tokens_per_s
+        self.active += 1
+        self.requests += 1
+        self.prompt_blocks += blocks
+        self.hit_blocks += placed.hit
+        self.prefill_tokens += uncached
+        running = Running(request, placed.hit + placed.stored, placed.hit, self._prefill_free_at)
+        return running, placed
+
+    def decode_block(self, running: Running, index: int) -> Placement | None:
+        """Cache output block `index` if its tokens are known and all before it are cached."""
+        at = running.request.prompt_blocks + index
+        if running.held != at or at >= len(running.request.sequence_hashes):
+            return None
+        placed = self.cache.hold(running.request.sequence_hashes[at : at + 1])
+        running.held += placed.hit + placed.stored
+        return placed
+
+    def finish(self, running: Running) -> None:
+        """Release the request's blocks; they stay cached until evicted."""
+        self.cache.release(running.request.sequence_hashes[: running.held])
+        self.active -= 1
+
+
+def hit_rate(engines: Sequence[EngineModel]) -> float:
+    """Prompt blocks found in the caches, as a fraction of all prompt blocks; 0 before any."""
+    return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
+
+
+class SimulatedEngine(EngineModel):
+    """An EngineModel that waits in real time and publishes on sockets of its own.
+
+    sleep waits the given seconds, or less when the program stops; None: computing takes no time.
+    """
+
+    def __init__(
+        self,
+        worker_id: int,
+        capacity_blocks: int,
+        block_size: int,
+        speed: EngineSpeed,
+        sleep: Callable[[float], Awaitable[None]] | None,
+    ) -> None:
+        super().__init__(capacity_blocks, block_size, speed)
+        self.worker_id = worker_id
+        self._sleep = sleep
+        self._publisher = KvEventPublisher(
+            worker_id=worker_id,
+            kv_block_size=block_size,
+            endpoint="tcp://127.0.0.1:0",
+            replay_endpoint="tcp://127.0.0.1:0",
+        )
+
+    def registration(self) -> dict[str, object]:
+        """The body with which this engine is registered as a worker."""
+        return {
+            "worker_id": self.worker_id,
+            "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # named, never contacted
+            "block_size": self.block_size,
+            "max_num_batched_tokens": 8_192,
+            "total_kv_blocks": self.cache.capacity,
+            "kv_events_endpoints": {"0": self._publisher.endpoint},
+            "replay_endpoint": self._publisher.replay_endpoint,
+        }
+
+    async def prefill(self, request: Request) -> Running:
+        """Admit a request, publish what that changed, wait until its prompt is computed."""
+        now = asyncio.get_running_loop().time()
+        running, placed = self.admit(request, now)
+        self._publish(request, 0, placed)
+        if self._sleep is not None:
+            await self._sleep(running.prefill_done_at - now)
+        return running
+
+    async def decode(self, running: Running, index: int) -> None:
+        """Wait until output block `index` is full, and publish it."""
+        if self._sleep is not None:
+            await self._sleep(self.decode_block_s)
+        placed = self.decode_block(running, index)
+        if placed is not None:
+            self._publish(running.request, running.request.prompt_blocks + index, placed)
+
+    def _publish(self, request: Request, first: int, placed: Placement) -> None:
+        """Tell what placing request's blocks from `first` on changed, in one message."""
+        hashes, size = request.sequence_hashes, self.block_size
+        start = first + placed.hit
+        stop = start + placed.stored
+        with self._publisher.batch() as batch:
+            batch.publish_removed(block_hashes=[h ^ _ENGINE_BITS for h in placed.evicted])
+            batch.publish_stored(
+                token_ids=request.tokens[start * size : stop * size],
+                block_hashes=[h ^ _ENGINE_BITS for h in hashes[start:stop]],
+                parent_hash=hashes[start - 1] ^ _ENGINE_BITS if start else None,
+            )
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._publisher.close()

@@ -1,0 +1,205 @@
+"""Plays requests against the service and the simulated engines, and keeps the score.
+
+Owns the lifecycle of one request as a router would drive it: select_and_reserve, prefill on the
+chosen engine, prefill_complete, output_block for each block decoded, DELETE. Does not decide when
+requests come.
+"""
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import quote
+
+import msgspec
+
+from lean_selector.demo.engine import SimulatedEngine, hit_rate
+from lean_selector.demo.http_client import HttpClient, ServiceError
+from lean_selector.demo.request import Request
+
+# About 100 MB of what the comparison needs at 815 blocks a prompt; the table names the count.
+RECORD_LIMIT = 15_000
+LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percentiles
+ERROR_LIMIT = 5  # error texts kept; all are counted
+
+
+class _Overlap(msgspec.Struct):
+    gpu: int
+
+
+class _Selection(msgspec.Struct):
+    worker_id: int
+    overlap: _Overlap
+
+
+class RankLoad(msgspec.Struct):
+    """One row of /loads."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+
+
+class PartitionLoad(msgspec.Struct):
+    """One partition of /loads, with what waits in its queue."""
+
+    loads: list[RankLoad]
+    pending_count: int
+    pending_isl_tokens: int
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A request as it was played: without tokens, with its time of arrival and the choice."""
+
+    arrival_s: float
+    request: Request
+    worker_id: int
+
+
+_decode_selection = msgspec.json.Decoder(_Selection).decode
+_decode_loads = msgspec.json.Decoder(list[PartitionLoad]).decode
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value at a fraction of the sorted list (nearest rank); 0 for an empty one."""
+    return values[min(len(values) - 1, int(len(values) * fraction))] if values else 0.0
+
+
+class Player:
+    """Drives requests; single-threaded. Its counters are plain attributes for views to read."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        engines: Mapping[int, SimulatedEngine],
+        stopping: Callable[[], bool],
+    ) -> None:
+        """stopping: once it says so, decoding ends early and reservations are freed."""
+        self._client = client
+        self._engines = engines
+        self._stopping = stopping
+        self.calls = 0  # answers of the service to play()
+        self.finished = 0  # requests played to their end
+        self.expected_blocks = 0  # overlap that the service announced for the chosen engines
+        self.error_count = 0
+        self.errors: list[str] = []
+        self.recorded: list[Recorded] = []
+        self.latency_s: dict[str, deque[float]] = {
+            kind: deque(maxlen=LATENCY_LIMIT)
+            for kind in ("select_and_reserve", "prefill_complete", "output_block", "free")
+        }
+
+    async def register_workers(self) -> None:
+        """Register every engine. Raises ServiceError if one is not schedulable afterwards."""
+        for engine in self._engines.values():
+            answer = await self._client.call("POST", "/workers", engine.registration())
+            record = msgspec.json.decode(answer, type=dict[str, object])
+            if record.get("lifecycle") != "schedulable":
+                reasons = record.get("not_schedulable_reasons")
+                raise ServiceError(f"worker {engine.worker_id} is not schedulable: {reasons}")
+
+    async def loads(self) -> list[PartitionLoad]:
+        """What GET /loads says."""
+        return _decode_loads(await self._client.call("GET", "/loads"))
+
+    async def load_left(self) -> int:
+        """Requests, prefill tokens and decode blocks that /loads still counts, added up.
+
+        0 when every reservation was freed and nothing waits.
+        """
+        return sum(
+            part.pending_count
+            + sum(
+                row.active_requests + row.potential_prefill_tokens + row.potential_decode_blocks
+                for row in part.loads
+            )
+            for part in await self.loads()
+        )
+
+    def report(self, left: int) -> list[str]:
+        """The score as text lines. left: what load_left() said at the end."""
+        engines = list(self._engines.values())
+        prompt_blocks = max(1, sum(engine.prompt_blocks for engine in engines))
+        lines = [
+            f"{self.finished} requests played, {self.calls} calls, {self.error_count} errors,"
+            f" load left at the end: {left}",
+            *(f"  error: {text}" for text in self.errors),
+            f"cache hits {hit_rate(engines):.1%} of {prompt_blocks} prompt blocks"
+            f" (expected by the service: {self.expected_blocks / prompt_blocks:.1%})",
+            "answer, as the client sees it      p50        p99      count",
+        ]
+        for kind, samples in self.latency_s.items():
+            ordered = sorted(samples)
+            p50, p99 = percentile(ordered, 0.50) * 1e3, percentile(ordered, 0.99) * 1e3
+            lines.append(f"  {kind:<22} {p50:>9.2f} ms {p99:>7.2f} ms {len(ordered):>9}")
+        return lines
+
+    async def play(self, request: Request, arrival_s: float) -> None:
+        """One whole request. Errors of the service are counted and kept, never raised."""
+        try:
+            await self._play(request, arrival_s)
+        except ServiceError as error:
+            self.error_count += 1
+            if len(self.errors) < ERROR_LIMIT:
+                self.errors.append(str(error))
+        else:
+            self.finished += 1
+
+    async def _play(self, request: Request, arrival_s: float) -> None:
+        blocks = request.prompt_blocks
+        answer = await self._timed(
+            "select_and_reserve",
+            "POST",
+            "/select_and_reserve",
+            {
+                "reservation_id": request.request_id,
+                "block_hashes": request.block_hashes[:blocks],
+                "sequence_hashes": request.sequence_hashes[:blocks],
+                "isl_tokens": request.isl_tokens,
+            },
+        )
+        selection = _decode_selection(answer)
+        reservation = f"/reservations/{quote(request.request_id, safe='')}"
+        try:
+            await self._serve(request, selection, reservation, arrival_s)
+        finally:
+            await self._timed("free", "DELETE", reservation)
+
+    async def _serve(
+        self, request: Request, selection: _Selection, reservation: str, arrival_s: float
+    ) -> None:
+        """Compute the request on the chosen engine, reporting each step."""
+        engine = self._engines.get(selection.worker_id)
+        if engine is None:
+            raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")
+        self.expected_blocks += selection.overlap.gpu // engine.block_size
+        self._record(request, selection.worker_id, arrival_s)
+        running = await engine.prefill(request)
+        try:
+            await self._timed("prefill_complete", "POST", f"{reservation}/prefill_complete")
+            for index in range(request.output_blocks):
+                if self._stopping():
+                    break
+                await engine.decode(running, index)
+                await self._timed("output_block", "POST", f"{reservation}/output_block", {})
+        finally:
+            engine.finish(running)
+
+    def _record(self, request: Request, worker_id: int, arrival_s: float) -> None:
+        if len(self.recorded) < RECORD_LIMIT:
+            slim = msgspec.structs.replace(
+                request,
+                tokens=(),
+                block_hashes=(),
+                sequence_hashes=array("q", request.sequence_hashes),
+            )
+            self.recorded.append(Recorded(arrival_s, slim, worker_id))
+
+    async def _timed(self, kind: str, method: str, path: str, body: object = None) -> bytes:
+        started = time.perf_counter()
+        answer = await self._client.call(method, path, body)
+        self.latency_s[kind].append(time.perf_counter() - started)
+        self.calls += 1
+        return answer
