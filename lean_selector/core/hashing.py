@@ -1,0 +1,116 @@
+"""Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
+
+Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section 2): XXH3-64
+over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per block, little-endian,
+so that prompts compare at memcmp speed. Knows nothing of workers, events or the index.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+BASE_SEED = 1337
+_U64_MASK = (1 << 64) - 1
+_BLOCKS_PER_STEP = (
+    64  # a step's slices are made by one unpack call; 64 keeps them in the first cache
+)
+
+
+def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
+    """The seed of local hashes (u64): an adapter or a salt gives a prompt hashes of its own."""
+    seed = BASE_SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+    if cache_salt:
+        seed += xxh3_64_intdigest(cache_salt.encode(), 1)
+    return seed & _U64_MASK
+
+
+def local_hashes(
+    tokens: Sequence[int],
+    block_size: int,
+    seed: int = BASE_SEED,
+    mm_hashes: Sequence[Sequence[int] | None] | None = None,
+    is_eagle: bool = False,
+) -> bytes:
+    """Local hashes of the complete blocks of `tokens`, 8 bytes each; a trailing partial block has none.
+
+    `mm_hashes` holds, per block, the u64 hashes of the multimodal objects in it (order and missing
+    blocks at the end do not matter). With `is_eagle` a block covers one token more than its stride.
+    Raises ValueError for a block size below 1 and for tokens or mm hashes outside u32 and u64.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    blocks = max(0, len(tokens) - is_eagle) // block_size
+    used = blocks * block_size + is_eagle if blocks else 0
+    try:
+        data = struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise ValueError("token ids must be integers from 0 to 4294967295") from error
+    if is_eagle or mm_hashes:
+        slices = _odd_slices(data[: 4 * used], 4 * block_size, 4 * is_eagle, mm_hashes or ())
+        return _pack(xxh3_64_intdigest(block, seed) for block in slices)
+    width, digests = 4 * block_size, list[int]()
+    step = struct.Struct(f"{width}s" * _BLOCKS_PER_STEP)
+    whole = blocks - blocks % _BLOCKS_PER_STEP
+    for start in range(0, whole * width, step.size):
+        digests += map(xxh3_64_intdigest, step.unpack_from(data, start), repeat(seed))
+    digests += [
+        xxh3_64_intdigest(data[start : start + width], seed)
+        for start in range(whole * width, blocks * width, width)
+    ]
+    return struct.pack(f"<{blocks}Q", *digests)
+
+
+def sequence_hashes_bytes(local: bytes) -> bytes:
+    """Sequence hashes of a chain of local hashes; both 8 bytes per block.
+
+    The first is the local hash itself. The seed stays 1337 with an adapter or a salt.
+    """
+    previous = local[:8]
+    chain = [previous] if previous else []
+    for start in range(8, len(local), 8):
+        previous = xxh3_64_digest(previous + local[start : start + 8], BASE_SEED)[::-1]
+        chain.append(previous)
+    return b"".join(chain)
+
+
+def block_hashes(
+    tokens: Sequence[int],
+    block_size: int,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    mm_hashes: Sequence[Sequence[int] | None] | None = None,
+    is_eagle: bool = False,
+) -> list[int]:
+    """`local_hashes` as unsigned integers, the seed made from the adapter's name and the salt."""
+    seed = hash_seed(lora_name, cache_salt)
+    return _unpack(local_hashes(tokens, block_size, seed, mm_hashes, is_eagle))
+
+
+def sequence_hashes(block_hashes: Sequence[int]) -> list[int]:
+    """`sequence_hashes_bytes` for unsigned integers. Raises ValueError outside u64."""
+    return _unpack(sequence_hashes_bytes(_pack(block_hashes)))
+
+
+def _odd_slices(
+    data: bytes, stride: int, extra: int, mm_hashes: Sequence[Sequence[int] | None]
+) -> Iterable[bytes]:
+    for index, start in enumerate(range(0, len(data) - extra, stride)):
+        block = data[start : start + stride + extra]
+        objects = mm_hashes[index] if index < len(mm_hashes) else None
+        yield block + _pack(sorted(objects)) if objects else block
+
+
+def _pack(hashes: Iterable[int]) -> bytes:
+    values = tuple(hashes)
+    try:
+        return struct.pack(f"<{len(values)}Q", *values)
+    except struct.error as error:
+        raise ValueError("hashes must be integers from 0 to 18446744073709551615") from error
+
+
+def _unpack(hashes: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(hashes) // 8}Q", hashes))
