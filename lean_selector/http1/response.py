@@ -1,0 +1,87 @@
+"""Responses as bytes: prebuilt heads, one join per answer.
+
+Owns status lines, the framing headers and the cached `date`. Knows neither what a body means nor
+when a connection closes: the protocol adds `connection` to a finished response. Header names are
+lower case, as the reference writes them (spec: selection.md section 1.1). No I/O, no clock:
+whoever owns the loop calls `date_header.set` about once a second.
+"""
+
+from email.utils import formatdate
+from http import HTTPStatus
+
+JSON = b"application/json"
+
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
+    for status in HTTPStatus
+}
+
+# The end of a head for the lengths that nearly every answer has; formatting one costs as much as
+# the rest of encode_response. 1 024 entries are 60 KB.
+_LENGTH_ENDS = tuple(b"content-length: %d\r\n\r\n" % length for length in range(1024))
+
+
+class DateHeader:
+    """The `date` line of every response, one for the process because there is one wall clock.
+
+    There is no such line until the first `set`. Changing it forgets the heads built with the old
+    one.
+    """
+
+    __slots__ = ("_json_heads", "_second", "line")
+
+    def __init__(self, json_heads: dict[int, bytes]) -> None:
+        self.line = b""
+        self._second = -1
+        self._json_heads = json_heads
+
+    def set(self, unix_time: float) -> None:
+        """Take over the wall clock, in seconds since 1970; cheap when the second is the same."""
+        second = int(unix_time)
+        if second != self._second:
+            self._second = second
+            self.line = b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
+            self._json_heads.clear()
+
+
+_json_heads: dict[
+    int, bytes
+] = {}  # status -> head up to content-length; at most one per HTTPStatus
+date_header = DateHeader(_json_heads)
+
+
+def _start_of_head(status: int, content_type: bytes) -> bytes:
+    type_line = b"content-type: %b\r\n" % content_type if content_type else b""
+    return b"%b%b%b" % (_STATUS_LINES[status], type_line, date_header.line)
+
+
+def encode_response(
+    status: int, body: bytes, content_type: bytes = JSON, extra: bytes = b""
+) -> bytes:
+    """One complete HTTP/1.1 response.
+
+    An empty content_type leaves that header out. `extra` is whole header lines, each ended by CRLF
+    (`b"allow: GET,HEAD\\r\\n"`). KeyError for a status that HTTP does not know.
+    """
+    if content_type is JSON:
+        head = _json_heads.get(status)
+        if head is None:
+            head = _json_heads[status] = _start_of_head(status, content_type)
+    else:
+        head = _start_of_head(status, content_type)
+    length = len(body)
+    end = _LENGTH_ENDS[length] if length < 1024 else b"content-length: %d\r\n\r\n" % length
+    if extra:
+        return b"".join((head, extra, end, body))
+    return b"".join((head, end, body))
+
+
+def without_body(response: bytes) -> bytes:
+    """The answer to HEAD: the head of what GET would get, its content-length included."""
+    return response[: response.index(b"\r\n\r\n") + 4]
+
+
+def with_connection(response: bytes, option: bytes) -> bytes:
+    """The response with `connection: <option>` after its status line."""
+    after_status = response.index(b"\r\n") + 2
+    return b"%bconnection: %b\r\n%b" % (response[:after_status], option, response[after_status:])
