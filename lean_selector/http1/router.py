@@ -1,0 +1,145 @@
+"""Which resource does a path name, and is the method right for it?
+
+Owns the table of routes of one service and the decoding of the two parts of a target that are
+data: one path parameter, and the query. Does not know what a route's value is; services choose.
+Paths are compared literally: no decoding, no case folding, no trailing slash (spec: selection.md
+1.1, slot_tracker.md 1.2).
+"""
+
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+from urllib.parse import unquote_to_bytes
+
+T = TypeVar("T")
+
+
+class Match(Generic[T]):
+    """A route was found. `param` is the raw parameter segment, None on literal paths."""
+
+    __slots__ = ("param", "value")
+
+    def __init__(self, value: T, param: bytes | None = None) -> None:
+        self.value = value
+        self.param = param
+
+
+class MethodNotAllowed:
+    """The path exists, the method does not. `allow` is that header's text: b"POST,GET,HEAD"."""
+
+    __slots__ = ("allow",)
+
+    def __init__(self, allow: bytes) -> None:
+        self.allow = allow
+
+
+class NotFound:
+    """No route has this path."""
+
+    __slots__ = ()
+
+
+NOT_FOUND = NotFound()
+
+
+class _Resource(Generic[T]):
+    """The routes of one path: what each method leads to, in the order declared."""
+
+    __slots__ = ("by_method", "method_not_allowed")
+
+    def __init__(self) -> None:
+        self.by_method: dict[bytes, Match[T]] = {}
+        self.method_not_allowed = MethodNotAllowed(b"")
+
+    def add(self, method: bytes, value: T) -> None:
+        if method in self.by_method:
+            raise ValueError(f"{method.decode()} is declared twice for one path")
+        self.by_method[method] = Match(value)
+        if method == b"GET":
+            self.by_method[b"HEAD"] = self.by_method[b"GET"]
+        self.method_not_allowed = MethodNotAllowed(b",".join(self.by_method))
+
+
+class RouteTable(Generic[T]):
+    """Routes declared once as (method, template, value): `("DELETE", "/workers/{worker_id}", ...)`.
+
+    A template may have one parameter, a whole segment in braces. HEAD is answered by GET.
+    ValueError for a route declared twice or a template with two parameters.
+    """
+
+    __slots__ = ("_literal", "_parametric", "_positions")
+
+    def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
+        self._literal: dict[bytes, _Resource[T]] = {}
+        # Keyed by the segments with the parameter's emptied: no segment of a parameter is empty.
+        self._parametric: dict[tuple[bytes, ...], _Resource[T]] = {}
+        self._positions: dict[
+            int, tuple[int, ...]
+        ] = {}  # number of segments -> where parameters are
+        for method, template, value in routes:
+            self._resource(template).add(method.encode(), value)
+
+    def _resource(self, template: str) -> _Resource[T]:
+        segments = template.split("/")
+        at = [i for i, segment in enumerate(segments) if segment.startswith("{")]
+        if not at:
+            return self._literal.setdefault(template.encode(), _Resource())
+        if len(at) > 1:
+            raise ValueError(f"{template} has more than one parameter")
+        segments[at[0]] = ""
+        positions = self._positions.get(len(segments), ())
+        self._positions[len(segments)] = tuple(sorted({*positions, at[0]}))
+        key = tuple(segment.encode() for segment in segments)
+        return self._parametric.setdefault(key, _Resource())
+
+    def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | NotFound:
+        """The route of a request; a literal path goes before a parameter."""
+        resource = self._literal.get(path)
+        if resource is not None:
+            return resource.by_method.get(method) or resource.method_not_allowed
+        segments = path.split(b"/")
+        for position in self._positions.get(len(segments), ()):
+            param = segments[position]
+            segments[position] = b""
+            resource = self._parametric.get(tuple(segments))
+            if resource is not None and param:
+                found = resource.by_method.get(method)
+                return resource.method_not_allowed if found is None else Match(found.value, param)
+            segments[position] = param
+        return NOT_FOUND
+
+
+def percent_decode(segment: bytes) -> str:
+    """A path parameter as text. Malformed escapes stay as they are; ValueError if it is not
+    UTF-8.
+    """
+    return unquote_to_bytes(segment).decode()
+
+
+class RepeatedQueryField(ValueError):
+    """A known field stands twice in a query string."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"duplicate field `{field}`")
+        self.field = field
+
+
+def parse_query(query: bytes, known: frozenset[str]) -> dict[str, str]:
+    """The known fields of a query string; others are ignored, however often they stand there.
+
+    Form rules: `+` is a space, a bare key is an empty value, malformed escapes stay as they are,
+    bytes that are not UTF-8 become U+FFFD. Raises RepeatedQueryField.
+    """
+    fields: dict[str, str] = {}
+    for pair in query.split(b"&"):
+        raw_name, _, raw_value = pair.partition(b"=")
+        name = _form_decode(raw_name)
+        if name not in known:
+            continue
+        if name in fields:
+            raise RepeatedQueryField(name)
+        fields[name] = _form_decode(raw_value)
+    return fields
+
+
+def _form_decode(text: bytes) -> str:
+    return unquote_to_bytes(text.replace(b"+", b" ")).decode("utf-8", "replace")
