@@ -1,0 +1,403 @@
+"""The asyncio shell around one connection: reader -> app -> one write.
+
+Owns order (answers leave in the order of the requests, also when one waits), back-pressure,
+time-outs and closing. Knows no route and no body. The app is a plain function; nothing here
+awaits, and no task or timer is made per request: `Connections.sweep`, called about once a second,
+is the only clock (spec: slot_tracker.md 1.2; decisions D11 and D14).
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from lean_selector.http1.limits import HttpError, Limits
+from lean_selector.http1.reader import HeaderBlocks, Request, RequestReader
+from lean_selector.http1.response import encode_response, with_connection, without_body
+
+log = logging.getLogger(__name__)
+
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+# One pass answers at most this much before other connections get their turn. A 256 KiB read,
+# uvloop's largest, can hold 2 000 small requests, and 2 000 answers to /dump would not fit in
+# memory.
+_MAX_PASS_REQUESTS = 64
+_MAX_PASS_BYTES = 256 * 1024
+
+# Requests that wait behind a parked one; beyond this, reading stops, and then a hang-up goes
+# unnoticed until the parked one is answered. Clients that pipeline send a few, and few do.
+_MAX_QUEUED_REQUESTS = 64
+_MAX_QUEUED_BYTES = 1024 * 1024
+
+# What a client may still send after its last answer, so that it gets to read that: a close with
+# unread input makes the kernel send RST, which destroys what the client has not read yet.
+_MAX_LINGER_BYTES = 64 * 1024 * 1024
+
+# A slow but honest sender: 16 KiB/s of body extends the time-out. 30 s alone would ask for 280
+# KB/s.
+_MIN_BODY_BYTES_PER_S = 16 * 1024
+
+# Why a connection does not handle what is queued; bits of HttpProtocol._holds.
+_PARKED, _WRITE_PAUSED, _SCHEDULED, _ANSWERED_LAST, _ENDED = 1, 2, 4, 8, 16
+
+
+class PendingReply:
+    """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
+
+    `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
+    nothing.
+    """
+
+    __slots__ = ("_connection", "on_disconnect", "response")
+
+    def __init__(self, on_disconnect: Callable[[], None] | None = None) -> None:
+        self.on_disconnect = on_disconnect
+        self.response: bytes | None = None
+        self._connection: HttpProtocol | None = None
+
+    def resolve(self, response: bytes) -> None:
+        """Send the complete response. Requests queued behind it are handled later, not in here."""
+        assert self.response is None, "a reply is resolved once"
+        self.response = response
+        self.on_disconnect = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.finish_parked(response)
+
+    def park(self, connection: "HttpProtocol") -> None:
+        """For the protocol: where the response goes."""
+        self._connection = connection
+
+    def hang_up(self) -> None:
+        """For the protocol: the client is gone."""
+        self._connection = None
+        on_disconnect, self.on_disconnect = self.on_disconnect, None
+        if on_disconnect is not None:
+            on_disconnect()
+
+
+App = Callable[[Request], bytes | PendingReply]
+
+
+class Timeouts:
+    """Seconds, to the precision of the sweep."""
+
+    __slots__ = ("idle_s", "linger_s", "read_s", "write_s")
+
+    def __init__(
+        self,
+        idle_s: float = 75.0,  # a keep-alive connection without a request
+        read_s: float = 30.0,  # an unfinished request; see _MIN_BODY_BYTES_PER_S
+        write_s: float = 30.0,  # a client that takes nothing of what is written to it
+        linger_s: float = 5.0,  # a client that goes on sending after its last answer
+    ) -> None:
+        self.idle_s = idle_s
+        self.read_s = read_s
+        self.write_s = write_s
+        self.linger_s = linger_s
+
+
+class Connections:
+    """The open connections of one server, and what they share. Only for the thread of the loop."""
+
+    __slots__ = ("call_soon", "header_blocks", "is_draining", "limits", "now", "open", "timeouts")
+
+    def __init__(
+        self,
+        call_soon: Callable[[Callable[[], None]], object],
+        limits: Limits | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        """`call_soon` is the loop's."""
+        self.call_soon = call_soon
+        self.limits = limits or Limits()
+        self.timeouts = timeouts or Timeouts()
+        self.header_blocks: HeaderBlocks = {}
+        self.open: set[HttpProtocol] = set()
+        self.now = 0.0  # monotonic seconds at the last sweep
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        return len(self.open)
+
+    def sweep(self, now: float) -> None:
+        """Apply the time-outs. `now` is monotonic seconds; call it about once a second."""
+        self.now = now
+        for connection in tuple(self.open):
+            connection.expire(now)
+
+    def start_draining(self) -> None:
+        """Close what is idle now, and every other connection after the answer it is working on."""
+        self.is_draining = True
+        for connection in tuple(self.open):
+            connection.settle()
+
+    def abort(self) -> None:
+        """Drop all connections at once, unsent answers included."""
+        for connection in tuple(self.open):
+            connection.abort()
+
+
+class HttpProtocol(asyncio.Protocol):
+    """One connection."""
+
+    __slots__ = (
+        "_app",
+        "_connections",
+        "_got_eof",
+        "_holds",
+        "_linger_bytes",
+        "_parked",
+        "_parked_request",
+        "_queue",
+        "_reader",
+        "_reading_paused",
+        "_since",
+        "_transport",
+        "_unwritten_bytes",
+    )
+
+    _transport: asyncio.Transport
+
+    def __init__(self, app: App, connections: Connections) -> None:
+        # Server lifetime.
+        self._app = app
+        self._connections = connections
+        # Connection lifetime.
+        self._reader = RequestReader(connections.limits, connections.header_blocks)
+        self._holds = 0  # 0: whatever is queued may be handled
+        self._reading_paused = False
+        self._got_eof = False
+        self._since = connections.now  # when the present state began, for the time-outs
+        self._unwritten_bytes = 0  # at the last sweep of a client that does not read
+        self._linger_bytes = 0  # thrown away since the last answer
+        # Requests not handled yet, and the one whose answer is awaited.
+        self._queue: deque[Request] = deque()
+        self._parked: PendingReply | None = None
+        self._parked_request: Request | None = None
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connections.open.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        if self._holds & _ENDED:
+            self._linger_bytes += len(data)
+            if self._linger_bytes > _MAX_LINGER_BYTES:
+                self._transport.abort()
+            return
+        begins = not reader.is_unfinished
+        requests = reader.feed(data)
+        if begins or requests:
+            self._since = self._connections.now
+        self._queue.extend(requests)
+        if not self._holds:
+            self._serve()
+        else:
+            self._update_reading()
+
+    def eof_received(self) -> bool:
+        """True keeps the transport open for writing. A client that half-closes gets its answers."""
+        self._got_eof = True
+        if self._parked is not None:
+            self._hang_up()  # D11: nobody waits for this answer, as far as can be known
+            self._holds |= _ENDED
+        return bool(self._queue)
+
+    def pause_writing(self) -> None:
+        self._holds |= _WRITE_PAUSED
+        self._since = self._connections.now
+        self._unwritten_bytes = self._transport.get_write_buffer_size()
+        self._update_reading()
+
+    def resume_writing(self) -> None:
+        self._holds &= ~_WRITE_PAUSED
+        self._since = self._connections.now
+        if not self._holds:
+            self._serve()
+        self._update_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.open.discard(self)
+        self._holds |= _ENDED
+        self._hang_up()
+
+    # Called by PendingReply and Connections.
+
+    def finish_parked(self, response: bytes) -> None:
+        """Write the answer that was awaited, and go on with what is queued in a pass of its own."""
+        request = self._parked_request
+        assert request is not None
+        self._parked = self._parked_request = None
+        self._holds &= ~_PARKED
+        self._since = self._connections.now
+        if self._transport.is_closing():
+            return
+        self._transport.write(self._framed(request, response))
+        if self._queue:
+            self._schedule()
+        self.settle()
+        self._update_reading()
+
+    def expire(self, now: float) -> None:
+        """Close if a time-out has passed. See Timeouts."""
+        timeouts = self._connections.timeouts
+        age_s = now - self._since
+        if self._holds & (_ENDED | _WRITE_PAUSED):
+            unwritten = self._transport.get_write_buffer_size()
+            if unwritten < self._unwritten_bytes:
+                self._since = now  # slow, but it takes something
+            elif age_s > (timeouts.write_s if unwritten else timeouts.linger_s):
+                self._transport.abort()
+            self._unwritten_bytes = unwritten
+        elif self._holds:
+            return  # waiting for us, not for the client
+        elif self._reader.is_unfinished:
+            if age_s > timeouts.read_s + self._reader.received_bytes / _MIN_BODY_BYTES_PER_S:
+                self._refuse(HttpError(408, "request not received in time"))
+        elif age_s > timeouts.idle_s:
+            self._end(lingers=False)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def settle(self) -> None:
+        """Look at what is to be done once all complete requests are answered."""
+        reader = self._reader
+        if self._holds & _ENDED:
+            return
+        if self._holds & _ANSWERED_LAST:
+            self._end(lingers=reader.has_unread_input)
+        elif self._parked is not None and self._got_eof:
+            self._hang_up()
+            self._end(lingers=False)
+        elif self._queue or self._parked is not None:
+            return
+        elif reader.error is not None:
+            self._refuse(reader.error)
+        elif self._got_eof or (self._connections.is_draining and not reader.is_unfinished):
+            self._end(lingers=False)
+        elif reader.wants_continue:
+            reader.wants_continue = reader.notice = False
+            self._transport.write(_CONTINUE)
+
+    # Inside.
+
+    def _serve(self) -> None:
+        """Answer what is queued, until it is empty or something holds it; write once."""
+        queue, app = self._queue, self._app
+        replies: list[bytes] = []
+        reply_bytes = 0
+        is_draining = self._connections.is_draining
+        while queue:
+            request = queue.popleft()
+            try:
+                reply = app(request)
+            except Exception:
+                log.exception("%r %r failed", request.method, request.path)
+                reply = encode_response(500, b'{"error":"internal error"}')
+            if isinstance(reply, PendingReply):
+                if reply.response is None:
+                    self._park(reply, request)
+                    break
+                reply = reply.response
+            if (
+                is_draining
+                or not request.keep_alive
+                or request.headers.is_http10
+                or request.method == b"HEAD"
+            ):
+                reply = self._framed(request, reply)
+            replies.append(reply)
+            if queue:
+                reply_bytes += len(reply)
+                if len(replies) >= _MAX_PASS_REQUESTS or reply_bytes >= _MAX_PASS_BYTES:
+                    self._schedule()
+                    break
+        if replies:
+            self._transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+        if self._holds or self._reader.notice or self._got_eof:
+            self.settle()
+
+    def _framed(self, request: Request, reply: bytes) -> bytes:
+        """The reply as this client needs it: without the body, or with a word on the connection."""
+        if request.method == b"HEAD":
+            reply = without_body(reply)
+        is_last = self._connections.is_draining and not (self._queue or self._reader.is_unfinished)
+        if is_last or not request.keep_alive:
+            self._holds |= _ANSWERED_LAST
+            return with_connection(reply, b"close")
+        if request.is_http10:
+            return with_connection(reply, b"keep-alive")
+        return reply
+
+    def _park(self, reply: PendingReply, request: Request) -> None:
+        self._parked, self._parked_request = reply, request
+        self._holds |= _PARKED
+        reply.park(self)
+        self._update_reading()
+
+    def _hang_up(self) -> None:
+        """Nobody will read what is parked or queued."""
+        self._queue.clear()
+        parked = self._parked
+        if parked is not None:
+            self._parked = self._parked_request = None
+            try:
+                parked.hang_up()
+            except Exception:
+                log.exception("on_disconnect failed")
+
+    def _schedule(self) -> None:
+        """Go on in a later turn of the loop: others first, and never inside the app's own call."""
+        if not self._holds & _SCHEDULED:
+            self._holds |= _SCHEDULED
+            self._connections.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._holds &= ~_SCHEDULED
+        if not self._holds:
+            self._serve()
+        self._update_reading()
+
+    def _update_reading(self) -> None:
+        """Read unless the client does not take its answers, or too much of its input waits."""
+        holds = self._holds
+        queue = self._queue
+        pause = not holds & _ENDED and bool(
+            holds & _WRITE_PAUSED
+            or len(queue) > _MAX_QUEUED_REQUESTS
+            or sum(len(request.body) for request in queue) > _MAX_QUEUED_BYTES
+        )
+        if pause != self._reading_paused and not self._transport.is_closing():
+            self._reading_paused = pause
+            if pause:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer an error of the HTTP level, and close."""
+        body = b'{"error":"%b"}' % error.text.encode()
+        self._transport.write(encode_response(error.status, body, extra=b"connection: close\r\n"))
+        self._end(lingers=True)
+
+    def _end(self, lingers: bool) -> None:
+        """Close when everything written is sent; lingering, not before the client is done
+        sending.
+        """
+        self._holds |= _ENDED
+        self._queue.clear()
+        self._since = self._connections.now
+        self._unwritten_bytes = self._transport.get_write_buffer_size()
+        if lingers and not self._got_eof and self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._update_reading()
+        else:
+            self._transport.close()
