@@ -152,7 +152,7 @@ class Demo:
             )
             for worker_id in range(1, self._options.workers + 1)
         }
-        player = Player(client, engines, self._stop.is_set)
+        player = Player(client, engines, self._stop.is_set, "demo")
         try:
             await player.register_workers()
             await self._traffic(player, engines, service)
@@ -202,6 +202,8 @@ class Demo:
             for task in tasks:
                 if task.done() and not self._stop.is_set():
                     task.result()
+            if self._stop.is_set():
+                return
             now = loop.time()
             rate = (player.calls - calls) / max(now - drawn, 1e-3)
             drawn, calls = now, player.calls

@@ -23,6 +23,12 @@ LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percent
 ERROR_LIMIT = 5  # error texts kept; all are counted
 
 
+class _Worker(msgspec.Struct):
+    worker_id: int
+    lifecycle: str
+    not_schedulable_reasons: list[str] = []
+
+
 class _Overlap(msgspec.Struct):
     gpu: int
 
@@ -59,6 +65,8 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 _decode_selection = msgspec.json.Decoder(_Selection).decode
+_decode_worker = msgspec.json.Decoder(_Worker).decode
+_decode_workers = msgspec.json.Decoder(list[_Worker]).decode
 _decode_loads = msgspec.json.Decoder(list[PartitionLoad]).decode
 
 
@@ -75,11 +83,16 @@ class Player:
         client: HttpClient,
         engines: Mapping[int, SimulatedEngine],
         stopping: Callable[[], bool],
+        model_name: str,
     ) -> None:
-        """stopping: once it says so, decoding ends early and reservations are freed."""
+        """model_name: keeps our workers apart from others that the service may know.
+
+        stopping: once it says so, decoding ends early and reservations are freed.
+        """
         self._client = client
         self._engines = engines
         self._stopping = stopping
+        self._model_name = model_name
         self.calls = 0  # answers of the service to play()
         self.finished = 0  # requests played to their end
         self.expected_blocks = 0  # overlap that the service announced for the chosen engines
@@ -92,17 +105,32 @@ class Player:
         }
 
     async def register_workers(self) -> None:
-        """Register every engine. Raises ServiceError if one is not schedulable afterwards."""
+        """Register every engine as a worker of our model.
+
+        Raises ServiceError if the service knows a worker by such an id, which registering would
+        replace, or if one is not schedulable afterwards.
+        """
+        known = _decode_workers(await self._client.call("GET", "/workers"))
+        for worker in known:
+            # The reference keeps deleted workers, as unschedulable.
+            if worker.worker_id in self._engines and worker.lifecycle != "unschedulable":
+                raise ServiceError(f"the service has a worker {worker.worker_id} already")
         for engine in self._engines.values():
-            answer = await self._client.call("POST", "/workers", engine.registration())
-            record = msgspec.json.decode(answer, type=dict[str, object])
-            if record.get("lifecycle") != "schedulable":
-                reasons = record.get("not_schedulable_reasons")
-                raise ServiceError(f"worker {engine.worker_id} is not schedulable: {reasons}")
+            body = {"model_name": self._model_name, **engine.registration()}
+            worker = _decode_worker(await self._client.call("POST", "/workers", body))
+            if worker.lifecycle != "schedulable":
+                why = "; ".join(worker.not_schedulable_reasons)
+                raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
+
+    async def unregister_workers(self) -> None:
+        """Delete our workers again, for a service that lives on."""
+        for worker_id in self._engines:
+            await self._client.call("DELETE", f"/workers/{worker_id}")
 
     async def loads(self) -> list[PartitionLoad]:
-        """What GET /loads says."""
-        return _decode_loads(await self._client.call("GET", "/loads"))
+        """What GET /loads says of our model."""
+        query = f"/loads?model_name={quote(self._model_name, safe='')}"
+        return _decode_loads(await self._client.call("GET", query))
 
     async def load_left(self) -> int:
         """Requests, prefill tokens and decode blocks that /loads still counts, added up.
@@ -154,6 +182,7 @@ class Player:
             "POST",
             "/select_and_reserve",
             {
+                "model_name": self._model_name,
                 "reservation_id": request.request_id,
                 "block_hashes": request.block_hashes[:blocks],
                 "sequence_hashes": request.sequence_hashes[:blocks],
