@@ -300,7 +300,7 @@ class _Reader:
 
     def _array(self, count: int, depth: int) -> "list[_Value] | _Hashes":
         end = self.at + 9 * count
-        fits = 15 < count and end <= len(self.data)
+        fits = count > 15 and end <= len(self.data)
         if fits and self.data[self.at : end : 9] == b"\xcf" * count:
             start, self.at = self.at, end
             return _Hashes(_turned_round(self.data, start, count))
