@@ -7,8 +7,9 @@
       Unprocessable  422  a value of the right syntax and the wrong shape
       Unavailable    503  no worker can take it now
 
-Each class carries the HTTP status that fits it, so that a server needs no second table. A method that
-raises one has changed nothing. Messages are part of the API (spec: selection.md, slot_tracker.md).
+Each class carries the HTTP status that fits it, so that a server needs no second table. A method
+that raises one has changed nothing. Messages are part of the API (spec: selection.md and
+slot_tracker.md).
 """
 
 
@@ -46,9 +47,8 @@ class DuplicateRequest(Conflict):
     """The id is live already, on `worker_id`/`dp_rank`."""
 
     def __init__(self, request_id: str, worker_id: int, dp_rank: int) -> None:
-        super().__init__(
-            f"Request {request_id} already exists (assigned to worker {rank_text(worker_id, dp_rank)})"
-        )
+        where = rank_text(worker_id, dp_rank)
+        super().__init__(f"Request {request_id} already exists (assigned to worker {where})")
 
 
 def rank_text(worker_id: int, dp_rank: int) -> str:

@@ -1,0 +1,5 @@
+import sys
+
+from lean_selector.cli import main
+
+sys.exit(main())

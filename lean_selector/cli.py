@@ -1,0 +1,35 @@
+"""The command lines: `lean-selector` (also `python -m lean_selector`) and `lean-slot-tracker`."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lean_selector import __version__
+from lean_selector.config import SELECTOR_OPTIONS, OneLineParser, add_options, selector_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the selection service, or with `demo` the demonstration; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:
+        from lean_selector.demo.command import main as demo
+
+        return demo(arguments[1:])
+    parser = OneLineParser(
+        prog="lean-selector",
+        description="Answers which worker should serve a prompt, and keeps the books of what runs "
+        "where. `lean-selector demo` shows it at work.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"lean-selector {__version__}")
+    add_options(parser, SELECTOR_OPTIONS)
+    config = selector_config(parser, parser.parse_args(arguments), os.environ)
+
+    from lean_selector.server import StartError, run_selector
+
+    try:
+        run_selector(config)
+    except StartError as error:
+        sys.stderr.write(f"lean-selector: error: {error}\n")
+        return 1
+    return 0

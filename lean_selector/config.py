@@ -1,0 +1,419 @@
+"""What a service can be told on its command line and in its environment, as one table.
+
+Each row is a flag, the environment names that stand for it, how its text is read, and its
+default. A flag goes before the environment, that before the default; an empty variable counts as
+unset; a value that cannot be read or is out of range ends the start with one line and status 2
+(decision D15). Names follow spec selection.md section 7.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from lean_selector.core.endpoints import check_endpoint
+from lean_selector.core.settings import RouterSettings
+
+TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
+FALSE_WORDS = frozenset({"false", "0", "no", "off"})
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how a service is reached, and how it leaves."""
+
+    host: str
+    port: int
+    uds: str | None
+    drain_s: float
+    log_level: str
+
+
+class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `lean-selector` was told."""
+
+    listen: Listen
+    router: RouterSettings
+    indexer_peers: list[str]
+    recovery_timeout_s: float
+    replica_sync_port: int | None
+    replica_sync_peers: list[str]
+    device_blocks_per_rank: int
+    lower_tier_blocks_per_rank: int
+    warnings: list[str]
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One row: `read` turns text into the value and raises ValueError saying what was expected."""
+
+    flag: str
+    read: Callable[[str], object]
+    default: object
+    help: str
+    env: tuple[str, ...] = ()
+    metavar: str = "N"
+
+    @property
+    def name(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+# -- reading one value ----------------------------------------------------------------------------
+
+
+def boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise ValueError("expected true or false (also 1, yes, on, 0, no, off)")
+
+
+def number(
+    least: float = -math.inf, most: float = math.inf, *, infinite: bool = False
+) -> Callable[[str], float]:
+    """A float within [least, most]; never NaN, infinite only where that means something."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError("expected a number") from None
+        if math.isnan(value) or (math.isinf(value) and not infinite):
+            raise ValueError("expected a finite number")
+        if not least <= value <= most:
+            bounds = f"at least {least:g}" if most == math.inf else f"{least:g} to {most:g}"
+            raise ValueError(f"expected {bounds}")
+        return value
+
+    return read
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("expected a whole number") from None
+        if not least <= value <= most:
+            raise ValueError(f"expected {least} to {most}")
+        return value
+
+    return read
+
+
+def word(*allowed: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text.lower() not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return text.lower()
+
+    return read
+
+
+def text(value: str) -> str:
+    return value
+
+
+def urls(value: str) -> list[str]:
+    """Comma-separated base URLs; blanks around them and one trailing slash are dropped."""
+    items = [item.strip().removesuffix("/") for item in value.split(",") if item.strip()]
+    for item in items:
+        if not item.startswith(("http://", "https://")):
+            raise ValueError(f"`{item}` is not an http:// URL")
+    return items
+
+
+def peer_endpoints(value: str) -> list[str]:
+    """Comma-separated ZMQ endpoints, each once; blanks around them are dropped."""
+    items = list(dict.fromkeys(item.strip() for item in value.split(",")))
+    for item in items:
+        try:
+            check_endpoint(item)
+        except ValueError as error:
+            raise ValueError(f"invalid replica peer endpoint `{item}`: {error}") from None
+    return items
+
+
+def unsupported(_: str) -> NoReturn:
+    raise ValueError("router policy files are not supported yet")
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+_PORT = integer(0, 65535)
+_POSITIVE_SECONDS = number(1e-3)
+
+LISTEN_OPTIONS = (
+    Option("--host", text, "0.0.0.0", "address to bind", metavar="ADDRESS"),
+    Option("--uds", text, None, "listen on this UNIX socket too (mode 0660)", metavar="PATH"),
+    Option("--drain-secs", number(0.0), 5.0, "how long a stop may take"),
+    Option(
+        "--log-level",
+        word("debug", "info", "warning", "error"),
+        "info",
+        "least severe lines to log",
+        metavar="LEVEL",
+    ),
+)
+
+ROUTER_OPTIONS = (
+    Option(
+        "--use-kv-events",
+        boolean,
+        True,
+        "learn from the workers' KV events; off: no event endpoints needed, overlap always 0",
+        ("DYN_USE_KV_EVENTS", "DYN_ROUTER_USE_KV_EVENTS"),
+        "BOOL",
+    ),
+    Option(
+        "--router-kv-overlap-score-credit",
+        number(0.0, 1.0),
+        1.0,
+        "blocks of prefill that a cached device block saves in the cost",
+        ("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",),
+    ),
+    Option(
+        "--router-kv-overlap-score-credit-decay",
+        number(0.0),
+        0.0,
+        "how fast that credit falls with a rank's waiting prefill",
+        ("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",),
+    ),
+    Option(
+        "--router-prefill-load-scale",
+        number(0.0),
+        1.0,
+        "weight of prefill against decode in the cost",
+        ("DYN_ROUTER_PREFILL_LOAD_SCALE",),
+    ),
+    Option(
+        "--router-kv-overlap-score-weight",
+        number(0.0),
+        None,
+        "deprecated: sets the prefill load scale, and at 0 the overlap credit to 0",
+        (
+            "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+            "DYN_OVERLAP_SCORE_WEIGHT",
+            "DYN_KV_OVERLAP_SCORE_WEIGHT",
+        ),
+    ),
+    Option(
+        "--router-temperature",
+        number(0.0),
+        0.0,
+        "0 takes the cheapest rank; above, ranks are drawn by cost",
+        ("DYN_ROUTER_TEMPERATURE",),
+    ),
+    Option(
+        "--router-track-prefill-tokens",
+        boolean,
+        True,
+        "count the prefill tokens of what is placed",
+        ("DYN_ROUTER_TRACK_PREFILL_TOKENS",),
+        "BOOL",
+    ),
+    Option(
+        "--queue-threshold",
+        number(0.0, infinite=True),
+        None,
+        "park requests while every eligible rank has more prefill tokens than this many times "
+        "its max_num_batched_tokens; unset: never",
+        ("DYN_ROUTER_QUEUE_THRESHOLD",),
+    ),
+    Option(
+        "--queue-max-wait-secs",
+        _POSITIVE_SECONDS,
+        None,
+        "answer 503 to a request parked this long; unset: it waits",
+    ),
+    Option(
+        "--router-overlap-refresh-after-secs",
+        number(),
+        10.0,
+        "look up a parked request's overlap again after this wait; 0 or less: never",
+        ("DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",),
+    ),
+    Option(
+        "--reservation-expiry-secs",
+        _POSITIVE_SECONDS,
+        300.0,
+        "drop a reservation this long after its last lifecycle call",
+        ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
+    ),
+    Option(
+        "--router-policy-config",
+        unsupported,
+        None,
+        "not supported yet: stops the start",
+        ("DYN_ROUTER_POLICY_CONFIG",),
+        "PATH",
+    ),
+    *(
+        Option(f"--router-{name}", read, None, "accepted, without effect", (env,), metavar)
+        for name, read, env, metavar in (
+            ("predicted-ttl-secs", number(0.0), "DYN_ROUTER_PREDICTED_TTL_SECS", "N"),
+            ("track-active-blocks", boolean, "DYN_ROUTER_TRACK_ACTIVE_BLOCKS", "BOOL"),
+            ("track-output-blocks", boolean, "DYN_ROUTER_TRACK_OUTPUT_BLOCKS", "BOOL"),
+            ("replica-sync", boolean, "DYN_ROUTER_REPLICA_SYNC", "BOOL"),
+        )
+    ),
+)
+
+SELECTOR_OPTIONS = (
+    Option("--port", _PORT, 8092, "HTTP port; 0 takes a free one"),
+    *LISTEN_OPTIONS,
+    Option(
+        "--threads",
+        integer(0, 2**31),
+        4,
+        "accepted for compatibility, has no effect: one thread serves everything",
+    ),
+    Option(
+        "--indexer-peers",
+        urls,
+        [],
+        "comma-separated HTTP URLs to recover the KV index from at start, through /dump",
+        metavar="URLS",
+    ),
+    Option(
+        "--recovery-timeout-secs",
+        _POSITIVE_SECONDS,
+        10.0,
+        "longest that start-up recovery may take",
+    ),
+    Option(
+        "--replica-sync-port",
+        integer(1, 65535),
+        None,
+        "ZMQ PUB port for load events to other replicas, bound on every interface",
+    ),
+    Option(
+        "--replica-sync-peers",
+        peer_endpoints,
+        [],
+        "comma-separated ZMQ PUB endpoints of other replicas; needs --replica-sync-port",
+        metavar="ENDPOINTS",
+    ),
+    Option(
+        "--device-blocks-per-rank",
+        integer(1, 2**40),
+        4_000_000,  # 64 M tokens of 16-token blocks: an order above any accelerator's memory
+        "most device blocks indexed for a rank that does not report total_kv_blocks",
+    ),
+    Option(
+        "--lower-tier-blocks-per-rank",
+        integer(1, 2**40),
+        16_000_000,  # host memory and disk hold more, and are shared by fewer ranks
+        "most blocks indexed for a rank on each lower tier",
+    ),
+    *ROUTER_OPTIONS,
+)
+
+
+# -- putting it together --------------------------------------------------------------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Complains in one line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    for option in options:
+        env = f" [env {', '.join(option.env)}]" if option.env else ""
+        default = "" if option.default in (None, []) else f" (default {_shown(option.default)})"
+        parser.add_argument(
+            option.flag,
+            metavar=option.metavar,
+            help=f"{option.help}{default}{env}".replace("%", "%%"),
+        )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def resolve(
+    parser: argparse.ArgumentParser,
+    options: Sequence[Option],
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+) -> dict[str, object]:
+    """Every option's value by name; a bad one ends the process through `parser.error`."""
+    values: dict[str, object] = {}
+    for option in options:
+        source, given = option.flag, getattr(args, option.name)
+        for name in option.env if given is None else ():
+            if environ.get(name):
+                source, given = name, environ[name]
+                break
+        if given is None:
+            values[option.name] = option.default
+            continue
+        try:
+            values[option.name] = option.read(given)
+        except ValueError as error:
+            parser.error(f"{source}: invalid value `{given}`: {error}")
+    return values
+
+
+def selector_config(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, environ: Mapping[str, str]
+) -> SelectorConfig:
+    """The configuration of `lean-selector`."""
+    values = resolve(parser, SELECTOR_OPTIONS, args, environ)
+    warnings: list[str] = []
+    weight = values.pop("router_kv_overlap_score_weight")
+    if weight is not None:
+        warnings.append(
+            "the overlap score weight is deprecated: set the prefill load scale "
+            "and the overlap score credit instead"
+        )
+        values["router_prefill_load_scale"] = weight
+        if weight == 0.0:
+            values["router_kv_overlap_score_credit"] = 0.0
+    if values["replica_sync_peers"] and values["replica_sync_port"] is None:
+        parser.error("--replica-sync-peers needs --replica-sync-port")
+    refresh = values["router_overlap_refresh_after_secs"]
+    assert isinstance(refresh, float)
+    router = {
+        "use_kv_events": values["use_kv_events"],
+        "overlap_score_credit": values["router_kv_overlap_score_credit"],
+        "overlap_score_credit_decay": values["router_kv_overlap_score_credit_decay"],
+        "prefill_load_scale": values["router_prefill_load_scale"],
+        "temperature": values["router_temperature"],
+        "track_prefill_tokens": values["router_track_prefill_tokens"],
+        "queue_threshold": values["queue_threshold"],
+        "queue_max_wait_s": values["queue_max_wait_secs"],
+        "overlap_refresh_after_s": refresh if refresh > 0.0 else None,
+        "reservation_expiry_s": values["reservation_expiry_secs"],
+    }
+    return msgspec.convert(
+        {
+            "listen": listen_of(values),
+            "router": router,
+            "indexer_peers": values["indexer_peers"],
+            "recovery_timeout_s": values["recovery_timeout_secs"],
+            "replica_sync_port": values["replica_sync_port"],
+            "replica_sync_peers": values["replica_sync_peers"],
+            "device_blocks_per_rank": values["device_blocks_per_rank"],
+            "lower_tier_blocks_per_rank": values["lower_tier_blocks_per_rank"],
+            "warnings": warnings,
+        },
+        SelectorConfig,
+    )
+
+
+def listen_of(values: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "host": values["host"],
+        "port": values["port"],
+        "uds": values["uds"],
+        "drain_s": values["drain_secs"],
+        "log_level": values["log_level"],
+    }

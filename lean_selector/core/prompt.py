@@ -1,0 +1,45 @@
+"""A prompt as the core sees it: its block hashes, its sequence hashes, and its length in tokens.
+
+Hash lists are `bytes`, 8 per block, little-endian. Nothing relates `isl_tokens` to the number of
+hashes (spec selection.md 1.4). Sequence hashes may come late, because most selections need only the
+first of them.
+"""
+
+from collections.abc import Callable
+
+
+class Prompt:
+    """One request's prompt."""
+
+    __slots__ = (
+        "_sequence",
+        "_sequence_source",
+        "first_sequence_hash",
+        "isl_tokens",
+        "local_hashes",
+        "lora_name",
+        "sequence_count",
+    )
+
+    def __init__(
+        self,
+        isl_tokens: int,
+        local_hashes: bytes,
+        sequence_count: int,
+        first_sequence_hash: bytes,
+        sequence_source: Callable[[], bytes],
+        lora_name: str | None = None,
+    ) -> None:
+        self.isl_tokens = isl_tokens
+        self.local_hashes = local_hashes
+        self.sequence_count = sequence_count
+        self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty when there is none
+        self.lora_name = lora_name
+        self._sequence: bytes | None = None
+        self._sequence_source = sequence_source
+
+    def sequence_hashes(self) -> bytes:
+        """8 bytes per block of the chained hashes, decoded or computed at the first call."""
+        if self._sequence is None:
+            self._sequence = self._sequence_source()
+        return self._sequence

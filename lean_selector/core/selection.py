@@ -1,0 +1,149 @@
+"""What is asked of the scheduler, and what it answers: the records between handlers and core."""
+
+import msgspec
+from msgspec import UnsetType
+
+from lean_selector.core.kv_index import Matched
+from lean_selector.core.prompt import Prompt
+from lean_selector.core.settings import Terms
+
+
+class PinnedWorker(msgspec.Struct, frozen=True):
+    """The one rank that a request insists on."""
+
+    worker_id: int
+    dp_rank: int
+
+
+class SelectionRequest:
+    """One request for a worker, normalised. Without `books` nothing is reserved."""
+
+    __slots__ = (
+        "allowed_worker_ids",
+        "books",
+        "expected_output_tokens",
+        "matches",
+        "pinned",
+        "preferred_taints",
+        "priority_jump",
+        "prompt",
+        "required_taints",
+        "reservation_id",
+        "strict_priority",
+        "terms",
+    )
+
+    def __init__(self, prompt: Prompt, terms: Terms) -> None:
+        self.prompt = prompt
+        self.terms = terms
+        self.books = False
+        self.reservation_id = ""
+        self.expected_output_tokens: int | None = None
+        self.pinned: PinnedWorker | None = None
+        self.allowed_worker_ids: frozenset[int] | None = None
+        self.required_taints: frozenset[str] = frozenset()
+        self.preferred_taints: dict[str, float] = {}
+        self.priority_jump = 0.0
+        self.strict_priority = 0
+        self.matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
+
+    def takes_any_rank(self) -> bool:
+        """True when nothing but load decides which ranks it may go to."""
+        return self.pinned is None and self.allowed_worker_ids is None and not self.required_taints
+
+
+class Overlap(msgspec.Struct, frozen=True, gc=False):
+    """Cached tokens of the chosen worker; gpu <= cpu <= disk, each the most over its ranks."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int]  # dp_rank -> gpu tokens, every rank of the worker
+    cpu: int
+    disk: int
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """A rank chosen for a prompt."""
+
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    block_size: int
+    overlap: Overlap
+    effective_prefill_tokens: int
+
+
+class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
+    """One row of /loads and /potential_loads."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+
+
+class PartitionLoads(msgspec.Struct, frozen=True, gc=False):
+    """One entry of /loads."""
+
+    model_name: str
+    tenant_id: str
+    loads: list[RankLoadRow]
+    pending_count: int
+    pending_isl_tokens: int
+
+
+class OverlapRow(msgspec.Struct, frozen=True, gc=False):
+    """One row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
+
+    worker_id: int
+    dp_rank: int
+    device_blocks: int
+    host_pinned_blocks: int
+    disk_blocks: int
+    host_pinned_extension_blocks: int
+    disk_extension_blocks: int
+    shared_beyond_device_blocks: None
+    router_credit_blocks: float
+
+
+class SharedCache(msgspec.Struct, frozen=True):
+    """Always the same: there is no shared cache here."""
+
+    enabled: bool = False
+    total_hit_blocks: int = 0
+    ranges: list[int] = []
+    error: None = None
+
+
+class OverlapScores(msgspec.Struct, frozen=True, gc=False):
+    block_size: int
+    num_blocks: int
+    workers: list[OverlapRow]
+    shared_cache: SharedCache = SharedCache()
+
+
+class Booking(msgspec.Struct, frozen=True, gc=False):
+    """The answer to /reservations."""
+
+    reservation_id: str
+    model_name: str
+    tenant_id: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+
+
+class Selection(msgspec.Struct, frozen=True, gc=False):
+    """The answer to /select and /select_and_reserve, in this key order."""
+
+    selection_id: str | UnsetType
+    reservation_id: str | UnsetType
+    model_name: str
+    tenant_id: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    block_size: int
+    overlap: Overlap
+    effective_prefill_tokens: int

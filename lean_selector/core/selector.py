@@ -1,0 +1,488 @@
+"""The selector: one process's catalog, partitions, reservations and queues, and their changes.
+
+Everything here completes before it returns, so choosing a rank and booking it is one step that
+nothing can come between. A request that must wait is parked and answered through its callback by
+whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
+`events`. Time is an argument: monotonic seconds.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from lean_selector.core.catalog import Catalog, PartitionKey, SourceSink, Worker, WorkerSpec
+from lean_selector.core.errors import (
+    BadRequest,
+    Conflict,
+    DuplicateRequest,
+    NotFound,
+    SelectorError,
+    Unavailable,
+    rank_text,
+)
+from lean_selector.core.kv_index import KvIndex
+from lean_selector.core.parking import Parked
+from lean_selector.core.partition import Partition
+from lean_selector.core.prompt import Prompt
+from lean_selector.core.scheduler import (
+    Candidate,
+    Matches,
+    cached_tokens,
+    candidates,
+    check_pin,
+    over_threshold,
+    place,
+)
+from lean_selector.core.selection import (
+    Booking,
+    OverlapRow,
+    OverlapScores,
+    PartitionLoads,
+    Placement,
+    RankLoadRow,
+    SelectionRequest,
+)
+from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT, RouterSettings, Terms, terms
+from lean_selector.core.slots import Reservation
+
+U64_MAX = 2**64 - 1
+# Copies that peers admitted outlive the limit by this much: their owner expires them first (D12).
+REPLICA_GRACE_S = 60.0
+# One owner kept alive by output blocks alone tells its peers so, this often (D12).
+REPUBLISH_AFTER_S = 120.0
+
+OnAnswer = Callable[[Parked, Placement | SelectorError], None]
+
+
+class LifecycleEvents(Protocol):
+    """Who hears of what this replica did, in order."""
+
+    def booked(self, partition: Partition, reservation: Reservation, sequence: bytes) -> None: ...
+
+    def prefill_completed(self, partition: Partition, reservation: Reservation) -> None: ...
+
+    def freed(self, partition: Partition, reservation: Reservation) -> None: ...
+
+    def kept_alive(self, partition: Partition, reservation: Reservation) -> None: ...
+
+
+class Selector:
+    """State of one selection service."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        sources: SourceSink,
+        rng: random.Random,
+        *,
+        new_index: Callable[[int], KvIndex] = KvIndex,
+        events: LifecycleEvents | None = None,
+    ) -> None:
+        self.settings = settings
+        self.terms: Terms = terms(settings)
+        self.events = events
+        self._rng = rng
+        self._new_index = new_index
+        self.catalog = Catalog(
+            settings,
+            sources,
+            new_partition=self._new_partition,
+            on_dropped=self._free_dropped,
+        )
+        # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
+        self._booked: dict[str, Partition] = {}
+
+    def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
+        return Partition(*key, block_size, is_eagle, self._new_index(block_size))
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def upsert_worker(self, spec: WorkerSpec, now: float) -> Worker:
+        return self._changing_workers(lambda: self.catalog.upsert(spec), now)
+
+    def patch_worker(self, worker_id: int, changes: dict[str, object], now: float) -> Worker:
+        return self._changing_workers(lambda: self.catalog.patch(worker_id, changes), now)
+
+    def remove_worker(self, worker_id: int, now: float) -> Worker:
+        return self._changing_workers(lambda: self.catalog.remove(worker_id), now)
+
+    def _changing_workers(self, change: Callable[[], Worker], now: float) -> Worker:
+        waiting = [p for p in self.catalog.partitions.values() if len(p.parked)]
+        worker = change()
+        for partition in waiting:
+            self.admit_parked(partition, now)
+        return worker
+
+    def _free_dropped(self, partition: Partition, dropped: list[Reservation]) -> None:
+        """Peers hear of the end of what this replica admitted; copies they expire themselves."""
+        for reservation in dropped:
+            self._ended(partition, reservation)
+
+    def _ended(self, partition: Partition, reservation: Reservation) -> None:
+        if reservation.is_replica:
+            return
+        if self._booked.get(reservation.request_id) is partition:
+            del self._booked[reservation.request_id]
+        if self.events is not None:
+            self.events.freed(partition, reservation)
+
+    # -- selection -----------------------------------------------------------------------------
+
+    def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
+        """The partition, if it can schedule; raises Unavailable in the documented words."""
+        partition = self.catalog.partitions.get((model_name, tenant_id))
+        if partition is not None and partition.workers:
+            return partition
+        if not self.catalog.schedulable_count():
+            raise Unavailable("no schedulable workers are available")
+        raise Unavailable(f"no schedulable workers for model={model_name} tenant={tenant_id}")
+
+    def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
+        """The partition that load may be booked in, or None."""
+        partition = self.catalog.partitions.get((model_name, tenant_id))
+        return partition if partition is not None and partition.established else None
+
+    def load_changed(self, model_name: str, tenant_id: str, now: float) -> None:
+        """A peer's event was applied: whoever is parked there may have room now."""
+        partition = self.catalog.partitions.get((model_name, tenant_id))
+        if partition is not None:
+            self.admit_parked(partition, now)
+
+    def select(
+        self, partition: Partition, request: SelectionRequest, now: float, on_answer: OnAnswer
+    ) -> Placement | Parked:
+        """Chooses a rank, and books it when the request `books`.
+
+        Answers at once, or parks the request and answers through `on_answer` later. Raises
+        SelectorError; then nothing has changed.
+        """
+        check_pin(request)
+        ranks = candidates(partition, request)
+        threshold = self.settings.queue_threshold
+        if threshold is not None and (
+            len(partition.parked)
+            or (ranks and all(over_threshold(rank, threshold, now) for rank in ranks))
+        ):
+            request.matches = partition.index.match(request.prompt.local_hashes)
+            return partition.parked.park(request, now, on_answer)
+        return self._place(
+            partition, request, ranks, partition.index.match(request.prompt.local_hashes), now
+        )
+
+    def _place(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: list[Candidate],
+        matches: Matches,
+        now: float,
+    ) -> Placement:
+        load, placement = place(partition, request, ranks, matches, now, self._rng)
+        if request.books:
+            try:
+                self._book(
+                    partition,
+                    request.reservation_id,
+                    load.worker_id,
+                    load.dp_rank,
+                    request.prompt,
+                    placement.effective_prefill_tokens if request.terms.track_prefill else None,
+                    now,
+                    request.expected_output_tokens,
+                    request.terms.track_prefill,
+                )
+            except Conflict as error:
+                raise Conflict(f"failed to book scheduler state: {error.message}") from None
+        return placement
+
+    def admit_parked(self, partition: Partition, now: float) -> None:
+        """Looks at every parked request again, in order, after something may have come free.
+
+        A request that nobody can serve any more is told so.
+        """
+        threshold = self.settings.queue_threshold
+        if threshold is None or not len(partition.parked):
+            return
+        refresh_after = self.settings.overlap_refresh_after_s
+        is_full = False  # every rank is known to be over the threshold
+        for parked in partition.parked.in_order():
+            request = parked.request
+            if is_full and request.takes_any_rank():
+                continue
+            ranks = candidates(partition, request)
+            free = [rank for rank in ranks if not over_threshold(rank, threshold, now)]
+            if ranks and not free:
+                is_full = is_full or request.takes_any_rank()
+                continue
+            if not partition.parked.leave(parked):
+                continue  # answered by what an earlier answer set off
+            matches = request.matches
+            waited = now - parked.arrived_at
+            if refresh_after is not None and waited >= refresh_after:
+                matches = partition.index.match(request.prompt.local_hashes)
+            answer: Placement | SelectorError
+            try:
+                answer = self._place(partition, request, ranks, matches, now)
+            except SelectorError as error:
+                answer = error
+            parked.on_answer(parked, answer)
+
+    def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
+        """The client of a parked request is gone: it leaves the queue, and so its count (D11)."""
+        if partition.parked.leave(parked):
+            self.admit_parked(partition, now)
+
+    def refuse_parked(self, error: SelectorError) -> None:
+        """Answers every parked request with `error`: the service stops."""
+        for partition in self.catalog.partitions.values():
+            for parked in partition.parked.in_order():
+                if partition.parked.leave(parked):
+                    parked.on_answer(parked, error)
+
+    # -- reservations --------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        worker_id: int,
+        dp_rank: int,
+        prompt: Prompt,
+        prefill_tokens: int | None,
+        now: float,
+        expected_output_tokens: int | None = None,
+        track_prefill: bool = True,
+    ) -> Booking:
+        """Books a rank that the caller chose. Never queued, whatever the rank's load.
+
+        `prefill_tokens` is authoritative; None books no prefill at all (kept as documented).
+        Raises BadRequest, NotFound or Conflict, with nothing booked.
+        """
+        if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
+            raise BadRequest(
+                f"effective_prefill_tokens ({prefill_tokens}) "
+                f"must not exceed isl_tokens ({prompt.isl_tokens})"
+            )
+        worker = partition.workers.get(worker_id)
+        if worker is None:
+            raise NotFound(
+                f"schedulable worker {worker_id} not found for "
+                f"model={partition.model_name} tenant={partition.tenant_id}"
+            )
+        if dp_rank not in worker.ranks:
+            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
+        self._book(
+            partition,
+            reservation_id,
+            worker_id,
+            dp_rank,
+            prompt,
+            prefill_tokens,
+            now,
+            expected_output_tokens,
+            track_prefill,
+        )
+        return Booking(
+            reservation_id,
+            partition.model_name,
+            partition.tenant_id,
+            worker_id,
+            dp_rank,
+            worker.endpoint,
+        )
+
+    def _book(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        worker_id: int,
+        dp_rank: int,
+        prompt: Prompt,
+        prefill_tokens: int | None,
+        now: float,
+        expected_output_tokens: int | None,
+        track_prefill: bool,
+    ) -> None:
+        sequence = prompt.sequence_hashes()
+        elsewhere = self._local_holder(reservation_id)
+        if elsewhere is not None and elsewhere is not partition:
+            rank = elsewhere.slots.reservations[reservation_id].rank
+            raise DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
+        reservation = partition.slots.book(
+            reservation_id,
+            worker_id,
+            dp_rank,
+            sequence,
+            prefill_tokens or 0,
+            now,
+            lora_name=prompt.lora_name,
+            expected_output_tokens=expected_output_tokens,
+        )
+        self._booked[reservation_id] = partition
+        if self.events is not None:
+            reservation.published_at = now
+            self.events.booked(partition, reservation, sequence)
+
+    def _local_holder(self, reservation_id: str) -> Partition | None:
+        """The partition where this replica itself booked the id and still holds it."""
+        partition = self._booked.get(reservation_id)
+        if partition is None:
+            return None
+        reservation = partition.slots.reservations.get(reservation_id)
+        if reservation is None or reservation.is_replica:
+            del self._booked[reservation_id]
+            return None
+        return partition
+
+    def _holders(self, reservation_id: str) -> list[Partition]:
+        """Where a call by URL acts: on the local booking, else on every copy (D4).
+
+        Raises NotFound when the id is live nowhere.
+        """
+        local = self._local_holder(reservation_id)
+        if local is not None:
+            return [local]
+        holders = [
+            partition
+            for partition in self.catalog.partitions.values()
+            if reservation_id in partition.slots.reservations
+        ]
+        if not holders:
+            raise NotFound(f"reservation {reservation_id} not found")
+        return holders
+
+    def prefill_complete(self, reservation_id: str, now: float) -> None:
+        for partition in self._holders(reservation_id):
+            completed = partition.slots.prefill_complete(reservation_id, now)
+            assert completed is not None
+            reservation, first = completed
+            if first and self.events is not None:
+                reservation.published_at = now
+                self.events.prefill_completed(partition, reservation)
+            self.admit_parked(partition, now)
+
+    def output_block(self, reservation_id: str, decay_fraction: float | None, now: float) -> None:
+        if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
+            raise BadRequest("decay_fraction must be between 0.0 and 1.0")
+        for partition in self._holders(reservation_id):
+            reservation = partition.slots.output_block(reservation_id, now, decay_fraction)
+            assert reservation is not None
+            if (
+                self.events is not None
+                and not reservation.is_replica
+                and now - reservation.published_at >= REPUBLISH_AFTER_S
+            ):
+                reservation.published_at = now
+                self.events.kept_alive(partition, reservation)
+
+    def free(self, reservation_id: str, now: float) -> None:
+        for partition in self._holders(reservation_id):
+            reservation = partition.slots.free(reservation_id)
+            assert reservation is not None
+            self._booked.pop(reservation_id, None)
+            if self.events is not None:
+                self.events.freed(partition, reservation)
+            self.admit_parked(partition, now)
+
+    def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
+        """Drops what was not touched for too long, at most `max_steps` per partition."""
+        limit = self.settings.reservation_expiry_s
+        gone = []
+        for partition in list(self.catalog.partitions.values()):
+            expired = partition.slots.expire(now, limit, limit + REPLICA_GRACE_S, max_steps)
+            for reservation in expired:
+                gone.append((partition, reservation))
+                self._ended(partition, reservation)
+            if expired:
+                self.admit_parked(partition, now)
+        return gone
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def loads(
+        self, model_name: str | None, tenant_id: str | None, now: float
+    ) -> list[PartitionLoads]:
+        """Active load of every rank, sorted by partition and rank; filters are exact."""
+        return [
+            PartitionLoads(
+                partition.model_name,
+                partition.tenant_id,
+                [
+                    RankLoadRow(
+                        *rank,
+                        min(load.prefill_tokens_at(now), U64_MAX),
+                        load.active_decode_blocks,
+                        load.active_requests,
+                    )
+                    for rank, load in sorted(partition.slots.ranks.items(), key=_by_rank)
+                ],
+                len(partition.parked),
+                min(partition.parked.isl_tokens, U64_MAX),
+            )
+            for partition in self.established(model_name, tenant_id)
+        ]
+
+    def established(self, model_name: str | None, tenant_id: str | None) -> Iterable[Partition]:
+        """Partitions that have had a complete worker, in order of (model_name, tenant_id)."""
+        return (
+            partition
+            for (model, tenant), partition in sorted(self.catalog.partitions.items())
+            if partition.established
+            and (model_name is None or model == model_name)
+            and (tenant_id is None or tenant == tenant_id)
+        )
+
+    def potential_loads(
+        self, partition: Partition, prompt: Prompt, track_prefill: bool, now: float
+    ) -> list[RankLoadRow]:
+        """What each rank's load would be with this prompt on it."""
+        matches = partition.index.match(prompt.local_hashes)
+        slots = partition.slots
+        prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
+        rows = []
+        for rank, load in sorted(slots.ranks.items(), key=_by_rank):
+            tokens = load.prefill_tokens_at(now)
+            if track_prefill:
+                match = matches.get(rank)
+                cached = 0 if match is None else cached_tokens(match, partition.block_size)
+                tokens += max(0, prompt.isl_tokens - cached)
+            rows.append(
+                RankLoadRow(
+                    *rank,
+                    min(tokens, U64_MAX),
+                    load.active_decode_blocks + prompt.sequence_count - prefixes.get(rank, 0),
+                    load.active_requests,
+                )
+            )
+        return rows
+
+    def overlap_scores(
+        self, partition: Partition, local_hashes: bytes, credit: float
+    ) -> OverlapScores:
+        """Matched blocks per rank: every rank of a schedulable worker, and any other with a hit."""
+        matches = partition.index.match(local_hashes)
+        ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)
+        rows = []
+        for rank in sorted(ranks):
+            match = matches.get(rank)
+            device, host, disk = (
+                (0, 0, 0) if match is None else (match.device, match.host, match.disk)
+            )
+            rows.append(
+                OverlapRow(
+                    rank[0],
+                    rank[1],
+                    device,
+                    device + host,
+                    device + host + disk,
+                    host,
+                    disk,
+                    None,
+                    credit * device + HOST_WEIGHT * host + DISK_WEIGHT * disk,
+                )
+            )
+        return OverlapScores(partition.block_size, len(local_hashes) // 8, rows)
+
+
+def _by_rank(item: tuple[tuple[int, int], object]) -> tuple[int, int]:
+    return item[0]

@@ -1,0 +1,108 @@
+"""What a router may be told: the scheduling terms, their ranges, and a request's overrides.
+
+Names and defaults follow spec selection.md section 7. Ranges are checked where a value enters (the
+command line and the request decoder), so everything below may trust them.
+"""
+
+import math
+
+import msgspec
+
+# Fixed in the reference too: what a block found on a lower tier is worth, in device blocks.
+HOST_WEIGHT = 0.75
+DISK_WEIGHT = 0.25
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The router's own terms; `None` switches a feature off."""
+
+    use_kv_events: bool = True
+    overlap_score_credit: float = 1.0  # 0..1, blocks of prefill saved per device block matched
+    overlap_score_credit_decay: float = 0.0  # >= 0
+    prefill_load_scale: float = 1.0  # >= 0
+    temperature: float = 0.0  # >= 0; 0 takes the cheapest rank
+    track_prefill_tokens: bool = True
+    queue_threshold: float | None = None  # fraction of max_num_batched_tokens; None never queues
+    queue_max_wait_s: float | None = None
+    overlap_refresh_after_s: float | None = 10.0  # a parked request's overlap is looked up again
+    reservation_expiry_s: float = 300.0
+
+
+class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
+    """`router_config_override` of one request; `None` keeps the router's own value.
+
+    `overlap_score_weight` is the old name of two terms: it sets `prefill_load_scale`, and 0 sets
+    `overlap_score_credit` to 0 as well; it wins over both. `assume_kv_reuse` and
+    `shared_cache_multiplier` are accepted and have no effect, as in the reference.
+    """
+
+    overlap_score_credit: float | None = None
+    prefill_load_scale: float | None = None
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    shared_cache_multiplier: float | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}: must be {range_text}, got {value}"
+            for name, value, top, range_text in (
+                ("prefill_load_scale", self._scale(), math.inf, "at least 0.0"),
+                ("router_temperature", self.router_temperature, math.inf, "at least 0.0"),
+                (
+                    "shared_cache_multiplier",
+                    self.shared_cache_multiplier,
+                    1.0,
+                    "between 0.0 and 1.0",
+                ),
+            )
+            if value is not None and not 0.0 <= value <= top
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        credit = self.overlap_score_credit
+        if credit is not None and not 0.0 <= credit <= 1.0 and self.overlap_score_weight != 0.0:
+            raise ValueError("__all__: overlap_score_credit must be between 0.0 and 1.0")
+
+    def _scale(self) -> float | None:
+        weight = self.overlap_score_weight
+        return self.prefill_load_scale if weight is None else weight
+
+
+class Terms(msgspec.Struct, frozen=True, gc=False):
+    """The terms of one scheduling decision: the router's, with a request's override applied."""
+
+    credit: float
+    decay: float
+    scale: float
+    temperature: float
+    track_prefill: bool
+
+
+def terms(settings: RouterSettings) -> Terms:
+    return Terms(
+        settings.overlap_score_credit,
+        settings.overlap_score_credit_decay,
+        settings.prefill_load_scale,
+        settings.temperature,
+        settings.track_prefill_tokens,
+    )
+
+
+def overridden(base: Terms, override: RouterOverride) -> Terms:
+    """`base` with what `override` names put in its place."""
+    credit = override.overlap_score_credit
+    scale = override.prefill_load_scale
+    if override.overlap_score_weight is not None:
+        scale = override.overlap_score_weight
+        if scale == 0.0:
+            credit = 0.0
+    temperature, track = override.router_temperature, override.track_prefill_tokens
+    return Terms(
+        base.credit if credit is None else credit,
+        base.decay,
+        base.scale if scale is None else scale,
+        base.temperature if temperature is None else temperature,
+        base.track_prefill if track is None else track,
+    )

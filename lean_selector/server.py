@@ -1,0 +1,260 @@
+"""Owns the loop: builds a service, listens, ticks, and stops it in order.
+
+Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects,
+hands each the two or three others that it uses, and takes them down again (decision D14).
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import random
+import resource
+import secrets
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import uvloop
+import zmq
+import zmq.asyncio
+
+from lean_selector import __version__
+from lean_selector.config import Listen, SelectorConfig
+from lean_selector.core.errors import Unavailable
+from lean_selector.core.kv_index import KvIndex
+from lean_selector.core.replication import ReplicaApplier, ReplicaEvent, ReplicaEvents, Verdict
+from lean_selector.core.selector import Selector
+from lean_selector.http1.protocol import App, Connections, HttpProtocol
+from lean_selector.http1.reader import Limits
+from lean_selector.http1.response import date_header
+from lean_selector.services.gate import Gate
+from lean_selector.services.selection import SHUTDOWN, SelectionService
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.replica import ReplicaSync, ReplicaSyncError
+
+log = logging.getLogger("lean_selector.server")
+
+TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
+EXPIRY_STEPS = 1000  # per tick and partition: about a millisecond of work
+BACKLOG = 1024
+# One SUB per worker rank, and beside it a DEALER while a rank replays.
+MAX_ZMQ_SOCKETS = 65_536
+
+
+class StartError(Exception):
+    """The service cannot start; the message is one clear line."""
+
+
+def run_selector(config: SelectorConfig) -> None:
+    """Runs the selection service until it is told to stop. Raises StartError."""
+    _log_to_stderr(config.listen.log_level)
+    for warning in config.warnings:
+        log.warning(warning)
+    uvloop.run(_selector(config))
+
+
+async def _selector(config: SelectorConfig) -> None:
+    loop = asyncio.get_running_loop()
+    context = new_zmq_context()
+    subscriptions = KvSubscriptions(context)
+
+    def new_index(block_size: int) -> KvIndex:
+        return KvIndex(
+            block_size,
+            device_bound=config.device_blocks_per_rank,
+            lower_tier_bound=config.lower_tier_blocks_per_rank,
+        )
+
+    selector = Selector(config.router, subscriptions, random.Random(), new_index=new_index)
+    replica = None
+    if config.replica_sync_port is not None:
+        try:
+            replica = replica_plane(selector, context, config)
+        except ReplicaSyncError as error:
+            raise StartError(str(error)) from None
+    service = SelectionService(selector, peers=replica, call_later=loop.call_later)
+    server = HttpServer(Gate(service.routes()), Limits(), config.listen)
+    await server.start()
+    if replica is not None:
+        replica.start()
+
+    def tick(now: float) -> None:
+        for partition, reservation in selector.expire(now, EXPIRY_STEPS):
+            log.debug("expired %s in %s", reservation.request_id, partition.model_name)
+
+    def refuse_new() -> None:
+        service.draining = True
+        selector.refuse_parked(Unavailable(SHUTDOWN))
+
+    async def close() -> None:
+        await subscriptions.close()
+        if replica is not None:
+            await replica.close()
+
+    await server.serve(tick, refuse_new, close)
+    context.destroy(linger=0)
+
+
+def replica_plane(
+    selector: Selector, context: zmq.asyncio.Context, config: SelectorConfig
+) -> ReplicaSync:
+    """Connects a selector and its replica sockets, in both directions."""
+    router_id = secrets.randbits(64) or 1
+    applier = ReplicaApplier(router_id, selector.scheduling_partition)
+
+    def on_event(event: ReplicaEvent, now: float) -> Verdict:
+        verdict = applier.apply(event, now)
+        if verdict is Verdict.APPLIED:
+            selector.load_changed(event.model_name, event.tenant_id, now)
+        return verdict
+
+    assert config.replica_sync_port is not None
+    replica = ReplicaSync(context, config.replica_sync_port, config.replica_sync_peers, on_event)
+    selector.events = ReplicaEvents(router_id, replica.publish, always_tracks=True)
+    return replica
+
+
+def new_zmq_context() -> zmq.asyncio.Context:
+    """A context, and descriptors, for as many sockets as a fleet may need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    context = zmq.asyncio.Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, context.get(zmq.SOCKET_LIMIT)))
+    return context
+
+
+class HttpServer:
+    """Listens on TCP and perhaps on a UNIX socket, and serves one app until told to stop."""
+
+    def __init__(self, app: App, limits: Limits, listen: Listen) -> None:
+        self._listen = listen
+        self._loop = asyncio.get_running_loop()
+        self.connections = Connections(self._loop.call_soon, limits)
+        self._app = app
+        self._servers: list[asyncio.Server] = []
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def start(self) -> None:
+        """Binds. Raises StartError."""
+        date_header.set(time.time())
+        self.connections.sweep(time.monotonic())
+        listen = self._listen
+        try:
+            tcp = await self._loop.create_server(
+                self._protocol, listen.host, listen.port, backlog=BACKLOG, reuse_address=True
+            )
+        except OSError as error:
+            raise StartError(f"{_os_reason(error)}: {listen.host}:{listen.port}") from None
+        self._servers.append(tcp)
+        if listen.uds is not None:
+            try:
+                self._servers.append(await self._bind_unix(listen.uds))
+            except OSError as error:
+                tcp.close()
+                raise StartError(f"{_os_reason(error)}: {listen.uds}") from None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        port = tcp.sockets[0].getsockname()[1]
+        where = f"http://{listen.host}:{port}" + (f" and {listen.uds}" if listen.uds else "")
+        log.info("lean-selector %s listens on %s", __version__, where)
+
+    def _protocol(self) -> HttpProtocol:
+        return HttpProtocol(self._app, self.connections)
+
+    async def _bind_unix(self, path: str) -> asyncio.Server:
+        """A UNIX socket of mode 0660 from its first moment; one that nobody serves is replaced."""
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(1.0)
+                    try:
+                        probe.connect(path)
+                    except (ConnectionRefusedError, FileNotFoundError):
+                        os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o117)
+        try:
+            listener.bind(path)
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.umask(before)
+        return await self._loop.create_unix_server(self._protocol, sock=listener, backlog=BACKLOG)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def serve(
+        self,
+        tick: Callable[[float], None],
+        refuse_new: Callable[[], None],
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Serves until a signal; then drains for at most `drain_s`, or until a second signal.
+
+        `tick` runs about every TICK_S; `refuse_new` when the stop begins; `close` at its end.
+        """
+        gc.collect()
+        gc.freeze()  # what start-up made stays: no collection need look at it again
+        ticking = asyncio.create_task(self._tick(tick))
+        try:
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if ticking.done():
+                ticking.result()
+            for server in self._servers:
+                server.close()
+            refuse_new()
+            self.connections.start_draining()
+            await self._drained()
+        finally:
+            ticking.cancel()
+            self.connections.abort()
+            if self._listen.uds is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._listen.uds)
+            await close()
+        log.info("stopped")
+
+    async def _drained(self) -> None:
+        deadline = self._loop.time() + self._listen.drain_s
+        while len(self.connections) and self._loop.time() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_now.wait(), 0.02)
+            if self._stop_now.is_set():
+                return
+
+    async def _tick(self, tick: Callable[[float], None]) -> None:
+        while True:
+            now = time.monotonic()
+            date_header.set(time.time())
+            self.connections.sweep(now)
+            tick(now)
+            await asyncio.sleep(TICK_S)
+
+
+def _os_reason(error: OSError) -> str:
+    if error.errno is None:
+        return str(error)
+    return f"{os.strerror(error.errno)} (os error {error.errno})"
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)sZ %(levelname)s %(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+    logging.Formatter.converter = time.gmtime

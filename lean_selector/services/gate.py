@@ -1,0 +1,231 @@
+"""What every request passes on its way to a handler and back.
+
+Route, path parameter, content type, body size, decoding, the call, encoding; errors become their
+status and `{"error": ...}`. Handlers translate between wire and core and do none of this. The order
+of the checks is that of spec selection.md 1.1; strictness of JSON as decision D8.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from lean_selector.core.errors import BadRequest, SelectorError
+from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.reader import Request
+from lean_selector.http1.response import JSON, encode_response
+from lean_selector.http1.router import (
+    Match,
+    MethodNotAllowed,
+    RepeatedQueryField,
+    RouteTable,
+    parse_query,
+    percent_decode,
+)
+from lean_selector.wire.scalars import U64_MAX
+from lean_selector.wire.selection import ErrorBody
+
+Answer = bytes | PendingReply
+Endpoint = Callable[[Request, bytes | None], Answer]
+Route = tuple[str, str, Endpoint]  # method, path template, what answers
+Query = dict[str, str]
+T = TypeVar("T")
+
+_log = logging.getLogger("lean_selector.http")
+_encode = msgspec.json.Encoder().encode
+
+NOT_JSON = "Expected request with `Content-Type: application/json`"
+TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
+QUERY_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
+
+
+def reply(status: int, body: object) -> bytes:
+    """A finished JSON answer."""
+    return encode_response(status, _encode(body), JSON)
+
+
+def error_reply(status: int, text: str, extra: bytes = b"") -> bytes:
+    return encode_response(status, _encode(ErrorBody(text)), JSON, extra)
+
+
+class Gate:
+    """The application that the HTTP protocol calls: request in, answer out, never raises."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._table: RouteTable[Endpoint] = RouteTable(routes)
+
+    def __call__(self, request: Request) -> Answer:
+        found = self._table.match(request.method, request.path)
+        try:
+            if isinstance(found, Match):
+                return found.value(request, found.param)
+            if isinstance(found, MethodNotAllowed):
+                return error_reply(405, "method not allowed", b"allow: %b\r\n" % found.allow)
+            return error_reply(404, "route not found")
+        except SelectorError as error:
+            return error_reply(error.status, error.message)
+        except msgspec.ValidationError as error:
+            return error_reply(*_judged(request.body, error))
+        except Exception:
+            _log.exception("a handler failed", extra={"path": request.path.decode("latin-1")})
+            return error_reply(500, "internal error")
+
+
+# -- the kinds of routes --------------------------------------------------------------------------
+
+
+def plain(handler: Callable[[], object], status: int = 200) -> Endpoint:
+    """No input at all."""
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        return _sent(status, handler())
+
+    return answer
+
+
+def with_query(handler: Callable[[Query], object], status: int = 200) -> Endpoint:
+    """Filters in the query string: model_name, and tenant_id under either of its names."""
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        return _sent(status, handler(_query(request)))
+
+    return answer
+
+
+def with_param(
+    parse: Callable[[bytes], T], handler: Callable[[T], object], status: int = 200
+) -> Endpoint:
+    """A path parameter, and a body that nobody reads."""
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        assert param is not None
+        return _sent(status, handler(parse(param)))
+
+    return answer
+
+
+def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
+    """A JSON body."""
+    decode = msgspec.json.Decoder(body_type).decode
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        refusal = _refused(request)
+        if refusal is not None:
+            return refusal
+        try:
+            body = decode(request.body)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_reply(400, f"Failed to parse the request body as JSON: {error}")
+        return _sent(status, handler(body))
+
+    return answer
+
+
+def with_param_and_body(
+    parse: Callable[[bytes], Any],
+    body_type: type[T],
+    handler: Callable[[Any, T], object],
+    status: int = 200,
+) -> Endpoint:
+    """A path parameter and a JSON body; the parameter is judged first."""
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        assert param is not None
+        parsed = parse(param)
+        return with_parsed(parsed)(request, None)
+
+    def with_parsed(parsed: object) -> Endpoint:
+        return with_body(body_type, lambda body: handler(parsed, body), status)
+
+    return answer
+
+
+def _sent(status: int, result: object) -> Answer:
+    if isinstance(result, (bytes, PendingReply)):
+        return result
+    return encode_response(status, _encode(result), JSON)
+
+
+# -- what is checked ------------------------------------------------------------------------------
+
+
+def worker_id_param(param: bytes) -> int:
+    """A u64 in a path: decimal digits, leading zeros and a plus sign allowed, after decoding."""
+    text = _text_param("worker_id", param)
+    digits = text[1:] if text.startswith("+") else text
+    if digits.isascii() and digits.isdigit() and (value := int(digits)) <= U64_MAX:
+        return value
+    raise BadRequest(f"Invalid URL: Cannot parse `{text}` to a `u64`")
+
+
+def reservation_id_param(param: bytes) -> str:
+    return _text_param("reservation_id", param)
+
+
+def _text_param(name: str, param: bytes) -> str:
+    try:
+        return percent_decode(param)
+    except ValueError:
+        raise BadRequest(f"Invalid URL: Invalid UTF-8 in `{name}`") from None
+
+
+def _query(request: Request) -> Query:
+    if not request.query:
+        return {}
+    try:
+        query = parse_query(request.query, QUERY_FIELDS)
+    except RepeatedQueryField as error:
+        raise BadRequest(f"Failed to deserialize query string: {error}") from None
+    group = query.pop("routing_group", None)
+    if group is not None and query.setdefault("tenant_id", group) != group:
+        raise BadRequest(
+            "Failed to deserialize query string: tenant_id and routing_group are two names of one "
+            "thing and must not differ"
+        )
+    return query
+
+
+def _refused(request: Request) -> bytes | None:
+    """The answer to a body that is not looked at, or None."""
+    content_type = request.content_type
+    if content_type != JSON and not _is_json(content_type):
+        return error_reply(415, NOT_JSON)
+    if request.body_too_large:
+        return error_reply(413, TOO_LARGE)
+    if not request.body.isascii():
+        try:
+            request.body.decode()
+        except UnicodeDecodeError as error:
+            return error_reply(400, f"Failed to parse the request body as JSON: {error}")
+    return None
+
+
+def _is_json(content_type: bytes | None) -> bool:
+    """`application/json` or `application/*+json`, in any case, parameters allowed."""
+    if not content_type:
+        return False
+    media = content_type.partition(b";")[0].strip().lower()
+    return media == JSON or (media.startswith(b"application/") and media.endswith(b"+json"))
+
+
+def _judged(body: bytes | bytearray, error: msgspec.ValidationError) -> tuple[int, str]:
+    """Status and text for a body of the wrong shape: 400 if it is no JSON text as a whole (D8)."""
+    try:
+        value = msgspec.json.decode(body)
+        text = "" if _fits_f64(value) else "number out of range"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        text = str(problem)
+    if text:
+        return 400, f"Failed to parse the request body as JSON: {text}"
+    return 422, f"Failed to deserialize the JSON body into the target type: {error}"
+
+
+def _fits_f64(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_fits_f64, value.values()))
+    if isinstance(value, list):
+        return all(map(_fits_f64, value))
+    return not isinstance(value, int) or abs(value) < 2**1024

@@ -1,0 +1,333 @@
+"""The selection service: its route table and its handlers, nothing else.
+
+Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
+that all routes share in `gate`. API: the source document and spec selection.md.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from lean_selector.core.catalog import WorkerRecord
+from lean_selector.core.errors import Conflict, SelectorError, Unavailable
+from lean_selector.core.parking import Parked
+from lean_selector.core.partition import Partition
+from lean_selector.core.selection import (
+    Booking,
+    OverlapScores,
+    PartitionLoads,
+    Placement,
+    RankLoadRow,
+    Selection,
+    SelectionRequest,
+)
+from lean_selector.core.selector import Selector
+from lean_selector.core.settings import RouterOverride, Terms, overridden
+from lean_selector.http1.protocol import PendingReply
+from lean_selector.services.gate import (
+    Query,
+    Route,
+    error_reply,
+    plain,
+    reply,
+    reservation_id_param,
+    with_body,
+    with_param,
+    with_param_and_body,
+    with_query,
+    worker_id_param,
+)
+from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
+from lean_selector.wire.scalars import f32
+from lean_selector.wire.selection import (
+    Ok,
+    OutputBlockRequest,
+    PeerRequest,
+    ProjectionRequest,
+    ReservationRequest,
+    SelectAndReserveRequest,
+    SelectRequest,
+    WorkerPatch,
+    WorkerRequest,
+)
+
+OK = Ok()
+SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """GET /ready."""
+
+    ready: bool
+    schedulable_workers: int
+    workers: list[WorkerRecord]
+    recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
+
+
+class Peers(Protocol):
+    """The replica-sync plane, if it is on."""
+
+    def register_peer(self, endpoint: str) -> bool: ...
+
+    def deregister_peer(self, endpoint: str) -> bool: ...
+
+    def peers(self) -> list[str]: ...
+
+
+class SelectionService:
+    """The handlers, and what they act on."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        *,
+        peers: Peers | None = None,
+        dump: Callable[[], object] | None = None,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`call_later` is needed only when waiting in the queue is limited."""
+        self.selector = selector
+        self.draining = False
+        self.recovering = False
+        self._peers = peers
+        self._clock = clock
+        self._call_later = call_later
+        self._default_terms: Terms = selector.terms
+
+    def routes(self) -> tuple[Route, ...]:
+        return (
+            ("GET", "/health", plain(lambda: OK)),
+            ("GET", "/ready", plain(self.ready)),
+            ("POST", "/workers", with_body(WorkerRequest, self.register, 201)),
+            ("GET", "/workers", with_query(self.workers)),
+            (
+                "PATCH",
+                "/workers/{worker_id}",
+                with_param_and_body(worker_id_param, WorkerPatch, self.patch),
+            ),
+            ("DELETE", "/workers/{worker_id}", with_param(worker_id_param, self.remove)),
+            ("POST", "/select", with_body(SelectRequest, self.select)),
+            (
+                "POST",
+                "/select_and_reserve",
+                with_body(SelectAndReserveRequest, self.select_and_reserve),
+            ),
+            ("POST", "/reservations", with_body(ReservationRequest, self.reserve, 201)),
+            (
+                "DELETE",
+                "/reservations/{reservation_id}",
+                with_param(reservation_id_param, self.free),
+            ),
+            (
+                "POST",
+                "/reservations/{reservation_id}/prefill_complete",
+                with_param(reservation_id_param, self.prefill_complete),
+            ),
+            (
+                "POST",
+                "/reservations/{reservation_id}/output_block",
+                with_param_and_body(reservation_id_param, OutputBlockRequest, self.output_block),
+            ),
+            ("GET", "/loads", with_query(self.loads)),
+            ("POST", "/potential_loads", with_body(ProjectionRequest, self.potential_loads)),
+            ("POST", "/overlap_scores", with_body(ProjectionRequest, self.overlap_scores)),
+            ("GET", "/dump", plain(self.dump)),
+            ("POST", "/replica_sync/register_peer", with_body(PeerRequest, self.register_peer)),
+            (
+                "POST",
+                "/replica_sync/deregister_peer",
+                with_body(PeerRequest, self.deregister_peer),
+            ),
+            ("GET", "/replica_sync/peers", plain(self.peers)),
+        )
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def ready(self) -> bytes:
+        schedulable = self.selector.catalog.schedulable_count()
+        ready = schedulable > 0 and not self.draining
+        body = Readiness(
+            ready,
+            schedulable,
+            self.workers({}),
+            True if self.recovering else UNSET,
+        )
+        return reply(200 if ready else 503, body)
+
+    def register(self, body: WorkerRequest) -> WorkerRecord:
+        return self.selector.upsert_worker(body.spec(), self._clock()).record()
+
+    def patch(self, worker_id: int, body: WorkerPatch) -> WorkerRecord:
+        return self.selector.patch_worker(worker_id, body.changes(), self._clock()).record()
+
+    def remove(self, worker_id: int) -> WorkerRecord:
+        return self.selector.remove_worker(worker_id, self._clock()).record()
+
+    def workers(self, query: Query) -> list[WorkerRecord]:
+        found = self.selector.catalog.matching(query.get("model_name"), query.get("tenant_id"))
+        return [worker.record() for worker in found]
+
+    # -- selection -----------------------------------------------------------------------------
+
+    def select(self, body: SelectRequest) -> Selection | PendingReply:
+        return self._selected(body, None)
+
+    def select_and_reserve(self, body: SelectAndReserveRequest) -> Selection | PendingReply:
+        reservation_id = body.reservation_id
+        return self._selected(body, str(uuid.uuid4()) if reservation_id is None else reservation_id)
+
+    def _selected(
+        self, body: SelectRequest, reservation_id: str | None
+    ) -> Selection | PendingReply:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        request = self._request(partition, body)
+        selection_id = UNSET if body.selection_id is None else body.selection_id
+        booked_id: str | UnsetType = UNSET
+        if reservation_id is not None:
+            request.books = True
+            request.reservation_id = booked_id = reservation_id
+            request.prompt.sequence_hashes()  # a booking reads all of them, so they are checked now
+
+        def selection(placement: Placement) -> Selection:
+            return Selection(
+                selection_id,
+                booked_id,
+                partition.model_name,
+                partition.tenant_id,
+                placement.worker_id,
+                placement.dp_rank,
+                placement.endpoint,
+                placement.block_size,
+                placement.overlap,
+                placement.effective_prefill_tokens,
+            )
+
+        pending: PendingReply | None = None
+
+        def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+            assert pending is not None
+            if isinstance(outcome, SelectorError):
+                pending.resolve(error_reply(outcome.status, outcome.message))
+            else:
+                pending.resolve(reply(200, selection(outcome)))
+
+        outcome = self.selector.select(partition, request, self._clock(), on_answer)
+        if not isinstance(outcome, Parked):
+            return selection(outcome)
+        pending = PendingReply()
+        pending.on_disconnect = lambda: self.selector.hung_up(partition, outcome, self._clock())
+        self._limit_wait(partition, outcome, on_answer)
+        return pending
+
+    def _limit_wait(
+        self,
+        partition: Partition,
+        parked: Parked,
+        on_answer: Callable[[Parked, Placement | SelectorError], None],
+    ) -> None:
+        limit = self.selector.settings.queue_max_wait_s
+        if limit is None:
+            return
+        assert self._call_later is not None
+
+        def give_up() -> None:
+            if partition.parked.leave(parked):
+                on_answer(parked, Unavailable(f"no worker became free within {limit:g} seconds"))
+
+        self._call_later(limit, give_up)
+
+    def _request(self, partition: Partition, body: SelectRequest) -> SelectionRequest:
+        prompt = prompt_to_select(body, partition.block_size, partition.is_eagle)
+        request = SelectionRequest(prompt, self._terms(body.router_config_override))
+        request.expected_output_tokens = body.expected_output_tokens
+        if body.pinned_worker is not None:
+            request.pinned = body.pinned_worker.pinned()
+        if body.allowed_worker_ids is not None:
+            request.allowed_worker_ids = body.allowed()
+        constraints = body.routing_constraints
+        if not isinstance(constraints, UnsetType):
+            request.required_taints = frozenset(constraints.required_taints)
+            request.preferred_taints = {
+                name: f32(weight) for name, weight in constraints.preferred_taints.items()
+            }
+        request.priority_jump = body.priority_jump or 0.0
+        request.strict_priority = body.strict_priority or 0
+        return request
+
+    def _terms(self, override: RouterOverride | None) -> Terms:
+        return (
+            self._default_terms if override is None else overridden(self._default_terms, override)
+        )
+
+    # -- reservations --------------------------------------------------------------------------
+
+    def reserve(self, body: ReservationRequest) -> Booking:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        prompt = prompt_to_book(body, partition.block_size, partition.is_eagle)
+        prompt.sequence_hashes()
+        return self.selector.reserve(
+            partition,
+            body.reservation_id,
+            body.worker_id,
+            body.dp_rank or 0,
+            prompt,
+            body.effective_prefill_tokens,
+            self._clock(),
+            body.expected_output_tokens,
+            self._terms(body.router_config_override).track_prefill,
+        )
+
+    def prefill_complete(self, reservation_id: str) -> Ok:
+        self.selector.prefill_complete(reservation_id, self._clock())
+        return OK
+
+    def output_block(self, reservation_id: str, body: OutputBlockRequest) -> Ok:
+        self.selector.output_block(reservation_id, body.decay_fraction, self._clock())
+        return OK
+
+    def free(self, reservation_id: str) -> Ok:
+        self.selector.free(reservation_id, self._clock())
+        return OK
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def loads(self, query: Query) -> list[PartitionLoads]:
+        return self.selector.loads(query.get("model_name"), query.get("tenant_id"), self._clock())
+
+    def potential_loads(self, body: ProjectionRequest) -> list[RankLoadRow]:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        prompt = prompt_to_select(body, partition.block_size, partition.is_eagle)
+        track = self._terms(body.router_config_override).track_prefill
+        return self.selector.potential_loads(partition, prompt, track, self._clock())
+
+    def overlap_scores(self, body: ProjectionRequest) -> OverlapScores:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        prompt = prompt_to_select(body, partition.block_size, partition.is_eagle)
+        credit = self._terms(body.router_config_override).credit
+        return self.selector.overlap_scores(partition, prompt.local_hashes, credit)
+
+    def dump(self) -> object:
+        return {}
+
+    # -- replica sync --------------------------------------------------------------------------
+
+    def register_peer(self, body: PeerRequest) -> bytes:
+        new = self._peer_plane().register_peer(body.endpoint)
+        return reply(201 if new else 200, OK)
+
+    def deregister_peer(self, body: PeerRequest) -> Ok | bytes:
+        known = self._peer_plane().deregister_peer(body.endpoint)
+        return OK if known else error_reply(404, "peer not found")
+
+    def peers(self) -> list[str]:
+        return [] if self._peers is None else self._peers.peers()
+
+    def _peer_plane(self) -> Peers:
+        if self._peers is None:
+            raise Conflict("replica sync is disabled")
+        return self._peers

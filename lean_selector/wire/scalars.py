@@ -1,0 +1,104 @@
+"""Scalar types of the wire, and the hash lists that fill most of it.
+
+JSON carries hashes as signed 64-bit integers; inside, a list of hashes is `bytes`, 8 per block,
+little-endian (the same bit pattern signed or unsigned). Conversion happens here and nowhere else.
+"""
+
+import functools
+import struct
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+U64_MAX = 2**64 - 1
+# msgspec bounds an integer by at most 2**63 - 1: what may be larger is checked by `check_u64`.
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+
+
+def check_u64(name: str, value: int) -> None:
+    """Raises msgspec.ValidationError beyond 2**64 - 1."""
+    if value > U64_MAX:
+        raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.{name}`")
+
+
+@functools.lru_cache(
+    maxsize=8192
+)  # one Struct per list length; 8 192 blocks of 16 are 131 072 tokens
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}q").pack
+
+
+def pack_signed(hashes: list[int]) -> bytes:
+    """Signed 64-bit hashes as 8 bytes each; raises struct.error for one out of range."""
+    return _packer(len(hashes))(*hashes)
+
+
+_decode_hashes = msgspec.json.Decoder(list[int]).decode
+
+
+def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
+    """A JSON list of signed 64-bit integers, packed. `raw` is known to be well-formed JSON.
+
+    Raises msgspec.ValidationError naming `field` for anything else, so that it is a 422.
+    """
+    try:
+        hashes = _decode_hashes(raw)
+        return _packer(len(hashes))(*hashes)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(str(error).replace("`$", f"`$.{field}")) from None
+    except struct.error:
+        at = next(i for i, value in enumerate(hashes) if not -(2**63) <= value < 2**63)
+        raise msgspec.ValidationError(
+            f"Expected `int` in the range of i64, got {hashes[at]} - at `$.{field}[{at}]`"
+        ) from None
+
+
+def f32(value: float) -> float:
+    """`value` rounded to single precision; beyond it, an infinity of the same sign."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def f32_shortest(value: float) -> float:
+    """The float of the fewest digits that is `value` in single precision: 0.1, not 0.100000001."""
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if f32(short) == value:
+            return short
+    return value
+
+
+class HashListHead:
+    """A list of signed hashes known by its length and its first item; the rest comes on demand.
+
+    Syntax, characters and count are checked at once, the range of the items after the first only
+    when `packed` is called: decoding is most of what a long prompt costs, and a selection needs
+    these hashes only if some active prompt starts with the first of them.
+    """
+
+    __slots__ = ("_field", "_raw", "count", "first")
+
+    def __init__(self, field: str, raw: msgspec.Raw) -> None:
+        text = bytes(raw)
+        inner = text[1:-1]
+        if text[:1] != b"[" or inner.translate(None, b"0123456789,- \t\r\n"):
+            hashes_from_json(field, raw)  # raises, naming the item at fault
+        self._field = field
+        self._raw = raw
+        head, comma, _ = inner.partition(b",")
+        self.count = inner.count(b",") + 1 if comma or head.strip() else 0
+        self.first = b""
+        if self.count:
+            first = int(head)
+            if not -(2**63) <= first < 2**63:
+                hashes_from_json(field, raw)
+            self.first = first.to_bytes(8, "little", signed=True)
+
+    def packed(self) -> bytes:
+        """All of them, 8 bytes each; raises msgspec.ValidationError for one out of range."""
+        return hashes_from_json(self._field, self._raw)

@@ -1,0 +1,190 @@
+"""Request bodies of the selection service, as typed structs (spec selection.md 1.3).
+
+Unknown fields are ignored, `null` counts as absent for the optional ones.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from lean_selector.core.catalog import WorkerSpec
+from lean_selector.core.selection import PinnedWorker
+from lean_selector.core.settings import RouterOverride
+from lean_selector.wire.prompt import PromptFields
+from lean_selector.wire.scalars import U32, U64_MAX, NonNegative, check_u64, f32, f32_shortest
+from lean_selector.wire.scope import DEFAULT_GROUP, group_of
+
+# The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
+RankKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
+Enforcement = Literal["required", "preferred"]
+
+
+class WorkerFields(msgspec.Struct, kw_only=True):
+    """What registration and PATCH have in common."""
+
+    endpoint: str | None = None
+    kv_events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    block_size: U32 | None = None
+    data_parallel_start_rank: U32 | None = None
+    data_parallel_size: U32 | None = None
+    max_num_batched_tokens: NonNegative | None = None
+    total_kv_blocks: NonNegative | None = None
+    stable_routing_id: str | None = None
+    is_eagle: bool | None = None
+    kv_transfer_domain: str | None = None
+    kv_transfer_enforcement: Enforcement | None = None
+    kv_transfer_preferred_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "total_kv_blocks"):
+            value = getattr(self, name)
+            if value is not None:
+                check_u64(name, value)
+        if self.kv_transfer_preferred_weight is not None:
+            weight = f32(self.kv_transfer_preferred_weight)
+            self.kv_transfer_preferred_weight = f32_shortest(weight)
+
+
+def _by_rank(name: str, endpoints: dict[str, str]) -> dict[int, str]:
+    by_rank = {int(dp_rank): endpoint for dp_rank, endpoint in endpoints.items()}
+    if by_rank and max(by_rank) > 2**32 - 1:
+        raise msgspec.ValidationError(f"Expected `int` <= {2**32 - 1} - at key in `$.{name}`")
+    return by_rank
+
+
+class WorkerRequest(WorkerFields, kw_only=True):
+    """POST /workers."""
+
+    worker_id: NonNegative
+    model_name: str = DEFAULT_GROUP
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+    kv_events_endpoints: dict[RankKey, str] = {}
+    replay_endpoints: dict[RankKey, str] = {}
+    taints: list[str] = []
+    topology_domains: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_u64("worker_id", self.worker_id)
+
+    def spec(self) -> WorkerSpec:
+        fields = {name: getattr(self, name) for name in WorkerFields.__struct_fields__}
+        return WorkerSpec(
+            worker_id=self.worker_id,
+            model_name=self.model_name,
+            tenant_id=group_of(self.tenant_id, self.routing_group),
+            kv_events_endpoints=_by_rank("kv_events_endpoints", self.kv_events_endpoints),
+            replay_endpoints=_by_rank("replay_endpoints", self.replay_endpoints),
+            taints=frozenset(self.taints),
+            topology_domains=self.topology_domains,
+            **fields,
+        )
+
+
+class WorkerPatch(WorkerFields, kw_only=True):
+    """PATCH /workers/{worker_id}: what is present and not null overwrites."""
+
+    kv_events_endpoints: dict[RankKey, str] | None = None
+    replay_endpoints: dict[RankKey, str] | None = None
+    taints: list[str] | None = None
+    topology_domains: dict[str, str] | None = None
+
+    def changes(self) -> dict[str, object]:
+        changes: dict[str, object] = {
+            name: value
+            for name in (*WorkerFields.__struct_fields__, "topology_domains")
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("kv_events_endpoints", "replay_endpoints"):
+            endpoints = getattr(self, name)
+            if endpoints is not None:
+                changes[name] = _by_rank(name, endpoints)
+        if self.taints is not None:
+            changes["taints"] = frozenset(self.taints)
+        return changes
+
+
+class RoutingConstraints(msgspec.Struct):
+    required_taints: list[str] = []
+    preferred_taints: dict[str, float] = {}  # single precision
+
+
+class Pinned(msgspec.Struct):
+    worker_id: NonNegative
+    dp_rank: U32
+
+    def pinned(self) -> PinnedWorker:
+        check_u64("pinned_worker.worker_id", self.worker_id)
+        return PinnedWorker(self.worker_id, self.dp_rank)
+
+
+class SelectRequest(PromptFields, kw_only=True):
+    """POST /select."""
+
+    selection_id: str | None = None
+    router_config_override: RouterOverride | None = None
+    expected_output_tokens: U32 | None = None
+    priority_jump: float | None = None
+    strict_priority: U32 | None = None
+    pinned_worker: Pinned | None = None
+    allowed_worker_ids: list[NonNegative] | None = None
+    routing_constraints: RoutingConstraints | UnsetType = UNSET
+
+    def allowed(self) -> frozenset[int] | None:
+        ids = self.allowed_worker_ids
+        if ids is None:
+            return None
+        if ids and max(ids) > U64_MAX:
+            check_u64("allowed_worker_ids[...]", max(ids))
+        return frozenset(ids)
+
+
+class SelectAndReserveRequest(SelectRequest, kw_only=True):
+    """POST /select_and_reserve."""
+
+    reservation_id: str | None = None
+
+
+class ReservationRequest(PromptFields, kw_only=True):
+    """POST /reservations."""
+
+    reservation_id: str
+    worker_id: NonNegative
+    dp_rank: U32 | None = None
+    router_config_override: RouterOverride | None = None
+    expected_output_tokens: U32 | None = None
+    effective_prefill_tokens: NonNegative | None = None
+
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
+        if self.effective_prefill_tokens is not None:
+            check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
+
+
+class ProjectionRequest(PromptFields, kw_only=True):
+    """POST /potential_loads and /overlap_scores."""
+
+    router_config_override: RouterOverride | None = None
+
+
+class OutputBlockRequest(msgspec.Struct):
+    """POST /reservations/{reservation_id}/output_block."""
+
+    decay_fraction: float | None = None
+
+
+class PeerRequest(msgspec.Struct):
+    """POST /replica_sync/register_peer and /deregister_peer."""
+
+    endpoint: str
+
+
+class Ok(msgspec.Struct, frozen=True):
+    status: str = "ok"
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: str
