@@ -238,7 +238,7 @@ def test_the_memory_of_early_events_is_bounded_and_forgets_the_oldest() -> None:
     assert len(here.applier._early) == 1  # old ones go as new ones come
 
 
-@pytest.mark.parametrize("order", itertools.permutations([ADD, MARK, FREE]))
+@pytest.mark.parametrize("order", list(itertools.permutations([ADD, MARK, FREE])))
 def test_an_ended_request_leaves_no_load_in_whatever_order_it_is_heard_of(
     order: tuple[ReplicaEvent, ...],
 ) -> None:
