@@ -123,5 +123,5 @@ def table(outcomes: Sequence[Outcome], requests: int) -> list[str]:
         f"How: the same {requests} requests, at the same times, simulated afterwards through",
         "identical empty engines; the first row takes the choices made live, the others",
         "choose in turn or the engine with the fewest requests under way. Imbalance:",
-        "prefill tokens computed by the busiest engine / by the average one (1.00 is even).",
+        "prefill tokens computed by the busiest engine over the average (1.00 is even).",
     ]

@@ -1,0 +1,162 @@
+"""The player against a scripted service: what it does with answers that it did not hope for."""
+
+import asyncio
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from lean_selector.demo import player as player_module
+from lean_selector.demo.engine import EngineSpeed, SimulatedEngine
+from lean_selector.demo.http_client import HttpClient, ServiceError
+from lean_selector.demo.player import Player, percentile
+from lean_selector.demo.request import make_request
+
+from .conftest import ScriptedService
+
+REQUEST = make_request("a/b", list(range(48)), 32, 1, 16)
+OK = (200, b'{"status":"ok"}')
+
+
+@pytest.fixture
+def engine() -> Iterator[SimulatedEngine]:
+    engine = SimulatedEngine(1, 100, 16, EngineSpeed(), None)
+    yield engine
+    engine.close()
+
+
+def selection(worker_id: int) -> tuple[int, bytes]:
+    return 200, msgspec.json.encode({"worker_id": worker_id, "overlap": {"gpu": 16}})
+
+
+def good_answers() -> dict[str, tuple[int, bytes]]:
+    return {
+        "GET /workers": (200, b"[]"),
+        "POST /workers": (201, b'{"worker_id":1,"lifecycle":"schedulable"}'),
+        "POST /select_and_reserve": selection(1),
+        "POST /reservations/a%2Fb/prefill_complete": OK,
+        "POST /reservations/a%2Fb/output_block": OK,
+        "DELETE /reservations/a%2Fb": OK,
+    }
+
+
+def play(scripted: ScriptedService, engine: SimulatedEngine, stopping: bool = False) -> Player:
+    async def main() -> Player:
+        async with scripted.running() as url:
+            client = HttpClient(url)
+            player = Player(client, {1: engine}, lambda: stopping, "m")
+            try:
+                await player.register_workers()
+                await player.play(REQUEST, 1.5)
+            finally:
+                client.close()
+        return player
+
+    return asyncio.run(main())
+
+
+def test_a_request_goes_through_its_whole_lifecycle(
+    scripted: ScriptedService, engine: SimulatedEngine
+) -> None:
+    scripted.answers = good_answers()
+    player = play(scripted, engine)
+    assert [call for call, _ in scripted.requests] == list(scripted.answers)
+    body = msgspec.json.decode(scripted.requests[2][1])
+    assert body == {
+        "model_name": "m",
+        "reservation_id": "a/b",
+        "block_hashes": list(REQUEST.block_hashes[:2]),
+        "sequence_hashes": list(REQUEST.sequence_hashes[:2]),
+        "isl_tokens": 32,
+    }
+    assert (player.finished, player.calls, player.error_count) == (1, 4, 0)
+    assert player.expected_blocks == 1
+    assert (player.recorded[0].arrival_s, player.recorded[0].worker_id) == (1.5, 1)
+    assert list(player.recorded[0].request.sequence_hashes) == list(REQUEST.sequence_hashes)
+    assert engine.active == 0
+    assert any("0 errors, load left at the end: 7" in line for line in player.report(7))
+
+
+def test_decoding_ends_early_when_the_program_stops(
+    scripted: ScriptedService, engine: SimulatedEngine
+) -> None:
+    scripted.answers = good_answers()
+    player = play(scripted, engine, stopping=True)
+    assert "POST /reservations/a%2Fb/output_block" not in dict(scripted.requests)
+    assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
+    assert player.error_count == 0
+
+
+def test_a_refused_step_is_counted_and_the_reservation_still_freed(
+    scripted: ScriptedService, engine: SimulatedEngine
+) -> None:
+    scripted.answers = good_answers()
+    scripted.answers["POST /reservations/a%2Fb/prefill_complete"] = (404, b"lost")
+    player = play(scripted, engine)
+    assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
+    assert (player.finished, player.error_count, engine.active) == (0, 1, 0)
+    assert any("404 lost" in line for line in player.report(0))
+
+
+def test_a_choice_that_is_not_one_of_ours_is_an_error(
+    scripted: ScriptedService, engine: SimulatedEngine
+) -> None:
+    scripted.answers = good_answers() | {"POST /select_and_reserve": selection(9)}
+    player = play(scripted, engine)
+    assert player.errors == ["the service chose worker 9, which is not ours"]
+
+
+def test_errors_and_records_are_bounded(
+    scripted: ScriptedService, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(player_module, "ERROR_LIMIT", 0)
+    monkeypatch.setattr(player_module, "RECORD_LIMIT", 0)
+    scripted.answers = good_answers()
+    del scripted.answers["DELETE /reservations/a%2Fb"]
+    player = play(scripted, engine)
+    assert (player.error_count, player.errors, player.recorded) == (1, [], [])
+
+
+def test_a_worker_that_is_not_schedulable_is_told_with_the_reasons(
+    scripted: ScriptedService, engine: SimulatedEngine
+) -> None:
+    scripted.answers = good_answers()
+    scripted.answers["POST /workers"] = (
+        201,
+        b'{"worker_id":1,"lifecycle":"incomplete","not_schedulable_reasons":["x","y"]}',
+    )
+    with pytest.raises(ServiceError, match="worker 1 is incomplete: x; y"):
+        play(scripted, engine)
+
+
+def test_a_living_worker_of_the_same_id_is_not_replaced(
+    scripted: ScriptedService, engine: SimulatedEngine
+) -> None:
+    scripted.answers = good_answers()
+    scripted.answers["GET /workers"] = 200, b'[{"worker_id":1,"lifecycle":"unschedulable"}]'
+    assert play(scripted, engine).finished == 1
+    scripted.answers["GET /workers"] = 200, b'[{"worker_id":1,"lifecycle":"incomplete"}]'
+    with pytest.raises(ServiceError, match="has a worker 1 already"):
+        play(scripted, engine)
+
+
+def test_load_left_adds_up_everything_that_loads_counts(scripted: ScriptedService) -> None:
+    row = {"worker_id": 1, "dp_rank": 0, "potential_prefill_tokens": 10}
+    row |= {"potential_decode_blocks": 200, "active_requests": 3000}
+    part = {"loads": [row], "pending_count": 40_000, "pending_isl_tokens": 9}
+    scripted.answers = {"GET /loads?model_name=a%20b": (200, msgspec.json.encode([part]))}
+
+    async def main() -> int:
+        async with scripted.running() as url:
+            client = HttpClient(url)
+            left = await Player(client, {}, lambda: False, "a b").load_left()
+            client.close()
+            return left
+
+    assert asyncio.run(main()) == 43_210
+
+
+def test_percentile_takes_the_nearest_rank() -> None:
+    assert percentile([], 0.5) == 0.0
+    assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 3.0
+    assert percentile([1.0, 2.0], 0.99) == 2.0

@@ -1,0 +1,120 @@
+"""The child process: started, watched, and gone afterwards whatever it does."""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lean_selector.demo import service_process
+from lean_selector.demo.http_client import HttpClient, ServiceError
+from lean_selector.demo.service_process import check_port, running_service, wait_until_healthy
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def child_pids() -> set[str]:
+    pid = os.getpid()
+    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def test_a_free_port_is_found_and_a_taken_one_refused() -> None:
+    assert check_port(0) > 0
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ServiceError, match=r"cannot use port \d+: .*in use"):
+            check_port(taken.getsockname()[1])
+    with pytest.raises(ServiceError, match="cannot use port 70000"):
+        check_port(70_000)
+
+
+def test_a_command_that_does_not_exist_is_one_clear_line() -> None:
+    async def main() -> None:
+        with pytest.raises(ServiceError, match="cannot start /no/such/service: "):
+            async with running_service(["/no/such/service"]):
+                pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("print('first'); print('last words'); raise SystemExit(3)", "exit code 3: last words"),
+        ("raise SystemExit(0)", "exit code 0, without a word"),
+    ],
+)
+def test_a_child_that_ends_is_noticed_with_its_last_words(program: str, words: str) -> None:
+    async def main() -> None:
+        async with running_service([sys.executable, "-c", program]) as service:
+            await wait_until_healthy(HttpClient("http://127.0.0.1:1"), service, lambda: False)
+
+    with pytest.raises(ServiceError, match=words):
+        asyncio.run(main())
+
+
+def test_a_broken_call_is_explained_by_the_end_of_the_child() -> None:
+    async def main() -> None:
+        async with running_service([sys.executable, "-c", "print('gone')"]):
+            raise ServiceError("GET /loads: connection reset")
+
+    with pytest.raises(ServiceError, match="ended with exit code 0: gone"):
+        asyncio.run(main())
+
+
+def test_a_broken_call_to_a_living_child_stays_what_it_is() -> None:
+    async def main() -> None:
+        async with running_service(SLEEPER):
+            raise ServiceError("GET /loads: 500")
+
+    with pytest.raises(ServiceError, match="GET /loads: 500"):
+        asyncio.run(main())
+
+
+def test_a_child_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_process, "START_TIMEOUT_S", 0.1)
+
+    async def main() -> None:
+        async with running_service(SLEEPER) as service:
+            await wait_until_healthy(HttpClient("http://127.0.0.1:1"), service, lambda: False)
+
+    with pytest.raises(ServiceError, match="the service does not answer"):
+        asyncio.run(main())
+
+
+def test_waiting_ends_when_the_program_stops() -> None:
+    async def main() -> None:
+        await wait_until_healthy(HttpClient("http://127.0.0.1:1"), None, lambda: True)
+
+    asyncio.run(main())
+
+
+def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(service_process, "STOP_TIMEOUT_S", 0.2)
+    ready = tmp_path / "ready"
+    program = (
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = os.fork()\n"
+        f"if child: pathlib.Path({str(ready)!r}).write_text(str(child))\n"
+        "time.sleep(600)"
+    )
+
+    async def main() -> int:
+        async with running_service([sys.executable, "-c", program]):
+            deadline = time.monotonic() + 20
+            while not (ready.exists() and ready.read_text()):
+                assert time.monotonic() < deadline, "the child did not start"
+                await asyncio.sleep(0.01)  # noqa: ASYNC110 -- a file tells, from another process
+        return int(ready.read_text())
+
+    grandchild = asyncio.run(main())
+    assert not child_pids()
+    stat = Path(f"/proc/{grandchild}/stat")
+    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
