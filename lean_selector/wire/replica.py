@@ -76,7 +76,7 @@ _KIND_NAME: dict[EventKind, Literal["MarkPrefillCompleted", "Free"]] = {
     EventKind.PREFILL_COMPLETE: "MarkPrefillCompleted",
     EventKind.FREE: "Free",
 }
-_KIND = {name: kind for kind, name in _KIND_NAME.items()}
+_KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 
 class UndecodableFrames(ValueError):
@@ -331,7 +331,7 @@ _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _ENVELOPE = ("model_name", "tenant_id", "block_size", "event")
 _EVENT = ("request_id", "worker", "data", "router_id", "lora_name")
 _WORKER = ("worker_id", "dp_rank")
-_VARIANTS = ("AddRequest", "MarkPrefillCompleted", "Free")
+_VARIANTS = ("AddRequest", "Free", "MarkPrefillCompleted")
 _ADD = (
     "token_sequence",
     "track_prefill_tokens",
@@ -421,12 +421,12 @@ def _variant(value: "_Value") -> tuple[EventKind, "_Value"]:
         if len(value.pairs) != 1:
             raise ValueError(f"{len(value.pairs)} keys in data")
         value, payload = value.pairs[0]
-    kind = _VARIANTS.index(_name(value, _VARIANTS))
-    if kind == 0:
+    name = _name(value, _VARIANTS)
+    if name == "AddRequest":
         return EventKind.ADD, payload
     if payload is not None:
         raise ValueError("a payload where there is none")
-    return (EventKind.PREFILL_COMPLETE if kind == 1 else EventKind.FREE), None
+    return _KIND[name], None
 
 
 def _hint(value: "_Value") -> tuple[int | None, float | None]:

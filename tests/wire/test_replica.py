@@ -299,7 +299,8 @@ def test_a_wrong_shape_is_refused(payload: bytes) -> None:
     ("data", "kind"),
     [
         (pairs(("Free", None)), EventKind.FREE),
-        (pairs((2, None)), EventKind.FREE),
+        (1, EventKind.FREE),
+        (pairs((2, None)), EventKind.PREFILL_COMPLETE),
         (pairs(("MarkPrefillCompleted", None)), EventKind.PREFILL_COMPLETE),
         (b"Free", EventKind.FREE),
         ("MarkPrefillCompleted", EventKind.PREFILL_COMPLETE),
