@@ -1,0 +1,204 @@
+"""The layouts of KV events on the wire, as msgspec types, and the way from odd ones to those.
+
+Only what is read has a field: maps skip other keys, arrays what comes after the last position.
+Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 1.4):
+
+    BlockStored   0 tag  1 block_hashes  2 parent  3 token_ids  4 block_size  5 lora_id (unused)
+                  6 medium  7 lora_name, or a map with cache_salt (SGLang)  8 extra_keys
+                  9 group_idx, or block_mm_infos and the rest one further  10 kind
+                  11 sliding window  12 locality  13 ownership  14 session id
+    BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+Hash = int | bytes  # signed or unsigned; bytes when vLLM is told not to send ints
+Token = (
+    int | tuple[int, int]
+)  # pairs (t[i], t[i + 1]) from EAGLE workers; never checked for u32 here
+GroupIdx = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+BlockSize = Annotated[int, Meta(ge=0)]
+
+
+class MultimodalObject(Struct, gc=False):
+    mm_hash: Annotated[int, Meta(ge=0)]
+    offsets: object  # not hashed, yet an object without them is no object
+
+
+class MultimodalInfo(Struct, gc=False):
+    mm_objects: list[MultimodalObject]
+
+
+ExtraKeys = list[list[object] | None]
+MultimodalInfos = list[MultimodalInfo | None]
+
+
+class MapStored(Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: list[Hash]
+    token_ids: list[Token]
+    block_size: BlockSize
+    parent_block_hash: Hash | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: ExtraKeys | None = None
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: object = None
+    cache_salt: str | None = None
+    block_mm_infos: MultimodalInfos | None = None
+
+
+class MapRemoved(Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: object = None
+
+
+class MapCleared(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class MapIgnored(Struct, tag_field="type", tag="Ignored", gc=False):
+    pass
+
+
+class ArrayStored(Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[Token]
+    block_size: BlockSize
+    lora_id: object = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: ExtraKeys | None = None
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    sliding_window: object = None
+    locality: object = None
+
+
+class ArrayRemoved(Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: GroupIdx | None = None
+    kind_or_locality: str | None = None
+
+
+class ArrayCleared(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class ArrayIgnored(Struct, array_like=True, tag="Ignored", gc=False):
+    pass
+
+
+ArrayEvent = ArrayStored | ArrayRemoved | ArrayCleared | ArrayIgnored
+MapEvent = MapStored | MapRemoved | MapCleared | MapIgnored
+
+
+class ArrayEvents(Struct, array_like=True, gc=False):
+    """The usual batch, `[ts, events, rank]`; no rank in the oldest vLLM and SGLang."""
+
+    ts: float
+    events: list[ArrayEvent]
+    dp_rank: int | None = None
+
+
+class MapEvents(Struct, array_like=True, gc=False):
+    ts: float
+    events: list[MapEvent]
+    dp_rank: int | None = None
+
+
+_NIL = msgspec.Raw(b"\xc0")
+
+
+class RawArrayBatch(Struct, array_like=True, gc=False):
+    """Any array batch, its parts unread."""
+
+    ts: msgspec.Raw
+    events: list[msgspec.Raw]
+    dp_rank: msgspec.Raw = _NIL
+
+
+class RawMapBatch(Struct, gc=False):
+    """A batch as a map, which one vLLM revision sent, with the names that its rank has had."""
+
+    events: list[msgspec.Raw]
+    data_parallel_rank: msgspec.Raw = _NIL
+    dp_rank: msgspec.Raw = _NIL
+    attn_dp_rank: msgspec.Raw = _NIL
+
+
+_TEXT_FIELDS = ("type", "medium", "lora_name", "kv_cache_spec_kind", "locality", "cache_salt")
+
+
+def rearranged(event: object) -> dict[str, object]:
+    """The fields of an untyped event, named as in the map form; raises ValueError if it has none.
+
+    Names and texts may come as bin. In the tail of an array a field of the wrong type is left out.
+    """
+    if isinstance(event, list):
+        fields = _by_position(event)
+    elif isinstance(event, dict):
+        fields = {_text(name) if type(name) is bytes else name: event[name] for name in event}
+    else:
+        raise ValueError("an event is a map or an array")
+    for name in _TEXT_FIELDS:
+        value = fields.get(name)
+        if type(value) is bytes:
+            fields[name] = _text(value)
+    return fields
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8")
+
+
+def _by_position(event: list[object]) -> dict[str, object]:
+    tag = event[0] if event else None
+    if tag in ("BlockStored", b"BlockStored"):
+        return _stored_by_position(event)
+    fields: dict[str, object] = {"type": tag}
+    if tag in ("BlockRemoved", b"BlockRemoved"):
+        fields.update(zip(("block_hashes", "medium"), event[1:3], strict=False))
+        tail = event[3:]
+        fields["group_idx"] = _group_idx(tail, 0)
+        word = _word(tail, 1)
+        is_locality = word is not None and word.upper() in ("LOCAL", "REMOTE")
+        fields["locality" if is_locality else "kv_cache_spec_kind"] = word
+    return fields
+
+
+def _stored_by_position(event: list[object]) -> dict[str, object]:
+    names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")
+    fields: dict[str, object] = dict(zip(names, event, strict=False))
+    fields.update(zip(("medium", "lora_name", "extra_keys"), event[6:9], strict=False))
+    metadata = fields.get("lora_name")
+    if isinstance(metadata, dict):
+        fields["lora_name"] = None
+        fields["cache_salt"] = metadata.get("cache_salt", metadata.get(b"cache_salt"))
+    tail = event[9:]
+    if tail and isinstance(tail[0], list):
+        fields["block_mm_infos"] = tail.pop(0)
+    fields["group_idx"] = _group_idx(tail, 0)
+    fields["kv_cache_spec_kind"] = _word(tail, 1)
+    fields["locality"] = _word(tail, 3)
+    return fields
+
+
+def _group_idx(tail: list[object], position: int) -> int | None:
+    value = tail[position] if position < len(tail) else None
+    return value if type(value) is int and 0 <= value < 2**32 else None
+
+
+def _word(tail: list[object], position: int) -> str | None:
+    value = tail[position] if position < len(tail) else None
+    if type(value) is bytes:
+        return _text(value)
+    return value if type(value) is str else None
