@@ -1,0 +1,230 @@
+"""Where one source stands in its engine's sequence: gaps, replays, and engines that start again.
+
+A PUB socket neither repeats nor reorders, so a live number that does not grow belongs to a new
+publisher. A replay carries everything from its start to the engine's newest batch. Live batches
+that arrive before its first answer are applied at once, so that a dead replay endpoint holds nobody
+up, and kept; those that arrive after it are only kept. Once the replay ends, what it did not carry
+is applied from there: every batch has then been applied in order after the gap, which makes the
+outcome that of the stream, whatever was applied early. Decides, never applies; no clock, no
+socket. Spec: indexer.md 1.5.
+"""
+
+from collections import deque
+from enum import Enum, auto
+
+UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch that bears it leaves a fresh cursor
+
+# Live batches kept during a replay. Beyond either the oldest go, which leaves a gap to ask for
+# again. The count is the receive high-water mark of the live socket, the bytes are 1 s at 64 MB/s.
+MAX_HELD = 100_000
+MAX_HELD_BYTES = 64 * 1024 * 1024
+
+
+class Verdict(Enum):
+    """What to do with a live batch."""
+
+    APPLY = auto()
+    IGNORE = auto()  # applied before
+    HOLD = auto()  # it comes back from next_held()
+    RESTART = auto()  # drop every block of this source, then apply
+
+
+class SourceState(Enum):
+    """What the index can be taken for, seen from this source."""
+
+    CONNECTING = "connecting"  # nothing has arrived yet
+    LIVE = "live"  # what the engine said it holds
+    REPLAYING = "replaying"  # about to be
+    DEGRADED = "degraded"  # batches are missing, and may stay so
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    ASKED = auto()  # a replay was requested, nothing has come
+    ANSWERING = auto()
+    CATCHING_UP = auto()  # the replay is over, kept live batches are not yet applied
+
+
+class KvCursor:
+    """The sequence numbers of one source. With `can_replay` gaps wait for a replay."""
+
+    def __init__(self, can_replay: bool) -> None:
+        self.can_replay = can_replay
+        self.gaps = 0  # ever seen
+        self.replayed_batches = 0  # applied out of replays, ever
+        self.restarts = 0  # new publishers noticed, ever
+        # Batches that no replay can bring back, since the index last was what the engine held.
+        self.lost = 0
+        self.last_live: int | None = None  # sequence number; grows until a restart
+        self._next = 0  # the number that continues what is applied; 0 before the first batch
+        self._missing_from: int | None = None  # the first batch that a replay should bring
+        self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
+        self._phase = _Phase.IDLE
+        self._asked_next = 0  # _next when the replay was requested
+        self._failures = 0  # replays in a row that did not end
+        self._held: deque[tuple[int, bytes]] = deque()
+        self._held_bytes = 0
+
+    @property
+    def watermark(self) -> int | None:
+        """The last batch applied in order; None before the first."""
+        return self._next - 1 if self._next else None
+
+    @property
+    def lag(self) -> int:
+        """Batches known of and not applied."""
+        kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
+        return self._missing + kept_only
+
+    @property
+    def state(self) -> SourceState:
+        if self.lost or self._failures:
+            return SourceState.DEGRADED
+        if not self.is_settled:
+            return SourceState.REPLAYING
+        return SourceState.CONNECTING if self.last_live is None else SourceState.LIVE
+
+    @property
+    def replay_from(self) -> int | None:
+        """The number to request a replay from now; None when none is due."""
+        return self._missing_from if self._phase is _Phase.IDLE else None
+
+    @property
+    def is_settled(self) -> bool:
+        """No replay is due or under way."""
+        return self._missing_from is None and self._phase is _Phase.IDLE
+
+    def resume_at(self, watermark: int) -> None:
+        """Start behind a recovered index. Call it before the socket connects.
+
+        Then whatever arrives live was published after the index was dumped: watermark + 1 follows
+        on, a number at or below it comes from a new publisher.
+        """
+        assert self.last_live is None
+        assert self._next == 0
+        self._next = watermark + 1
+
+    def live(self, seq: int, payload: bytes) -> Verdict:
+        """Judge a live batch, 0 <= seq < 2**64; the payload is kept if it may be needed again."""
+        if seq == UNSET_SEQ:
+            self._start_over()
+            return Verdict.APPLY
+        newest = self._next - 1 if self.last_live is None else self.last_live
+        is_restart = seq <= newest
+        if is_restart:
+            self.restarts += 1
+            self.lost = 0
+            self._start_over()
+        self.last_live = seq
+        if self._phase is not _Phase.IDLE:
+            self._hold(seq, payload)
+            if self._phase is not _Phase.ASKED:
+                return Verdict.HOLD
+        if seq < self._next:
+            return Verdict.IGNORE
+        self._advance(seq)
+        return Verdict.RESTART if is_restart else Verdict.APPLY
+
+    def replay_started(self) -> None:
+        """The request for `replay_from` is about to go out."""
+        assert self.replay_from is not None
+        self._phase = _Phase.ASKED
+        self._asked_next = self._next
+
+    def replayed(self, seq: int) -> bool:
+        """Judge a replayed batch: True to apply it, though it may have been applied live before."""
+        if self._phase is _Phase.ASKED:
+            assert self._missing_from is not None
+            self._phase = _Phase.ANSWERING
+            self._next = self._missing_from
+        if self._phase is not _Phase.ANSWERING or not self._next <= seq < UNSET_SEQ:
+            return False
+        if seq > self._next:  # the engine's buffer has rolled on
+            self.lost += min(seq - self._next, self._missing)
+        self._next = seq + 1
+        self.replayed_batches += 1
+        return True
+
+    def replay_finished(self) -> None:
+        """The end marker came: what the replay left out exists no more. Drain next_held()."""
+        if self._phase is _Phase.ASKED:
+            self.lost += self._missing
+        self._end_replay(complete=True)
+
+    def replay_failed(self) -> None:
+        """No answer, or one that stopped. Drain next_held(), then ask again later."""
+        answered = self._phase is _Phase.ANSWERING
+        if answered and self._next < self._asked_next:
+            self._missing_from = self._next
+            self._missing = min(self._missing, self._asked_next - self._next)
+            answered = False
+        self._end_replay(complete=answered)  # only the end marker may be wanting
+
+    def next_held(self) -> bytes | None:
+        """The next kept live batch to apply, in order; None when there are no more."""
+        while self._held:
+            seq, payload = self._held.popleft()
+            self._held_bytes -= len(payload)
+            if seq >= self._next:
+                self._advance(seq)
+                return payload
+        self._phase = _Phase.IDLE
+        return None
+
+    def cleared(self) -> None:
+        """The batch just applied emptied the source: what was missing before it is of no matter."""
+        self.lost = 0
+        if self._phase is not _Phase.ANSWERING:
+            self._missing_from = None
+            self._missing = 0
+            self._failures = 0
+        if self._phase is _Phase.ASKED:
+            self._phase = _Phase.IDLE
+            self._drop_held()
+
+    def lose(self) -> None:
+        """The batch just judged could not be decoded, and would not be on a second reading."""
+        self.lost += 1
+
+    def _advance(self, seq: int) -> None:
+        size = seq - self._next
+        if size:
+            self.gaps += 1
+            if self.can_replay:
+                if self._missing_from is None:
+                    self._missing_from = self._next
+                self._missing += size
+            else:
+                self.lost += size
+        self._next = seq + 1
+
+    def _hold(self, seq: int, payload: bytes) -> None:
+        self._held.append((seq, payload))
+        self._held_bytes += len(payload)
+        while len(self._held) > MAX_HELD or self._held_bytes > MAX_HELD_BYTES:
+            self._held_bytes -= len(self._held.popleft()[1])
+
+    def _end_replay(self, complete: bool) -> None:
+        if complete:
+            self._missing_from = None
+            self._missing = 0
+            self._failures = 0
+        else:
+            self._failures += 1
+        # What was applied live before the request needs no second time.
+        self._next = max(self._next, self._asked_next)
+        self._phase = _Phase.CATCHING_UP
+
+    def _start_over(self) -> None:
+        """As at registration, but for the totals and what is lost."""
+        self.last_live = None
+        self._next = 0
+        self._missing_from = None
+        self._missing = 0
+        self._failures = 0
+        self._phase = _Phase.IDLE
+        self._drop_held()
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
