@@ -1,8 +1,9 @@
 """Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
 
-Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section 2): XXH3-64
-over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per block, little-endian,
-so that prompts compare at memcmp speed. Knows nothing of workers, events or the index.
+Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section 2):
+XXH3-64 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per
+block, little-endian, so that prompts compare at memcmp speed. Knows nothing of workers, events or
+the index.
 """
 
 import struct
@@ -35,7 +36,7 @@ def local_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> bytes:
-    """Local hashes of the complete blocks of `tokens`, 8 bytes each; a trailing partial block has none.
+    """Local hashes of the complete blocks of `tokens`, 8 bytes each.
 
     `mm_hashes` holds, per block, the u64 hashes of the multimodal objects in it (order and missing
     blocks at the end do not matter). With `is_eagle` a block covers one token more than its stride.

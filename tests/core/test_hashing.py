@@ -1,4 +1,6 @@
-"""Golden values are those that the reference computed (tests/data/hash_vectors.json, and its events)."""
+"""Golden values are those that the reference computed (tests/data/hash_vectors.json, and its
+events).
+"""
 
 import json
 import struct

@@ -1,0 +1,253 @@
+"""The index against a naive model of its rules: a small tree of prompts, and few, clashing hashes.
+
+The model keeps, per rank, the held paths with their names, and the lower tiers as dicts of edges.
+"""
+
+from struct import pack
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_selector.core import engine_hashes, kv_index
+from lean_selector.core.kv_index import KvIndex, Matched, StoreResult, Tier
+
+Path = tuple[int, ...]
+RANKS = [(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)]
+
+
+def as_bytes(hashes: Path | list[int]) -> bytes:
+    return pack(f"<{len(hashes)}Q", *hashes)
+
+
+class RankModel:
+    def __init__(self) -> None:
+        self.name_of: dict[Path, int] = {}  # held path -> first name
+        self.paths: dict[int, list[Path]] = {}  # name -> held paths, newest last
+        self.alias_of: dict[Path, int] = {}
+        self.alias: dict[int, Path] = {}
+        self.lower: list[dict[tuple[int | None, int], int]] = [{}, {}, {}]
+
+    def find(self, name: int) -> Path | None:
+        if name in self.alias:
+            return self.alias[name]
+        paths = self.paths.get(name)
+        return paths[-1] if paths else None
+
+    def store(self, parent: int | None, names: list[int], local: Path) -> StoreResult:
+        path: Path | None = ()
+        if parent is not None:
+            path = self.find(parent)
+            if path is None:
+                return StoreResult.UNKNOWN_PARENT
+        assert path is not None
+        for name, block in zip(names, local, strict=False):
+            path = (*path, block)
+            if path not in self.name_of:
+                self.drop_alias(name)
+                self.name_of[path] = name
+                self.paths.setdefault(name, []).append(path)
+            elif self.name_of[path] != name:
+                self.drop_alias(name)
+                if path in self.alias_of:
+                    self.drop_alias(self.alias_of[path])
+                self.alias[name] = path
+                self.alias_of[path] = name
+        return StoreResult.STORED
+
+    def drop_alias(self, name: int) -> None:
+        if name in self.alias:
+            del self.alias_of[self.alias.pop(name)]
+
+    def remove(self, name: int) -> int:
+        path = self.find(name)
+        if path is None:
+            return 0
+        if path in self.alias_of:
+            self.drop_alias(self.alias_of[path])
+        self.paths[self.name_of.pop(path)].remove(path)
+        return 1
+
+    def store_lower(self, tier: int, parent: int | None, names: list[int], local: Path) -> None:
+        edges = self.lower[tier]
+        for name, block in zip(names, local, strict=False):
+            edge = (parent, block)
+            if edges.get(edge, name) != name:
+                return
+            if edge not in edges and name in edges.values():
+                return
+            edges[edge] = name
+            parent = name
+
+    def remove_lower(self, tier: int, name: int) -> int:
+        for edge, child in self.lower[tier].items():
+            if child == name:
+                del self.lower[tier][edge]
+                return 1
+        return 0
+
+    def match(self, prompt: Path) -> Matched | None:
+        device = 0
+        while device < len(prompt) and prompt[: device + 1] in self.name_of:
+            device += 1
+        name = self.name_of[prompt[:device]] if device else None
+        ends, at = [], device
+        for edges in self.lower:
+            while at < len(prompt) and (name, prompt[at]) in edges:
+                name = edges[name, prompt[at]]
+                at += 1
+            ends.append(at)
+        return Matched(device, ends[0] - device, at - ends[0]) if at else None
+
+    def blocks(self) -> int:
+        return len(self.name_of) + sum(map(len, self.lower))
+
+    def has_clash(self) -> bool:
+        return any(len(paths) > 1 for paths in self.paths.values()) or bool(self.alias)
+
+
+RANK = st.sampled_from(RANKS)
+TIER = st.sampled_from([Tier.DEVICE] * 4 + [Tier.HOST_PINNED, Tier.DISK, Tier.EXTERNAL])
+# Names differ by rank and by tokens, as real ones do, or are drawn from a few that clash.
+NAME = st.integers(1, 12)
+LOCAL = st.lists(st.integers(1, 2), min_size=0, max_size=7).map(tuple)
+OPERATION = st.one_of(
+    st.tuples(st.just("chain"), RANK, TIER, LOCAL, st.integers(0, 7), st.integers(0, 2)),
+    st.tuples(st.just("evict"), RANK, TIER, LOCAL, st.integers(0, 7), st.integers(0, 2)),
+    st.tuples(
+        st.just("store"),
+        RANK,
+        TIER,
+        st.none() | NAME,
+        st.lists(NAME, max_size=5, unique=True),
+        LOCAL,
+    ),
+    st.tuples(st.just("remove"), RANK, TIER, st.lists(NAME, max_size=3)),
+    st.tuples(st.just("clear"), RANK),
+    st.tuples(st.just("drop"), st.sampled_from([1, 2])),
+)
+
+
+def chained_name(path: Path, seed: int) -> int | None:
+    """A name that depends on the whole path, as engines make them; `seed` is the engine's own."""
+    if not path:
+        return None
+    name = seed + 1
+    for block in path:
+        name = (name * 0x9E3779B97F4A7C15 + block) % 2**64
+    return name
+
+
+def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set[Path]) -> None:
+    for prompt in prompts:
+        expected = {key: hit for key, model in models.items() if (hit := model.match(prompt))}
+        assert index.match(as_bytes(prompt)) == expected, prompt
+    assert index.total_blocks == sum(model.blocks() for model in models.values())
+    assert index.ranks() == sorted(key for key, model in models.items() if model.blocks())
+    for key, model in models.items():
+        assert index.blocks(*key, Tier.DEVICE) == len(model.name_of)
+
+
+def is_pristine(index: KvIndex) -> bool:
+    trie = index._trie
+    return not (
+        index._ranks or index._lower or index._all or trie.strands or trie.root.children
+    ) and not any(index._by_bit)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(OPERATION, max_size=40), st.booleans(), st.booleans())
+def test_the_index_does_what_the_model_does(
+    operations: list[tuple[Any, ...]], at_every_step: bool, tight: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if tight:  # strands, buckets and dead ends so short that a few blocks fill them
+            patch.setattr(kv_index, "STRAND_BLOCKS", 3)
+            patch.setattr(kv_index, "_TRIM_BLOCKS", 1)
+            patch.setattr(kv_index, "_MAX_OTHERS_TO_GROW", 1)
+            patch.setattr(engine_hashes, "_ENTRIES_PER_BUCKET", 1 / 256)
+        run_against_model(operations, at_every_step)
+
+
+def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) -> None:
+    index = KvIndex(16)
+    models = {key: RankModel() for key in RANKS}
+    prompts: set[Path] = {()}
+    for kind, *arguments in operations:
+        if kind in ("chain", "evict"):
+            key, tier, path, cut, seed = arguments
+            prompts.update({path, (*path, 1), (*path, 2)})
+            names = [chained_name(path[: at + 1], seed) for at in range(len(path))][cut:]
+            if kind == "chain":
+                kind, arguments = (
+                    "store",
+                    [key, tier, chained_name(path[:cut], seed), names, path[cut:]],
+                )
+            else:
+                kind, arguments = "remove", [key, tier, names]
+        if kind == "store":
+            key, tier, parent, names, local = arguments
+            blocks = min(len(names), len(local))
+            prompts.add(local)
+            got = index.store(key[0], key[1], tier, parent, names, as_bytes(local))
+            if not blocks:
+                assert got is StoreResult.EMPTY
+            elif parent in names or len(set(names)) < len(names):
+                assert got is StoreResult.SELF_REFERENCE
+            elif tier == Tier.DEVICE:
+                before = models[key].find(parent) if parent is not None else ()
+                if before is not None:
+                    prompts.add((*before, *local))
+                assert got is models[key].store(parent, names, local)
+            else:
+                assert got is StoreResult.STORED
+                models[key].store_lower(tier - 1, parent, names, local)
+        elif kind == "remove":
+            key, tier, names = arguments
+            model = models[key]
+            if tier == Tier.DEVICE:
+                expected = sum([model.remove(name) for name in names])
+            else:
+                expected = sum([model.remove_lower(tier - 1, name) for name in names])
+            assert index.remove(key[0], key[1], tier, names) == expected
+        elif kind == "clear":
+            assert index.clear(*arguments[0]) == models[arguments[0]].blocks()
+            models[arguments[0]] = RankModel()
+        else:
+            mine = [key for key in RANKS if key[0] == arguments[0]]
+            assert index.drop_worker(arguments[0]) == sum(models[key].blocks() for key in mine)
+            models.update({key: RankModel() for key in mine})
+        if at_every_step:
+            check(index, models, prompts)
+    check(index, models, prompts)
+    check_dump(index, models, prompts)
+    for (worker_id, dp_rank), model in models.items():
+        while model.name_of:
+            name = next(reversed(model.name_of.values()))
+            assert index.remove(worker_id, dp_rank, Tier.DEVICE, [name]) == model.remove(name)
+        for tier, edges in enumerate(model.lower, 1):
+            index.remove(worker_id, dp_rank, Tier(tier), list(edges.values()))
+    assert is_pristine(index)
+
+
+def check_dump(
+    index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set[Path]
+) -> None:
+    """A dump applied elsewhere matches alike, for ranks whose hashes name one block each."""
+    other = KvIndex(16)
+    keys = {key for key, model in models.items() if not model.has_clash()}
+    for runs in index.dump():
+        for run in runs:
+            result = other.store(
+                run.worker_id,
+                run.dp_rank,
+                run.tier,
+                run.parent_hash,
+                run.block_hashes,
+                as_bytes(run.tokens_hashes),
+            )
+            assert (run.worker_id, run.dp_rank) not in keys or result is StoreResult.STORED
+    for prompt in prompts:
+        ours, theirs = index.match(as_bytes(prompt)), other.match(as_bytes(prompt))
+        assert {key: ours.get(key) for key in keys} == {key: theirs.get(key) for key in keys}
