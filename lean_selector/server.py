@@ -148,7 +148,7 @@ class HttpServer:
         listen = self._listen
         try:
             tcp = await self._loop.create_server(
-                self._protocol, listen.host, listen.port, backlog=BACKLOG, reuse_address=True
+                self._protocol, sock=_tcp_listener(listen.host, listen.port), backlog=BACKLOG
             )
         except OSError as error:
             raise StartError(f"{_os_reason(error)}: {listen.host}:{listen.port}") from None
@@ -229,7 +229,7 @@ class HttpServer:
 
     async def _drained(self) -> None:
         deadline = self._loop.time() + self._listen.drain_s
-        while len(self.connections) and self._loop.time() < deadline:
+        while self.connections.open and self._loop.time() < deadline:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_now.wait(), 0.02)
             if self._stop_now.is_set():
@@ -242,6 +242,21 @@ class HttpServer:
             self.connections.sweep(now)
             tick(now)
             await asyncio.sleep(TICK_S)
+
+
+def _tcp_listener(host: str, port: int) -> socket.socket:
+    """Resolved and bound here: the loop's own resolver would leave four threads behind."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _os_reason(error: OSError) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from lean_selector.http1.limits import HttpError, Limits
 from lean_selector.http1.reader import HeaderBlocks, Request, RequestReader
@@ -119,9 +119,6 @@ class Connections:
         self.now = 0.0  # monotonic seconds at the last sweep
         self.is_draining = False
 
-    def __len__(self) -> int:
-        return len(self.open)
-
     def sweep(self, now: float) -> None:
         """Apply the time-outs. `now` is monotonic seconds; call it about once a second."""
         self.now = now
@@ -155,11 +152,11 @@ class HttpProtocol(asyncio.Protocol):
         "_reader",
         "_reading_paused",
         "_since",
-        "_transport",
         "_unwritten_bytes",
+        "transport",
     )
 
-    _transport: asyncio.Transport
+    transport: asyncio.Transport
 
     def __init__(self, app: App, connections: Connections) -> None:
         # Server lifetime.
@@ -181,8 +178,7 @@ class HttpProtocol(asyncio.Protocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._connections.open.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -190,7 +186,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._holds & _ENDED:
             self._linger_bytes += len(data)
             if self._linger_bytes > _MAX_LINGER_BYTES:
-                self._transport.abort()
+                self.transport.abort()
             return
         begins = not reader.is_unfinished
         requests = reader.feed(data)
@@ -213,7 +209,7 @@ class HttpProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._holds |= _WRITE_PAUSED
         self._since = self._connections.now
-        self._unwritten_bytes = self._transport.get_write_buffer_size()
+        self._unwritten_bytes = self.transport.get_write_buffer_size()
         self._update_reading()
 
     def resume_writing(self) -> None:
@@ -237,9 +233,9 @@ class HttpProtocol(asyncio.Protocol):
         self._parked = self._parked_request = None
         self._holds &= ~_PARKED
         self._since = self._connections.now
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             return
-        self._transport.write(self._framed(request, response))
+        self.transport.write(self._framed(request, response))
         if self._queue:
             self._schedule()
         self.settle()
@@ -250,11 +246,11 @@ class HttpProtocol(asyncio.Protocol):
         timeouts = self._connections.timeouts
         age_s = now - self._since
         if self._holds & (_ENDED | _WRITE_PAUSED):
-            unwritten = self._transport.get_write_buffer_size()
+            unwritten = self.transport.get_write_buffer_size()
             if unwritten < self._unwritten_bytes:
                 self._since = now  # slow, but it takes something
             elif age_s > (timeouts.write_s if unwritten else timeouts.linger_s):
-                self._transport.abort()
+                self.transport.abort()
             self._unwritten_bytes = unwritten
         elif self._holds:
             return  # waiting for us, not for the client
@@ -265,7 +261,7 @@ class HttpProtocol(asyncio.Protocol):
             self._end(lingers=False)
 
     def abort(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
     def settle(self) -> None:
         """Look at what is to be done once all complete requests are answered."""
@@ -285,7 +281,7 @@ class HttpProtocol(asyncio.Protocol):
             self._end(lingers=False)
         elif reader.wants_continue:
             reader.wants_continue = reader.notice = False
-            self._transport.write(_CONTINUE)
+            self.transport.write(_CONTINUE)
 
     # Inside.
 
@@ -321,7 +317,7 @@ class HttpProtocol(asyncio.Protocol):
                     self._schedule()
                     break
         if replies:
-            self._transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+            self.transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
         if self._holds or self._reader.notice or self._got_eof:
             self.settle()
 
@@ -356,9 +352,9 @@ class HttpProtocol(asyncio.Protocol):
 
     def _schedule(self) -> None:
         """Go on in a later turn of the loop: others first, and never inside the app's own call."""
-        if not self._holds & _SCHEDULED:
-            self._holds |= _SCHEDULED
-            self._connections.call_soon(self._go_on)
+        self._holds |= _SCHEDULED
+        self._connections.call_soon(self._go_on)
+        self._update_reading()
 
     def _go_on(self) -> None:
         self._holds &= ~_SCHEDULED
@@ -375,17 +371,17 @@ class HttpProtocol(asyncio.Protocol):
             or len(queue) > _MAX_QUEUED_REQUESTS
             or sum(len(request.body) for request in queue) > _MAX_QUEUED_BYTES
         )
-        if pause != self._reading_paused and not self._transport.is_closing():
+        if pause != self._reading_paused and not self.transport.is_closing():
             self._reading_paused = pause
             if pause:
-                self._transport.pause_reading()
+                self.transport.pause_reading()
             else:
-                self._transport.resume_reading()
+                self.transport.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
         """Answer an error of the HTTP level, and close."""
         body = b'{"error":"%b"}' % error.text.encode()
-        self._transport.write(encode_response(error.status, body, extra=b"connection: close\r\n"))
+        self.transport.write(encode_response(error.status, body, extra=b"connection: close\r\n"))
         self._end(lingers=True)
 
     def _end(self, lingers: bool) -> None:
@@ -395,9 +391,9 @@ class HttpProtocol(asyncio.Protocol):
         self._holds |= _ENDED
         self._queue.clear()
         self._since = self._connections.now
-        self._unwritten_bytes = self._transport.get_write_buffer_size()
-        if lingers and not self._got_eof and self._transport.can_write_eof():
-            self._transport.write_eof()
+        self._unwritten_bytes = self.transport.get_write_buffer_size()
+        if lingers and not self._got_eof and self.transport.can_write_eof():
+            self.transport.write_eof()
             self._update_reading()
         else:
-            self._transport.close()
+            self.transport.close()

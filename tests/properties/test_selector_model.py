@@ -1,0 +1,304 @@
+"""The selector against a naive model: random workers, bookings and lifecycle calls.
+
+The model keeps plain lists and counts everything anew after each step. It knows the rules of spec
+selection.md sections 2, 5 and 6 and decisions D3, D4, D5 and D20, and nothing of tries or
+partitions.
+"""
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lean_selector.core.catalog import Source, WorkerSpec
+from lean_selector.core.errors import SelectorError
+from lean_selector.core.parking import Parked
+from lean_selector.core.partition import Partition
+from lean_selector.core.prompt import Prompt
+from lean_selector.core.selection import SelectionRequest
+from lean_selector.core.selector import Selector
+from lean_selector.core.settings import RouterSettings
+
+BLOCK_SIZE = 4
+Key = tuple[str, str]
+
+worker_ids = st.integers(1, 4)
+models = st.sampled_from(["a", "b"])
+tenants = st.sampled_from(["default", "t"])
+request_ids = st.sampled_from([f"r{n}" for n in range(8)])
+# Few values and short lists, so that prompts share prefixes, repeat hashes and diverge.
+prompts = st.lists(st.integers(0, 2), max_size=4)
+
+
+class Sources:
+    """Stands where the sockets would: remembers who is subscribed."""
+
+    def __init__(self) -> None:
+        self.subscribed: dict[tuple[int, int], Source] = {}
+
+    def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
+        assert (worker_id, dp_rank) not in self.subscribed
+        self.subscribed[worker_id, dp_rank] = source
+
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
+        del self.subscribed[worker_id, dp_rank]
+
+
+def prompt(hashes: list[int], isl_tokens: int) -> Prompt:
+    packed = b"".join(value.to_bytes(8, "little") for value in hashes)
+    return Prompt(isl_tokens, packed, len(hashes), packed[:8], lambda: packed)
+
+
+class ModelWorker:
+    def __init__(self, key: Key, ranks: range, sources: dict[int, str]) -> None:
+        self.key, self.ranks, self.sources = key, ranks, sources
+
+
+class ModelRequest:
+    def __init__(self, key: Key, rank: tuple[int, int], hashes: list[int], prefill: int) -> None:
+        self.key, self.rank, self.hashes, self.prefill = key, rank, hashes, prefill
+        self.output_blocks = 0
+
+
+class SelectorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources = Sources()
+        self.selector = Selector(RouterSettings(), self.sources, random.Random(1))
+        self.workers: dict[int, ModelWorker] = {}
+        self.requests: dict[str, ModelRequest] = {}
+        self.now = 0.0
+
+    # -- what the model says -------------------------------------------------------------------
+
+    def expected_loads(self) -> list[tuple[Key, list[tuple[int, int, int, int, int]]]]:
+        rows: dict[Key, list[tuple[int, int, int, int, int]]] = {}
+        for worker_id, worker in self.workers.items():
+            for dp_rank in worker.ranks:
+                here = [r for r in self.requests.values() if r.rank == (worker_id, dp_rank)]
+                paths = {tuple(r.hashes[: n + 1]) for r in here for n in range(len(r.hashes))}
+                blocks = len(paths) + sum(r.output_blocks for r in here)
+                row = (worker_id, dp_rank, sum(r.prefill for r in here), blocks, len(here))
+                rows.setdefault(worker.key, []).append(row)
+        return sorted((key, sorted(of_key)) for key, of_key in rows.items())
+
+    def actual_loads(self) -> list[tuple[Key, list[tuple[Any, ...]]]]:
+        return [
+            (
+                (entry.model_name, entry.tenant_id),
+                [
+                    (
+                        row.worker_id,
+                        row.dp_rank,
+                        row.potential_prefill_tokens,
+                        row.potential_decode_blocks,
+                        row.active_requests,
+                    )
+                    for row in entry.loads
+                ],
+            )
+            for entry in self.selector.loads(None, None, self.now)
+            if entry.loads  # the only worker of a partition may be incomplete for a while
+        ]
+
+    @invariant()
+    def loads_are_those_of_the_model(self) -> None:
+        assert self.actual_loads() == self.expected_loads()
+
+    @invariant()
+    def subscriptions_are_those_of_the_workers(self) -> None:
+        expected = {
+            (worker_id, dp_rank): endpoint
+            for worker_id, worker in self.workers.items()
+            for dp_rank, endpoint in worker.sources.items()
+        }
+        actual = {key: source.endpoint for key, source in self.sources.subscribed.items()}
+        assert actual == expected
+
+    def forget_requests_without_a_rank(self) -> None:
+        ranks = {
+            (worker_id, dp_rank, worker.key)
+            for worker_id, worker in self.workers.items()
+            for dp_rank in worker.ranks
+        }
+        self.requests = {
+            name: request
+            for name, request in self.requests.items()
+            if (*request.rank, request.key) in ranks
+        }
+
+    def refused(self, call: Any) -> bool:
+        """Makes a call; True if it raised, and then nothing may have changed."""
+        before = self.actual_loads(), dict(self.sources.subscribed)
+        try:
+            call()
+        except SelectorError:
+            assert (self.actual_loads(), dict(self.sources.subscribed)) == before
+            return True
+        return False
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    @rule(
+        worker_id=worker_ids,
+        model=models,
+        tenant=tenants,
+        start=st.integers(0, 2),
+        size=st.integers(0, 3),
+        endpoint=st.sampled_from(["http://w", ""]),
+        port=st.integers(1, 2),
+    )
+    def register(
+        self,
+        worker_id: int,
+        model: str,
+        tenant: str,
+        start: int,
+        size: int,
+        endpoint: str,
+        port: int,
+    ) -> None:
+        ranks = range(start, start + size)
+        sources = {dp_rank: f"tcp://w{worker_id}:{port}{dp_rank}" for dp_rank in ranks}
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            model_name=model,
+            tenant_id=tenant,
+            endpoint=endpoint,
+            block_size=BLOCK_SIZE,
+            data_parallel_start_rank=start,
+            data_parallel_size=size,
+            kv_events_endpoints=sources,
+        )
+        worker = self.selector.upsert_worker(spec, self.now)
+        is_complete = bool(endpoint) and size > 0
+        assert (not worker.reasons) is is_complete
+        if is_complete:
+            self.workers[worker_id] = ModelWorker((model, tenant), ranks, sources)
+        else:
+            self.workers.pop(worker_id, None)
+        self.forget_requests_without_a_rank()
+
+    @rule(worker_id=worker_ids)
+    def delete(self, worker_id: int) -> None:
+        known = worker_id in self.selector.catalog.workers
+        refused = self.refused(lambda: self.selector.remove_worker(worker_id, self.now))
+        assert refused is not known
+        self.workers.pop(worker_id, None)
+        self.forget_requests_without_a_rank()
+
+    @rule(
+        name=request_ids,
+        model=models,
+        tenant=tenants,
+        worker_id=worker_ids,
+        dp_rank=st.integers(0, 4),
+        hashes=prompts,
+        prefill=st.integers(0, 20),
+    )
+    def reserve(
+        self,
+        name: str,
+        model: str,
+        tenant: str,
+        worker_id: int,
+        dp_rank: int,
+        hashes: list[int],
+        prefill: int,
+    ) -> None:
+        key = (model, tenant)
+        worker = self.workers.get(worker_id)
+        possible = (
+            worker is not None
+            and worker.key == key
+            and dp_rank in worker.ranks
+            and name not in self.requests
+            and prefill <= 16
+        )
+
+        def call() -> None:
+            partition = self.selector.ready_partition(model, tenant)
+            self.selector.reserve(
+                partition, name, worker_id, dp_rank, prompt(hashes, 16), prefill, self.now
+            )
+
+        assert self.refused(call) is not possible
+        if possible:
+            self.requests[name] = ModelRequest(key, (worker_id, dp_rank), hashes, prefill)
+
+    @rule(
+        name=request_ids,
+        model=models,
+        tenant=tenants,
+        hashes=prompts,
+        allowed=st.none() | st.frozensets(worker_ids),
+    )
+    def select_and_reserve(
+        self,
+        name: str,
+        model: str,
+        tenant: str,
+        hashes: list[int],
+        allowed: frozenset[int] | None,
+    ) -> None:
+        key = (model, tenant)
+        eligible = {
+            (worker_id, dp_rank)
+            for worker_id, worker in self.workers.items()
+            if worker.key == key and (allowed is None or worker_id in allowed)
+            for dp_rank in worker.ranks
+        }
+        placed: list[tuple[int, int]] = []
+
+        def call() -> None:
+            partition = self.selector.ready_partition(model, tenant)
+            request = SelectionRequest(prompt(hashes, 16), self.selector.terms)
+            request.books, request.reservation_id = True, name
+            request.allowed_worker_ids = allowed
+            outcome = self.selector.select(partition, request, self.now, lambda *_: None)
+            assert not isinstance(outcome, Parked)
+            placed.append((outcome.worker_id, outcome.dp_rank))
+
+        assert self.refused(call) is not (bool(eligible) and name not in self.requests)
+        if placed:
+            assert placed[0] in eligible
+            self.requests[name] = ModelRequest(key, placed[0], hashes, 16)
+
+    @rule(name=request_ids)
+    def complete_prefill(self, name: str) -> None:
+        refused = self.refused(lambda: self.selector.prefill_complete(name, self.now))
+        assert refused is (name not in self.requests)
+        if not refused:
+            self.requests[name].prefill = 0
+
+    @rule(name=request_ids)
+    def grow(self, name: str) -> None:
+        refused = self.refused(lambda: self.selector.output_block(name, None, self.now))
+        assert refused is (name not in self.requests)
+        if not refused:
+            self.requests[name].output_blocks += 1
+
+    @rule(name=request_ids)
+    def free(self, name: str) -> None:
+        refused = self.refused(lambda: self.selector.free(name, self.now))
+        assert refused is (name not in self.requests)
+        self.requests.pop(name, None)
+
+    @rule()
+    def free_everything(self) -> None:
+        for name in list(self.requests):
+            self.selector.free(name, self.now)
+        self.requests.clear()
+
+    @rule()
+    def expire_everything(self) -> None:
+        self.now += 301.0
+        gone = self.selector.expire(self.now, 1000)
+        assert {reservation.request_id for _, reservation in gone} == set(self.requests)
+        self.requests.clear()
+
+
+TestSelectorModel = SelectorMachine.TestCase
+TestSelectorModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
