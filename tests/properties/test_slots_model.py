@@ -1,0 +1,381 @@
+"""Slots against a naive model that keeps every prompt as a list of path positions."""
+
+from dataclasses import dataclass, field
+from math import ceil, floor
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
+from lean_selector.core.prompt_trie import Run
+from lean_selector.core.slots import RankLoad, Reservation, Slots
+
+RankKey = tuple[int, int]
+Position = tuple[int, ...]  # a block is the path that leads to it
+
+RANKS: list[RankKey] = [(1, 0), (1, 1), (2, 0)]
+IDS = [f"r{n}" for n in range(6)]
+LOCAL_LIMIT_S, REPLICA_LIMIT_S = 30.0, 36.0
+LONG = tuple(range(100, 140))
+
+odd_prompts = st.lists(st.sampled_from([1, 2, 3, 2**64 - 1]), max_size=8).map(tuple)
+long_prompts = st.builds(
+    lambda shared, tail: LONG[:shared] + tail, st.integers(0, len(LONG)), odd_prompts
+)
+prompts = odd_prompts | long_prompts
+fractions = st.sampled_from([0.0, 0.1, 0.5, 0.85, 1.0]) | st.floats(0.0, 1.0)
+
+
+def packed(prompt: Position) -> bytes:
+    return b"".join(block.to_bytes(8, "little") for block in prompt)
+
+
+@dataclass
+class ModelReservation:
+    key: RankKey
+    prompt: Position
+    prefill_tokens: int
+    touched_at: float
+    is_replica: bool
+    prefill_done: bool = False
+    kept_by_output: bool = False
+    outputs: list[float] = field(default_factory=list)  # one weight per output block
+
+
+@dataclass
+class ModelPrefill:
+    request_id: str
+    tokens: int
+    duration_s: float | None
+
+
+class SlotsAgainstModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: dict[RankKey, tuple[int, int]] = {}
+        self.slots = Slots(self.on_load_change)
+        self.now = 1000.0
+        self.live: dict[str, ModelReservation] = {}  # in order of touch
+        self.weights: dict[tuple[RankKey, Position], float] = {}
+        self.prefills: dict[RankKey, list[ModelPrefill]] = {}
+        self.anchored_at: dict[RankKey, float] = {}
+
+    def on_load_change(self, rank: RankLoad) -> None:
+        assert self.slots.ranks[rank.worker_id, rank.dp_rank] is rank
+        self.heard[rank.key] = (rank.active_prefill_tokens, rank.active_decode_blocks)
+
+    # --- the model
+
+    def holders(self, key: RankKey) -> dict[Position, int]:
+        held: dict[Position, int] = {}
+        for r in self.live.values():
+            if r.key == key:
+                for end in range(1, len(r.prompt) + 1):
+                    held[r.prompt[:end]] = held.get(r.prompt[:end], 0) + 1
+        return held
+
+    def decode_blocks(self, key: RankKey) -> int:
+        held = self.holders(key)
+        outputs = [w for r in self.live.values() if r.key == key for w in r.outputs]
+        fractional = [self.weights[key, p] for p in held if (key, p) in self.weights] + outputs
+        total = float(len(held) + len(outputs))
+        for weight in sorted(fractional):
+            total = total - 1.0 + weight
+        whole = floor(total)
+        return whole + (total - whole >= 0.5)
+
+    def prefill_tokens_at(self, key: RankKey) -> int:
+        prefills = self.prefills.get(key, [])
+        total = sum(p.tokens for p in prefills)
+        if not prefills or prefills[0].duration_s is None:
+            return total
+        anchor, elapsed_s = prefills[0], self.now - self.anchored_at[key]
+        duration_s = prefills[0].duration_s
+        if all(p.duration_s is not None for p in prefills):
+            if duration_s == 0.0:
+                return total - anchor.tokens
+            return max(0, total - floor(anchor.tokens * elapsed_s / duration_s))
+        left = 1.0 - elapsed_s / duration_s if duration_s else 0.0
+        return total - anchor.tokens + ceil(anchor.tokens * min(1.0, max(0.0, left)))
+
+    def end_prefill(self, key: RankKey, request_id: str) -> None:
+        prefills = self.prefills.get(key, [])
+        if prefills and prefills[0].request_id == request_id:
+            self.anchored_at[key] = self.now
+        self.prefills[key] = [p for p in prefills if p.request_id != request_id]
+
+    def forget(self, request_id: str) -> None:
+        r = self.live.pop(request_id)
+        self.end_prefill(r.key, request_id)
+        held = self.holders(r.key)
+        for key, position in list(self.weights):
+            if key == r.key and position not in held:
+                del self.weights[key, position]
+
+    def touch(self, request_id: str) -> ModelReservation:
+        r = self.live[request_id] = self.live.pop(request_id)
+        r.touched_at = self.now
+        r.kept_by_output = False
+        return r
+
+    # --- what may happen
+
+    @initialize()
+    def start_with_ranks(self) -> None:
+        for key in RANKS:
+            self.slots.add_rank(*key)
+
+    @rule(by=st.integers(1, 20))
+    def let_time_pass(self, by: int) -> None:
+        self.now += by / 4
+
+    @rule(key=st.sampled_from(RANKS))
+    def add_rank(self, key: RankKey) -> None:
+        known = self.slots.ranks.get(key)
+        rank = self.slots.add_rank(*key)
+        assert rank is self.slots.ranks[key]
+        assert known in (None, rank)
+
+    @rule(key=st.sampled_from(RANKS))
+    def remove_rank(self, key: RankKey) -> None:
+        known = self.slots.ranks.get(key)
+        lost = {i for i, r in self.live.items() if r.key == key}
+        assert {r.request_id for r in self.slots.remove_rank(*key)} == lost
+        for request_id in lost:
+            self.forget(request_id)
+        self.heard.pop(key, None)
+        if known is not None:
+            assert (known.active_prefill_tokens, known.active_decode_blocks) == (0, 0)
+            assert not known.active_requests
+            assert not known.decaying
+            assert not known.block_weights.counts
+
+    @rule(
+        request_id=st.sampled_from(IDS),
+        key=st.sampled_from([*RANKS, (9, 9)]),
+        prompt=prompts,
+        tokens=st.sampled_from([0, 7, 1000, 999, 2**53]),
+        duration_s=st.sampled_from([None, None, 0.0, 2.0, 8.0]),
+        router_id=st.sampled_from([None, None, 77]),
+    )
+    def book(
+        self,
+        request_id: str,
+        key: RankKey,
+        prompt: Position,
+        tokens: int,
+        duration_s: float | None,
+        router_id: int | None,
+    ) -> None:
+        def call() -> Reservation:
+            return self.slots.book(
+                request_id,
+                *key,
+                packed(prompt),
+                tokens,
+                self.now,
+                router_id=router_id,
+                prefill_duration_s=duration_s,
+            )
+
+        if key not in self.slots.ranks or request_id in self.live:
+            before = self.dump()
+            with pytest.raises(NotFound if key not in self.slots.ranks else DuplicateRequest):
+                call()
+            assert self.dump() == before
+            return
+        booked = call()
+        assert booked is self.slots.reservations[request_id]
+        self.live[request_id] = ModelReservation(
+            key, prompt, tokens, self.now, router_id is not None
+        )
+        if tokens:
+            waiting = self.prefills.setdefault(key, [])
+            if not waiting:
+                self.anchored_at[key] = self.now
+            waiting.append(ModelPrefill(request_id, tokens, duration_s))
+
+    @rule(request_id=st.sampled_from(IDS))
+    def prefill_complete(self, request_id: str) -> None:
+        done = self.slots.prefill_complete(request_id, self.now)
+        if request_id not in self.live:
+            assert done is None
+            return
+        r = self.touch(request_id)
+        assert done == (self.slots.reservations[request_id], not r.prefill_done)
+        r.prefill_done = True
+        r.prefill_tokens = 0
+        self.end_prefill(r.key, request_id)
+
+    @rule(request_id=st.sampled_from(IDS), fraction=st.none() | fractions)
+    def output_block(self, request_id: str, fraction: float | None) -> None:
+        got = self.slots.output_block(request_id, self.now, fraction)
+        if request_id not in self.live:
+            assert got is None
+            return
+        assert got is self.slots.reservations[request_id]
+        r = self.touch(request_id)
+        r.kept_by_output = True
+        r.outputs.append(1.0)
+        if fraction is not None:
+            r.outputs = [fraction] * len(r.outputs)
+            held = self.holders(r.key)
+            for end in range(1, len(r.prompt) + 1):
+                if held[r.prompt[:end]] == 1:
+                    self.weights[r.key, r.prompt[:end]] = fraction
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), fraction=st.none() | fractions)
+    def give_a_live_request_output(self, data: st.DataObject, fraction: float | None) -> None:
+        self.output_block(data.draw(st.sampled_from(sorted(self.live))), fraction)
+
+    @rule(request_id=st.sampled_from(IDS), fraction=st.sampled_from([-0.1, 1.1, float("nan")]))
+    def refuse_a_fraction(self, request_id: str, fraction: float) -> None:
+        before = self.dump()
+        with pytest.raises(BadRequest):
+            self.slots.output_block(request_id, self.now, fraction)
+        assert self.dump() == before
+
+    @rule(request_id=st.sampled_from(IDS))
+    def touch_request(self, request_id: str) -> None:
+        assert self.slots.touch(request_id, self.now) is self.slots.reservations.get(request_id)
+        if request_id in self.live:
+            self.touch(request_id)
+
+    @rule(request_id=st.sampled_from(IDS))
+    def free(self, request_id: str) -> None:
+        expected = self.slots.reservations.get(request_id)
+        assert self.slots.free(request_id, self.now) is expected
+        if request_id in self.live:
+            self.forget(request_id)
+
+    @rule(max_steps=st.integers(0, 3))
+    def expire(self, max_steps: int) -> None:
+        due = [
+            [
+                i
+                for i, r in self.live.items()
+                if r.is_replica is copies and age < self.now - r.touched_at
+            ]
+            for copies, age in ((False, LOCAL_LIMIT_S), (True, REPLICA_LIMIT_S))
+        ]
+        expected = (due[0] + due[1])[:max_steps]
+        gone = self.slots.expire(self.now, LOCAL_LIMIT_S, REPLICA_LIMIT_S, max_steps)
+        assert [r.request_id for r in gone] == expected
+        for request_id in expected:
+            self.forget(request_id)
+
+    # --- what holds at every moment
+
+    @invariant()
+    def loads_are_the_models(self) -> None:
+        for key, rank in self.slots.ranks.items():
+            mine = [r for r in self.live.values() if r.key == key]
+            assert rank.active_requests == len(mine)
+            assert rank.active_prefill_tokens == sum(r.prefill_tokens for r in mine)
+            assert rank.active_decode_blocks == self.decode_blocks(key)
+            assert rank.prefill_tokens_at(self.now) == self.prefill_tokens_at(key)
+            timed = any(p.duration_s is not None for p in self.prefills.get(key, []))
+            assert rank.decaying is timed
+            heard = self.heard.get(key, (0, 0))
+            assert heard == (rank.active_prefill_tokens, rank.active_decode_blocks)
+        assert self.slots.decaying_ranks == sum(r.decaying for r in self.slots.ranks.values())
+
+    @invariant()
+    def reservations_are_the_models(self) -> None:
+        assert self.slots.reservations.keys() == self.live.keys()
+        for request_id, r in self.live.items():
+            got = self.slots.reservations[request_id]
+            assert got.rank is self.slots.ranks[r.key]
+            assert got.prefill_tokens == r.prefill_tokens
+            assert got.touched_at == r.touched_at
+            assert got.is_replica is r.is_replica
+            assert got.kept_by_output is r.kept_by_output
+            assert got.block_count == len(r.prompt)
+            assert self.slots.sequence_hashes_of(got) == packed(r.prompt)
+
+    @invariant()
+    def every_active_prompt_is_found(self) -> None:
+        queries = {(*r.prompt, 4) for r in self.live.values()} | {(1, 2, 3, 1), LONG, (), (4,)}
+        for query in queries:
+            expected = {}
+            for key in self.slots.ranks:
+                held = self.holders(key)
+                depth = 0
+                while depth < len(query) and query[: depth + 1] in held:
+                    depth += 1
+                if depth:
+                    expected[key] = depth
+            assert self.slots.active_prefix(packed(query)) == expected
+            if query:
+                starts_none = not expected
+                assert self.slots.starts_no_prompt(query[0]) is starts_none
+                assert self.slots.starts_no_prompt(packed(query)) is starts_none
+
+    @invariant()
+    def the_trie_is_as_small_as_can_be(self) -> None:
+        root = self.slots._trie.root
+        todo = list(root.children.values())
+        ends = 0
+        while todo:
+            run = todo.pop()
+            parent = run.parent
+            assert parent is not None
+            assert run.label
+            assert len(run.label) % 8 == 0
+            assert parent.children[run.label[:8]] is run
+            assert run.refs
+            assert min(run.refs.values()) >= 1
+            assert run.weights is None or run.weights.keys() <= run.refs.keys()
+            assert run.weights != {}
+            assert sum(run.refs.values()) == run.ends + sum(
+                sum(child.refs.values()) for child in run.children.values()
+            )
+            if not run.ends:
+                (first, *others) = run.children.values()
+                assert others or first.weights != run.weights
+            ends += run.ends
+            todo += run.children.values()
+        assert ends + root.ends == len(self.live)
+
+    def dump(self) -> object:
+        def tree(run: Run) -> object:
+            below = [tree(child) for child in run.children.values()]
+            return run.label, dict(run.refs), run.ends, dict(run.weights or {}), below
+
+        ranks = [
+            (k, r.active_prefill_tokens, r.active_decode_blocks, list(r.reservations))
+            for k, r in self.slots.ranks.items()
+        ]
+        reservations = [
+            (i, r.touched_at, r.prefill_tokens, r.output_blocks)
+            for i, r in self.slots.reservations.items()
+        ]
+        return tree(self.slots._trie.root), ranks, reservations, dict(self.heard)
+
+    def teardown(self) -> None:
+        for request_id in list(self.live):
+            self.free(request_id)
+        root = self.slots._trie.root
+        assert not root.children
+        assert not root.ends
+        assert not self.slots.reservations
+        assert not self.slots.decaying_ranks
+        for rank in self.slots.ranks.values():
+            loads = rank.active_requests, rank.active_prefill_tokens, rank.active_decode_blocks
+            assert loads == (0, 0, 0)
+            assert rank.distinct_blocks == 0
+            assert not rank.block_weights.counts
+        assert self.slots.expire(self.now + 1e6, 0.0, 0.0, 1) == []
+
+
+TestSlotsAgainstModel = SlotsAgainstModel.TestCase
+TestSlotsAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
