@@ -1,0 +1,277 @@
+"""The slot tracker: registered workers and active requests, per (model_name, tenant_id).
+
+A tracker comes with the first worker registered for its scope and goes, with all its state, with
+the last one. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Knows
+nothing of HTTP or sockets; time is an argument, in monotonic seconds. What happens here is told to
+`events`; peers' events are applied by a ReplicaApplier whose look-up is `Trackers.lookup`.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from lean_selector.core.errors import BadRequest, Conflict, NotFound
+from lean_selector.core.replication import ReplicaEvents
+from lean_selector.core.slots import RankLoad, Reservation, Slots
+
+MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
+MAX_ISL_TOKENS = 2**53 - 1  # D6
+RESERVATION_EXPIRY_S = 300.0  # D12
+REPLICA_GRACE_S = 60.0  # copies outlive the limit by this, since their owner ends them (D12)
+_RANK_LIMIT = 2**32 - 1  # ranks are u32, and dp_start + dp_size must be one too
+_U64_MAX = 2**64 - 1
+
+
+class WorkerRow(msgspec.Struct, frozen=True, gc=False):
+    """A registered worker and its contiguous range of ranks."""
+
+    worker_id: int
+    model_name: str
+    tenant_id: str
+    block_size: int
+    dp_start: int
+    dp_size: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.dp_start, self.dp_start + self.dp_size)
+
+
+class LoadRow(msgspec.Struct, frozen=True, gc=False):
+    """Load of one rank."""
+
+    model_name: str
+    tenant_id: str
+    worker_id: int
+    dp_rank: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+
+
+class PotentialLoadRow(msgspec.Struct, frozen=True, gc=False):
+    """What the load of one rank would be with one more request on it."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int  # without that request
+
+
+class Tracker:
+    """State of one (model_name, tenant_id)."""
+
+    __slots__ = ("block_size", "model_name", "slots", "tenant_id", "workers")
+
+    def __init__(self, model_name: str, tenant_id: str, block_size: int) -> None:
+        self.model_name = model_name
+        self.tenant_id = tenant_id
+        self.block_size = block_size
+        self.slots = Slots()
+        self.workers: dict[int, WorkerRow] = {}  # at least one, or the tracker is gone
+
+    def ranks(self) -> list[RankLoad]:
+        """Loads in order of (worker_id, dp_rank)."""
+        ranks = self.slots.ranks
+        return [ranks[key] for key in sorted(ranks)]
+
+
+class Trackers:
+    """All trackers of one process. A method that raises has changed nothing."""
+
+    def __init__(
+        self,
+        events: ReplicaEvents | None = None,
+        reservation_expiry_s: float = RESERVATION_EXPIRY_S,
+    ) -> None:
+        self._events = events
+        self._expiry_s = reservation_expiry_s
+        self._trackers: dict[tuple[str, str], Tracker] = {}
+
+    def lookup(self, model_name: str, tenant_id: str) -> Tracker | None:
+        return self._trackers.get((model_name, tenant_id))
+
+    # workers ------------------------------------------------------------------------------------
+
+    def register(self, row: WorkerRow) -> None:
+        """Add a worker; the first of a scope makes its tracker and fixes the block size.
+
+        Raises BadRequest for a range that cannot be, Conflict for another block size and then for
+        an id that is there already, even with the same range.
+        """
+        _check_range(row)
+        scope = row.model_name, row.tenant_id
+        tracker = self._trackers.get(scope)
+        where = f"model={row.model_name} tenant={row.tenant_id}"
+        if tracker is None:
+            tracker = self._trackers[scope] = Tracker(*scope, row.block_size)
+        elif tracker.block_size != row.block_size:
+            raise Conflict(
+                f"block_size mismatch for {where}: "
+                f"existing={tracker.block_size}, requested={row.block_size}"
+            )
+        elif row.worker_id in tracker.workers:
+            raise Conflict(f"worker {row.worker_id} already registered for {where}")
+        tracker.workers[row.worker_id] = row
+        for dp_rank in row.ranks:
+            tracker.slots.add_rank(row.worker_id, dp_rank)
+
+    def unregister(self, model_name: str, tenant_id: str, worker_id: int) -> None:
+        """Remove a worker and the requests on it; the last worker takes the tracker along.
+
+        Peers hear of the end of what was admitted here. Raises NotFound.
+        """
+        tracker = self.lookup(model_name, tenant_id)
+        if tracker is None or worker_id not in tracker.workers:
+            raise NotFound(
+                f"worker {worker_id} not found for model={model_name} tenant={tenant_id}"
+            )
+        for dp_rank in tracker.workers.pop(worker_id).ranks:
+            self._dropped(tracker, tracker.slots.remove_rank(worker_id, dp_rank))
+        if not tracker.workers:
+            del self._trackers[model_name, tenant_id]
+
+    def workers(
+        self, model_name: str | None = None, tenant_id: str | None = None
+    ) -> list[WorkerRow]:
+        """Workers in order of (model_name, tenant_id, worker_id); the filters are exact."""
+        return [
+            row
+            for tracker in self._selected(model_name, tenant_id)
+            for _worker_id, row in sorted(tracker.workers.items())
+        ]
+
+    # requests -----------------------------------------------------------------------------------
+
+    def add(
+        self,
+        model_name: str,
+        tenant_id: str,
+        request_id: str,
+        worker_id: int,
+        dp_rank: int,
+        sequence_hashes: bytes,
+        new_isl_tokens: int,
+        now: float,
+    ) -> None:
+        """Put a request on a rank; `sequence_hashes` are 8 bytes LE per block.
+
+        Raises BadRequest for too many tokens; NotFound without a tracker, then without the rank;
+        DuplicateRequest for an id that is active in this tracker.
+        """
+        _check_tokens(new_isl_tokens)
+        tracker = self._tracker(model_name, tenant_id)
+        reservation = tracker.slots.book(
+            request_id, worker_id, dp_rank, sequence_hashes, new_isl_tokens, now
+        )
+        if self._events is not None:
+            self._events.booked(tracker, reservation, sequence_hashes)
+
+    def prefill_complete(
+        self, model_name: str, tenant_id: str, request_id: str, now: float
+    ) -> None:
+        """Release a request's prefill tokens; again is no error. Raises NotFound."""
+        tracker = self._tracker(model_name, tenant_id)
+        completed = tracker.slots.prefill_complete(request_id, now)
+        if completed is None:
+            raise NotFound(f"Request {request_id} not found")
+        reservation, first = completed
+        if first and self._events is not None:
+            self._events.prefill_completed(tracker, reservation)
+
+    def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
+        """Release a request. An unknown id is no error, as documented; no tracker is NotFound."""
+        tracker = self._tracker(model_name, tenant_id)
+        reservation = tracker.slots.free(request_id, now)
+        if reservation is not None and self._events is not None:
+            self._events.freed(tracker, reservation)
+
+    def expire(self, now: float, max_steps: int) -> list[Reservation]:
+        """Drop requests that nothing was heard of for too long, at most `max_steps` per tracker.
+
+        Peers hear of those admitted here. As many as max_steps of one tracker: call again.
+        """
+        gone: list[Reservation] = []
+        for tracker in self._trackers.values():
+            expired = tracker.slots.expire(
+                now, self._expiry_s, self._expiry_s + REPLICA_GRACE_S, max_steps
+            )
+            self._dropped(tracker, expired)
+            gone += expired
+        return gone
+
+    # loads --------------------------------------------------------------------------------------
+
+    def loads(self, model_name: str | None, tenant_id: str | None, now: float) -> list[LoadRow]:
+        """One row per registered rank, in order; the filters are exact."""
+        return [
+            LoadRow(
+                tracker.model_name,
+                tracker.tenant_id,
+                rank.worker_id,
+                rank.dp_rank,
+                min(rank.prefill_tokens_at(now), _U64_MAX),
+                rank.active_decode_blocks,
+            )
+            for tracker in self._selected(model_name, tenant_id)
+            for rank in tracker.ranks()
+        ]
+
+    def potential_loads(
+        self,
+        model_name: str,
+        tenant_id: str,
+        sequence_hashes: bytes,
+        new_isl_tokens: int,
+        now: float,
+    ) -> list[PotentialLoadRow]:
+        """One row per rank of a tracker, in order. Raises BadRequest, then NotFound."""
+        _check_tokens(new_isl_tokens)
+        tracker = self._tracker(model_name, tenant_id)
+        blocks = len(sequence_hashes) // 8
+        shared = tracker.slots.active_prefix(sequence_hashes)
+        return [
+            PotentialLoadRow(
+                rank.worker_id,
+                rank.dp_rank,
+                min(rank.prefill_tokens_at(now) + new_isl_tokens, _U64_MAX),
+                rank.active_decode_blocks + blocks - shared.get(rank.key, 0),
+                rank.active_requests,
+            )
+            for rank in tracker.ranks()
+        ]
+
+    def _tracker(self, model_name: str, tenant_id: str) -> Tracker:
+        tracker = self.lookup(model_name, tenant_id)
+        if tracker is None:
+            raise NotFound(f"no slot tracker for model={model_name} tenant={tenant_id}")
+        return tracker
+
+    def _selected(self, model_name: str | None, tenant_id: str | None) -> Iterator[Tracker]:
+        return (
+            tracker
+            for (model, tenant), tracker in sorted(self._trackers.items())
+            if model_name in (None, model) and tenant_id in (None, tenant)
+        )
+
+    def _dropped(self, tracker: Tracker, reservations: list[Reservation]) -> None:
+        if self._events is not None:
+            for reservation in reservations:
+                if not reservation.is_replica:
+                    self._events.freed(tracker, reservation)
+
+
+def _check_range(row: WorkerRow) -> None:
+    if row.block_size == 0:
+        raise BadRequest("block_size must be greater than 0")
+    if row.dp_size == 0:
+        raise BadRequest("dp_size must be greater than 0")
+    if row.dp_start + row.dp_size > _RANK_LIMIT:
+        raise BadRequest(f"dp range overflows u32: start={row.dp_start} size={row.dp_size}")
+    if row.dp_size > MAX_DP_SIZE:
+        raise BadRequest(f"dp_size {row.dp_size} exceeds the maximum {MAX_DP_SIZE}")
+
+
+def _check_tokens(tokens: int) -> None:
+    if tokens > MAX_ISL_TOKENS:
+        raise BadRequest(f"isl_tokens ({tokens}) exceeds the maximum {MAX_ISL_TOKENS}")
