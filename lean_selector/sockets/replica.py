@@ -117,7 +117,7 @@ class ReplicaSync:
         self._sub = context.socket(zmq.SUB)
         self._plain_pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub.underlying)
         self._plain_sub: zmq.Socket[bytes] = zmq.Socket.shadow(self._sub.underlying)
-        self._monitor: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket = self._sub.get_monitor_socket(_MONITORED)
         try:
             for option, value in _OPTIONS.items():
                 self._pub.setsockopt(option, value)
@@ -126,7 +126,6 @@ class ReplicaSync:
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
             self._sub.setsockopt(zmq.RCVHWM, high_water_mark)
             self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
-            self._monitor = self._sub.get_monitor_socket(_MONITORED)
             self._bind(f"tcp://*:{bind}" if isinstance(bind, int) else bind)
             for peer in peers:
                 try:
@@ -161,6 +160,8 @@ class ReplicaSync:
             asyncio.create_task(self._receive(), name="replica events"),
             asyncio.create_task(self._watch_connections(), name="replica connections"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(_report_end)
 
     async def close(self) -> None:
         """Stop at once; what is queued for peers is dropped."""
@@ -171,10 +172,9 @@ class ReplicaSync:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        if self._monitor is not None:
+        if not self._sub.closed:
             self._sub.disable_monitor()
-            self._monitor.close(0)
-            self._monitor = None
+        self._monitor.close(0)
         self._sub.close(0)
         self._pub.close(0)
 
@@ -187,7 +187,7 @@ class ReplicaSync:
         try:
             send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:
-            self._warn(time.monotonic(), "a peer does not read: its queue is full")
+            self._warn(time.monotonic(), "queue of a peer is full", _name(event))
             self.overflows += 1
             self._plain_pub.setsockopt(zmq.XPUB_NODROP, 0)
             send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
@@ -239,7 +239,6 @@ class ReplicaSync:
         return [self._peers[endpoint] for endpoint in self.peers()]
 
     async def _watch_connections(self) -> None:
-        assert self._monitor is not None
         while True:
             message = parse_monitor_message(await self._monitor.recv_multipart())
             self._note(message["event"], message["endpoint"].decode(errors="replace"))
@@ -302,17 +301,16 @@ class ReplicaSync:
         try:
             verdict = self._on_event(event, now)
         except Exception:
-            log.exception("replica event %s of %s failed", event.kind.name, event.request_id)
+            log.exception("replica event failed: %s", _name(event))
             return
         if verdict in _WORTH_A_WARNING:
             self._warn(
                 now,
                 verdict.name.lower().replace("_", " "),
-                f"{event.kind.name} for model={event.model_name} tenant={event.tenant_id} "
-                f"worker={event.worker_id} dp_rank={event.dp_rank} from router {event.router_id}",
+                _name(event),
             )
 
-    def _warn(self, now: float, reason: str, detail: str = "") -> None:
+    def _warn(self, now: float, reason: str, detail: str) -> None:
         """At most one line per reason in WARN_EVERY_S, with how many there were since the last."""
         last, count = self._warnings.get(reason, (-WARN_EVERY_S, 0))
         count += 1
@@ -321,6 +319,21 @@ class ReplicaSync:
             return
         self._warnings[reason] = now, 0
         log.warning("replica events dropped (%s): %d; the last: %s", reason, count, detail)
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    """The loops never end by themselves; say so if one does, rather than fall silent."""
+    if not task.cancelled():
+        log.critical("replica sync has stopped: %s", task.get_name(), exc_info=task.exception())
+
+
+def _name(event: ReplicaEvent) -> str:
+    """An event for a log line, peers' text quoted."""
+    return (
+        f"{event.kind.name} {event.request_id!r} of model={event.model_name!r} "
+        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={event.worker_id} "
+        f"dp_rank={event.dp_rank} from router {event.router_id}"
+    )
 
 
 def _check(endpoint: str) -> None:

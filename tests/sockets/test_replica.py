@@ -212,7 +212,18 @@ def test_a_fault_of_the_listener_does_not_end_the_listening(
             await until(lambda: b.heard == [EVENT])
 
     uvloop.run(scenario())
-    assert "replica event ADD of r failed" in caplog.text
+    assert "replica event failed: ADD 'r' of model='llama'" in caplog.text
+
+
+def test_a_loop_that_ends_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            a.sync._sub.close(0)
+            await until(lambda: bool(caplog.records))
+
+    uvloop.run(scenario())
+    assert "replica sync has stopped: replica events" in caplog.text
 
 
 def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count(
@@ -237,7 +248,7 @@ def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count
     uvloop.run(scenario())
     assert [r.getMessage() for r in caplog.records] == [
         f"replica events dropped (unknown partition): {count}; the last: "
-        "ADD for model=llama tenant=t1 worker=7 dp_rank=0 from router 1"
+        "ADD 'r' of model='llama' tenant='t1' block_size=16 worker=7 dp_rank=0 from router 1"
         for count in (1, 5)
     ]
 
