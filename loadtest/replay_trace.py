@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from itertools import islice
 from pathlib import Path
 
@@ -43,7 +43,7 @@ MODEL_NAME = "replay-trace"
 UNDER_WAY_AT_MAX, UNDER_WAY_TIMED = 32, 2_048
 TOO_MANY_ERRORS = 100
 REPORT_S = 0.25
-PLAIN_REPORT_S = 5.0
+PLAIN_REPORT_S = 2.0
 BAR_WIDTH = 30
 
 
@@ -180,10 +180,9 @@ class Replay:
         """The service at --url, or one started for this run."""
         options = self._options
         if options.url is not None:
-            client = HttpClient(options.url)
-            await wait_until_healthy(client, None, lambda: False)
-            yield client, None
-            client.close()
+            with closing(HttpClient(options.url)) as client:
+                await wait_until_healthy(client, None, lambda: False)
+                yield client, None
             return
         port = check_port(0)
         template = options.command
@@ -192,11 +191,10 @@ class Replay:
             if template
             else service_command(port)
         )
-        client = HttpClient(f"http://{HOST}:{port}")
         async with running_service(command) as service:
-            await wait_until_healthy(client, service, lambda: False)
-            yield client, service
-            client.close()
+            with closing(HttpClient(f"http://{HOST}:{port}")) as client:
+                await wait_until_healthy(client, service, lambda: False)
+                yield client, service
 
     async def _play(self, player: Player, service: ServiceProcess | None) -> None:
         watch = asyncio.create_task(self._watch(player, service))

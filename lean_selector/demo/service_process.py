@@ -100,16 +100,19 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
 async def wait_until_healthy(
     client: HttpClient, service: ServiceProcess | None, stopping: Callable[[], bool]
 ) -> None:
-    """Return when /health answers, or when stopping() says so. Raises ServiceError otherwise."""
+    """Return when /health says 200, or when stopping() says so. Raises ServiceError otherwise."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_TIMEOUT_S
     while not stopping():
         if service is not None:
             service.check()
         try:
-            await client.call("GET", "/health")
-            return
+            status, _ = await client.request("GET", "/health")
         except ServiceError as error:
             if service is None or loop.time() > deadline:
                 raise ServiceError(f"the service does not answer: {error}") from error
+        else:
+            if status == 200:
+                return
+            raise ServiceError(f"this is no selection service: /health answers {status}")
         await asyncio.sleep(0.05)

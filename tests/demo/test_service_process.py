@@ -111,7 +111,7 @@ def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
             deadline = time.monotonic() + 20
             while not (ready.exists() and ready.read_text()):
                 assert time.monotonic() < deadline, "the child did not start"
-                await asyncio.sleep(0.01)  # noqa: ASYNC110 -- a file tells, from another process
+                await asyncio.sleep(0.01)
         return int(ready.read_text())
 
     grandchild = asyncio.run(main())

@@ -1,0 +1,160 @@
+"""`lean-selector demo` as users run it: on a pipe, on a terminal, stopped by signals, failing."""
+
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lean_selector.demo.command import main
+
+DEADLINE_S = 60.0
+COMMAND = [sys.executable, "-m", "lean_selector", "demo"]
+
+
+@contextmanager
+def running_demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # only when the test failed; else it has ended
+
+
+def children(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def hit_rates(output: str) -> dict[str, float]:
+    rows = re.findall(r"^(lean-selector|round-robin|least-loaded) +([\d.]+)%", output, re.M)
+    return {name: float(value) for name, value in rows}
+
+
+def test_a_short_run_prints_progress_and_a_summary_without_errors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--seconds", "2", "--workers", "3"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^ *1\.\d s +\d+ calls/s", output, re.M)
+    assert " 0 errors, load left at the end: 0" in output
+    assert set(hit_rates(output)) == {"lean-selector", "round-robin", "least-loaded"}
+    assert "\x1b" not in output
+    assert max(map(len, output.splitlines())) <= 100
+    assert children(os.getpid()) == []
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_the_summary_and_leaves_no_process(sign: signal.Signals) -> None:
+    with running_demo("--seconds", "600") as process:
+        assert process.stdout is not None
+        assert "calls/s" in process.stdout.readline()
+        services = children(process.pid)
+        assert services
+        process.send_signal(sign)
+        output, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, errors) == (0, "")
+    assert "load left at the end: 0" in output
+    assert len(hit_rates(output)) == 3
+    assert not any(is_running(pid) for pid in services)
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:  # pragma: no cover -- becomes the demo
+        os.execv(sys.executable, [*COMMAND, "--seconds", "600"])
+    screen = b""
+    deadline = time.monotonic() + DEADLINE_S
+    asked = False
+    services: list[int] = []
+    while time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                screen += os.read(terminal, 65_536)
+            except OSError:  # the other side has closed it
+                break
+        if not asked and screen.count(b"worker   prefill tokens") >= 3:
+            services = children(pid)
+            os.write(terminal, b"\x03")
+            asked = True
+    os.close(terminal)
+    if not asked:  # pragma: no cover -- only when the test fails
+        os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert services
+    assert not any(is_running(service) for service in services)
+    text = screen.decode()
+    assert text.count("\x1b[?25l") >= 3
+    assert "load left at the end: 0" in text[text.rindex("\x1b[?25h") :]
+
+
+def test_a_taken_port_is_one_clear_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(rf"lean-selector demo: cannot use port {port}: .*\n", captured.err)
+
+
+def test_a_service_that_does_not_start_is_one_clear_line_and_exit_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = f"{sys.executable} -c \"raise SystemExit('no port {{port}} today')\""
+    assert main(["--cmd", program]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"lean-selector demo: the service ended .*no port \d+ today\n", error)
+
+
+def test_a_service_killed_on_the_way_is_one_clear_line_and_exit_1() -> None:
+    with running_demo("--seconds", "600", "--workers", "2") as process:
+        assert process.stdout is not None
+        assert "calls/s" in process.stdout.readline()
+        (service,) = children(process.pid)
+        os.kill(service, signal.SIGKILL)
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert re.fullmatch(r"lean-selector demo: the service ended with exit code -9.*\n", errors)
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
+    with running_demo("--seconds", "600") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        services = children(process.pid)
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(DEADLINE_S) == 1
+    assert not any(is_running(pid) for pid in services)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seconds", "0"], ["--seconds", "nan"], ["--workers", "0"], ["--workers", "65"], ["--x"]],
+)
+def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: lean-selector demo" in capsys.readouterr().err
