@@ -28,6 +28,12 @@ def tally(counts: dict[float, int]) -> BlockWeights:
         pytest.param({}, 7, 7, id="nothing fractional"),
         pytest.param({0.1: 5}, 5, 0, id="5 at 0.1 add up to less than 0.5"),
         pytest.param({0.85: 10}, 10, 8, id="10 at 0.85 add up to less than 8.5"),
+        pytest.param(
+            {0.34: 25}, 25, 8, id="8.499999999999996, where one product gives 8.500000000000004"
+        ),
+        pytest.param(
+            {0.42: 25}, 28, 14, id="13.500000000000034, where it gives 13.499999999999998"
+        ),
         pytest.param({0.5: 1}, 1, 1, id="a half rounds away from zero"),
         pytest.param({0.5: 2}, 6, 5, id="4 full and two halves"),
         pytest.param({0.5: 5}, 5, 3, id="2.5 rounds to 3, not to the even 2"),
@@ -44,6 +50,7 @@ def test_total_is_rounded_as_the_reference_does(
 @example(0, 0.1, 3000)
 @example(0, 1 - 2**-53, 3000)
 @example(1, 2**-60, 3000)
+@example(0, 2**-60, 1)  # minus 1 first, then plus the weight: the other way it is lost
 @example(2000, 0.5 + 2**-42, 1000)
 def test_repeated_steps_are_those_of_a_loop_to_the_last_bit(
     others: int, weight: float, blocks: int

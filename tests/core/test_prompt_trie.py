@@ -66,6 +66,19 @@ def test_runs_grow_together_when_the_split_has_no_reason_left() -> None:
     assert runs(trie) == []
 
 
+def test_a_run_where_another_prompt_ends_stays() -> None:
+    trie = PromptTrie()
+    weights = BlockWeights()
+    trie.insert(packed(1, 2, 3), ONE)
+    stays, _ = trie.insert(packed(1, 2), ONE)
+    goes, _ = trie.insert(packed(1, 2), ONE)
+    assert goes is stays
+    trie.remove(goes, ONE, weights)
+    trie.weigh(stays, ONE, 0.5, weights)
+    assert runs(trie) == [(packed(1, 2), {ONE: 2}), (packed(3), {ONE: 1})]
+    assert trie.hashes_of(stays) == packed(1, 2)
+
+
 def test_runs_of_unlike_weight_stay_apart_until_it_is_the_same() -> None:
     trie = PromptTrie()
     weights = BlockWeights()
