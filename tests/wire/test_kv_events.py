@@ -1,0 +1,415 @@
+"""Golden payloads of the producers' layouts, and what becomes of everything else."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lean_selector.core.kv_batch import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+)
+from lean_selector.core.kv_index import Tier
+from lean_selector.wire.kv_events import NotABatch, decode_batch
+
+encode = msgspec.msgpack.encode
+PAYLOADS = json.loads((Path(__file__).parents[1] / "data" / "event_payloads.json").read_text())
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [11, 12],
+    "parent_block_hash": None,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 2,
+}
+ARRAY = ["BlockStored", [11, 12], None, [1, 2, 3, 4], 2]
+REMOVED = {"type": "BlockRemoved", "block_hashes": [11]}
+CLEARED = {"type": "AllBlocksCleared"}
+HEX = "a1b2c3d4e5f60718" + 48 * "0"
+MM_HASH = 0xA1B2C3D4E5F60718
+PLAIN = BlockStored([11, 12], None, [1, 2, 3, 4], 2, Tier.DEVICE)
+
+
+def decode(*events: object, rank: object = 0) -> EventBatch:
+    return decode_batch(encode([1.5, events, rank]))
+
+
+def stored(event: object) -> BlockStored:
+    batch = decode(event)
+    assert not batch.skipped
+    (record,) = batch.events
+    assert isinstance(record, BlockStored)
+    return record
+
+
+def removed(event: object) -> BlockRemoved:
+    (record,) = decode(event).events
+    assert isinstance(record, BlockRemoved)
+    return record
+
+
+# vLLM 0.11, USE_INT_BLOCK_HASHES=1, as its publisher's encoder writes it.
+VLLM_ARRAY = bytes.fromhex(
+    "93cb3ff80000000000009199ab426c6f636b53746f726564920b0cc0940102030402c0a3475055c0c000"
+)
+
+
+def test_vllm_array_payload_is_read() -> None:
+    assert decode_batch(VLLM_ARRAY) == EventBatch(0, [PLAIN], [])
+
+
+@pytest.mark.parametrize("wrap", [bytes, memoryview], ids=["bytes", "memoryview"])
+def test_bytes_after_the_batch_are_ignored(wrap: type) -> None:
+    assert decode_batch(wrap(VLLM_ARRAY + b"\xc1junk")) == EventBatch(0, [PLAIN], [])
+    with_odd_event = encode([1.5, ["odd", STORED], 0]) + b"\x01"
+    assert decode_batch(wrap(with_odd_event)).events == [PLAIN]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param([1.5, [STORED], 3], id="three"),
+        pytest.param([1.5, [STORED], 3, "x"], id="four"),
+        pytest.param([1, [STORED], 3], id="integer time"),
+        pytest.param(["now", [STORED], 3], id="text for a time"),
+        pytest.param([None, [STORED], 3], id="no time"),
+        pytest.param({"ts": 1.5, "events": [STORED], "data_parallel_rank": 3}, id="map"),
+        pytest.param({"events": [STORED], "dp_rank": 3}, id="map with dp_rank"),
+        pytest.param({"events": [STORED], "attn_dp_rank": 3}, id="map with attn_dp_rank"),
+    ],
+)
+def test_every_form_of_a_batch_is_read(batch: object) -> None:
+    assert decode_batch(encode(batch)) == EventBatch(3, [PLAIN], [])
+
+
+@pytest.mark.parametrize("batch", [[1.5, [ARRAY]], [1.5, [ARRAY], None], {"events": [ARRAY]}])
+def test_a_batch_need_not_name_its_rank(batch: object) -> None:
+    assert decode_batch(encode(batch)) == EventBatch(None, [PLAIN], [])
+
+
+@pytest.mark.parametrize(
+    ("rank", "read"), [(0, 0), (7, 7), (2**32 - 1, 2**32 - 1), (-1, None), (-(2**40), None)]
+)
+def test_a_negative_rank_is_no_rank(rank: int, read: int | None) -> None:
+    assert decode(ARRAY, rank=rank).dp_rank == read
+    assert decode(ARRAY, "odd", rank=rank).dp_rank == read
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\xc1", id="no msgpack"),
+        pytest.param(b'{"hello":1}', id="json"),
+        pytest.param(VLLM_ARRAY[:-4], id="cut short"),
+        pytest.param(encode([]), id="empty array"),
+        pytest.param(encode([1.5]), id="no events"),
+        pytest.param(encode({"ts": 1.5}), id="map without events"),
+        pytest.param(encode([1.5, None, 0]), id="events nil"),
+        pytest.param(encode([1.5, {"a": 1}, 0]), id="events a map"),
+        pytest.param(encode([1.5, [ARRAY], "0"]), id="rank a text"),
+        pytest.param(encode([1.5, [ARRAY], 0.0]), id="rank a float"),
+        pytest.param(encode([1.5, [ARRAY], True]), id="rank a bool"),
+        pytest.param(encode([1.5, [ARRAY], 2**32]), id="rank beyond u32"),
+        pytest.param(b"\x91" * 100_000, id="nested too deep"),
+        pytest.param(b"\x93\x01\x90\xa2\xff\xff", id="rank no utf-8"),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(NotABatch):
+        decode_batch(payload)
+
+
+@pytest.mark.parametrize(
+    ("event", "event_type", "reason"),
+    [
+        pytest.param("AllBlocksCleared", "unknown", "malformed", id="text"),
+        pytest.param(None, "unknown", "malformed", id="nil"),
+        pytest.param([], "unknown", "malformed", id="empty array"),
+        pytest.param({}, "unknown", "malformed", id="no type"),
+        pytest.param({"type": 3}, "unknown", "malformed", id="type an integer"),
+        pytest.param({"type": b"\xff"}, "unknown", "malformed", id="type no utf-8"),
+        pytest.param({"type": "BlockMoved"}, "unknown", "unknown_type", id="new type, map"),
+        pytest.param(["BlockMoved", [1]], "unknown", "unknown_type", id="new type, array"),
+        pytest.param(ARRAY[:4], "stored", "malformed", id="four fields"),
+        pytest.param(["BlockStored"], "stored", "malformed", id="one field"),
+        pytest.param(["BlockRemoved"], "removed", "malformed", id="remove nothing"),
+        pytest.param({**REMOVED, "block_hashes": [None]}, "removed", "malformed", id="nil hash"),
+        pytest.param({**REMOVED, "medium": 1}, "removed", "malformed", id="medium, remove"),
+        pytest.param([*ARRAY, None, 5], "stored", "malformed", id="medium by position"),
+        pytest.param([*ARRAY, None, "GPU", 5], "stored", "malformed", id="lora by position"),
+        pytest.param([*ARRAY, None, "GPU", None, "x"], "stored", "malformed", id="keys a text"),
+        *(
+            pytest.param({**STORED, name: value}, "stored", "malformed", id=f"{name}={value!r}")
+            for name, value in [
+                ("block_hashes", None),
+                ("block_hashes", [11.0]),
+                ("block_hashes", ["11"]),
+                ("block_hashes", [True]),
+                ("parent_block_hash", "x"),
+                ("token_ids", None),
+                ("token_ids", b"1234"),
+                ("token_ids", [1.0]),
+                ("token_ids", [[1, 2], 3]),
+                ("token_ids", [[1, 2, 3]]),
+                ("token_ids", [True]),
+                ("block_size", None),
+                ("block_size", -4),
+                ("block_size", 4.0),
+                ("medium", 1),
+                ("lora_name", 7),
+                ("cache_salt", 7),
+                ("group_idx", -1),
+                ("group_idx", 2**32),
+                ("kv_cache_spec_kind", 3),
+                ("extra_keys", ["x"]),
+                ("extra_keys", [[{"a": 1}]]),
+                ("extra_keys", [[None]]),
+                ("extra_keys", [[1.5]]),
+                ("extra_keys", [[[HEX]]]),
+                ("extra_keys", [[[HEX, "a"]]]),
+                ("extra_keys", [[[[HEX, 0]]]]),
+                ("block_mm_infos", {"a": 1}),
+                ("block_mm_infos", [{"x": 1}]),
+                ("block_mm_infos", [{"mm_objects": [{"mm_hash": 9}]}]),
+                ("block_mm_infos", [{"mm_objects": [{"mm_hash": -1, "offsets": []}]}]),
+            ]
+        ),
+    ],
+)
+def test_a_bad_event_is_skipped_alone(event: object, event_type: str, reason: str) -> None:
+    batch = decode(STORED, event, CLEARED)
+    assert batch.events == [PLAIN, AllBlocksCleared()]
+    (skipped,) = batch.skipped
+    assert (skipped.event_type, skipped.reason) == (event_type, reason)
+    assert 0 < len(skipped.detail) <= 200
+
+
+def test_unhashable_map_keys_cost_one_event() -> None:
+    payload = encode([1.5, [STORED, "?", STORED], 0]).replace(encode("?"), b"\x81\x81\x01\x01\x01")
+    batch = decode_batch(payload)
+    assert (batch.events, len(batch.skipped)) == ([PLAIN, PLAIN], 1)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"type": "Ignored"}, {"type": "Ignored", "x": 1}, ["Ignored"], [b"Ignored", 1, 2]],
+    ids=repr,
+)
+def test_ignored_is_neither_read_nor_skipped(event: object) -> None:
+    assert decode(event) == EventBatch(0, [], [])
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        CLEARED,
+        {**CLEARED, "medium": "CPU", "x": 1},
+        ["AllBlocksCleared"],
+        ["AllBlocksCleared", "x"],
+        [b"AllBlocksCleared"],
+        {b"type": b"AllBlocksCleared"},
+    ],
+    ids=repr,
+)
+def test_every_form_of_a_clear_is_read(event: object) -> None:
+    assert decode(event).events == [AllBlocksCleared()]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        STORED,
+        dict(reversed(STORED.items())),
+        {**STORED, "bar": "s", "lora_id": "7", "num_block_tokens": [2, 2], "ownership": "fs"},
+        {**STORED, "kv_cache_spec_sliding_window": None, "lora_name": "", "cache_salt": ""},
+        {name.encode(): value for name, value in STORED.items()},
+        {**STORED, "type": b"BlockStored"},
+        ARRAY,
+        [b"BlockStored", *ARRAY[1:]],
+        [*ARRAY, None],
+        [*ARRAY, 7],
+        [*ARRAY, "adapter"],
+        [*ARRAY, None, "GPU"],
+        [*ARRAY, None, "GPU", None],
+        [*ARRAY, None, "GPU", None, None],
+        [*ARRAY, None, "GPU", None, None, None, None, 128],
+        [*ARRAY, None, "GPU", None, None, None, None, None, "LOCAL", "fs", "session", {}, []],
+        [*ARRAY, None, "GPU", None, None, None, None, None, 4],
+        [*ARRAY, None, "GPU", None, None, -1],
+        [*ARRAY, None, "GPU", None, None, None, 0],
+        [*ARRAY, None, "GPU", {}],
+        [*ARRAY, None, "GPU", {"session_id": "q"}],
+    ],
+    ids=repr,
+)
+def test_every_form_of_a_plain_store_is_read_alike(event: object) -> None:
+    assert stored(event) == PLAIN
+    assert decode("odd", event).events == [PLAIN]  # the untyped way there
+
+
+@pytest.mark.parametrize(
+    ("hash_on_the_wire", "read"),
+    [
+        (0, 0),
+        (2**64 - 1, 2**64 - 1),
+        (-1, 2**64 - 1),
+        (-(2**63), 2**63),
+        (b"\x07", 7),
+        (b"", 0),
+        (bytes(range(32)), 0x18191A1B1C1D1E1F),
+    ],
+    ids=repr,
+)
+def test_hashes_become_unsigned(hash_on_the_wire: int | bytes, read: int) -> None:
+    event = {**STORED, "block_hashes": [5, hash_on_the_wire], "parent_block_hash": hash_on_the_wire}
+    assert stored(event).block_hashes == [5, read]
+    assert stored(event).parent_hash == read
+    assert removed(["BlockRemoved", [hash_on_the_wire]]).block_hashes == [read]
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        *((name, Tier.DEVICE) for name in (None, "", "GPU", "gpu", "DEVICE")),
+        *((name, Tier.HOST_PINNED) for name in ("CPU", "cpu", b"CPU", "CPU_PINNED", "CPU_TIER1")),
+        *((name, Tier.DISK) for name in ("CPU_TIER2", "DISK", "disk", "NVME", "STORAGE")),
+        *((name, Tier.EXTERNAL) for name in ("EXTERNAL", "NETWORK", "REMOTE", "SHARED")),
+        *((name, None) for name in ("FOO", "GPU ")),
+    ],
+)
+def test_media_are_tiers(medium: str | bytes | None, tier: Tier | None) -> None:
+    assert stored({**STORED, "medium": medium}).tier is tier
+    assert stored([*ARRAY, None, medium]).tier is tier
+    assert removed({**REMOVED, "medium": medium}).tier is tier
+    assert removed(["BlockRemoved", [11], medium]).tier is tier
+
+
+@pytest.mark.parametrize(
+    ("fields", "salt"),
+    [
+        ({"cache_salt": "s"}, "s"),
+        ({"cache_salt": b"s"}, "s"),
+        ({"cache_salt": ""}, None),
+        ({"extra_keys": [["x", "dynamo-cache-salt:s"], None]}, "s"),
+        ({"extra_keys": [["dynamo-cache-salt:s"]], "cache_salt": "t"}, "t"),
+        ({"extra_keys": [["dynamo-cache-salt:"]]}, None),
+        ({"extra_keys": [None, ["dynamo-cache-salt:s"]]}, None),
+        ({"extra_keys": [[["dynamo-cache-salt:s", 0]]]}, None),
+        ({"extra_keys": []}, None),
+    ],
+    ids=repr,
+)
+def test_the_salt_is_the_field_or_a_key_of_the_first_block(
+    fields: dict[str, object], salt: str | None
+) -> None:
+    assert stored({**STORED, **fields}).cache_salt == salt
+
+
+@pytest.mark.parametrize("name", ["cache_salt", b"cache_salt"])
+def test_sglang_puts_the_salt_in_a_map_in_position_7(name: str | bytes) -> None:
+    record = stored([*ARRAY, None, "GPU", {name: "s", "lora_name": "ad"}])
+    assert (record.cache_salt, record.lora_name) == ("s", None)
+
+
+def test_the_adapter_has_a_name() -> None:
+    assert stored({**STORED, "lora_name": "ad"}).lora_name == "ad"
+    assert stored({**STORED, "lora_name": b"ad"}).lora_name == "ad"
+    assert stored([*ARRAY, 3, "GPU", "ad"]).lora_name == "ad"
+
+
+@pytest.mark.parametrize(
+    ("fields", "mm_hashes"),
+    [
+        ({"extra_keys": [[[HEX, 0]], None]}, [[MM_HASH], None]),
+        ({"extra_keys": [[[HEX, -2, "more"]], []]}, [[MM_HASH], None]),
+        ({"extra_keys": [[HEX.upper()]]}, [[MM_HASH]]),
+        ({"extra_keys": [[HEX, 1, True, b"x", "hello", [], HEX]]}, [[MM_HASH, MM_HASH]]),
+        ({"extra_keys": [[HEX[:-1] + "g", HEX[1:], HEX + "\n"], None]}, [None, None]),
+        ({"extra_keys": [None, None]}, None),
+        ({"block_mm_infos": [], "extra_keys": [[HEX]]}, []),
+        ({"block_mm_infos": [None, None], "extra_keys": [[HEX]]}, [None, None]),
+        ({"block_mm_infos": [{"mm_objects": []}, None]}, [None, None]),
+        (
+            {"block_mm_infos": [{"mm_objects": [{"mm_hash": 9, "offsets": [[0, 2]]}]}, None]},
+            [[9], None],
+        ),
+    ],
+    ids=repr,
+)
+def test_multimodal_hashes_come_per_block(
+    fields: dict[str, object], mm_hashes: list[list[int] | None] | None
+) -> None:
+    assert stored({**STORED, **fields}).mm_hashes == mm_hashes
+
+
+def test_multimodal_infos_in_position_9_shift_the_rest() -> None:
+    infos = [{"mm_objects": [{"mm_hash": 9, "offsets": []}]}]
+    record = stored([*ARRAY, None, "GPU", None, None, infos, 1, "mamba", None, "REMOTE"])
+    assert (record.mm_hashes, record.group_idx, record.kind) == ([[9]], 1, "mamba")
+    assert record.is_remote
+
+
+def test_pairs_of_tokens_mark_an_eagle_worker() -> None:
+    record = stored({**STORED, "token_ids": [[1, 2], [2, 3], [3, 9]]})
+    assert (record.token_ids, record.is_eagle) == ([1, 2, 3, 9], True)
+
+
+def test_group_and_kind_are_read_by_name_and_position() -> None:
+    by_name: object = {**STORED, "group_idx": 2, "kv_cache_spec_kind": "mamba"}
+    for event in (by_name, [*ARRAY, None, "GPU", None, None, 2, "mamba", 64]):
+        record = stored(event)
+        assert (record.group_idx, record.kind) == (2, "mamba")
+    for event in (
+        {**REMOVED, "group_idx": 2, "kv_cache_spec_kind": "mamba"},
+        ["BlockRemoved", [11], "GPU", 2, "mamba", 64],
+        [b"BlockRemoved", [11], "GPU", 2, b"mamba"],
+    ):
+        assert removed(event) == BlockRemoved([11], Tier.DEVICE, 2, "mamba")
+
+
+@pytest.mark.parametrize(
+    ("locality", "is_remote"),
+    [("LOCAL", False), ("local", False), ("", False), (None, False), ("REMOTE", True), ("X", True)],
+)
+def test_blocks_elsewhere_are_marked(locality: str | None, is_remote: bool) -> None:
+    assert stored({**STORED, "locality": locality}).is_remote is is_remote
+    assert removed({**REMOVED, "locality": locality}).is_remote is is_remote
+    tail = [None, "GPU", None, None, 0, "full_attention", None]
+    assert stored([*ARRAY, *tail, locality]).is_remote is is_remote
+
+
+@pytest.mark.parametrize(("word", "is_remote"), [("LOCAL", False), ("remote", True)])
+def test_position_4_of_a_removal_can_be_its_locality(word: str, is_remote: bool) -> None:
+    plain = BlockRemoved([11], Tier.DEVICE, None, None, is_remote)
+    assert removed(["BlockRemoved", [11], "GPU", None, word, "fs"]) == plain
+    assert removed([b"BlockRemoved", [11], "GPU", None, word]) == plain
+
+
+def test_a_field_of_the_wrong_type_in_the_tail_of_a_removal_is_left_out() -> None:
+    assert removed(["BlockRemoved", [11], "GPU", "x", 5]) == BlockRemoved([11], Tier.DEVICE)
+
+
+def test_arrays_and_maps_may_be_mixed() -> None:
+    assert decode(STORED, ARRAY, CLEARED).events == [PLAIN, PLAIN, AllBlocksCleared()]
+    assert decode(ARRAY, STORED).events == [PLAIN, PLAIN]
+
+
+@pytest.mark.parametrize("events", [1, 15, 16, 17, 70_000])
+def test_batches_of_any_length_are_read(events: int) -> None:
+    assert len(decode(*[["BlockRemoved", []]] * events).events) == events
+
+
+@given(st.sampled_from(PAYLOADS["payloads"]), st.data())
+def test_no_payload_raises_anything_else(case: dict[str, list[str]], data: st.DataObject) -> None:
+    payload = bytearray(bytes.fromhex(case["hex"][0]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(NotABatch):
+        decode_batch(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
