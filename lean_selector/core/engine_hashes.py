@@ -6,7 +6,8 @@ instead of the 110 of a dict of integers, nothing for the collector to visit, an
 steps. Knows nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
 
 The table is a multimap, newest first: an engine that uses one hash for two blocks has the hash
-name the newer one, and the older one again after that is removed.
+name the newer one, and the older one again after that is removed. Hashes are taken to differ in
+their low 32 bits, as digests and counters do; if they do not, all stays right but is slow.
 """
 
 import sys
@@ -54,10 +55,10 @@ class EngineHashes:
         self._aliases: dict[bytes, int] = {}
         self._alias_at: dict[int, bytes] = {}
 
-    def find(self, name: bytes) -> int:
-        """The place that `name` (8 bytes) stands for, or NOWHERE."""
-        if self._aliases and name in self._aliases:
-            return self._aliases[name]
+    def find(self, name: bytes, take: bool = False) -> int:
+        """The place that `name` (8 bytes) stands for, or NOWHERE; with `take`, forget its names."""
+        if self._aliases and (take or name in self._aliases):
+            return self._take_slowly(name) if take else self._aliases[name]
         bucket = self._directory[name[0]][self._select[name[1]]]
         tag = name[:4]
         at = bucket.rfind(tag)
@@ -66,12 +67,14 @@ class EngineHashes:
                 place = int.from_bytes(bucket[at + 4 : at + 8], sys.byteorder)
                 start = (place & POSITION_MASK) << 3
                 if self.rows[place >> POSITION_BITS][start : start + 8] == name:
+                    if take:
+                        del bucket[at : at + 8]  # keeps the order: newest last
+                        self._count -= 1
                     return place
             at = bucket.rfind(tag, 0, at + 3)
         return NOWHERE
 
-    def take(self, name: bytes) -> int:
-        """Forget the block that `name` stands for; returns its place or NOWHERE."""
+    def _take_slowly(self, name: bytes) -> int:
         place = self.find(name)
         if place != NOWHERE:
             self.discard(place)
@@ -87,7 +90,7 @@ class EngineHashes:
         while at & 7:
             at = bucket.rfind(entry, 0, at + 7)
         assert at >= 0, "a place in a row has its entry in the table"
-        del bucket[at : at + 8]  # keeps the order: newest last
+        del bucket[at : at + 8]
         self._count -= 1
         if self._alias_at and (alias := self._alias_at.pop(place, None)):
             del self._aliases[alias]

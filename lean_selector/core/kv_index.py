@@ -20,7 +20,12 @@ from struct import pack, unpack
 
 import msgspec
 
-from lean_selector.core.engine_hashes import NOWHERE, POSITION_BITS, EngineHashes
+from lean_selector.core.engine_hashes import (
+    NOWHERE,
+    POSITION_BITS,
+    POSITION_MASK,
+    EngineHashes,
+)
 from lean_selector.core.lower_tiers import ROOT, LowerTier
 from lean_selector.core.runs import MAX_STRANDS, STRAND_BLOCKS, Run, RunTrie, common_prefix
 
@@ -248,7 +253,7 @@ class KvIndex:
             return StoreResult.SELF_REFERENCE
         key = (worker_id, dp_rank)
         rank = self._ranks.get(key)
-        names = pack(f"<{blocks}Q", *block_hashes[:blocks])
+        names = pack(f"<{len(block_hashes)}Q", *block_hashes)[: blocks << 3]
         local = local_hashes[: blocks << 3]
         parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
         if tier != Tier.DEVICE:
@@ -280,9 +285,9 @@ class KvIndex:
             return 0
         names = [block_hash.to_bytes(8, "little") for block_hash in block_hashes]
         if tier == Tier.DEVICE:
-            places = [place for name in names if (place := rank.names.take(name)) != NOWHERE]
-            for place in places:
-                self._drop_block(rank, place)
+            find = rank.names.find
+            places = [place for name in names if (place := find(name, True)) != NOWHERE]
+            self._drop_places(rank, places)
             removed = len(places)
         else:
             removed = sum(map(rank.lower[tier - 1].remove, names)) if rank.lower else 0
@@ -399,7 +404,9 @@ class KvIndex:
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
-        others = (run.whole & ~mine).bit_count() + len(run.partial or ())
+        others = 0
+        if run.whole != mine or run.partial:
+            others = (run.whole & ~mine).bit_count() + len(run.partial or ())
         is_open = run.parent is not None and run.after is None and not run.children and room > 0
         if not is_open or others > _MAX_OTHERS_TO_GROW:
             end = min(len(local), done + (STRAND_BLOCKS << 3))
@@ -441,11 +448,21 @@ class KvIndex:
         rank.names.add(run.strand << POSITION_BITS | run.start + position, names)
         rank.device_blocks += len(names) >> 3
 
-    def _drop_block(self, rank: _Rank, place: int) -> None:
-        """Let the rank hold no more the block at `place`, whose name is forgotten already."""
-        run, position = self._trie.resolve(place)
-        rank.device_blocks -= 1
-        held = run.held_by(rank.bit) ^ 1 << position
+    def _drop_places(self, rank: _Rank, places: list[int]) -> None:
+        """Let the rank hold no more the blocks at `places`, whose names are forgotten already."""
+        gone: dict[int, int] = {}  # strand -> positions: a run is visited once, not per block
+        for place in places:
+            strand = place >> POSITION_BITS
+            gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+        for strand, positions in gone.items():
+            for run in self._trie.pieces(strand):
+                here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
+                if here:
+                    self._drop_blocks(rank, run, here)
+
+    def _drop_blocks(self, rank: _Rank, run: Run, gone: int) -> None:
+        held = run.held_by(rank.bit) ^ gone
+        rank.device_blocks -= gone.bit_count()
         run.set_held(rank.bit, held)
         if not held:
             ends = [
@@ -455,14 +472,14 @@ class KvIndex:
             ]
             rank.names.cut_row(run.strand, ends[-1] if ends else 0)
             self._trie.prune(run)
-        elif not run.whole and run.after is None and not run.children:
+        elif not run.whole and held.bit_length() << 4 <= len(run.label):
             self._trim(run)
 
     def _trim(self, run: Run) -> None:
-        """Cut blocks off the end of a run when half of it is held by nobody and nothing follows."""
+        """Cut the end off a run when half of it is held by nobody and nothing follows."""
         assert run.partial is not None
         blocks, top = len(run.label) >> 3, max(map(int.bit_length, run.partial.values()))
-        if blocks - top < _TRIM_BLOCKS or top << 1 > blocks:
+        if run.after or run.children or blocks - top < _TRIM_BLOCKS or top << 1 > blocks:
             return
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
@@ -494,10 +511,11 @@ class KvIndex:
             for run in reversed(self._trie.pieces(strand)):
                 base = run.strand << POSITION_BITS | run.start
                 places = [base + at for at in _bits(run.held_by(rank.bit))]
-                for place in places[: -blocks - 1 : -1]:
+                places = places[max(0, len(places) - blocks) :]
+                for place in places:
                     rank.names.discard(place)
-                    self._drop_block(rank, place)
-                    blocks -= 1
+                self._drop_places(rank, places)
+                blocks -= len(places)
 
     def _admit(self, key: RankKey) -> _Rank:
         bit = (~self._all & self._all + 1).bit_length() - 1
