@@ -1,5 +1,6 @@
 """KvEventPublisher: golden frames, numbering, batches, replay, and that it never blocks."""
 
+import asyncio
 import struct
 import subprocess
 import sys
@@ -8,10 +9,19 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from lean_selector import publisher as publisher_module
+from lean_selector.demo.http_client import HttpClient
+from lean_selector.demo.service_process import (
+    HOST,
+    check_port,
+    running_service,
+    service_command,
+    wait_until_healthy,
+)
 from lean_selector.publisher import (
     KvEventPublisher,
     ZmqKvEventPublisher,
@@ -406,3 +416,54 @@ def test_an_engine_that_imports_it_gets_neither_uvloop_nor_httptools() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("service", ["ours", pytest.param("1.3.1", marks=pytest.mark.reference)])
+def test_a_service_follows_what_is_published_also_what_it_missed(
+    publisher: KvEventPublisher, service: str, request: pytest.FixtureRequest
+) -> None:
+    port = check_port(0)
+    command = service_command(port)
+    if service != "ours":
+        python = str(request.getfixturevalue("reference_131"))
+        command = [python, "-m", "dynamo.select_service", "--port", str(port)]
+    tokens = list(range(12))
+
+    async def main() -> None:
+        client = HttpClient(f"http://{HOST}:{port}")
+        async with running_service(command) as process:
+            await wait_until_healthy(client, process, lambda: False)
+            await client.call("POST", "/workers", worker)
+            await until_held(client, 3)
+            with publisher.batch() as batch:
+                batch.publish_removed(block_hashes=[2**64 - 3])
+                batch.publish_removed(block_hashes=[-4])  # unknown
+            await until_held(client, 2)
+            publisher.publish_all_cleared()
+            await until_held(client, 0)
+            client.close()
+
+    worker = {
+        "worker_id": 1,
+        "endpoint": "http://engine:8000",
+        "block_size": 4,
+        "max_num_batched_tokens": 8_192,
+        "kv_events_endpoints": {"0": publisher.endpoint},
+        "replay_endpoint": publisher.replay_endpoint,
+    }
+    # Before anyone listens: the first live message makes the service ask for these two.
+    publisher.publish_stored(1, tokens[:8], [4, 4], [2**64 - 1, 2**64 - 2])
+    publisher.publish_stored(2, tokens[8:], [4], [-3], parent_hash=2**64 - 2)
+
+    async def until_held(client: HttpClient, blocks: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            body = await client.call("POST", "/overlap_scores", {"token_ids": tokens})
+            (row,) = msgspec.json.decode(body)["workers"]
+            if row["device_blocks"] == blocks:
+                return
+            assert time.monotonic() < deadline, f"{row} instead of {blocks} blocks"
+            publisher.publish_removed(block_hashes=[77])  # unknown; a sign of life
+            await asyncio.sleep(0.02)
+
+    asyncio.run(main())
