@@ -58,15 +58,24 @@ class ServiceProcess:
         return f": {last[:300]}" if last else ", without a word"
 
     async def stop(self) -> None:
-        """SIGTERM to the child and all of its own children, SIGKILL if it takes too long."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            # The group outlives a leader that died, so it is signalled in any case.
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, sign)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await self._process.wait()
-                    return
+        """SIGTERM to the child and its own children, SIGKILL to what takes too long.
+
+        Also when cancelled meanwhile: nothing is left running.
+        """
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._signal(signal.SIGKILL)
+            await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The group, which outlives a leader that died before its children.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
 
 @asynccontextmanager

@@ -93,10 +93,11 @@ def test_waiting_ends_when_the_program_stops() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("impatient", [False, True], ids=["timed out", "cancelled"])
 def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: bool
 ) -> None:
-    monkeypatch.setattr(service_process, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(service_process, "STOP_TIMEOUT_S", 600 if impatient else 0.2)
     ready = tmp_path / "ready"
     program = (
         "import os, pathlib, signal, time\n"
@@ -106,15 +107,24 @@ def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
         "time.sleep(600)"
     )
 
-    async def main() -> int:
+    async def use() -> None:
         async with running_service([sys.executable, "-c", program]):
             deadline = time.monotonic() + 20
             while not (ready.exists() and ready.read_text()):
                 assert time.monotonic() < deadline, "the child did not start"
                 await asyncio.sleep(0.01)
-        return int(ready.read_text())
+            leaving.set()
 
-    grandchild = asyncio.run(main())
+    async def main() -> None:
+        task = asyncio.create_task(use())
+        await leaving.wait()
+        await asyncio.sleep(0)  # the task is inside stop() now
+        if impatient:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    leaving = asyncio.Event()
+    asyncio.run(main())
     assert not child_pids()
-    stat = Path(f"/proc/{grandchild}/stat")
+    stat = Path(f"/proc/{ready.read_text()}/stat")
     assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
