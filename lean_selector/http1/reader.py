@@ -307,14 +307,15 @@ class RequestReader:
 
     def _hold_head(self, data: bytes, at: int) -> None:
         """Keep an unfinished head, unless it can be refused already."""
+        max_head_bytes = self._limits.max_head_bytes
         line_end = data.find(b"\r\n", at)
         line_bytes = (len(data) if line_end < 0 else line_end) - at
-        if line_bytes > self._limits.max_head_bytes:
+        if line_bytes > max_head_bytes:
             self._fail(HttpError(414, "request target too long"))
-        elif len(data) - at - line_bytes > self._limits.max_head_bytes:
-            self._fail(HttpError(431, "request header section too large"))
         elif (_METHOD_BYTE if line_end < 0 else _REQUEST_LINE).match(data, at) is None:
             self._fail(HttpError(400, "malformed request line"))
+        elif len(data) - at - line_bytes > max_head_bytes:
+            self._fail(HttpError(431, "request header section too large"))
         else:
             self.is_unfinished = True
             self._head += memoryview(data)[at:]

@@ -151,6 +151,7 @@ def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes)
         pytest.param(400, b"GET /a FTP/1.1\r\n\r\n", id="another protocol"),
         pytest.param(400, b"G(T /a HTTP/1.1\r\n\r\n", id="not a token"),
         pytest.param(400, b"\x16\x03\x01\x02\x00", id="TLS hello"),
+        pytest.param(400, b"nonsense\r\n" + b"x" * 3000, id="not a request line, and long"),
         pytest.param(505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", id="HTTP/2 preface"),
         pytest.param(505, b"GET /a HTTP/1.2\r\n\r\n", id="HTTP/1.2"),
         pytest.param(505, b"GET /a HTTP/0.9\r\n\r\n", id="HTTP/0.9"),
@@ -289,8 +290,10 @@ def test_a_body_beyond_the_discard_limit_is_answered_without_reading_it(data: by
 def test_a_body_in_many_pieces_is_put_together() -> None:
     data = head(b"content-length: 9") + b"123456789"
     at = data.index(b"123")
-    (request,), _ = read(data[:at], data[at : at + 2], data[at + 2 : at + 5], data[at + 5 :])
+    pieces = data[:at], data[at : at + 2], data[at + 2 : at + 5], data[at + 5 :] + GET
+    (request, following), _ = read(*pieces)
     assert bytes(request.body) == b"123456789"
+    assert following.path == b"/health"
 
 
 def test_received_bytes_tells_how_far_an_unfinished_request_is() -> None:
