@@ -1,0 +1,306 @@
+"""The same over real sockets on uvloop: what only a kernel and an event loop can show."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply
+from lean_selector.http1.reader import Limits, Request
+from lean_selector.http1.response import encode_response
+
+DEADLINE_S = 20.0  # for the whole of a test; none waits for it
+MIB = 1024 * 1024
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+TOO_LARGE = encode_response(413, b'{"error":"too large"}')
+
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
+
+
+class Server:
+    """A server on a free port, and an app: /park waits, /large is 8 MiB, the rest echo."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.connections = Connections(loop.call_soon, Limits(max_body_bytes=8 * MIB))
+        self.protocols: list[HttpProtocol] = []
+        self.parked: asyncio.Queue[PendingReply] = asyncio.Queue()
+        self.hung_up = asyncio.Event()
+        self.handled = 0
+        self.port = 0
+        self.listeners: list[asyncio.Server] = []
+        self.clients: list[Writer] = []
+
+    def app(self, request: Request) -> bytes | PendingReply:
+        self.handled += 1
+        if request.body_too_large:
+            return TOO_LARGE
+        if request.path == b"/large":
+            return encode_response(200, bytes(8 * MIB))
+        if request.path == b"/park":
+            reply = PendingReply(self.hung_up.set)
+            self.parked.put_nowait(reply)
+            return reply
+        return encode_response(200, b"%b %d" % (request.path, len(request.body)))
+
+    def new_protocol(self) -> HttpProtocol:
+        protocol = HttpProtocol(self.app, self.connections)
+        self.protocols.append(protocol)
+        return protocol
+
+    async def connect(self, unix_path: str | None = None) -> tuple[Reader, Writer]:
+        if unix_path is None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        else:
+            reader, writer = await asyncio.open_unix_connection(unix_path)
+        self.clients.append(writer)
+        return reader, writer
+
+    async def listen(self, unix_path: str | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        if unix_path is None:
+            listener = await loop.create_server(self.new_protocol, "127.0.0.1", 0)
+            self.port = listener.sockets[0].getsockname()[1]
+        else:
+            listener = await loop.create_unix_server(self.new_protocol, unix_path)
+        self.listeners.append(listener)
+
+    async def close(self) -> None:
+        """Leave no handle open: uvloop waits for them, without a limit, when its loop closes."""
+        for listener in self.listeners:
+            listener.close()
+        for client in self.clients:
+            client.transport.abort()
+        self.connections.abort()
+        for listener in self.listeners:
+            await listener.wait_closed()
+        await until(lambda: not self.connections.open)
+
+
+def run(test: Callable[[Server], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server = Server()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await server.listen()
+                await test(server)
+        finally:
+            await server.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+async def answer(reader: Reader) -> tuple[int, bytes, bytes]:
+    """One response: status, head, body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or b"0")
+    return int(head[9:12]), head, await reader.readexactly(length)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Wait for what has no event of its own; the deadline is the test's."""
+    while not claim():  # noqa: ASYNC110 - there is nothing to wait on but the claim
+        await asyncio.sleep(0.001)
+
+
+def test_pipelined_requests_come_back_in_order() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % i for i in range(1000)))
+        bodies = [(await answer(reader))[2] for _ in range(1000)]
+        assert bodies == [b"/%d 0" % i for i in range(1000)]
+
+    run(test)
+
+
+def test_expect_100_continue() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"POST /a HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n")
+        assert (await answer(reader))[0] == 100
+        writer.write(b"hello")
+        assert (await answer(reader))[2] == b"/a 5"
+        writer.write(b"POST /a HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 9000000\r\n\r\n")
+        status, head, _ = await answer(reader)
+        assert status == 413
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+
+    run(test)
+
+
+def test_a_chunked_body() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"POST /a HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" + GET)
+        assert (await answer(reader))[2] == b"/a %d" % (20 * 65536)
+        assert (await answer(reader))[2] == b"/a 0"
+
+    run(test)
+
+
+@pytest.mark.parametrize(("size", "status"), [(8 * MIB, 200), (8 * MIB + 1, 413), (9 * MIB, 413)])
+def test_a_body_around_the_limit(size: int, status: int) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"POST /a HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + bytes(size) + GET)
+        assert (await answer(reader))[0] == status
+        assert (await answer(reader))[0] == 200
+
+    run(test)
+
+
+def test_a_client_that_is_still_sending_can_read_why_it_was_refused() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        # Answered at once, with 9 MiB of the body still on their way: a close would reset them.
+        writer.write(b"POST /a HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\n")
+        for _ in range(9):
+            writer.write(bytes(MIB))
+            await writer.drain()
+        status, head, body = await answer(reader)
+        assert (status, body) == (413, b'{"error":"too large"}')
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not server.connections.open)
+
+    run(test)
+
+
+def test_a_slow_client_gets_408() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET + b"GET /a HT")
+        assert (await answer(reader))[0] == 200
+        server.connections.sweep(31.0)
+        assert (await answer(reader))[0] == 408
+        assert await reader.read() == b""
+
+    run(test)
+
+
+def test_an_idle_connection_is_closed() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET)
+        await answer(reader)
+        server.connections.sweep(76.0)
+        assert await reader.read() == b""
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
+    async def test(server: Server) -> None:
+        _, writer = await server.connect()
+        writer.write(b"GET /park HTTP/1.1\r\n\r\n" + GET)
+        parked = await server.parked.get()
+        assert not server.hung_up.is_set()
+        if how == "close":
+            writer.close()
+        elif how == "reset":
+            writer.transport.abort()
+        else:
+            writer.write_eof()
+        await server.hung_up.wait()
+        parked.resolve(encode_response(200, b"nobody reads this"))
+        await until(lambda: not server.connections.open)
+        assert server.handled == 1
+
+    run(test)
+
+
+def test_a_parked_request_is_answered_before_those_behind_it() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET + b"GET /park HTTP/1.1\r\n\r\n" + GET)
+        parked = await server.parked.get()
+        assert (await answer(reader))[2] == b"/a 0"
+        parked.resolve(encode_response(200, b"at last"))
+        assert (await answer(reader))[2] == b"at last"
+        assert (await answer(reader))[2] == b"/a 0"
+
+    run(test)
+
+
+@pytest.mark.parametrize("requests", [1, 200])
+def test_a_client_that_half_closes_gets_all_its_answers(requests: int) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET * requests)
+        writer.write_eof()
+        assert (await reader.read()).count(b"/a 0") == requests
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_holds_back_its_own_requests_only() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"GET /large HTTP/1.1\r\n\r\n" * 50)
+        await until(lambda: server.handled > 0)
+        other_reader, other_writer = await server.connect()
+        for _ in range(100):
+            other_writer.write(GET)
+            await answer(other_reader)
+        assert server.handled - 100 < 10, "answers of 8 MiB each must not pile up"
+        for _ in range(50):
+            assert len((await answer(reader))[2]) == 8 * MIB
+
+    run(test)
+
+
+def test_draining_finishes_what_is_parked() -> None:
+    async def test(server: Server) -> None:
+        idle_reader, idle_writer = await server.connect()
+        idle_writer.write(GET)
+        await answer(idle_reader)
+        reader, writer = await server.connect()
+        writer.write(b"GET /park HTTP/1.1\r\n\r\n")
+        parked = await server.parked.get()
+        server.connections.start_draining()
+        assert await idle_reader.read() == b""
+        parked.resolve(encode_response(503, b"{}"))
+        status, head, _ = await answer(reader)
+        assert status == 503
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        await until(lambda: not server.connections.open)
+
+    run(test)
+
+
+def test_small_answers_are_not_delayed_by_the_kernel() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET)
+        await answer(reader)
+        (protocol,) = server.protocols
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+    run(test)
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        path = str(tmp_path / "s")
+        await server.listen(path)
+        reader, writer = await server.connect(path)
+        writer.write(GET + b"nonsense\r\n\r\n" + bytes(MIB))
+        assert (await answer(reader))[2] == b"/a 0"
+        assert (await answer(reader))[0] == 400
+        assert await reader.read() == b""
+
+    run(test)
