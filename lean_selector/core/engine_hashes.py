@@ -12,9 +12,6 @@ their low 32 bits, as digests and counters do; if they do not, all stays right b
 
 import sys
 from array import array
-from collections import deque
-from itertools import chain
-from operator import getitem, iadd
 from struct import Struct
 
 POSITION_BITS = 10  # positions in a strand; 22 bits are left for strands (see runs.py)
@@ -26,7 +23,7 @@ NOWHERE = -1
 # is what the caches like (0.37 us per block against 0.45 with 64; measured).
 _ENTRIES_PER_BUCKET = 128
 _SPLIT = 4
-_ENTRY = Struct("8s")
+_CUT = [Struct("8s" * count) for count in range(65)]  # n entries in one call: a third of the time
 
 
 class EngineHashes:
@@ -147,10 +144,14 @@ class EngineHashes:
             del self._alias_at[place]
 
     def _insert(self, entries: bytes) -> None:
-        # One pipeline in C: look up the line, then the bucket, append the entry.
-        lines = map(self._directory.__getitem__, entries[::8])
-        buckets = map(getitem, lines, entries[1::8].translate(self._select))
-        deque(map(iadd, buckets, chain.from_iterable(_ENTRY.iter_unpack(entries))), 0)
+        directory, select = self._directory, self._select
+        for start in range(0, len(entries), _CUT[-1].size):
+            chunk = entries[start : start + _CUT[-1].size]
+            cut = _CUT[len(chunk) >> 3].unpack(chunk)
+            for line, column, entry in zip(
+                chunk[::8], chunk[1::8].translate(select), cut, strict=True
+            ):
+                directory[line][column] += entry
 
     def _grow(self) -> None:
         """Widen the directory. A line's new places are the old buckets again until it is split."""
