@@ -248,12 +248,17 @@ class KvIndex:
         blocks = min(len(block_hashes), len(local_hashes) >> 3)
         if not blocks:
             return StoreResult.EMPTY
-        distinct = set(block_hashes)
-        if parent_hash in distinct or len(distinct) != len(block_hashes):
-            return StoreResult.SELF_REFERENCE
+        if len(block_hashes) == 1:  # a decoding engine sends most of its blocks one by one
+            if block_hashes[0] == parent_hash:
+                return StoreResult.SELF_REFERENCE
+            names = block_hashes[0].to_bytes(8, "little")
+        else:
+            distinct = set(block_hashes)
+            if parent_hash in distinct or len(distinct) != len(block_hashes):
+                return StoreResult.SELF_REFERENCE
+            names = pack(f"<{len(block_hashes)}Q", *block_hashes)[: blocks << 3]
         key = (worker_id, dp_rank)
         rank = self._ranks.get(key)
-        names = pack(f"<{len(block_hashes)}Q", *block_hashes)[: blocks << 3]
         local = local_hashes[: blocks << 3]
         parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
         if tier != Tier.DEVICE:
@@ -450,6 +455,10 @@ class KvIndex:
 
     def _drop_places(self, rank: _Rank, places: list[int]) -> None:
         """Let the rank hold no more the blocks at `places`, whose names are forgotten already."""
+        if len(places) == 1:
+            run, position = self._trie.resolve(places[0])
+            self._drop_blocks(rank, run, 1 << position)
+            return
         gone: dict[int, int] = {}  # strand -> positions: a run is visited once, not per block
         for place in places:
             strand = place >> POSITION_BITS
