@@ -8,6 +8,7 @@ in its index (`established` is False), and then it schedules nothing.
 from typing import TYPE_CHECKING
 
 from lean_selector.core.kv_index import KvIndex
+from lean_selector.core.load_order import LoadOrder
 from lean_selector.core.parking import ParkedQueue
 from lean_selector.core.slots import RankLoad, Reservation, Slots
 
@@ -53,6 +54,7 @@ class Partition:
         "is_eagle",
         "members",
         "model_name",
+        "order",
         "parked",
         "slots",
         "tenant_id",
@@ -66,6 +68,7 @@ class Partition:
         block_size: int,
         is_eagle: bool,
         index: KvIndex,
+        prefill_load_scale: float = 1.0,
         *,
         established: bool = True,
     ) -> None:
@@ -76,7 +79,8 @@ class Partition:
         self.index = index
         self.established = established
         self.closed = False  # gone from the catalog; only requests parked here still see it
-        self.slots = Slots()
+        self.order = LoadOrder(block_size, prefill_load_scale)
+        self.slots = Slots(self.order.changed)
         self.workers: dict[int, SchedulableWorker] = {}
         self.members: set[int] = (
             set()
@@ -90,8 +94,11 @@ class Partition:
         dropped: list[Reservation] = []
         for load in () if old is None else old.loads:
             if load.dp_rank not in spec.ranks:
-                dropped += self.slots.remove_rank(worker_id, load.dp_rank)
+                dropped += self._drop_rank(load)
         loads = [self.slots.add_rank(worker_id, dp_rank) for dp_rank in spec.ranks]
+        for load in loads:
+            if load.bucket is None:
+                self.order.add(load)
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         for dp_rank in {*spec.ranks, *spec.kv_events_endpoints}:
             self.index.set_bound(worker_id, dp_rank, bound, None)
@@ -103,5 +110,9 @@ class Partition:
         """Takes a worker out. Returns the reservations that were on its ranks."""
         dropped: list[Reservation] = []
         for load in self.workers.pop(worker_id).loads:
-            dropped += self.slots.remove_rank(worker_id, load.dp_rank)
+            dropped += self._drop_rank(load)
         return dropped
+
+    def _drop_rank(self, load: RankLoad) -> list[Reservation]:
+        self.order.remove(load)
+        return self.slots.remove_rank(load.worker_id, load.dp_rank)

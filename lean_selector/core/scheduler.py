@@ -18,7 +18,7 @@ from lean_selector.core.errors import BadRequest, Unavailable
 from lean_selector.core.kv_index import Matched
 from lean_selector.core.partition import Partition, SchedulableWorker
 from lean_selector.core.selection import Overlap, Placement, SelectionRequest
-from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT
+from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT, Terms
 from lean_selector.core.slots import RankLoad
 
 Matches = dict[tuple[int, int], Matched]
@@ -90,6 +90,75 @@ def place(
         chosen = ranks[draw(costs, request.terms.temperature, rng)]
     worker, load = chosen
     return load, placement(partition, worker, load, request.prompt.isl_tokens, matches)
+
+
+def place_by_order(
+    partition: Partition,
+    request: SelectionRequest,
+    matches: Matches,
+    rng: random.Random,
+) -> tuple[RankLoad, Placement]:
+    """What `place` does for a request that `suits_order`, without visiting every rank.
+
+    Ranks that hold something of the prompt are costed one by one; of all others only the least
+    loaded can win, and the partition keeps its ranks in that order.
+    """
+    prompt = request.prompt
+    isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
+    prefixes = active_prefixes(partition, request)
+    ranks = partition.slots.ranks
+    apart = []
+    if matches or prefixes:
+        apart = [ranks[key] for key in matches.keys() | prefixes.keys() if key in ranks]
+    order = partition.order
+    least = order.least(isl, new_blocks, apart)
+    cost, ties = least.cost, least.count
+    tied_apart: list[RankLoad] = []
+    for load in apart:
+        this = _plain_cost(partition, request, load, matches.get(load.key), prefixes)
+        if not ties or this < cost:
+            cost, ties, tied_apart = this, 1, [load]
+            least.count = 0
+        elif this == cost:
+            ties += 1
+            tied_apart.append(load)
+    at = int(rng.random() * ties) if ties > 1 else 0
+    if at < len(tied_apart):
+        load = tied_apart[at]
+    else:
+        load = order.pick(least, at - len(tied_apart), apart)
+    worker = partition.workers[load.worker_id]
+    return load, placement(partition, worker, load, isl, matches)
+
+
+def suits_order(partition: Partition, request: SelectionRequest, terms: Terms) -> bool:
+    """True when load and overlap alone decide, on the router's own `terms`."""
+    return (
+        request.terms is terms
+        and not terms.temperature
+        and not terms.decay
+        and terms.track_prefill
+        and request.takes_any_rank()
+        and not request.preferred_taints
+        and not partition.slots.decaying_ranks
+    )
+
+
+def _plain_cost(
+    partition: Partition,
+    request: SelectionRequest,
+    load: RankLoad,
+    match: Matched | None,
+    prefixes: dict[tuple[int, int], int],
+) -> float:
+    """The cost of one rank when nothing decays and no taint is preferred."""
+    prompt, terms, block_size = request.prompt, request.terms, partition.block_size
+    raw, credit = load.active_prefill_tokens + prompt.isl_tokens, 0.0
+    if match is not None:
+        raw += max(0, cached_tokens(match, block_size) - prompt.isl_tokens)
+        credit = terms.credit * match.device + HOST_WEIGHT * match.host + DISK_WEIGHT * match.disk
+    blocks = load.active_decode_blocks + prompt.sequence_count - prefixes.get(load.key, 0)
+    return terms.scale * max(0.0, raw / block_size - credit) + blocks
 
 
 def rank_costs(

@@ -15,37 +15,21 @@ class PinnedWorker(msgspec.Struct, frozen=True):
     dp_rank: int
 
 
-class SelectionRequest:
+class SelectionRequest(msgspec.Struct, gc=False):
     """One request for a worker, normalised. Without `books` nothing is reserved."""
 
-    __slots__ = (
-        "allowed_worker_ids",
-        "books",
-        "expected_output_tokens",
-        "matches",
-        "pinned",
-        "preferred_taints",
-        "priority_jump",
-        "prompt",
-        "required_taints",
-        "reservation_id",
-        "strict_priority",
-        "terms",
-    )
-
-    def __init__(self, prompt: Prompt, terms: Terms) -> None:
-        self.prompt = prompt
-        self.terms = terms
-        self.books = False
-        self.reservation_id = ""
-        self.expected_output_tokens: int | None = None
-        self.pinned: PinnedWorker | None = None
-        self.allowed_worker_ids: frozenset[int] | None = None
-        self.required_taints: frozenset[str] = frozenset()
-        self.preferred_taints: dict[str, float] = {}
-        self.priority_jump = 0.0
-        self.strict_priority = 0
-        self.matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
+    prompt: Prompt
+    terms: Terms
+    books: bool = False
+    reservation_id: str = ""
+    expected_output_tokens: int | None = None
+    pinned: PinnedWorker | None = None
+    allowed_worker_ids: frozenset[int] | None = None
+    required_taints: frozenset[str] = frozenset()
+    preferred_taints: dict[str, float] = {}  # single precision
+    priority_jump: float = 0.0
+    strict_priority: int = 0
+    matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
 
     def takes_any_rank(self) -> bool:
         """True when nothing but load decides which ranks it may go to."""

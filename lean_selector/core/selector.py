@@ -32,6 +32,8 @@ from lean_selector.core.scheduler import (
     check_pin,
     over_threshold,
     place,
+    place_by_order,
+    suits_order,
 )
 from lean_selector.core.selection import (
     Booking,
@@ -43,7 +45,7 @@ from lean_selector.core.selection import (
     SelectionRequest,
 )
 from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT, RouterSettings, Terms, terms
-from lean_selector.core.slots import Reservation
+from lean_selector.core.slots import RankLoad, Reservation
 
 U64_MAX = 2**64 - 1
 # Copies that peers admitted outlive the limit by this much: their owner expires them first (D12).
@@ -93,7 +95,7 @@ class Selector:
         self._booked: dict[str, Partition] = {}
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
-        return Partition(*key, block_size, is_eagle, self._new_index(block_size))
+        return Partition(*key, block_size, is_eagle, self._new_index(block_size), self.terms.scale)
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -156,9 +158,13 @@ class Selector:
         Answers at once, or parks the request and answers through `on_answer` later. Raises
         SelectorError; then nothing has changed.
         """
+        threshold = self.settings.queue_threshold
+        if threshold is None and suits_order(partition, request, self.terms):
+            matches = partition.index.match(request.prompt.local_hashes)
+            chosen = place_by_order(partition, request, matches, self._rng)
+            return self._taken(partition, request, chosen, now)
         check_pin(request)
         ranks = candidates(partition, request)
-        threshold = self.settings.queue_threshold
         if threshold is not None and (
             len(partition.parked)
             or (ranks and all(over_threshold(rank, threshold, now) for rank in ranks))
@@ -177,7 +183,18 @@ class Selector:
         matches: Matches,
         now: float,
     ) -> Placement:
-        load, placement = place(partition, request, ranks, matches, now, self._rng)
+        chosen = place(partition, request, ranks, matches, now, self._rng)
+        return self._taken(partition, request, chosen, now)
+
+    def _taken(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        chosen: tuple[RankLoad, Placement],
+        now: float,
+    ) -> Placement:
+        """Books what was chosen, if the request asks for it."""
+        load, placement = chosen
         if request.books:
             try:
                 self._book(
@@ -377,7 +394,7 @@ class Selector:
 
     def free(self, reservation_id: str, now: float) -> None:
         for partition in self._holders(reservation_id):
-            reservation = partition.slots.free(reservation_id)
+            reservation = partition.slots.free(reservation_id, now)
             assert reservation is not None
             self._booked.pop(reservation_id, None)
             if self.events is not None:

@@ -18,8 +18,8 @@ from lean_selector.core.prompt_trie import HASH_BYTES, PromptTrie, RankKey, Run
 
 
 class RankLoad:
-    """Load of one rank. Read it anywhere; only Slots changes it (but `order_key`, which is the
-    reader's).
+    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket` and `bucket_index`,
+    which are LoadOrder's).
 
     Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
     """
@@ -28,11 +28,12 @@ class RankLoad:
         "active_decode_blocks",
         "active_prefill_tokens",
         "block_weights",
+        "bucket",
+        "bucket_index",
         "decay",
         "distinct_blocks",
         "dp_rank",
         "key",
-        "order_key",
         "reservations",
         "worker_id",
     )
@@ -47,7 +48,8 @@ class RankLoad:
         self.block_weights = BlockWeights()
         self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
         self.reservations: dict[str, Reservation] = {}  # in order of booking
-        self.order_key = 0.0
+        self.bucket: tuple[int, int] | None = None
+        self.bucket_index = 0
 
     @property
     def active_requests(self) -> int:

@@ -73,6 +73,9 @@ def f32_shortest(value: float) -> float:
     return value
 
 
+_NOT_COMMAS = b"0123456789- \t\r\n[]"
+
+
 class HashListHead:
     """A list of signed hashes known by its length and its first item; the rest comes on demand.
 
@@ -84,16 +87,21 @@ class HashListHead:
     __slots__ = ("_field", "_raw", "count", "first")
 
     def __init__(self, field: str, raw: msgspec.Raw) -> None:
-        text = bytes(raw)
-        inner = text[1:-1]
-        if text[:1] != b"[" or inner.translate(None, b"0123456789,- \t\r\n"):
+        text = bytes(raw)  # well-formed JSON, so only the kinds of values are in question
+        commas = text.translate(None, _NOT_COMMAS)
+        if (
+            text[:1] != b"["
+            or commas.translate(None, b",")
+            or text.rfind(b"[") > 0
+            or text.find(b"]") < len(text) - 1
+        ):
             hashes_from_json(field, raw)  # raises, naming the item at fault
         self._field = field
         self._raw = raw
-        head, comma, _ = inner.partition(b",")
-        self.count = inner.count(b",") + 1 if comma or head.strip() else 0
+        head = (text[1 : text.index(b",")] if commas else text[1:-1]).strip()
+        self.count = len(commas) + 1 if head else 0
         self.first = b""
-        if self.count:
+        if head:
             first = int(head)
             if not -(2**63) <= first < 2**63:
                 hashes_from_json(field, raw)
