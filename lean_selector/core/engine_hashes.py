@@ -10,7 +10,6 @@ name the newer one, and the older one again after that is removed. Hashes are ta
 their low 32 bits, as digests and counters do; if they do not, all stays right but is slow.
 """
 
-import sys
 from array import array
 from struct import Struct
 
@@ -23,6 +22,7 @@ NOWHERE = -1
 # is what the caches like (0.37 us per block against 0.45 with 64; measured).
 _ENTRIES_PER_BUCKET = 128
 _SPLIT = 4
+_PLACE = Struct("=I")
 _CUT = [Struct("8s" * count) for count in range(65)]  # n entries in one call: a third of the time
 
 
@@ -52,37 +52,53 @@ class EngineHashes:
         self._aliases: dict[bytes, int] = {}
         self._alias_at: dict[int, bytes] = {}
 
-    def find(self, name: bytes, take: bool = False) -> int:
-        """The place that `name` (8 bytes) stands for, or NOWHERE; with `take`, forget its names."""
-        if self._aliases and (take or name in self._aliases):
-            return self._take_slowly(name) if take else self._aliases[name]
-        bucket = self._directory[name[0]][self._select[name[1]]]
-        tag = name[:4]
+    def find(self, name: bytes) -> int:
+        """The place that `name` (8 bytes) stands for, or NOWHERE."""
+        if self._aliases and name in self._aliases:
+            return self._aliases[name]
+        tag, bucket = name[:4], self._directory[name[0]][self._select[name[1]]]
         at = bucket.rfind(tag)
         while at >= 0:
             if not at & 7:
-                place = int.from_bytes(bucket[at + 4 : at + 8], sys.byteorder)
+                place: int = _PLACE.unpack_from(bucket, at + 4)[0]
                 start = (place & POSITION_MASK) << 3
-                if self.rows[place >> POSITION_BITS][start : start + 8] == name:
-                    if take:
-                        del bucket[at : at + 8]  # keeps the order: newest last
-                        self._count -= 1
+                if self.rows[place >> POSITION_BITS].startswith(name, start):
                     return place
             at = bucket.rfind(tag, 0, at + 3)
         return NOWHERE
 
-    def _take_slowly(self, name: bytes) -> int:
-        place = self.find(name)
-        if place != NOWHERE:
-            self.discard(place)
-        return place
+    def take(self, names: list[bytes]) -> list[int]:
+        """Forget the blocks that these names stand for; returns the places of those known."""
+        places = []
+        if self._aliases:
+            for name in names:
+                if (place := self.find(name)) != NOWHERE:
+                    self.discard(place)
+                    places.append(place)
+            return places
+        directory, select, rows, place_at = self._directory, self._select, self.rows, _PLACE
+        for name in names:
+            tag, bucket = name[:4], directory[name[0]][select[name[1]]]
+            at = bucket.rfind(tag)
+            while at >= 0:
+                # The loop of find again: a call per block costs a fifth of the removal.
+                if not at & 7:
+                    place = place_at.unpack_from(bucket, at + 4)[0]
+                    start = (place & POSITION_MASK) << 3
+                    if rows[place >> POSITION_BITS].startswith(name, start):
+                        del bucket[at : at + 8]  # keeps the order: newest last
+                        places.append(place)
+                        break
+                at = bucket.rfind(tag, 0, at + 3)
+        self._count -= len(places)
+        return places
 
     def discard(self, place: int) -> None:
         """Forget the names of the block at `place`; it must have one."""
         start = (place & POSITION_MASK) << 3
         tag = self.rows[place >> POSITION_BITS][start : start + 4]
         bucket = self._directory[tag[0]][self._select[tag[1]]]
-        entry = tag + place.to_bytes(4, sys.byteorder)
+        entry = tag + _PLACE.pack(place)
         at = bucket.rfind(entry)
         while at & 7:
             at = bucket.rfind(entry, 0, at + 7)
@@ -111,7 +127,7 @@ class EngineHashes:
                 self._forget_alias(names[at : at + 8])
         count = len(names) >> 3
         if count == 1:
-            entry = names[:4] + place.to_bytes(4, sys.byteorder)
+            entry = names[:4] + _PLACE.pack(place)
             self._directory[entry[0]][self._select[entry[1]]] += entry
         else:
             entries = array("I", names)

@@ -290,8 +290,7 @@ class KvIndex:
             return 0
         names = [block_hash.to_bytes(8, "little") for block_hash in block_hashes]
         if tier == Tier.DEVICE:
-            find = rank.names.find
-            places = [place for name in names if (place := find(name, True)) != NOWHERE]
+            places = rank.names.take(names)
             self._drop_places(rank, places)
             removed = len(places)
         else:
