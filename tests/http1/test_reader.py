@@ -73,9 +73,14 @@ def test_absent_parts_are_none() -> None:
     assert request.body == b""
 
 
-def test_repeated_accept_headers_are_one_list() -> None:
-    (request,), _ = read(head(b"accept: a/b", b"Accept: c/d"))
+def test_repeated_headers_are_one_list() -> None:
+    (request,), _ = read(
+        head(
+            b"accept: a/b", b"Accept: c/d", b"connection: upgrade", b"connection: x", b"upgrade: y"
+        )
+    )
     assert request.accept == b"a/b, c/d"
+    assert not request.keep_alive
 
 
 @pytest.mark.parametrize(
@@ -183,10 +188,13 @@ def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes)
         pytest.param(400, head(b"x: a", b" content-length: 5"), id="folded line"),
         pytest.param(400, head(b"x: a", b"\tb"), id="line folded with a tab"),
         pytest.param(400, head(b"transfer-encoding:", b" chunked"), id="folded coding"),
-        pytest.param(501, head(b"transfer-encoding: gzip"), id="another coding"),
+        pytest.param(400, head(b"transfer-encoding: gzip"), id="another coding"),
         pytest.param(501, head(b"transfer-encoding: gzip, chunked"), id="two codings"),
-        pytest.param(501, head(b"transfer-encoding: identity"), id="identity"),
-        pytest.param(501, head(b"transfer-encoding: xchunked"), id="a coding that only ends so"),
+        pytest.param(
+            501, head(b"Transfer-Encoding: gzip", b"transfer-encoding: chunked"), id="in two lines"
+        ),
+        pytest.param(400, head(b"transfer-encoding: identity"), id="identity"),
+        pytest.param(400, head(b"transfer-encoding: xchunked"), id="a coding that only ends so"),
         pytest.param(400, head(b"transfer-encoding: chunked, gzip"), id="chunked is not last"),
         pytest.param(
             400,
