@@ -120,7 +120,11 @@ class Connections:
         self.is_draining = False
 
     def sweep(self, now: float) -> None:
-        """Apply the time-outs. `now` is monotonic seconds; call it about once a second."""
+        """Apply the time-outs. `now` is monotonic seconds.
+
+        Call it about once a second, and once before the first connection: ages count from the
+        sweep before them.
+        """
         self.now = now
         for connection in tuple(self.open):
             connection.expire(now)
