@@ -1,10 +1,11 @@
 """Bytes of one connection -> requests. No I/O, no clock, and it never raises.
 
 Owns the framing: where a request begins and ends, and every limit on its size. httptools (llhttp)
-judges the header section; it is shown each distinct section once, because clients repeat theirs
-word for word on every request of a connection (measured: a repeated one costs a dict look-up, a
-new one 2.5 us). Follows RFC 9112; limits and statuses as spec selection.md 1.1 and
-slot_tracker.md 1.2 record them.
+judges the header section; it is shown each distinct section once, for clients tend to repeat theirs
+on a connection. Measured beside a plain httptools reader that checks no limit (1.3 to 1.4 us): a
+request with a known section costs 1.1 us, one with a new section 4.0. So this gains only where nine
+of ten are known; a trace id or a body length that varies makes a section new. Follows RFC 9112;
+limits and statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
 
 Request smuggling needs two parties that disagree on where a request ends. Refused with 400 or
 501, and the connection then closes: content-length beside transfer-encoding, any second
@@ -81,7 +82,7 @@ HeaderBlocks = dict[bytes, HeaderBlock]
 
 
 class _Collector:
-    """What httptools calls; with a callable written in C a section costs a good deal less."""
+    """What httptools calls: it looks the callback up by name, as an attribute."""
 
     __slots__ = ("on_header",)
 
