@@ -151,6 +151,8 @@ class Catalog:
         self._sources = sources
         self._new_partition = new_partition
         self._on_dropped = on_dropped
+        # Hears of recovered partitions whose blocks are dropped for their block size (D3).
+        self.on_discarded: Callable[[Partition], None] = lambda partition: None
         self.workers: dict[int, Worker] = {}
         self.partitions: dict[PartitionKey, Partition] = {}
 
@@ -177,6 +179,18 @@ class Catalog:
         """Registers a worker, or replaces its record whole, also across partitions."""
         self._check_limits(spec)
         return self._install(spec)
+
+    def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
+        """Where blocks that a peer knew of go; None when the partition has another block size.
+
+        A partition made for them waits for its first complete worker.
+        """
+        partition = self.partitions.get(key)
+        if partition is None:
+            partition = self._new_partition(key, block_size, False)
+            partition.established = False
+            self.partitions[key] = partition
+        return partition if partition.block_size == block_size else None
 
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
         """Overwrites the fields in `changes`; raises NotFound for an unknown worker."""
@@ -240,11 +254,14 @@ class Catalog:
         assert spec.block_size is not None
         partition = self.partitions.get(spec.key)
         if partition is None or not partition.established:
-            recovered = None if partition is None else partition.index
+            recovered = partition
             partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
-            if recovered is not None and recovered.block_size == spec.block_size:
-                partition.index = recovered
             self.partitions[spec.key] = partition
+            if recovered is not None and recovered.block_size == spec.block_size:
+                partition.index = recovered.index
+                partition.watermarks = recovered.watermarks
+            elif recovered is not None:
+                self.on_discarded(recovered)
         worker_id = spec.worker_id
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:

@@ -7,7 +7,7 @@ in its index (`established` is False), and then it schedules nothing.
 
 from typing import TYPE_CHECKING
 
-from lean_selector.core.kv_index import KvIndex
+from lean_selector.core.kv_index import KvIndex, RankKey
 from lean_selector.core.load_order import LoadOrder
 from lean_selector.core.parking import ParkedQueue
 from lean_selector.core.slots import RankLoad, Reservation, Slots
@@ -58,6 +58,7 @@ class Partition:
         "parked",
         "slots",
         "tenant_id",
+        "watermarks",
         "workers",
     )
 
@@ -78,6 +79,8 @@ class Partition:
         self.is_eagle = is_eagle
         self.index = index
         self.established = established
+        # Came with a recovered index: the last batch in it, by source not subscribed to since.
+        self.watermarks: dict[RankKey, int] = {}
         self.closed = False  # gone from the catalog; only requests parked here still see it
         self.order = LoadOrder(block_size, prefill_load_scale)
         self.slots = Slots(self.order.changed)
@@ -108,6 +111,8 @@ class Partition:
 
     def remove_worker(self, worker_id: int) -> list[Reservation]:
         """Takes a worker out. Returns the reservations that were on its ranks."""
+        for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
+            del self.watermarks[rank]
         dropped: list[Reservation] = []
         for load in self.workers.pop(worker_id).loads:
             dropped += self._drop_rank(load)
