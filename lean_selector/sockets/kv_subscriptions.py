@@ -6,13 +6,22 @@ of listeners that ended, so that totals only grow. Knows nothing of what an even
 
 import asyncio
 
+import msgspec
 import zmq.asyncio
 
 from lean_selector.core.catalog import Source
+from lean_selector.core.kv_index import RankKey
 from lean_selector.core.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.partition import Partition
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener, SourceStatus
+
+
+class KvSource(SourceStatus, frozen=True, kw_only=True):
+    """An item of `GET /kv_sources`."""
+
+    model_name: str
+    tenant_id: str
 
 
 class KvSubscriptions:
@@ -21,14 +30,17 @@ class KvSubscriptions:
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self._context = context
         self._turns = IngestTurns()
-        self._listeners: dict[tuple[int, int], KvListener] = {}
-        self._ending: set[asyncio.Future[list[None | BaseException]]] = set()
+        self._listeners: dict[RankKey, KvListener] = {}
+        self._partitions: dict[RankKey, Partition] = {}  # of the same keys
+        self.ended: set[RankKey] | None = None  # gathered only while a recovery needs it
+        self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
 
-    def subscribe(
-        self, partition: Partition, worker_id: int, dp_rank: int, source: Source
-    ) -> None:
-        """Starts listening; an engine that is not there yet is connected to when it comes."""
+    def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
+        """Starts listening; an engine that is not there yet is connected to when it comes.
+
+        A rank that came with a recovered index goes on where that ends.
+        """
         listener = KvListener(
             self._context,
             KvIngest(partition.index, worker_id, dp_rank),
@@ -36,21 +48,62 @@ class KvSubscriptions:
             source.replay_endpoint,
             self._turns,
         )
-        assert (worker_id, dp_rank) not in self._listeners
-        self._listeners[worker_id, dp_rank] = listener
+        rank = worker_id, dp_rank
+        assert rank not in self._listeners
+        watermark = partition.watermarks.pop(rank, None)
+        if watermark is not None:
+            listener.cursor.resume_at(watermark)
+        self._listeners[rank] = listener
+        self._partitions[rank] = partition
         listener.start()
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
         """Ends a listener; what it indexed stays, and nothing of it arrives any more."""
-        listener = self._listeners.pop((worker_id, dp_rank))
+        rank = worker_id, dp_rank
+        listener = self._listeners.pop(rank)
+        del self._partitions[rank]
+        if self.ended is not None:
+            self.ended.add(rank)
         self._ended_counts.add(listener.ingest.counts)
         ending = listener.stop()
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def statuses(self) -> list[SourceStatus]:
-        """Every source, sorted by worker and rank."""
-        return [listener.status() for _, listener in sorted(self._listeners.items())]
+    def statuses(
+        self, model_name: str | None = None, tenant_id: str | None = None
+    ) -> list[KvSource]:
+        """Every source, or those of the partitions named, sorted by worker and rank."""
+        found = []
+        for rank, partition in sorted(self._partitions.items(), key=lambda item: item[0]):
+            if model_name not in (None, partition.model_name):
+                continue
+            if tenant_id not in (None, partition.tenant_id):
+                continue
+            status = msgspec.structs.asdict(self._listeners[rank].status())
+            status["model_name"], status["tenant_id"] = partition.model_name, partition.tenant_id
+            found.append(KvSource(**status))
+        return found
+
+    def watermarks(self, partition: Partition) -> dict[RankKey, int]:
+        """How far the index follows each source of a partition, where nothing before is missing."""
+        watermarks = dict(partition.watermarks)
+        for rank, of in self._partitions.items():
+            cursor = self._listeners[rank].cursor
+            if of is partition and cursor.is_settled and not cursor.lost:
+                watermark = cursor.watermark
+                if watermark is not None:
+                    watermarks[rank] = watermark
+        return watermarks
+
+    def is_listening(self, rank: RankKey) -> bool:
+        return rank in self._listeners
+
+    def is_ahead(self, rank: RankKey) -> bool:
+        """The rank's source has told something, or has ended since `ended` was set."""
+        if self.ended is not None and rank in self.ended:
+            return True
+        listener = self._listeners.get(rank)
+        return listener is not None and listener.cursor.last_live is not None
 
     def counts(self) -> EventCounts:
         """Events of all sources since the start, ended ones included."""
