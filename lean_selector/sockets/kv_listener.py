@@ -20,6 +20,7 @@ from lean_selector.core.kv_cursor import KvCursor, Verdict
 from lean_selector.core.kv_ingest import KvIngest
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_sockets import (
+    MAX_BATCH_BYTES,
     live_frames,
     open_live,
     open_replay,
@@ -204,12 +205,13 @@ class KvListener:
             self._replaying = asyncio.get_running_loop().create_task(task)
 
     def _apply(self, payload: bytes) -> None:
+        if len(payload) > MAX_BATCH_BYTES:
+            self._lose("oversize", f"it has {len(payload)} bytes")
+            return
         try:
             batch = decode_batch(payload)
         except NotABatch as error:
-            self.cursor.lose()
-            self.ingest.counts.skip("message", "not_a_batch")
-            self._report("batch", logging.WARNING, f"batch lost, it cannot be decoded: {error}")
+            self._lose("not_a_batch", f"it cannot be decoded: {error}")
             return
         if self.ingest.apply(batch):
             self.cursor.cleared()
@@ -217,6 +219,11 @@ class KvListener:
             event = batch.skipped[-1]
             text = f"{event.event_type} event skipped, {event.reason}: {event.detail}"
             self._report("event", logging.WARNING, text)
+
+    def _lose(self, reason: str, detail: str) -> None:
+        self.cursor.lose()
+        self.ingest.counts.skip("message", reason)
+        self._report("batch", logging.WARNING, f"batch lost, {detail}")
 
     # Replay
 

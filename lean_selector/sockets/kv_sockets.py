@@ -16,8 +16,11 @@ HEARTBEAT_TIMEOUT_MS = 15_000
 
 # What vLLM's publisher queues per subscriber: a burst that it can hold, we can hold.
 LIVE_RCVHWM = 100_000
-# The largest batch of a 1 M token prompt is some 6 MB; libzmq drops the peer of a larger message.
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+# The largest batch of a 1 M token prompt is some 6 MB. A larger payload is refused by us, because
+# libzmq answers its own limit by dropping the peer for good, and tells nobody; that limit is only
+# the wall before memory runs out.
+MAX_BATCH_BYTES = 32 * 1024 * 1024
+MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 
 _SEQ = struct.Struct(">Q")
 

@@ -1,0 +1,95 @@
+"""Sharing the loop: who runs when, seen from the order of calls."""
+
+import asyncio
+import time
+
+import pytest
+import uvloop
+
+from lean_selector.sockets.ingest_turns import IngestTurns
+
+
+def test_sources_take_turns_and_the_loop_runs_in_between() -> None:
+    calls: list[str] = []
+
+    async def story() -> None:
+        turns = IngestTurns(slice_s=0.0)  # every slice is over at once: one source per turn
+        loop = asyncio.get_running_loop()
+        left = {"a": 3, "b": 2}
+
+        def source(name: str, deadline: float) -> bool:
+            calls.append(name)
+            left[name] -= 1
+            return left[name] > 0
+
+        def other() -> None:
+            calls.append(".")
+            if any(left.values()):
+                loop.call_soon(other)
+
+        loop.call_soon(other)
+        await asyncio.gather(
+            turns.run(lambda deadline: source("a", deadline)),
+            turns.run(lambda deadline: source("b", deadline)),
+        )
+
+    uvloop.run(story())
+    assert [call for call in calls if call != "."] == ["a", "b", "a", "b", "a"]
+    assert "ab" not in "".join(calls)
+    assert "ba" not in "".join(calls)
+
+
+def test_sources_with_little_to_do_share_a_turn() -> None:
+    async def story() -> list[float]:
+        turns = IngestTurns(slice_s=3600.0)
+        deadlines: list[float] = []
+
+        def drain(deadline: float) -> bool:
+            deadlines.append(deadline)
+            return False
+
+        await asyncio.gather(*(turns.run(drain) for _ in range(5)))
+        return deadlines
+
+    deadlines = uvloop.run(story())
+    assert len(set(deadlines)) == 1
+    assert len(deadlines) == 5
+    assert deadlines[0] > time.perf_counter()
+
+
+def test_a_source_that_fails_hears_of_it_and_the_others_go_on() -> None:
+    async def story() -> None:
+        turns = IngestTurns()
+
+        def failing(deadline: float) -> bool:
+            raise RuntimeError("a bug")
+
+        other = asyncio.ensure_future(turns.run(lambda deadline: False))
+        with pytest.raises(RuntimeError, match="a bug"):
+            await turns.run(failing)
+        await other
+
+    uvloop.run(story())
+
+
+def test_a_cancelled_source_is_not_called_again() -> None:
+    async def story() -> int:
+        turns = IngestTurns(slice_s=0.0)
+        calls = 0
+        called = asyncio.Event()
+
+        def drain(deadline: float) -> bool:
+            nonlocal calls
+            calls += 1
+            called.set()
+            return True
+
+        task = asyncio.ensure_future(turns.run(drain))
+        await called.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        calls_then = calls
+        await turns.run(lambda deadline: False)
+        return calls - calls_then
+
+    assert uvloop.run(story()) == 0

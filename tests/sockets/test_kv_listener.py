@@ -1,0 +1,610 @@
+"""Real sockets, an engine that speaks as vLLM, SGLang and TRT-LLM do, and what can go wrong.
+
+After each story the index holds what the engine holds, or the source says that it is degraded.
+"""
+
+import asyncio
+import logging
+import os
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+
+from lean_selector.core.kv_index import KvIndex, StoreResult, Tier
+from lean_selector.core.kv_ingest import KvIngest
+from lean_selector.sockets import kv_listener, kv_sockets
+from lean_selector.sockets.ingest_turns import IngestTurns
+from lean_selector.sockets.kv_listener import KvListener
+
+DEADLINE_S = 20.0
+END = b"\xff" * 8
+
+Story = Callable[[], Coroutine[Any, Any, None]]
+
+
+async def until(holds: Callable[[], bool], what: Callable[[], object] = str) -> None:
+    """Wait for something that can be seen; what() is shown if it never comes."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, what()
+        await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+class Engine:
+    """A publisher with a replay buffer. `blocks` is what it holds; a batch is one event."""
+
+    def __init__(self, port: int, replay_port: int = 0, buffer: int = 1000) -> None:
+        self.context = zmq.asyncio.Context()
+        self.port = port
+        self.replay_port = replay_port
+        self.seq = 0
+        self.blocks: set[int] = set()
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
+        self.requests: list[int] = []
+        self.with_topic = True  # newer vLLM and TRT-LLM; False: SGLang and older vLLM
+        self.answers: int | None = None  # batches per replay before it falls silent
+        self.serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        # XPUB is PUB, and shows who subscribes.
+        self.pub = self.context.socket(zmq.XPUB)
+        self.pub.setsockopt(zmq.LINGER, 0)
+        self.pub.setsockopt(zmq.SNDHWM, 100_000)
+        await bound(self.pub, self.port)
+        if self.replay_port:
+            await self.serve_replays()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.kill()
+
+    async def kill(self) -> None:
+        if self.serving is not None:
+            self.serving.cancel()
+            await asyncio.gather(self.serving, return_exceptions=True)
+            self.serving = None
+        self.context.destroy(linger=0)
+
+    async def serve_replays(self) -> None:
+        router = self.context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        await bound(router, self.replay_port)
+        self.serving = asyncio.get_running_loop().create_task(self._serve(router))
+
+    async def _serve(self, router: zmq.asyncio.Socket) -> None:
+        shape = [b"", b""] if self.with_topic else [b""]
+        while True:
+            identity, empty, start = await router.recv_multipart()
+            assert empty == b""
+            first = struct.unpack(">Q", start)[0]
+            self.requests.append(first)
+            wanted = [(seq, payload) for seq, payload in self.buffer if seq >= first]
+            for seq, payload in wanted[: self.answers]:
+                await router.send_multipart([identity, *shape, struct.pack(">Q", seq), payload])
+            if self.answers is None:
+                await router.send_multipart([identity, *shape, END, b""])
+
+    async def subscribed(self) -> None:
+        message = await asyncio.wait_for(self.pub.recv(), DEADLINE_S)
+        assert message == b"\x01"
+
+    def _batch(self, event: object) -> list[bytes]:
+        payload = msgspec.msgpack.encode([1.5, [event], None])
+        self.buffer.append((self.seq, payload))
+        self.seq += 1
+        return [b"", struct.pack(">Q", self.seq - 1), payload]
+
+    async def publish(self, event: object, lost: bool = False) -> None:
+        frames = self._batch(event)
+        if not lost:
+            await self.pub.send_multipart(frames)
+
+    async def store(self, *blocks: int, lost: bool = False) -> None:
+        for block in blocks:
+            self.blocks.add(block)
+            event = ["BlockStored", [block], None, [block, block], 2, None, "GPU", None, None]
+            await self.publish(event, lost)
+
+    async def remove(self, block: int, lost: bool = False) -> None:
+        self.blocks.discard(block)
+        await self.publish(["BlockRemoved", [block], "GPU"], lost)
+
+    async def clear(self) -> None:
+        self.blocks.clear()
+        await self.publish(["AllBlocksCleared"])
+
+
+async def bound(socket: zmq.asyncio.Socket, port: int) -> None:
+    """Bind as soon as the port is free: closing the previous socket takes a moment."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port}")
+            return
+        except zmq.ZMQError:
+            assert asyncio.get_running_loop().time() < deadline, "the port stays taken"
+            await asyncio.sleep(0.005)
+
+
+class Service:
+    """A listener and its index."""
+
+    def __init__(self, port: int, replay_port: int = 0, **options: float) -> None:
+        self.context = zmq.asyncio.Context()
+        self.index = KvIndex(2)
+        replay = f"tcp://127.0.0.1:{replay_port}" if replay_port else None
+        options = {"replay_idle_s": 0.2, "retry_first_s": 0.02} | options
+        ingest, turns = KvIngest(self.index, 7, 0), IngestTurns()
+        endpoint = f"tcp://127.0.0.1:{port}"
+        self.listener = KvListener(self.context, ingest, endpoint, replay, turns, **options)
+
+    async def __aenter__(self) -> Self:
+        self.listener.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.listener.close()
+        self.context.destroy(linger=0)
+
+    @property
+    def state(self) -> str:
+        return self.listener.status().state
+
+    @property
+    def blocks(self) -> set[int]:
+        runs = (run for runs in self.index.dump() for run in runs)
+        return {block for run in runs for block in run.block_hashes}
+
+    async def follows(self, engine: Engine, state: str = "live") -> None:
+        """Until everything published is in, and the index is the engine's."""
+        await until(
+            lambda: (
+                self.state == state
+                and self.listener.cursor.watermark == engine.seq - 1
+                and self.blocks == engine.blocks
+            ),
+            lambda: (self.listener.status(), self.blocks, engine.blocks),
+        )
+
+
+def told(story: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """A story as a test, on the loop that the service runs on."""
+
+    def test() -> None:
+        async def run() -> None:
+            await asyncio.wait_for(story(), 3 * DEADLINE_S)
+
+        uvloop.run(run())
+
+    return test
+
+
+@told
+async def test_live_events_are_followed() -> None:
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        assert service.state == "connecting"
+        await engine.subscribed()
+        await engine.store(1, 2, 3)
+        await engine.remove(2)
+        await service.follows(engine)
+        status = service.listener.status()
+        assert (status.messages, status.last_seq, status.gaps, status.lag_batches) == (4, 3, 0, 0)
+        assert status.last_message_age_s is not None
+        assert status.last_error is None
+
+
+@told
+async def test_a_burst_of_batches_is_followed() -> None:
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        await engine.store(*range(3000))
+        await service.follows(engine)
+
+
+async def replay_of_a_gap(with_topic: bool) -> None:
+    port, replay_port = free_port(), free_port()
+    engine = Engine(port, replay_port)
+    engine.with_topic = with_topic
+    async with engine, Service(port, replay_port) as service:
+        await engine.subscribed()
+        await engine.store(1, 2)
+        await engine.store(3, lost=True)
+        await engine.remove(1, lost=True)
+        await engine.store(4)
+        await service.follows(engine)
+        assert engine.requests == [2]
+        status = service.listener.status()
+        assert (status.gaps, status.replayed_batches, status.lost_batches) == (1, 3, 0)
+        await engine.store(5)
+        await service.follows(engine)
+
+
+@told
+async def test_lost_messages_are_replayed() -> None:
+    await replay_of_a_gap(with_topic=True)
+
+
+@told
+async def test_lost_messages_are_replayed_by_engines_without_topic() -> None:
+    await replay_of_a_gap(with_topic=False)
+
+
+@told
+async def test_joining_a_running_engine_replays_from_its_start() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Engine(port, replay_port) as engine:
+        await engine.store(*range(500), lost=True)
+        async with Service(port, replay_port) as service:
+            await engine.subscribed()
+            await engine.store(1000)
+            await service.follows(engine)
+            assert engine.requests == [0]
+
+
+@told
+async def test_a_recovered_watermark_spares_the_replay() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Engine(port, replay_port) as engine:
+        await engine.store(1, 2, 3, lost=True)
+        service = Service(port, replay_port)
+        service.index.store(7, 0, Tier.DEVICE, None, [1], b"........")
+        service.listener.cursor.resume_at(2)
+        engine.blocks = {1}
+        async with service:
+            await engine.subscribed()
+            await engine.store(4)
+            await service.follows(engine)
+            assert engine.requests == []
+
+
+@told
+async def test_lost_messages_without_replay_degrade_the_source_until_a_clear() -> None:
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.remove(1, lost=True)
+        await engine.store(2)
+        await until(lambda: service.blocks == {1, 2})
+        status = service.listener.status()
+        assert (status.state, status.lost_batches) == ("degraded", 1)
+        assert status.last_error == "gap: 0 then 2, batches lost"
+        await engine.clear()
+        await engine.store(3)
+        await service.follows(engine)
+
+
+@told
+async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Engine(port) as engine, Service(port, replay_port, replay_idle_s=0.05) as service:
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.remove(1, lost=True)
+        await engine.store(2)
+        await until(lambda: service.state == "degraded")
+        await engine.store(3)
+        await until(lambda: service.blocks == {1, 2, 3})
+        assert service.listener.status().lag_batches == 1
+        engine.replay_port = replay_port
+        await engine.serve_replays()
+        await service.follows(engine)
+
+
+@told
+async def test_a_rolled_buffer_degrades_the_source() -> None:
+    port, replay_port = free_port(), free_port()
+    async with (
+        Engine(port, replay_port, buffer=3) as engine,
+        Service(port, replay_port) as service,
+    ):
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.store(2, 3, 4, 5, lost=True)
+        await engine.store(6)
+        await until(lambda: service.blocks == {1, 4, 5, 6})
+        await until(lambda: service.state == "degraded")
+        assert service.listener.status().lost_batches == 2
+        assert engine.requests == [1]
+        await engine.clear()
+        await engine.store(7)
+        await service.follows(engine)
+
+
+@told
+async def test_a_replay_that_stops_midway_is_taken_up_there() -> None:
+    port, replay_port = free_port(), free_port()
+    engine = Engine(port, replay_port)
+    engine.answers = 2
+    async with engine, Service(port, replay_port, replay_idle_s=0.05) as service:
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.store(2, 3, 4, 5, lost=True)
+        await engine.store(6)
+        await until(lambda: len(engine.requests) > 1)
+        engine.answers = None
+        await service.follows(engine)
+        assert engine.requests[:2] == [1, 3]
+
+
+@told
+async def test_a_restarted_engine_starts_with_an_empty_index() -> None:
+    port = free_port()
+    async with Service(port) as service:
+        async with Engine(port) as engine:
+            await engine.subscribed()
+            await engine.store(1, 2, 3)
+            await service.follows(engine)
+        async with Engine(port) as engine:
+            await engine.subscribed()
+            await engine.store(9)
+            await service.follows(engine)
+            assert service.listener.status().restarts == 1
+
+
+@told
+async def test_a_restarted_engine_first_heard_midway_is_replayed_from_its_start() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Service(port, replay_port) as service:
+        async with Engine(port, replay_port) as engine:
+            await engine.subscribed()
+            await engine.store(1, 2, 3, 4)
+            await service.follows(engine)
+        async with Engine(port, replay_port) as engine:
+            await engine.store(7, 8, lost=True)
+            await engine.subscribed()
+            await engine.store(9)
+            await service.follows(engine)
+            assert engine.requests == [0]
+
+
+@told
+async def test_an_engine_restarted_during_a_replay_is_followed() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Service(port, replay_port, replay_idle_s=60.0) as service:
+        async with Engine(port) as engine:
+            await engine.subscribed()
+            await engine.store(1)
+            await engine.store(2, lost=True)
+            await engine.store(3)
+            await until(lambda: service.state == "replaying" and service.blocks == {1, 3})
+        async with Engine(port) as engine:
+            await engine.subscribed()
+            await engine.store(9)
+            await service.follows(engine)
+
+
+@told
+async def test_messages_of_another_shape_are_ignored() -> None:
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        payload = msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], None])
+        await engine.store(1)
+        for frames in ([b"", payload], [b"", b"12345678", payload, b""], [b"", b"1234", payload]):
+            await engine.pub.send_multipart(frames)
+        await engine.store(2)
+        await service.follows(engine)
+        assert service.listener.status().skipped == {"message:bad_frames": 3}
+
+
+@told
+async def test_a_message_that_is_no_batch_degrades_the_source() -> None:
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        await engine.pub.send_multipart([b"", struct.pack(">Q", 0), b"\xc1"])
+        engine.seq = 1
+        await engine.store(1)
+        await service.follows(engine, "degraded")
+        assert service.listener.status().skipped == {"message:not_a_batch": 1}
+
+
+@told
+async def test_a_bad_event_is_counted_and_the_rest_applied() -> None:
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        await engine.publish({"type": "BlockMoved"})
+        await engine.store(1)
+        await service.follows(engine)
+        status = service.listener.status()
+        assert status.skipped == {"unknown:unknown_type": 1}
+        assert status.last_error is not None
+        assert "BlockMoved" in status.last_error
+
+
+@told
+async def test_strange_replies_to_a_replay_are_ignored() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Engine(port) as engine, Service(port, replay_port) as service:
+        router = engine.context.socket(zmq.ROUTER)
+        await bound(router, replay_port)
+        await engine.subscribed()
+        await engine.store(1, lost=True)
+        await engine.store(2)
+        identity, _, _ = await router.recv_multipart()
+        await router.send_multipart([identity, b"", b"1234", b"x"])
+        await router.send_multipart([identity, b"x"])
+        for seq, payload in engine.buffer:
+            await router.send_multipart([identity, b"", struct.pack(">Q", seq), payload])
+        await router.send_multipart([identity, b"", END, b""])
+        await service.follows(engine)
+        assert service.listener.status().skipped == {"message:bad_replay_frames": 2}
+
+
+@told
+async def test_closing_unsubscribes_at_once() -> None:
+    port, replay_port = free_port(), free_port()
+    tasks = asyncio.all_tasks()
+    async with Engine(port) as engine, Service(port, replay_port) as service:
+        await engine.subscribed()
+        await engine.store(1, lost=True)
+        await engine.store(2)  # and a replay is under way
+        await until(lambda: service.state == "replaying")
+        ending = service.listener.stop()
+        assert await asyncio.wait_for(engine.pub.recv(), DEADLINE_S) == b"\x00"
+        await ending
+        assert service.blocks == {2}
+        assert asyncio.all_tasks() == tasks
+
+
+class FailingIndex(KvIndex):
+    """An index with a bug that shows once."""
+
+    failures = 1
+
+    def store(self, *event: Any) -> StoreResult:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("a bug")
+        return super().store(*event)
+
+
+@told
+async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
+    port = free_port()
+    service = Service(port)
+    service.index = FailingIndex(2)
+    service.listener.ingest._index = service.index
+    async with Engine(port) as engine, service:
+        await engine.subscribed()
+        await engine.store(1, 2)
+        await until(lambda: service.blocks == {2})
+        assert service.listener.status().last_error == "ingest failed: RuntimeError('a bug')"
+
+
+@told
+async def test_an_endpoint_that_libzmq_refuses_is_reported() -> None:
+    service = Service(0)
+    service.listener.endpoint = "tcp://127.0.0.1:+80"
+    async with service:
+        error = service.listener.status().last_error
+        assert error is not None
+        assert error.startswith("cannot connect: ")
+
+
+@told
+async def test_a_replay_endpoint_that_libzmq_refuses_degrades_the_source() -> None:
+    port = free_port()
+    service = Service(port, 1)
+    service.listener.replay_endpoint = "tcp://127.0.0.1:+80"
+    async with Engine(port) as engine, service:
+        await engine.subscribed()
+        await engine.store(1, lost=True)
+        await engine.store(2)
+        await until(lambda: service.state == "degraded")
+        await until(lambda: service.blocks == {2})
+
+
+def test_an_oversize_batch_is_refused_and_the_next_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_listener, "MAX_BATCH_BYTES", 1000)
+
+    @told
+    async def story() -> None:
+        port = free_port()
+        async with Engine(port) as engine, Service(port) as service:
+            await engine.subscribed()
+            await engine.store(1)
+            await engine.publish(["BlockRemoved", [1] * 2000])
+            await engine.store(2)
+            await until(lambda: service.blocks == {1, 2})
+            status = service.listener.status()
+            assert (status.state, status.skipped) == ("degraded", {"message:oversize": 1})
+
+    story()
+
+
+def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    @told
+    async def story() -> None:
+        port = free_port()
+        async with Engine(port) as engine, Service(port) as service:
+            await engine.subscribed()
+            for block in range(10):
+                await engine.store(block)
+                await engine.store(100 + block, lost=True)
+            await engine.store(10)
+            await until(lambda: service.listener.status().gaps == 10)
+
+    with caplog.at_level(logging.INFO, logger="lean_selector.kv_events"):
+        story()
+    (record,) = caplog.records
+    assert record.getMessage() == "worker 7 dp_rank 0: gap: 0 then 2, batches lost"
+    assert (record.__dict__["worker_id"], record.__dict__["dp_rank"]) == (7, 0)
+
+
+def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_listener, "REPLAY_LIMIT_S", 0.0)
+
+    @told
+    async def story() -> None:
+        port, replay_port = free_port(), free_port()
+        async with Engine(port, replay_port) as engine, Service(port, replay_port) as service:
+            await engine.subscribed()
+            await engine.store(1, lost=True)
+            await engine.store(2)
+            await until(lambda: service.state == "degraded")
+            await until(lambda: service.blocks == {2})
+
+    story()
+
+
+def test_a_listener_costs_one_descriptor() -> None:
+    descriptors = Path("/proc/self/fd")
+
+    @told
+    async def story() -> None:
+        async with Service(free_port()) as service:
+            before = len(os.listdir(descriptors))
+            turns = IngestTurns()
+            listeners = [
+                KvListener(
+                    service.context,
+                    KvIngest(service.index, 1, rank),
+                    f"inproc://engine-{rank}",  # no connection of its own
+                    "inproc://replay",
+                    turns,
+                )
+                for rank in range(20)
+            ]
+            for listener in listeners:
+                listener.start()
+            assert len(os.listdir(descriptors)) - before <= 20
+            for listener in listeners:
+                await listener.close()
+
+    story()
+
+
+@pytest.mark.parametrize(("endpoint", "ipv6"), [("tcp://[::1]:5", 1), ("tcp://127.0.0.1:5", 0)])
+def test_brackets_switch_ipv6_on(endpoint: str, ipv6: int) -> None:
+    with zmq.asyncio.Context() as context:
+        for opened in (kv_sockets.open_live, kv_sockets.open_replay):
+            with opened(context, endpoint) as socket:
+                assert socket.getsockopt(zmq.IPV6) == ipv6
+
+
+def test_only_the_replay_socket_queues_without_bound() -> None:
+    with zmq.asyncio.Context() as context:
+        with kv_sockets.open_live(context, "tcp://127.0.0.1:5") as socket:
+            assert socket.getsockopt(zmq.RCVHWM) == 100_000
+        with kv_sockets.open_replay(context, "tcp://127.0.0.1:5") as socket:
+            assert socket.getsockopt(zmq.RCVHWM) == 0
