@@ -160,14 +160,9 @@ class EngineHashes:
             del self._alias_at[place]
 
     def _insert(self, entries: bytes) -> None:
-        directory, select = self._directory, self._select
-        for start in range(0, len(entries), _CUT[-1].size):
-            chunk = entries[start : start + _CUT[-1].size]
-            cut = _CUT[len(chunk) >> 3].unpack(chunk)
-            for line, column, entry in zip(
-                chunk[::8], chunk[1::8].translate(select), cut, strict=True
-            ):
-                directory[line][column] += entry
+        directory, columns = self._directory, entries[1::8].translate(self._select)
+        for line, column, entry in zip(entries[::8], columns, cut(entries), strict=True):
+            directory[line][column] += entry
 
     def _grow(self) -> None:
         """Widen the directory. A line's new places are the old buckets again until it is split."""
@@ -191,3 +186,12 @@ class EngineHashes:
         line[:] = [bytearray() for _ in line]
         for bucket in old:
             self._insert(bytes(bucket))
+
+
+def cut(names: bytes) -> list[bytes]:
+    """Hashes, 8 bytes each, one by one."""
+    size, pieces = _CUT[-1].size, list[bytes]()
+    for start in range(0, len(names), size):
+        chunk = names[start : start + size]
+        pieces += _CUT[len(chunk) >> 3].unpack(chunk)
+    return pieces

@@ -25,6 +25,7 @@ from lean_selector.core.engine_hashes import (
     POSITION_BITS,
     POSITION_MASK,
     EngineHashes,
+    cut,
 )
 from lean_selector.core.lower_tiers import ROOT, LowerTier
 from lean_selector.core.runs import MAX_STRANDS, STRAND_BLOCKS, Run, RunTrie, common_prefix
@@ -288,10 +289,11 @@ class KvIndex:
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is None:
             return 0
-        names = [block_hash.to_bytes(8, "little") for block_hash in block_hashes]
+        names = cut(pack(f"<{len(block_hashes)}Q", *block_hashes))
         if tier == Tier.DEVICE:
             places = rank.names.take(names)
-            self._drop_places(rank, places)
+            if places:
+                self._drop_places(rank, places)
             removed = len(places)
         else:
             removed = sum(map(rank.lower[tier - 1].remove, names)) if rank.lower else 0
@@ -454,21 +456,27 @@ class KvIndex:
 
     def _drop_places(self, rank: _Rank, places: list[int]) -> None:
         """Let the rank hold no more the blocks at `places`, whose names are forgotten already."""
-        if len(places) == 1:
-            run, position = self._trie.resolve(places[0])
-            self._drop_blocks(rank, run, 1 << position)
-            return
         gone: dict[int, int] = {}  # strand -> positions: a run is visited once, not per block
+        low, high = min(places), max(places)
+        if high - low == len(places) - 1 and low >> POSITION_BITS == high >> POSITION_BITS:
+            # One stretch, as engines evict: a mask per block would be most of the work.
+            gone[low >> POSITION_BITS] = (1 << len(places)) - 1 << (low & POSITION_MASK)
+            places = []
         for place in places:
             strand = place >> POSITION_BITS
             gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
         for strand, positions in gone.items():
+            first = self._trie.strands[strand]
+            if first.after is None:
+                self._drop_blocks(rank, first, positions >> first.start)
+                continue
             for run in self._trie.pieces(strand):
                 here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
                 if here:
                     self._drop_blocks(rank, run, here)
 
     def _drop_blocks(self, rank: _Rank, run: Run, gone: int) -> None:
+        """The same for blocks of one run, `gone` being their positions in it."""
         held = run.held_by(rank.bit) ^ gone
         rank.device_blocks -= gone.bit_count()
         run.set_held(rank.bit, held)
