@@ -1,0 +1,227 @@
+"""Start-up recovery: the KV index of a peer, fetched from its /dump and applied to our own.
+
+Asks the peers in order; the first usable dump is read whole, then applied, both in slices between
+which the loop serves. Recovered blocks wait in a partition without workers until the first complete
+worker decides the block size (decision D3). What an engine told us itself is newer than any dump: a
+rank whose source has brought something, or has ended, since the start is left alone.
+Spec: indexer.md 4.2 and 7.15-7.17.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from lean_selector.core.catalog import Catalog
+from lean_selector.core.kv_index import KvIndex, RankKey, StoreResult
+from lean_selector.core.partition import Partition
+from lean_selector.sockets.dump_fetch import Dump, DumpFetch, PeerFailed
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.wire.dump import (
+    BadEvent,
+    ClearedRank,
+    DumpedPartition,
+    DumpEvent,
+    RemovedBlocks,
+    StoredBlocks,
+    decode_event,
+)
+
+logger = logging.getLogger("lean_selector.recovery")
+
+SLICE_S = 0.001  # as KV events: a request meets at most this pause
+_LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
+
+RankEvents = dict[RankKey, list[DumpEvent]]
+
+
+class Recovery:
+    """One start-up recovery. Only from the thread of the loop.
+
+    `blocks`, `skipped_events` and `skipped_ranks` count what came of the dump that was used.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        subscriptions: KvSubscriptions,
+        peers: Sequence[str],
+        timeout_s: float,
+    ) -> None:
+        """`timeout_s` bounds the fetching from all peers together."""
+        self.blocks = 0
+        self.skipped_events = 0
+        self.skipped_ranks = 0
+        self._catalog = catalog
+        self._subscriptions = subscriptions
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._slice_ends = 0.0  # perf_counter
+        catalog.on_discarded = _log_discarded
+
+    async def run(self) -> bool:
+        """Recover from the first peer that can be used; False if there is none."""
+        began = time.monotonic()
+        self._subscriptions.ended = set()
+        try:
+            for at, peer in enumerate(self._peers):
+                left_s = self._timeout_s - (time.monotonic() - began)
+                try:
+                    dump = await _fetched(peer, left_s, len(self._peers) - at)
+                    partitions = await self._read(peer, *dump)
+                except PeerFailed as error:
+                    logger.warning("no recovery from %s: %s", peer, error)
+                    continue
+                for partition, ranks in partitions:
+                    await self._apply(partition, ranks)
+                logger.info(
+                    "recovered %d blocks in %d partitions from %s in %.2f s; "
+                    "%d events skipped, %d ranks left to their sources",
+                    *(self.blocks, len(partitions), peer, time.monotonic() - began),
+                    *(self.skipped_events, self.skipped_ranks),
+                )
+                return True
+            logger.warning("no reachable indexer peer; starting with an empty index")
+            return False
+        except Exception:
+            logger.exception("recovery failed; going on with what there is")
+            return False
+        finally:
+            self._subscriptions.ended = None
+
+    async def _pause(self) -> None:
+        """Give way if this slice is over. State may have changed whenever it did."""
+        if time.perf_counter() >= self._slice_ends:
+            await asyncio.sleep(0)
+            self._slice_ends = time.perf_counter() + SLICE_S
+
+    # Reading
+
+    async def _read(
+        self, peer: str, dumped: list[DumpedPartition], problems: list[str]
+    ) -> list[tuple[DumpedPartition, RankEvents]]:
+        """Every event of the dump, by partition and rank. PeerFailed if none of it is usable."""
+        self.skipped_events = 0
+        partitions: list[tuple[DumpedPartition, RankEvents]] = []
+        events = 0
+        for partition in dumped:
+            ranks: RankEvents = {}
+            for raw in partition.events:
+                try:
+                    event = decode_event(raw)
+                except BadEvent as error:
+                    self.skipped_events += 1
+                    problems.append(f"event skipped: {error}")
+                    del problems[_LOGGED_PROBLEMS:]
+                else:
+                    ranks.setdefault((event.worker_id, event.dp_rank), []).append(event)
+                    events += 1
+                await self._pause()
+            partition.events.clear()
+            if ranks or partition.watermarks:
+                partitions.append((partition, ranks))
+        for problem in problems[:_LOGGED_PROBLEMS]:
+            logger.warning("%s: %s", peer, problem)
+        if problems and not partitions:
+            raise PeerFailed("nothing in its dump can be used")
+        return partitions
+
+    # Applying
+
+    async def _apply(self, dumped: DumpedPartition, ranks: RankEvents) -> None:
+        left_alone: set[RankKey] = set()
+        for rank, events in sorted(ranks.items()):
+            if not await self._apply_rank(dumped, rank, events):
+                left_alone.add(rank)
+        partition = self._partition(dumped)
+        if partition is None:
+            _log_discarded(dumped)
+            return
+        self.skipped_ranks += len(left_alone)
+        # Not before every block is in: a source that starts at its watermark misses none. One that
+        # listens already may have batches from before the dump in its queue, so it starts afresh.
+        for rank in dumped.watermarks.keys() - left_alone:
+            if not (self._subscriptions.is_listening(rank) or self._subscriptions.is_ahead(rank)):
+                partition.watermarks[rank] = dumped.watermarks[rank]
+
+    async def _apply_rank(
+        self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
+    ) -> bool:
+        """False if the rank was left alone, from some point on."""
+        waiting: dict[int, list[StoredBlocks]] = {}  # by the parent that is not there yet
+        ready = events[::-1]
+        while ready:
+            await self._pause()
+            if self._subscriptions.is_ahead(rank):
+                return False
+            partition = self._partition(dumped)
+            if partition is None:
+                return False
+            event = ready.pop()
+            if not isinstance(event, StoredBlocks):
+                _forget(partition.index, event)
+                continue
+            result = self._store(partition.index, event)
+            if result is StoreResult.STORED:
+                self.blocks += len(event.block_hashes)
+                if waiting:
+                    for block_hash in event.block_hashes:
+                        ready += waiting.pop(block_hash, ())
+            elif result is StoreResult.UNKNOWN_PARENT and event.parent_hash is not None:
+                waiting.setdefault(event.parent_hash, []).append(event)
+            else:
+                self.skipped_events += 1
+        self.skipped_events += sum(map(len, waiting.values()))
+        return True
+
+    def _store(self, index: KvIndex, event: StoredBlocks) -> StoreResult:
+        return index.store(
+            event.worker_id,
+            event.dp_rank,
+            event.tier,
+            event.parent_hash,
+            event.block_hashes,
+            event.local_hashes,
+        )
+
+    def _partition(self, dumped: DumpedPartition) -> Partition | None:
+        """Where the blocks go, as things stand now."""
+        key = dumped.model_name, dumped.tenant_id
+        return self._catalog.recovered_partition(key, dumped.block_size)
+
+
+def _log_discarded(of: Partition | DumpedPartition) -> None:
+    """Say that recovered blocks are dropped because of their size (D3)."""
+    text = "recovered blocks of model=%s tenant=%s dropped: their size is %d, the workers' is not"
+    logger.warning(text, of.model_name, of.tenant_id, of.block_size)
+
+
+def _forget(index: KvIndex, event: RemovedBlocks | ClearedRank) -> None:
+    if isinstance(event, ClearedRank):
+        index.clear(event.worker_id, event.dp_rank)
+    else:
+        index.remove(event.worker_id, event.dp_rank, event.tier, event.block_hashes)
+
+
+async def _fetched(peer: str, left_s: float, peers_left: int) -> Dump:
+    """The peer's dump, within `left_s`; raises PeerFailed.
+
+    A peer that sends nothing for its share of the time is given up, so that one that hangs leaves
+    some to the others; one that sends may use all.
+    """
+    if left_s <= 0:
+        raise PeerFailed("no time left")
+    ends = time.monotonic() + left_s
+    share_s = left_s / peers_left
+    fetch = DumpFetch(peer, left_s)
+    try:
+        while True:
+            progress = fetch.progress
+            wait_s = min(share_s, ends - time.monotonic())
+            done, _ = await asyncio.wait({fetch.done}, timeout=max(wait_s, 0.0))
+            if done:
+                return fetch.done.result()
+            if time.monotonic() >= ends or fetch.progress == progress:
+                raise PeerFailed(f"no answer in {time.monotonic() - ends + left_s:.1f} s")
+    finally:
+        fetch.done.cancel()
