@@ -56,7 +56,7 @@ def _start_of_head(status: int, content_type: bytes) -> bytes:
 
 
 def encode_response(
-    status: int, body: bytes, content_type: bytes = JSON, extra: bytes = b""
+    status: int, body: bytes | bytearray, content_type: bytes = JSON, extra: bytes = b""
 ) -> bytes:
     """One complete HTTP/1.1 response.
 
