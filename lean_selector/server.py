@@ -32,9 +32,11 @@ from lean_selector.core.selector import Selector
 from lean_selector.http1.protocol import App, Connections, HttpProtocol
 from lean_selector.http1.reader import Limits
 from lean_selector.http1.response import date_header
+from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SHUTDOWN, SelectionService
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.recovery import Recovery
 from lean_selector.sockets.replica import ReplicaSync, ReplicaSyncError
 
 log = logging.getLogger("lean_selector.server")
@@ -77,7 +79,15 @@ async def _selector(config: SelectorConfig) -> None:
             replica = replica_plane(selector, context, config)
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
-    service = SelectionService(selector, peers=replica, call_later=loop.call_later)
+    dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
+    service = SelectionService(
+        selector,
+        dump=dumps.answer,
+        sources=subscriptions,
+        peers=replica,
+        call_later=loop.call_later,
+    )
+    recovering = start_recovery(config, selector, subscriptions, service)
     server = HttpServer(Gate(service.routes()), Limits(), config.listen)
     await server.start()
     if replica is not None:
@@ -89,6 +99,7 @@ async def _selector(config: SelectorConfig) -> None:
 
     def refuse_new() -> None:
         service.draining = True
+        recovering.cancel()
         selector.refuse_parked(Unavailable(SHUTDOWN))
 
     async def close() -> None:
@@ -98,6 +109,25 @@ async def _selector(config: SelectorConfig) -> None:
 
     await server.serve(tick, refuse_new, close)
     context.destroy(linger=0)
+
+
+def start_recovery(
+    config: SelectorConfig,
+    selector: Selector,
+    subscriptions: KvSubscriptions,
+    service: SelectionService,
+) -> "asyncio.Task[None]":
+    """Recovers the KV index from a peer, if there are any, beside everything else."""
+    peers = config.indexer_peers if config.router.use_kv_events else []
+    recovery = Recovery(selector.catalog, subscriptions, peers, config.recovery_timeout_s)
+    service.recovering = bool(peers)
+
+    async def recover() -> None:
+        if peers:
+            await recovery.run()
+        service.recovering = False
+
+    return asyncio.create_task(recover())
 
 
 def replica_plane(

@@ -6,7 +6,7 @@ that all routes share in `gate`. API: the source document and spec selection.md.
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -78,6 +78,12 @@ class Peers(Protocol):
     def peers(self) -> list[str]: ...
 
 
+class KvSources(Protocol):
+    """Where the KV events come from."""
+
+    def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
+
+
 class SelectionService:
     """The handlers, and what they act on."""
 
@@ -85,8 +91,9 @@ class SelectionService:
         self,
         selector: Selector,
         *,
+        dump: Callable[[], bytes | PendingReply],
+        sources: KvSources,
         peers: Peers | None = None,
-        dump: Callable[[], object] | None = None,
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +101,8 @@ class SelectionService:
         self.selector = selector
         self.draining = False
         self.recovering = False
+        self._dump = dump
+        self._sources = sources
         self._peers = peers
         self._clock = clock
         self._call_later = call_later
@@ -137,6 +146,7 @@ class SelectionService:
             ("POST", "/potential_loads", with_body(ProjectionRequest, self.potential_loads)),
             ("POST", "/overlap_scores", with_body(ProjectionRequest, self.overlap_scores)),
             ("GET", "/dump", plain(self.dump)),
+            ("GET", "/kv_sources", with_query(self.kv_sources)),
             ("POST", "/replica_sync/register_peer", with_body(PeerRequest, self.register_peer)),
             (
                 "POST",
@@ -311,8 +321,14 @@ class SelectionService:
         credit = self._terms(body.router_config_override).credit
         return self.selector.overlap_scores(partition, prompt.local_hashes, credit)
 
-    def dump(self) -> object:
-        return {}
+    def dump(self) -> bytes | PendingReply:
+        if self.recovering:
+            # What a peer would recover of it is not all; peers that start together ask each other.
+            raise Unavailable("start-up recovery is under way")
+        return self._dump()
+
+    def kv_sources(self, query: Query) -> Sequence[object]:
+        return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
 
     # -- replica sync --------------------------------------------------------------------------
 
