@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from lean_selector.core.endpoints import check_endpoint
+from lean_selector.core.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.settings import RouterSettings
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
@@ -300,13 +301,13 @@ SELECTOR_OPTIONS = (
     Option(
         "--device-blocks-per-rank",
         integer(1, 2**40),
-        4_000_000,  # 64 M tokens of 16-token blocks: an order above any accelerator's memory
+        DEFAULT_DEVICE_BLOCKS,
         "most device blocks indexed for a rank that does not report total_kv_blocks",
     ),
     Option(
         "--lower-tier-blocks-per-rank",
         integer(1, 2**40),
-        16_000_000,  # host memory and disk hold more, and are shared by fewer ranks
+        DEFAULT_LOWER_TIER_BLOCKS,
         "most blocks indexed for a rank on each lower tier",
     ),
     *ROUTER_OPTIONS,
