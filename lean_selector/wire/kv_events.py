@@ -54,8 +54,8 @@ _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # Names are compared in upper case. vLLM says STORAGE for what it offloads to disk.
-_TIERS: dict[str, Tier] = {
-    **dict.fromkeys(("", "GPU", "DEVICE"), Tier.DEVICE),
+_TIERS: dict[str | None, Tier] = {
+    **dict.fromkeys((None, "", "GPU", "DEVICE"), Tier.DEVICE),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST_PINNED),
     **dict.fromkeys(("CPU_TIER2", "DISK", "NVME", "STORAGE"), Tier.DISK),
     **dict.fromkeys(("EXTERNAL", "NETWORK", "REMOTE", "SHARED"), Tier.EXTERNAL),
@@ -177,11 +177,10 @@ def _checked_rank(rank: object) -> int | None:
 
 def _record(event: ArrayEvent | MapEvent) -> Event | None:
     """The layout-free record of a typed event; ValueError where its fields contradict."""
-    kind = type(event)
-    if kind is MapStored:
-        return _stored(cast("MapStored", event))
-    if kind is ArrayStored:
-        return _stored(cast("ArrayStored", event))
+    if isinstance(event, ArrayStored):
+        return _stored(event, None, None)
+    if isinstance(event, MapStored):
+        return _stored(event, event.cache_salt, event.block_mm_infos)
     if isinstance(event, MapRemoved):
         locality, spec_kind = event.locality, event.kv_cache_spec_kind
     elif isinstance(event, ArrayRemoved):
@@ -195,17 +194,18 @@ def _record(event: ArrayEvent | MapEvent) -> Event | None:
     return BlockRemoved(hashes, tier, event.group_idx, spec_kind, _is_remote(locality))
 
 
-def _stored(event: ArrayStored | MapStored) -> BlockStored:
+def _stored(
+    event: ArrayStored | MapStored, salt: str | None, infos: MultimodalInfos | None
+) -> BlockStored:
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
-    salt = event.cache_salt if isinstance(event, MapStored) else None
     mm_hashes = None
     if event.extra_keys:
         salt = salt or _salt_of(event.extra_keys[0])
         mm_hashes = _mm_hashes_of_keys(event.extra_keys)
-    if isinstance(event, MapStored) and event.block_mm_infos is not None:
-        mm_hashes = _mm_hashes_of_infos(event.block_mm_infos)
+    if infos is not None:
+        mm_hashes = _mm_hashes_of_infos(infos)
     return BlockStored(
         _u64s(event.block_hashes),
         None if parent is None else _u64(parent),
@@ -218,7 +218,7 @@ def _stored(event: ArrayStored | MapStored) -> BlockStored:
         is_eagle,
         event.group_idx,
         event.kv_cache_spec_kind,
-        _is_remote(event.locality),
+        event.locality is not None and _is_remote(event.locality),
     )
 
 
@@ -251,7 +251,8 @@ def _flattened(pairs: list[Token]) -> list[int]:
 
 
 def _tier(medium: str | None) -> Tier | None:
-    return Tier.DEVICE if medium is None else _TIERS.get(medium.upper())
+    tier = _TIERS.get(medium)
+    return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
 
 
 def _is_remote(locality: object) -> bool:
