@@ -528,6 +528,8 @@ class KvIndex:
                 base = run.strand << POSITION_BITS | run.start
                 places = [base + at for at in _bits(run.held_by(rank.bit))]
                 places = places[max(0, len(places) - blocks) :]
+                if not places:
+                    continue
                 for place in places:
                     rank.names.discard(place)
                 self._drop_places(rank, places)

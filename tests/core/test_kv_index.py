@@ -472,6 +472,18 @@ def test_a_bound_frees_the_older_of_two_blocks_with_one_hash() -> None:
     assert device(index, [2]) == {A: 1}
 
 
+def test_a_bound_is_kept_where_the_oldest_run_was_split() -> None:
+    index = KvIndex(16)
+    store(index, A, [1, 2, 3, 4])
+    store(index, A, [5], 102)
+    index.set_bound(*A, 4, None)  # of the split run's two pieces only the second is touched
+    assert device(index, [1, 2, 3, 4]) == {A: 3}
+    index.remove(*A, Tier.DEVICE, [103])
+    index.set_bound(*A, 1, None)  # now the rank holds nothing of the second
+    assert index.blocks(*A, Tier.DEVICE) == 1
+    assert index.evicted == 3
+
+
 def test_lower_tiers_have_a_bound_each_and_a_default() -> None:
     index = KvIndex(16, device_bound=2, lower_tier_bound=2)
     store(index, A, [1, 2, 3])
