@@ -96,6 +96,7 @@ async def _selector(config: SelectorConfig) -> None:
     def tick(now: float) -> None:
         for partition, reservation in selector.expire(now, EXPIRY_STEPS):
             log.debug("expired %s in %s", reservation.request_id, partition.model_name)
+        selector.admit_waiting(now)
 
     def refuse_new() -> None:
         service.draining = True
@@ -140,7 +141,7 @@ def replica_plane(
     def on_event(event: ReplicaEvent, now: float) -> Verdict:
         verdict = applier.apply(event, now)
         if verdict is Verdict.APPLIED:
-            selector.load_changed(event.model_name, event.tenant_id, now)
+            selector.load_changed(event.model_name, event.tenant_id, event.request_id, now)
         return verdict
 
     assert config.replica_sync_port is not None

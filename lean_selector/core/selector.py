@@ -52,6 +52,9 @@ U64_MAX = 2**64 - 1
 REPLICA_GRACE_S = 60.0
 # One owner kept alive by output blocks alone tells its peers so, this often (D12).
 REPUBLISH_AFTER_S = 120.0
+# Load can fall with no event, and a request can be parked only because others were: whoever has
+# waited this long is looked at again by the clock. The reference does so every 60 s.
+RECHECK_AFTER_S = 2.0
 
 OnAnswer = Callable[[Parked, Placement | SelectorError], None]
 
@@ -93,6 +96,7 @@ class Selector:
         )
         # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
         self._booked: dict[str, Partition] = {}
+        self._refuses_to_park: SelectorError | None = None
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
         return Partition(*key, block_size, is_eagle, self._new_index(block_size), self.terms.scale)
@@ -144,8 +148,11 @@ class Selector:
         partition = self.catalog.partitions.get((model_name, tenant_id))
         return partition if partition is not None and partition.established else None
 
-    def load_changed(self, model_name: str, tenant_id: str, now: float) -> None:
+    def load_changed(
+        self, model_name: str, tenant_id: str, reservation_id: str, now: float
+    ) -> None:
         """A peer's event was applied: whoever is parked there may have room now."""
+        self._local_holder(reservation_id)  # forgets where it was booked, if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
             self.admit_parked(partition, now)
@@ -169,6 +176,9 @@ class Selector:
             len(partition.parked)
             or (ranks and all(over_threshold(rank, threshold, now) for rank in ranks))
         ):
+            if self._refuses_to_park is not None:
+                raise self._refuses_to_park
+            request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
             request.matches = partition.index.match(request.prompt.local_hashes)
             return partition.parked.park(request, now, on_answer)
         return self._place(
@@ -212,10 +222,16 @@ class Selector:
                 raise Conflict(f"failed to book scheduler state: {error.message}") from None
         return placement
 
-    def admit_parked(self, partition: Partition, now: float) -> None:
+    def admit_waiting(self, now: float) -> None:
+        """Looks again at those who have waited for RECHECK_AFTER_S: call it about every second."""
+        for partition in list(self.catalog.partitions.values()):
+            self.admit_parked(partition, now, RECHECK_AFTER_S)
+
+    def admit_parked(self, partition: Partition, now: float, waited_s: float = 0.0) -> None:
         """Looks at every parked request again, in order, after something may have come free.
 
-        A request that nobody can serve any more is told so.
+        A request that nobody can serve any more is told so. Those who came less than `waited_s`
+        ago are left where they are.
         """
         threshold = self.settings.queue_threshold
         if threshold is None or not len(partition.parked):
@@ -224,7 +240,8 @@ class Selector:
         is_full = False  # every rank is known to be over the threshold
         for parked in partition.parked.in_order():
             request = parked.request
-            if is_full and request.takes_any_rank():
+            waited = now - parked.arrived_at
+            if waited < waited_s or (is_full and request.takes_any_rank()):
                 continue
             ranks = candidates(partition, request)
             free = [rank for rank in ranks if not over_threshold(rank, threshold, now)]
@@ -234,7 +251,6 @@ class Selector:
             if not partition.parked.leave(parked):
                 continue  # answered by what an earlier answer set off
             matches = request.matches
-            waited = now - parked.arrived_at
             if refresh_after is not None and waited >= refresh_after:
                 matches = partition.index.match(request.prompt.local_hashes)
             answer: Placement | SelectorError
@@ -250,7 +266,8 @@ class Selector:
             self.admit_parked(partition, now)
 
     def refuse_parked(self, error: SelectorError) -> None:
-        """Answers every parked request with `error`: the service stops."""
+        """Answers every parked request with `error`, and who would park from now on, too."""
+        self._refuses_to_park = error
         for partition in self.catalog.partitions.values():
             for parked in partition.parked.in_order():
                 if partition.parked.leave(parked):

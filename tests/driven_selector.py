@@ -1,0 +1,157 @@
+"""A Selector without sockets, under a clock that only the test moves."""
+
+import random
+from typing import Any
+
+from lean_selector.core.catalog import Source, Worker, WorkerSpec
+from lean_selector.core.errors import SelectorError
+from lean_selector.core.parking import Parked
+from lean_selector.core.partition import Partition
+from lean_selector.core.prompt import Prompt
+from lean_selector.core.selection import PinnedWorker, Placement, SelectionRequest
+from lean_selector.core.selector import Selector
+from lean_selector.core.settings import RouterSettings
+from lean_selector.core.slots import Reservation
+
+BLOCK_SIZE = 4
+
+
+def pack(hashes: list[int]) -> bytes:
+    return b"".join((value % 2**64).to_bytes(8, "little") for value in hashes)
+
+
+def prompt_of(hashes: list[int], isl_tokens: int) -> Prompt:
+    """The same numbers serve as local and as sequence hashes."""
+    packed = pack(hashes)
+    return Prompt(isl_tokens, packed, len(hashes), packed[:8], lambda: packed)
+
+
+class Sources:
+    """Stands where the sockets would: remembers who is subscribed, and every change."""
+
+    def __init__(self) -> None:
+        self.subscribed: dict[tuple[int, int], Source] = {}
+        self.changes: list[tuple[str, int, int]] = []
+
+    def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
+        assert (worker_id, dp_rank) not in self.subscribed
+        self.subscribed[worker_id, dp_rank] = source
+        self.changes.append(("subscribe", worker_id, dp_rank))
+
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
+        del self.subscribed[worker_id, dp_rank]
+        self.changes.append(("unsubscribe", worker_id, dp_rank))
+
+
+class DrivenSelector:
+    """A Selector, its clock, what it told its peers, and the answers of requests that waited."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("use_kv_events", False)
+        self.now = 0.0
+        self.told: list[tuple[str, str]] = []
+        self.answers: dict[str, Placement | SelectorError] = {}
+        self.sources = Sources()
+        self.selector = Selector(
+            RouterSettings(**settings), self.sources, random.Random(7), events=self
+        )
+
+    # What the selector tells its peers.
+
+    def booked(self, _: Partition, reservation: Reservation, sequence: bytes) -> None:
+        self.told.append(("booked", reservation.request_id))
+
+    def prefill_completed(self, _: Partition, reservation: Reservation) -> None:
+        self.told.append(("prefill_completed", reservation.request_id))
+
+    def freed(self, _: Partition, reservation: Reservation) -> None:
+        self.told.append(("freed", reservation.request_id))
+
+    def kept_alive(self, _: Partition, reservation: Reservation) -> None:
+        self.told.append(("kept_alive", reservation.request_id))
+
+    # Calls.
+
+    def register(self, worker_id: int, **changes: Any) -> Worker:
+        fields: dict[str, Any] = {
+            "worker_id": worker_id,
+            "endpoint": f"http://w{worker_id}",
+            "block_size": BLOCK_SIZE,
+            "max_num_batched_tokens": 1,
+        }
+        return self.selector.upsert_worker(WorkerSpec(**{**fields, **changes}), self.now)
+
+    def remove(self, worker_id: int) -> Worker:
+        return self.selector.remove_worker(worker_id, self.now)
+
+    @property
+    def partition(self) -> Partition:
+        return self.selector.ready_partition("default", "default")
+
+    def request(self, hashes: list[int], isl_tokens: int, **changes: Any) -> SelectionRequest:
+        request = SelectionRequest(prompt_of(hashes, isl_tokens), self.selector.terms)
+        if "pin" in changes:
+            request.pinned = PinnedWorker(*changes.pop("pin"))
+        if "allowed" in changes:
+            request.allowed_worker_ids = frozenset(changes.pop("allowed"))
+        for name, value in changes.items():
+            setattr(request, name, value)
+        return request
+
+    def submit(self, name: str, request: SelectionRequest) -> Placement | Parked:
+        """Answers at once or parks; a late answer lands in `answers[name]`."""
+
+        def on_answer(_: Parked, outcome: Placement | SelectorError) -> None:
+            assert name not in self.answers, "answered once"
+            self.answers[name] = outcome
+
+        return self.selector.select(self.partition, request, self.now, on_answer)
+
+    def book(
+        self, name: str, *, hashes: list[int] | None = None, isl_tokens: int = 16, **changes: Any
+    ) -> Placement | Parked:
+        """select_and_reserve."""
+        request = self.request(hashes or [], isl_tokens, **changes)
+        request.books, request.reservation_id = True, name
+        return self.submit(name, request)
+
+    def reserve(
+        self,
+        name: str,
+        rank: tuple[int, int] = (1, 0),
+        *,
+        hashes: list[int] | None = None,
+        isl_tokens: int = 16,
+        prefill: int | None = 16,
+        key: tuple[str, str] = ("default", "default"),
+    ) -> None:
+        """POST /reservations."""
+        partition = self.selector.ready_partition(*key)
+        prompt = prompt_of(hashes or [], isl_tokens)
+        self.selector.reserve(partition, name, *rank, prompt, prefill, self.now)
+
+    def placed(self, name: str) -> tuple[int, int]:
+        outcome = self.answers[name]
+        assert isinstance(outcome, Placement), outcome
+        return outcome.worker_id, outcome.dp_rank
+
+    # What can be seen.
+
+    def pending(self) -> tuple[int, int]:
+        """pending_count and pending_isl_tokens of the default partition."""
+        (entry,) = self.selector.loads("default", "default", self.now)
+        return entry.pending_count, entry.pending_isl_tokens
+
+    def loads(self) -> dict[tuple[str, str], dict[tuple[int, int], tuple[int, int, int]]]:
+        """Per partition and rank: prefill tokens, decode blocks, requests."""
+        return {
+            (entry.model_name, entry.tenant_id): {
+                (row.worker_id, row.dp_rank): (
+                    row.potential_prefill_tokens,
+                    row.potential_decode_blocks,
+                    row.active_requests,
+                )
+                for row in entry.loads
+            }
+            for entry in self.selector.loads(None, None, self.now)
+        }
