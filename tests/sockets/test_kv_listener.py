@@ -142,14 +142,21 @@ async def bound(socket: zmq.asyncio.Socket, port: int) -> None:
 class Service:
     """A listener and its index."""
 
-    def __init__(self, port: int, replay_port: int = 0, **options: float) -> None:
+    def __init__(
+        self, port: int, replay_port: int = 0, turns: IngestTurns | None = None, **options: float
+    ) -> None:
         self.context = zmq.asyncio.Context()
         self.index = KvIndex(2)
         replay = f"tcp://127.0.0.1:{replay_port}" if replay_port else None
         options = {"replay_idle_s": 0.2, "retry_first_s": 0.02} | options
-        ingest, turns = KvIngest(self.index, 7, 0), IngestTurns()
-        endpoint = f"tcp://127.0.0.1:{port}"
-        self.listener = KvListener(self.context, ingest, endpoint, replay, turns, **options)
+        self.listener = KvListener(
+            self.context,
+            KvIngest(self.index, 7, 0),
+            f"tcp://127.0.0.1:{port}",
+            replay,
+            turns or IngestTurns(),
+            **options,
+        )
 
     async def __aenter__(self) -> Self:
         self.listener.start()
@@ -254,6 +261,24 @@ async def test_joining_a_running_engine_replays_from_its_start() -> None:
             await engine.store(1000)
             await service.follows(engine)
             assert engine.requests == [0]
+
+
+@told
+async def test_a_replay_of_many_turns_is_followed_by_what_came_live_meanwhile() -> None:
+    port, replay_port = free_port(), free_port()
+    turns = IngestTurns(slice_s=0.0)  # a message each
+    async with (
+        Engine(port, replay_port) as engine,
+        Service(port, replay_port, turns) as service,
+    ):
+        await engine.subscribed()
+        await engine.store(*range(300), lost=True)
+        for block in range(1000, 1200):
+            await engine.store(block)
+            await asyncio.sleep(0)
+        await engine.remove(1000)
+        await service.follows(engine)
+        assert service.listener.status().replayed_batches >= 300
 
 
 @told
