@@ -1,11 +1,10 @@
 """Bytes of one connection -> requests. No I/O, no clock, and it never raises.
 
 Owns the framing: where a request begins and ends, and every limit on its size. httptools (llhttp)
-judges the header section; it is shown each distinct section once, for clients tend to repeat theirs
-on a connection. Measured beside a plain httptools reader that checks no limit (1.3 to 1.4 us): a
-request with a known section costs 1.1 us, one with a new section 4.0. So this gains only where nine
-of ten are known; a trace id or a body length that varies makes a section new. Follows RFC 9112;
-limits and statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
+judges the header section; it is shown each distinct one once, for clients repeat theirs but for
+the lines that name one request: its length, its trace, its id. Those are cut out, and a section
+whose remainder is known needs no second judgement. Follows RFC 9112; limits and statuses as spec
+selection.md 1.1 and slot_tracker.md 1.2 record them.
 
 Request smuggling needs two parties that disagree on where a request ends. Refused with 400 or
 501, and the connection then closes: content-length beside transfer-encoding, any second
@@ -36,6 +35,13 @@ _ABSOLUTE_FORM: Final = re.compile(rb"(?i:https?)://[^/]*+")
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)++")
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 _METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
+
+# Header lines that differ from request to request, in the spellings that clients use, with a value
+# that llhttp cannot object to. Only whole lines: the line break is looked at and left.
+_VARYING: Final = re.compile(
+    rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]): "
+    rb"([0-9A-Za-z._-]{1,128})(?=\r\n)"
+)
 
 _MAX_HEADERS = 100  # as hyper, under the reference, has it
 _MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
@@ -77,8 +83,29 @@ class HeaderBlock:
             expect is not None and not is_http10 and expect.lower() == b"100-continue"
         )
 
+    def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
+        """The same section with other values in its varying lines; None if they need judging."""
+        block = HeaderBlock.__new__(HeaderBlock)
+        block.is_http10 = self.is_http10
+        block.keep_alive = self.keep_alive
+        block.content_type = self.content_type
+        block.accept = self.accept
+        block.traceparent = self.traceparent
+        block.content_length = self.content_length
+        block.expects_continue = self.expects_continue
+        for name, value in values:
+            if name[0] in b"cC":
+                if not value.isdigit() or len(value) > 15:
+                    return None
+                block.content_length = int(value)
+            elif name[0] in b"tT":
+                block.traceparent = value
+        return block
 
-HeaderBlocks = dict[bytes, HeaderBlock]
+
+# Judged sections: whole ones by their bytes, and what is left of one without its varying lines by
+# the pieces around those and their names, so that no two sections share a key.
+HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 
 class _Collector:
@@ -281,16 +308,28 @@ class RequestReader:
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
             return None
+        parts = _VARYING.split(text)
+        names, values = parts[1::3], parts[2::3]
+        shape = (*parts[::3], *names)
+        known = self._blocks.get(shape)
+        if known is not None and len(set(names)) == len(names):
+            varied = known.varied(list(zip(names, values, strict=True)))
+            if varied is not None:
+                if len(names) == 1 and varied.traceparent is None:
+                    self._remember(text, varied)  # a length comes again, an id does not
+                return varied
         block = parse_header_block(text)
         if isinstance(block, HttpError):
             self._fail(block)
             return None
-        # A section with a trace id never comes again.
-        if block.traceparent is None and len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
-            if len(self._blocks) >= _MAX_REMEMBERED_BLOCKS:
-                self._blocks.clear()
-            self._blocks[text] = block
+        if len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
+            self._remember(shape if names else text, block)
         return block
+
+    def _remember(self, key: bytes | tuple[bytes, ...], block: HeaderBlock) -> None:
+        if len(self._blocks) >= _MAX_REMEMBERED_BLOCKS:
+            self._blocks.clear()
+        self._blocks[key] = block
 
     def _hold_head(self, data: bytes, at: int) -> None:
         """Keep an unfinished head, unless it can be refused already."""

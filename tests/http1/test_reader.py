@@ -355,9 +355,38 @@ def test_header_sections_are_shared_and_remembered_in_bounds() -> None:
     for i in range(3000):
         first.feed(head(b"x: %d" % i))
         assert len(blocks) <= 1024
-    first.feed(head(b"traceparent: 00-1-2-01"))
     first.feed(head(b"x: " + b"y" * 2500))
-    assert not any(b"traceparent" in text or len(text) > 2048 for text in blocks)
+    assert not any(b"yyy" in part for key in blocks for part in key if isinstance(part, bytes))
+
+
+def test_sections_that_differ_in_their_varying_lines_share_one_judgement() -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(LIMITS, blocks)
+    for i in range(1, 50):
+        lines = (b"traceparent: 00-%d-2-01" % i, b"X-Request-Id: r-%d" % i)
+        (request,) = reader.feed(head(*lines, b"content-length: %d" % i) + b"b" * i)
+        assert (request.traceparent, len(request.body)) == (b"00-%d-2-01" % i, i)
+    assert len(blocks) == 1  # what names one request is not kept
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param((b"content-length: 1x",), id="not a number"),
+        pytest.param((b"content-length: 1", b"content-length: 1"), id="two lengths"),
+        pytest.param((b"content-length: 1", b"transfer-encoding: chunked"), id="two framings"),
+        pytest.param((b"content-length: 1", b"Content-Length: 2"), id="two spellings"),
+    ],
+)
+def test_a_known_section_does_not_lend_its_judgement_to_a_bad_length(
+    lines: tuple[bytes, ...],
+) -> None:
+    reader = RequestReader(LIMITS, {})
+    assert len(reader.feed(head(b"content-length: 1") + b"b")) == 1
+    assert len(reader.feed(head(b"transfer-encoding: chunked") + b"0\r\n\r\n")) == 1
+    assert reader.feed(head(*lines) + b"b") == []
+    assert reader.error is not None
+    assert reader.error.status == 400
 
 
 # Any valid stream, cut anywhere, gives the same requests.
