@@ -49,10 +49,19 @@ _OPTIONS = {
     zmq.RECONNECT_IVL_MAX: 5_000,
     zmq.CONNECT_TIMEOUT: 5_000,
     zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+}
+# Only on the PUB, whatever the reference does. A SUB that sends heartbeats while its queue is full
+# reads no answers, resets the connection, and on the next read libzmq aborts the process
+# ("Assertion failed: _input_stopped", libzmq issue 4767, reproduced with 4.3.5). The keepalive above
+# finds a dead peer in 20 s, and peers' own heartbeats are answered in any case.
+_PUB_OPTIONS = {
     zmq.HEARTBEAT_IVL: 5_000,
     zmq.HEARTBEAT_TIMEOUT: 15_000,
     zmq.HEARTBEAT_TTL: 15_000,
-    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
 }
 _MONITORED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -122,6 +131,8 @@ class ReplicaSync:
             for option, value in _OPTIONS.items():
                 self._pub.setsockopt(option, value)
                 self._sub.setsockopt(option, value)
+            for option, value in _PUB_OPTIONS.items():
+                self._pub.setsockopt(option, value)
             self._pub.setsockopt(zmq.SNDHWM, high_water_mark)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
             self._sub.setsockopt(zmq.RCVHWM, high_water_mark)
