@@ -56,7 +56,7 @@ _OPTIONS = {
 }
 # Only on the PUB, whatever the reference does. A SUB that sends heartbeats while its queue is full
 # reads no answers, resets the connection, and on the next read libzmq aborts the process
-# ("Assertion failed: _input_stopped", libzmq issue 4767, reproduced with 4.3.5). The keepalive above
+# ("Assertion failed: _input_stopped", libzmq issue 4767, also in 4.3.5). The keepalive above
 # finds a dead peer in 20 s, and peers' own heartbeats are answered in any case.
 _PUB_OPTIONS = {
     zmq.HEARTBEAT_IVL: 5_000,
