@@ -170,6 +170,10 @@ class Catalog:
             key=lambda worker: (*worker.spec.key, worker.spec.worker_id),
         )
 
+    def scopes(self) -> set[PartitionKey]:
+        """Every model and tenant that a registered worker names, schedulable or not."""
+        return {worker.spec.key for worker in self.workers.values()}
+
     def schedulable_count(self) -> int:
         return sum(len(partition.workers) for partition in self.partitions.values())
 

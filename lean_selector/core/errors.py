@@ -6,6 +6,7 @@
       Conflict       409  it clashes with what exists
       Unprocessable  422  a value of the right syntax and the wrong shape
       Unavailable    503  no worker can take it now
+        AllWorkersBusy    those that could are above their thresholds
 
 Each class carries the HTTP status that fits it, so that a server needs no second table. A method
 that raises one has changed nothing. Messages are part of the API (spec: selection.md and
@@ -41,6 +42,13 @@ class Unprocessable(SelectorError):
 
 class Unavailable(SelectorError):
     status = 503
+
+
+class AllWorkersBusy(Unavailable):
+    """Shed: every worker that could take the request is busy (request-rejection document)."""
+
+    def __init__(self) -> None:
+        super().__init__("All workers are busy, please retry later")
 
 
 class DuplicateRequest(Conflict):

@@ -7,6 +7,7 @@ in its index (`established` is False), and then it schedules nothing.
 
 from typing import TYPE_CHECKING
 
+from lean_selector.core.busy import OFF, BusyThreshold, RankLimits
 from lean_selector.core.kv_index import KvIndex, RankKey
 from lean_selector.core.load_order import LoadOrder
 from lean_selector.core.parking import ParkedQueue
@@ -44,10 +45,16 @@ class SchedulableWorker:
 
 
 class Partition:
-    """State of one (model_name, tenant_id)."""
+    """State of one (model_name, tenant_id).
+
+    `busy_ranks` are those above the threshold by what is booked on them. They are not in `order`,
+    so the choice by load never comes upon them, and it costs nothing while there are none.
+    """
 
     __slots__ = (
+        "_limits",
         "block_size",
+        "busy_ranks",
         "closed",
         "established",
         "index",
@@ -58,6 +65,7 @@ class Partition:
         "parked",
         "slots",
         "tenant_id",
+        "threshold",
         "watermarks",
         "workers",
     )
@@ -89,6 +97,55 @@ class Partition:
             set()
         )  # ids whose record names this partition and was complete once
         self.parked = ParkedQueue()
+        self.threshold = OFF
+        self.busy_ranks: set[RankKey] = set()
+        self._limits: dict[
+            RankKey, RankLimits
+        ] = {}  # every worker's ranks, while a threshold is set
+
+    def set_threshold(self, threshold: BusyThreshold) -> None:
+        """What makes a rank busy, from now on; every rank is judged again."""
+        self.threshold = threshold
+        self.slots.on_load_change = self._judge if threshold.is_set else self.order.changed
+        self._limits = {}
+        for worker in self.workers.values():
+            self._limit(worker)
+
+    def _limit(self, worker: SchedulableWorker) -> None:
+        """Gives a worker's ranks their limits, and their place in the order."""
+        limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
+        for load in worker.loads:
+            if self.threshold.is_set:
+                self._limits[load.key] = limits
+                self._judge(load)
+            elif load.bucket is None:
+                self.busy_ranks.discard(load.key)
+                self.order.add(load)
+
+    def _judge(self, load: RankLoad) -> None:
+        """A rank's load or limits may have changed; those of no worker are not our concern."""
+        limits = self._limits.get(load.key)
+        if limits is None:
+            return
+        if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
+            self.busy_ranks.add(load.key)
+            if load.bucket is not None:
+                self.order.remove(load)
+        elif load.bucket is not None:
+            self.order.changed(load)
+        else:
+            self.busy_ranks.discard(load.key)
+            self.order.add(load)
+
+    def is_rank_busy(self, load: RankLoad, now: float) -> bool:
+        """True above the threshold at this moment: expected prefill progress only lowers a load."""
+        return load.key in self.busy_ranks and self._limits[load.key].exceeded_by(
+            load.prefill_tokens_at(now), load.active_decode_blocks
+        )
+
+    def is_worker_busy(self, worker: SchedulableWorker, now: float) -> bool:
+        """True when every rank is busy ("Data-Parallel Rank Aggregation")."""
+        return all(self.is_rank_busy(load, now) for load in worker.loads)
 
     def put_worker(self, spec: "WorkerSpec") -> list[Reservation]:
         """Makes a worker a candidate, or changes one. Returns the reservations of ranks it lost."""
@@ -105,7 +162,8 @@ class Partition:
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         for dp_rank in {*spec.ranks, *spec.kv_events_endpoints}:
             self.index.set_bound(worker_id, dp_rank, bound, None)
-        self.workers[worker_id] = SchedulableWorker(spec, loads)
+        worker = self.workers[worker_id] = SchedulableWorker(spec, loads)
+        self._limit(worker)
         self.members.add(worker_id)
         return dropped
 
@@ -119,5 +177,8 @@ class Partition:
         return dropped
 
     def _drop_rank(self, load: RankLoad) -> list[Reservation]:
-        self.order.remove(load)
+        if load.bucket is not None:
+            self.order.remove(load)
+        self.busy_ranks.discard(load.key)
+        self._limits.pop(load.key, None)
         return self.slots.remove_rank(load.worker_id, load.dp_rank)

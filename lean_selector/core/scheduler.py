@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from lean_selector.core.errors import BadRequest, Unavailable
+from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.kv_index import Matched
 from lean_selector.core.partition import Partition, SchedulableWorker
 from lean_selector.core.selection import Overlap, Placement, SelectionRequest
@@ -66,6 +66,20 @@ def _eligible_workers(
         yield worker
 
 
+def not_busy(partition: Partition, ranks: list[Candidate], now: float) -> list[Candidate]:
+    """Those of `ranks` to choose from: the free ones, or else, as for a request pinned to one rank,
+    busy ones of a worker that has others free. Raises AllWorkersBusy when some were and none are.
+    """
+    if not partition.busy_ranks or not ranks:
+        return ranks
+    free = [rank for rank in ranks if not partition.is_rank_busy(rank[1], now)]
+    if not free:
+        free = [rank for rank in ranks if not partition.is_worker_busy(rank[0], now)]
+    if not free:
+        raise AllWorkersBusy
+    return free
+
+
 def over_threshold(candidate: Candidate, threshold: float, now: float) -> bool:
     """True above `threshold` of what the worker batches at once, not at it."""
     worker, load = candidate
@@ -98,7 +112,8 @@ def place_by_order(
     matches: Matches,
     rng: random.Random,
 ) -> tuple[RankLoad, Placement]:
-    """What `place` does for a request that `suits_order`, without visiting every rank.
+    """What `place` does with those `not_busy`, for a request that `suits_order`, without visiting
+    every rank. The partition must have a worker; raises AllWorkersBusy when all of them are.
 
     Ranks that hold something of the prompt are costed one by one; of all others only the least
     loaded can win, and the partition keeps its ranks in that order.
@@ -110,7 +125,11 @@ def place_by_order(
     apart = []
     if matches or prefixes:
         apart = [ranks[key] for key in matches.keys() | prefixes.keys() if key in ranks]
+        if partition.busy_ranks:
+            apart = [load for load in apart if load.key not in partition.busy_ranks]
     order = partition.order
+    if not order.buckets:
+        raise AllWorkersBusy
     least = order.least(isl, new_blocks, apart)
     cost, ties = least.cost, least.count
     tied_apart: list[RankLoad] = []

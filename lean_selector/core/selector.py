@@ -10,8 +10,10 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from lean_selector.core.busy import OFF, BusyThreshold, BusyThresholds
 from lean_selector.core.catalog import Catalog, PartitionKey, SourceSink, Worker, WorkerSpec
 from lean_selector.core.errors import (
+    AllWorkersBusy,
     BadRequest,
     Conflict,
     DuplicateRequest,
@@ -30,6 +32,7 @@ from lean_selector.core.scheduler import (
     cached_tokens,
     candidates,
     check_pin,
+    not_busy,
     over_threshold,
     place,
     place_by_order,
@@ -82,12 +85,15 @@ class Selector:
         *,
         new_index: Callable[[int], KvIndex] = KvIndex,
         events: LifecycleEvents | None = None,
+        thresholds: BusyThreshold = OFF,
     ) -> None:
+        """`thresholds` hold for every model that is not given its own."""
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.events = events
         self._rng = rng
         self._new_index = new_index
+        self._thresholds = BusyThresholds(thresholds)
         self.catalog = Catalog(
             settings,
             sources,
@@ -99,7 +105,10 @@ class Selector:
         self._refuses_to_park: SelectorError | None = None
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
-        return Partition(*key, block_size, is_eagle, self._new_index(block_size), self.terms.scale)
+        index = self._new_index(block_size)
+        partition = Partition(*key, block_size, is_eagle, index, self.terms.scale)
+        partition.set_threshold(self._thresholds.of(key))
+        return partition
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -131,6 +140,29 @@ class Selector:
             del self._booked[reservation.request_id]
         if self.events is not None:
             self.events.freed(partition, reservation)
+
+    # -- busy thresholds -----------------------------------------------------------------------
+
+    def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
+        """What is in force for every model and tenant that has a registered worker, sorted."""
+        return [(key, self._thresholds.of(key)) for key in sorted(self.catalog.scopes())]
+
+    def change_threshold(
+        self, key: PartitionKey, given: BusyThreshold, now: float
+    ) -> BusyThreshold:
+        """Sets what `given` sets, from the next selection on. Raises BadRequest or NotFound."""
+        return self._enforce(key, self._thresholds.change(key, given, self.catalog.scopes()), now)
+
+    def switch_threshold_off(self, key: PartitionKey, now: float) -> BusyThreshold:
+        """Nothing is shed there any more, also by the defaults. Raises NotFound."""
+        return self._enforce(key, self._thresholds.switch_off(key, self.catalog.scopes()), now)
+
+    def _enforce(self, key: PartitionKey, threshold: BusyThreshold, now: float) -> BusyThreshold:
+        partition = self.catalog.partitions.get(key)
+        if partition is not None:
+            partition.set_threshold(threshold)
+            self.admit_parked(partition, now)
+        return threshold
 
     # -- selection -----------------------------------------------------------------------------
 
@@ -171,7 +203,7 @@ class Selector:
             chosen = place_by_order(partition, request, matches, self._rng)
             return self._taken(partition, request, chosen, now)
         check_pin(request)
-        ranks = candidates(partition, request)
+        ranks = not_busy(partition, candidates(partition, request), now)
         if threshold is not None and (
             len(partition.parked)
             or (ranks and all(over_threshold(rank, threshold, now) for rank in ranks))
@@ -243,7 +275,11 @@ class Selector:
             waited = now - parked.arrived_at
             if waited < waited_s or (is_full and request.takes_any_rank()):
                 continue
-            ranks = candidates(partition, request)
+            try:
+                ranks = not_busy(partition, candidates(partition, request), now)
+            except AllWorkersBusy:
+                is_full = is_full or request.takes_any_rank()
+                continue  # it was let in, so it waits
             free = [rank for rank in ranks if not over_threshold(rank, threshold, now)]
             if ranks and not free:
                 is_full = is_full or request.takes_any_rank()
