@@ -6,6 +6,7 @@ block, little-endian, so that prompts compare at memcmp speed. Knows nothing of 
 the index.
 """
 
+import functools
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -14,9 +15,8 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 BASE_SEED = 1337
 _U64_MASK = (1 << 64) - 1
-_BLOCKS_PER_STEP = (
-    64  # a step's slices are made by one unpack call; 64 keeps them in the first cache
-)
+# A step's slices are made by one unpack call; 64 keeps them in the first cache.
+_BLOCKS_PER_STEP = 64
 
 
 def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
@@ -54,7 +54,7 @@ def local_hashes(
         slices = _odd_slices(data[: 4 * used], 4 * block_size, 4 * is_eagle, mm_hashes or ())
         return _pack(xxh3_64_intdigest(block, seed) for block in slices)
     width, digests = 4 * block_size, list[int]()
-    step = struct.Struct(f"{width}s" * _BLOCKS_PER_STEP)
+    step = _step(width)
     whole = blocks - blocks % _BLOCKS_PER_STEP
     for start in range(0, whole * width, step.size):
         digests += map(xxh3_64_intdigest, step.unpack_from(data, start), repeat(seed))
@@ -63,6 +63,11 @@ def local_hashes(
         for start in range(whole * width, blocks * width, width)
     ]
     return struct.pack(f"<{blocks}Q", *digests)
+
+
+@functools.lru_cache(maxsize=64)  # by block size, of which a fleet has one or two
+def _step(width: int) -> struct.Struct:
+    return struct.Struct(f"{width}s" * _BLOCKS_PER_STEP)
 
 
 def sequence_hashes_bytes(local: bytes) -> bytes:
