@@ -100,7 +100,7 @@ class EngineHashes:
         bucket = self._directory[tag[0]][self._select[tag[1]]]
         entry = tag + _PLACE.pack(place)
         at = bucket.rfind(entry)
-        while at & 7:
+        while at > 0 and at & 7:
             at = bucket.rfind(entry, 0, at + 7)
         assert at >= 0, "a place in a row has its entry in the table"
         del bucket[at : at + 8]
@@ -119,8 +119,7 @@ class EngineHashes:
         row = self.rows.get(strand)
         if row is None:
             row = self.rows[strand] = bytearray()
-        if len(row) < start:
-            row += bytes(start - len(row))
+        assert len(row) >= start, "the block before, in the same strand, was held when it was named"
         row[start : start + len(names)] = names
         if self._aliases:
             for at in range(0, len(names), 8):

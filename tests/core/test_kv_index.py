@@ -9,7 +9,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core import engine_hashes, kv_index
+from lean_selector.core import device_tier, engine_hashes
 from lean_selector.core.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -41,8 +41,8 @@ def device(index: KvIndex, local: list[int]) -> dict[tuple[int, int], int]:
 
 
 def assert_pristine(index: KvIndex) -> None:
-    trie = index._trie
-    assert (index._ranks, index._lower, index._all, trie.strands) == ({}, {}, 0, {})
+    trie = index._device.trie
+    assert (index._ranks, index._lower, index._device._all, trie.strands) == ({}, {}, 0, {})
     assert trie.root.children is None
     assert index.is_empty
     assert (index.total_blocks, index.ranks()) == (0, [])
@@ -118,6 +118,7 @@ def test_no_rank_is_credited_with_what_another_of_the_same_count_holds() -> None
         pytest.param(None, [11, 12], [], StoreResult.EMPTY, id="no complete block"),
         pytest.param(None, [11, 11], [1, 2], StoreResult.SELF_REFERENCE, id="hash twice"),
         pytest.param(12, [11, 12], [1, 2], StoreResult.SELF_REFERENCE, id="parent among them"),
+        pytest.param(11, [11], [1], StoreResult.SELF_REFERENCE, id="its own parent"),
         pytest.param(None, [11, 12, 11], [1], StoreResult.SELF_REFERENCE, id="beyond the tokens"),
         pytest.param(77, [11, 12], [1, 2], StoreResult.UNKNOWN_PARENT, id="parent unknown"),
         pytest.param(0, [11], [1], StoreResult.UNKNOWN_PARENT, id="zero is a hash"),
@@ -299,9 +300,9 @@ def test_a_run_gives_back_the_end_that_nobody_holds() -> None:
     index = KvIndex(16)
     store(index, A, list(range(1, 1001)))
     index.remove(*A, Tier.DEVICE, [100 + block for block in range(1000, 10, -1)])
-    (run,) = index._trie.strands.values()
+    (run,) = index._device.trie.strands.values()
     assert len(run.label) < 100 * 8
-    assert len(index._ranks[A].names.rows[run.strand]) == len(run.label)
+    assert len(index._ranks[A].device.names.rows[run.strand]) == len(run.label)
     assert device(index, list(range(1, 1001))) == {A: 10}
 
 
@@ -314,10 +315,35 @@ def test_a_run_that_diverges_where_its_end_is_dead_loses_that_end() -> None:
     assert_pristine(index)
 
 
+def test_a_run_splits_again_and_again_and_goes_piece_by_piece() -> None:
+    index = KvIndex(16)
+    store(index, A, [1, 2, 3, 4, 5, 6, 7, 8])
+    store(index, B, [1, 2, 3, 4, 5, 6, 7, 8])
+    for cut in (6, 4, 2, 7):
+        store(index, A, [50 + cut], 100 + cut)
+    assert index._device.trie.strands[0].after is not None
+    assert index.remove(*B, Tier.DEVICE, [103, 106, 108]) == 3
+    assert device(index, [1, 2, 3, 4, 5, 6, 7, 8]) == {A: 8, B: 2}
+    assert index.remove(*A, Tier.DEVICE, [152, 108, 103, 104, 107, 101, 156, 157]) == 8
+    assert device(index, [1, 2, 3]) == {B: 2}
+    index.remove(*B, Tier.DEVICE, [101, 102, 104, 105, 107])
+    assert index.remove(*A, Tier.DEVICE, [106, 105, 154, 102]) == 4
+    assert_pristine(index)
+
+
+def test_parents_are_found_among_hashes_that_differ_in_high_bits_alone() -> None:
+    index = KvIndex(16)
+    names = [block << 40 for block in range(1, 9)]
+    store(index, A, [1, 2, 3, 4], names=names[:4])
+    store(index, A, [8], names[1], names=names[7:])
+    assert device(index, [1, 2, 8]) == {A: 3}
+    assert store(index, A, [9], 9 << 40, names=[5]) is StoreResult.UNKNOWN_PARENT
+
+
 def test_an_index_with_as_many_runs_as_it_can_number_takes_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_index, "MAX_STRANDS", 4)
+    monkeypatch.setattr(device_tier, "MAX_STRANDS", 4)
     index = KvIndex(16)
     results = [store(index, A, [block]) for block in (1, 2, 3, 4)]
     assert results == [StoreResult.STORED] * 3 + [StoreResult.FULL]
@@ -337,13 +363,13 @@ def test_a_store_fills_the_holes_and_leaves_what_is_held() -> None:
 def test_more_sets_of_ranks_than_are_remembered_still_match(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_index, "_MAX_CACHED_MASKS", 2)
+    monkeypatch.setattr(device_tier, "_MAX_CACHED_MASKS", 2)
     index = KvIndex(16)
     for worker_id, block in enumerate([1, 2, 3, 4, 5]):
         store(index, (worker_id, 0), [block])
     for worker_id, block in enumerate([1, 2, 3, 4, 5]):
         assert device(index, [block]) == {(worker_id, 0): 1}
-    assert len(index._keys) <= 2
+    assert len(index._device._keys) <= 2
 
 
 # Lower tiers

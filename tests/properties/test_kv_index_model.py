@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core import engine_hashes, kv_index
+from lean_selector.core import device_tier, engine_hashes
 from lean_selector.core.kv_index import KvIndex, Matched, StoreResult, Tier
 
 Path = tuple[int, ...]
@@ -150,10 +150,10 @@ def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set
 
 
 def is_pristine(index: KvIndex) -> bool:
-    trie = index._trie
+    trie = index._device.trie
     return not (
-        index._ranks or index._lower or index._all or trie.strands or trie.root.children
-    ) and not any(index._by_bit)
+        index._ranks or index._lower or index._device._all or trie.strands or trie.root.children
+    ) and not any(index._device._by_bit)
 
 
 @settings(max_examples=300, deadline=None)
@@ -163,9 +163,9 @@ def test_the_index_does_what_the_model_does(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if tight:  # strands, buckets and dead ends so short that a few blocks fill them
-            patch.setattr(kv_index, "STRAND_BLOCKS", 3)
-            patch.setattr(kv_index, "_TRIM_BLOCKS", 1)
-            patch.setattr(kv_index, "_MAX_OTHERS_TO_GROW", 1)
+            patch.setattr(device_tier, "STRAND_BLOCKS", 3)
+            patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
+            patch.setattr(device_tier, "_MAX_OTHERS_TO_GROW", 1)
             patch.setattr(engine_hashes, "_ENTRIES_PER_BUCKET", 1 / 256)
         run_against_model(operations, at_every_step)
 

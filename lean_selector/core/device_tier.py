@@ -1,0 +1,343 @@
+"""The device tier: what each rank holds of the trie of prompts, exact to the block.
+
+Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
+them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds or
+events. Spec: indexer.md sections 3.1, 3.2 and 7.
+"""
+
+from collections.abc import Iterator
+from struct import unpack
+
+import msgspec
+
+from lean_selector.core.engine_hashes import (
+    NOWHERE,
+    POSITION_BITS,
+    POSITION_MASK,
+    EngineHashes,
+)
+from lean_selector.core.runs import MAX_STRANDS, STRAND_BLOCKS, Run, RunTrie, common_prefix
+
+RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
+
+# A run grows at its end only if few others hold it: each of them becomes a partial holder, which
+# costs every match of that run a step. With more, the new blocks make a run of their own, which
+# costs one step.
+_MAX_OTHERS_TO_GROW = 2
+_TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are worth cutting off
+_MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
+
+
+class Matched(msgspec.Struct, frozen=True, gc=False):
+    """Leading blocks of a prompt that a rank holds: D, then H more, then K + X more (spec 3.5)."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+class DeviceRank:
+    """What one rank holds on the device; `bit` is its place in the masks of the trie."""
+
+    __slots__ = ("bit", "blocks", "key", "names")
+
+    def __init__(self, key: RankKey, bit: int) -> None:
+        self.key = key
+        self.bit = bit
+        self.names = EngineHashes()
+        self.blocks = 0  # held in the trie, in reach or not
+
+
+class DeviceTier:
+    """All ranks' device blocks of one partition."""
+
+    __slots__ = ("_all", "_by_bit", "_keys", "trie")
+
+    def __init__(self) -> None:
+        self.trie = RunTrie()
+        self._by_bit: list[DeviceRank | None] = []
+        self._all = 0  # the bits in use
+        self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
+
+    def admit(self, key: RankKey) -> DeviceRank:
+        """A record for a rank that holds nothing yet."""
+        bit = (~self._all & self._all + 1).bit_length() - 1
+        rank = DeviceRank(key, bit)
+        self._all |= 1 << bit
+        if bit == len(self._by_bit):
+            self._by_bit.append(None)
+        self._by_bit[bit] = rank
+        return rank
+
+    def release(self, rank: DeviceRank) -> None:
+        """Give back the record of a rank that holds nothing."""
+        assert not rank.blocks
+        self._all ^= 1 << rank.bit
+        self._by_bit[rank.bit] = None
+        self._keys.clear()
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether the runs of a chain of so many blocks can still be numbered."""
+        # One chain may split a run, and starts a strand per STRAND_BLOCKS.
+        return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
+
+    def match(self, local_hashes: bytes) -> tuple[dict[RankKey, Matched], list[Run]]:
+        """What each rank with a hit holds of the start of a prompt, and the runs along it."""
+        result: dict[RankKey, Matched] = {}
+        path: list[Run] = []
+        children = self.trie.root.children
+        alive = self._all  # the ranks that hold every block before `at`
+        at = 0
+        while children is not None:
+            run = children.get(local_hashes[at : at + 8])
+            if run is None:
+                break
+            path.append(run)
+            label = run.label
+            if local_hashes.startswith(label, at):
+                same = len(label)
+            else:
+                same = common_prefix(label, 0, local_hashes, at)
+            stay = alive & run.whole
+            gone = alive ^ stay
+            if gone:
+                if run.partial:
+                    gone = self._match_partial(run.partial, gone, at >> 3, same >> 3, result)
+                if at:
+                    result.update(dict.fromkeys(self._keys_of(gone), Matched(at >> 3)))
+            alive = stay
+            at += same
+            if not alive or same < len(label):
+                break
+            children = run.children
+        if alive and at:
+            result.update(dict.fromkeys(self._keys_of(alive), Matched(at >> 3)))
+        return result, path
+
+    def _match_partial(
+        self,
+        partial: dict[int, int],
+        gone: int,
+        before: int,
+        same: int,
+        result: dict[RankKey, Matched],
+    ) -> int:
+        """Record the ranks of `gone` that hold the first blocks of this run; returns the others."""
+        for bit, held in partial.items():
+            if gone >> bit & 1 and held & 1:
+                leading = ((held + 1) & ~held).bit_length() - 1
+                rank = self._by_bit[bit]
+                assert rank is not None
+                result[rank.key] = Matched(before + min(leading, same))
+                gone ^= 1 << bit
+        return gone
+
+    def _keys_of(self, bits: int) -> tuple[RankKey, ...]:
+        keys = self._keys.get(bits)
+        if keys is None:
+            if len(self._keys) >= _MAX_CACHED_MASKS:
+                self._keys.clear()
+            keys = self._keys[bits] = tuple(
+                rank.key for bit, rank in enumerate(self._by_bit) if rank and bits >> bit & 1
+            )
+        return keys
+
+    def last_name(self, rank: DeviceRank, path: list[Run], blocks: int) -> bytes:
+        """The rank's name of the last of the `blocks` that it holds along `path`."""
+        last = blocks - 1
+        for run in path:
+            length = len(run.label) >> 3
+            if last < length:
+                return rank.names.name_at(run.strand << POSITION_BITS | run.start + last)
+            last -= length
+        raise AssertionError("no rank matches more than the path has")
+
+    def clear(self, rank: DeviceRank) -> None:
+        """Drop all that a rank holds."""
+        for strand in rank.names.rows:
+            for run in self.trie.pieces(strand):
+                run.set_held(rank.bit, 0)
+                self.trie.prune(run)
+        rank.names = EngineHashes()
+        rank.blocks = 0
+
+    def store(self, rank: DeviceRank, parent: int, names: bytes, local: bytes) -> None:
+        """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start)."""
+        run, position = self.trie.root, 0
+        if parent != NOWHERE:
+            run, position = self.trie.resolve(parent)
+            position += 1
+        # Walk down the trie; hold the blocks that are there, add the others.
+        done = 0
+        while done < len(local):
+            label = run.label
+            if position << 3 < len(label):
+                same = common_prefix(label, position << 3, local, done)
+                if same:
+                    self._hold(rank, run, position, names[done : done + same])
+                    position += same >> 3
+                    done += same
+                if done < len(local) and position << 3 < len(label):
+                    run = self.trie.split(run, position)
+                continue
+            child = run.children.get(local[done : done + 8]) if run.children else None
+            if child is not None:
+                run, position = child, 0
+                continue
+            run, done = self._extend(rank, run, names, local, done)
+            position = len(run.label) >> 3
+
+    def _extend(
+        self, rank: DeviceRank, run: Run, names: bytes, local: bytes, done: int
+    ) -> tuple[Run, int]:
+        """Add blocks after `run`, up to a strand's end; returns their run and the new `done`."""
+        mine = 1 << rank.bit
+        length = len(run.label) >> 3
+        room = STRAND_BLOCKS - run.start - length
+        others = 0
+        if run.whole != mine or run.partial:
+            others = (run.whole & ~mine).bit_count() + len(run.partial or ())
+        is_open = run.parent is not None and run.after is None and not run.children and room > 0
+        if not is_open or others > _MAX_OTHERS_TO_GROW:
+            end = min(len(local), done + (STRAND_BLOCKS << 3))
+            run = self.trie.add(run, local[done:end])
+            run.whole = mine
+            self._name(rank, run, 0, names[done:end])
+            return run, end
+        end = min(len(local), done + (room << 3))
+        run.label += local[done:end]
+        if run.whole != mine or run.partial:
+            whole, run.whole = run.whole, 0
+            held = (1 << length) - 1 if whole & mine else (run.partial or {}).get(rank.bit, 0)
+            for bit in _bits(whole & ~mine):
+                run.set_held(bit, (1 << length) - 1)
+            run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
+        self._name(rank, run, length, names[done:end])
+        return run, end
+
+    def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes) -> None:
+        """Let the rank hold blocks that exist, from `position` of `run` on."""
+        blocks = len(names) >> 3
+        held = run.held_by(rank.bit)
+        span = (1 << blocks) - 1 << position
+        both = held & span
+        if not both:
+            self._name(rank, run, position, names)
+        else:
+            place = run.strand << POSITION_BITS | run.start + position
+            for at in range(blocks):
+                name = names[at << 3 : (at + 1) << 3]
+                if not both >> (position + at) & 1:
+                    self._name(rank, run, position + at, name)
+                elif rank.names.name_at(place + at) != name:
+                    rank.names.alias(place + at, name)
+        if both != span:
+            run.set_held(rank.bit, held | span)
+
+    def _name(self, rank: DeviceRank, run: Run, position: int, names: bytes) -> None:
+        rank.names.add(run.strand << POSITION_BITS | run.start + position, names)
+        rank.blocks += len(names) >> 3
+
+    def remove(self, rank: DeviceRank, names: list[bytes]) -> int:
+        """Drop the blocks with these names; returns how many there were."""
+        places = rank.names.take(names)
+        if places:
+            self._drop_places(rank, places)
+        return len(places)
+
+    def _drop_places(self, rank: DeviceRank, places: list[int]) -> None:
+        """Drop the blocks at `places`, whose names are forgotten already."""
+        gone: dict[int, int] = {}  # strand -> positions: a run is visited once, not per block
+        low, high = min(places), max(places)
+        if high - low == len(places) - 1 and low >> POSITION_BITS == high >> POSITION_BITS:
+            # One stretch, as engines evict: a mask per block would be most of the work.
+            gone[low >> POSITION_BITS] = (1 << len(places)) - 1 << (low & POSITION_MASK)
+            places = []
+        for place in places:
+            strand = place >> POSITION_BITS
+            gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+        for strand, positions in gone.items():
+            first = self.trie.strands[strand]
+            if first.after is None:
+                self._drop_blocks(rank, first, positions >> first.start)
+                continue
+            for run in self.trie.pieces(strand):
+                here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
+                if here:
+                    self._drop_blocks(rank, run, here)
+
+    def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
+        """The same for blocks of one run, `gone` being their positions in it."""
+        held = run.held_by(rank.bit) ^ gone
+        rank.blocks -= gone.bit_count()
+        run.set_held(rank.bit, held)
+        if not held:
+            ends = [
+                piece.start + piece.held_by(rank.bit).bit_length()
+                for piece in self.trie.pieces(run.strand)
+                if piece.held_by(rank.bit)
+            ]
+            rank.names.cut_row(run.strand, ends[-1] if ends else 0)
+            self.trie.prune(run)
+        elif not run.whole and held.bit_length() << 4 <= len(run.label):
+            self._trim(run)
+
+    def _trim(self, run: Run) -> None:
+        """Cut the end off a run when half of it is held by nobody and nothing follows."""
+        assert run.partial is not None
+        blocks, top = len(run.label) >> 3, max(map(int.bit_length, run.partial.values()))
+        if run.after or run.children or blocks - top < _TRIM_BLOCKS or top << 1 > blocks:
+            return
+        del run.label[top << 3 :]
+        for bit, held in list(run.partial.items()):
+            rank = self._by_bit[bit]
+            assert rank is not None
+            rank.names.cut_row(run.strand, run.start + top)
+            run.set_held(bit, held)
+
+    def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
+        """Drop so many blocks of a rank: the runs stored first, from their ends."""
+        while blocks:
+            strand = next(iter(rank.names.rows))
+            for run in reversed(self.trie.pieces(strand)):
+                base = run.strand << POSITION_BITS | run.start
+                places = [base + at for at in _bits(run.held_by(rank.bit))]
+                places = places[max(0, len(places) - blocks) :]
+                if not places:
+                    continue
+                for place in places:
+                    rank.names.discard(place)
+                self._drop_places(rank, places)
+                blocks -= len(places)
+
+    def reachable(
+        self, rank: DeviceRank
+    ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
+        """(parent's hash, engine hashes, local hashes) per run; sorted, parents before children."""
+        stack: list[tuple[int | None, Run]] = _children(None, self.trie.root)
+        while stack:
+            parent_hash, run = stack.pop()
+            held = run.held_by(rank.bit)
+            leading = ((held + 1) & ~held).bit_length() - 1
+            if not leading:
+                continue
+            row = rank.names.rows[run.strand]
+            names = row[run.start << 3 : run.start + leading << 3]
+            hashes = unpack(f"<{leading}Q", names)
+            local = unpack(f"<{leading}Q", run.label[: leading << 3])
+            yield parent_hash, hashes, local
+            if leading << 3 == len(run.label):
+                stack += _children(hashes[-1], run)
+
+
+def _children(parent_hash: int | None, run: Run) -> list[tuple[int | None, Run]]:
+    """The runs below one, last first: a stack gives them back sorted."""
+    below = sorted((run.children or {}).items(), reverse=True)
+    return [(parent_hash, child) for _, child in below]
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = (mask & -mask).bit_length() - 1
+        yield bit
+        mask ^= 1 << bit
