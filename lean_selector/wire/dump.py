@@ -261,7 +261,7 @@ def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str
         try:
             entry = _decode_entry(raw)
         except _UNREADABLE as error:
-            said = bytes(raw[:200]).decode(errors="replace")
+            said = bytes(memoryview(raw)[:200]).decode(errors="replace")
             problems.append(f"entry `{key}` left out, {error}: {said}")
             continue
         model_name, colon, tenant_id = key.rpartition(":")

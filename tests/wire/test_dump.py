@@ -1,0 +1,379 @@
+"""The dump's text: golden, against what the reference writes, and against itself."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from lean_selector.core.kv_index import KvIndex, StoredRun, StoreResult, Tier
+from lean_selector.wire.dump import (
+    BadEvent,
+    ClearedRank,
+    NotADump,
+    PartitionDump,
+    RemovedBlocks,
+    StoredBlocks,
+    decode_event,
+    encode_dump,
+    split_dump,
+)
+
+SAMPLES: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent.parent / "data" / "dump_samples.json").read_text()
+)["samples"]
+U64 = 2**64 - 1
+
+
+def text(*partitions: PartitionDump) -> bytes:
+    return b"".join(encode_dump(partitions))
+
+
+def partition(
+    name: str, *runs: StoredRun, watermarks: dict[tuple[int, int], int] | None = None
+) -> PartitionDump:
+    model_name, _, tenant_id = name.partition("|")
+    return PartitionDump(model_name, tenant_id or "default", 4, iter([[*runs]]), watermarks or {})
+
+
+def run(
+    tier: Tier, parent: int | None, *hashes: int, worker_id: int = 1, dp_rank: int = 0
+) -> StoredRun:
+    return StoredRun(worker_id, dp_rank, tier, parent, hashes, tuple(h + 1000 for h in hashes))
+
+
+# -- what we write --------------------------------------------------------------------------------
+
+
+def test_no_partition_is_an_empty_object() -> None:
+    assert text() == b"{}"
+
+
+def test_a_partition_that_holds_nothing_says_no_more_than_the_reference() -> None:
+    assert text(partition("m"), partition("n|t")) == (
+        b'{"m:default":{"block_size":4,"events":[]},"n:t":{"block_size":4,"events":[]}}'
+    )
+
+
+def test_events_have_the_keys_of_the_reference_in_its_order_and_ids_per_tier() -> None:
+    dump = partition(
+        "m",
+        run(Tier.DEVICE, None, 1, U64 - 1000),
+        run(Tier.HOST_PINNED, 1, 5),
+        run(Tier.DEVICE, 1, 7, worker_id=U64, dp_rank=3),
+        run(Tier.DISK, 5, 6),
+        run(Tier.HOST_PINNED, None, 8),
+        watermarks={(2, 0): 0, (1, 10): 9, (1, 2): 8},
+    )
+    stored = (
+        b'{"worker_id":%d,"storage_tier":"%b","event":{"event_id":%d,"data":{"stored":'
+        b'{"parent_hash":%b,"start_position":null,"blocks":[%b]}},"dp_rank":%d}}'
+    )
+    block = b'{"block_hash":%d,"tokens_hash":%d,"mm_extra_info":null}'
+    two = block % (1, 1001) + b"," + block % (U64 - 1000, U64)
+    events = [
+        stored % (1, b"device", 0, b"null", two, 0),
+        stored % (1, b"host_pinned", 0, b"1", block % (5, 1005), 0),
+        stored % (U64, b"device", 1, b"1", block % (7, 1007), 3),
+        stored % (1, b"disk", 0, b"5", block % (6, 1006), 0),
+        stored % (1, b"host_pinned", 1, b"null", block % (8, 1008), 0),
+    ]
+    assert text(dump) == (
+        b'{"m:default":{"block_size":4,"events":[%b],"model_name":"m","tenant_id":"default",'
+        b'"watermarks":{"1:2":8,"1:10":9,"2:0":0}}}' % b",".join(events)
+    )
+
+
+def test_an_empty_partition_with_a_watermark_says_it() -> None:
+    assert text(partition("m", watermarks={(7, 1): 3})) == (
+        b'{"m:default":{"block_size":4,"events":[],"model_name":"m","tenant_id":"default",'
+        b'"watermarks":{"7:1":3}}}'
+    )
+
+
+def test_partitions_whose_keys_are_the_same_text_all_arrive() -> None:
+    dumps = [
+        partition("a|b:c", run(Tier.DEVICE, None, 1)),
+        partition("a:b|c", run(Tier.DEVICE, None, 2)),
+        partition("a:b|c:", run(Tier.DEVICE, None, 3)),
+    ]
+    body = text(*dumps)
+    assert list(json.loads(body)) == ["a:b:c", "a:b:c::", "a:b:c:"]
+    read, problems = split_dump(body)
+    assert not problems
+    assert [(of.model_name, of.tenant_id) for of in read] == [
+        ("a", "b:c"),
+        ("a:b", "c"),
+        ("a:b", "c:"),
+    ]
+
+
+def test_one_part_of_the_text_is_bounded_work() -> None:
+    many = [[run(Tier.DISK, None, block) for block in range(2000)]]
+    parts = list(encode_dump([PartitionDump("m", "t", 4, iter(many), {})]))
+    assert max(map(len, parts)) < 200_000
+    assert len(json.loads(b"".join(parts))["m:t"]["events"]) == 2000
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_recording_of_the_reference_is_written_again_as_it_was(name: str) -> None:
+    recorded = SAMPLES[name]
+    dumps = []
+    for key, entry in recorded.items():
+        model_name, _, tenant_id = key.rpartition(":")
+        runs = []
+        for event in entry["events"]:
+            stored = event["event"]["data"]["stored"]
+            runs.append(
+                StoredRun(
+                    event["worker_id"],
+                    event["event"]["dp_rank"],
+                    Tier[event["storage_tier"].upper()],
+                    stored["parent_hash"],
+                    tuple(block["block_hash"] for block in stored["blocks"]),
+                    tuple(block["tokens_hash"] for block in stored["blocks"]),
+                )
+            )
+            event.pop("residency_domain", None)  # new in 1.6.1
+        ids = dict.fromkeys(Tier, 0)
+        for event in entry["events"]:  # in 1.6.1 the tiers' ids follow on each other
+            tier = Tier[event["storage_tier"].upper()]
+            event["event"]["event_id"] = ids[tier]
+            ids[tier] += 1
+        dumps.append(PartitionDump(model_name, tenant_id, entry["block_size"], iter([runs]), {}))
+    written = json.loads(text(*dumps))
+    for entry in written.values():
+        for ours in ("model_name", "tenant_id", "watermarks"):
+            entry.pop(ours, None)
+    assert json.dumps(written) == json.dumps(recorded)
+
+
+# -- what we read ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_event_of_a_recording_is_read(name: str) -> None:
+    read, problems = split_dump(json.dumps(SAMPLES[name]).encode())
+    assert not problems
+    assert len(read) == len(SAMPLES[name])
+    for of in read:
+        entry = SAMPLES[name][f"{of.model_name}:{of.tenant_id}"]
+        assert of.block_size == entry["block_size"]
+        for raw, event in zip(of.events, entry["events"], strict=True):
+            stored = event["event"]["data"]["stored"]
+            blocks = stored["blocks"]
+            found = decode_event(raw)
+            assert isinstance(found, StoredBlocks)
+            assert (found.worker_id, found.dp_rank) == (
+                event["worker_id"],
+                event["event"]["dp_rank"],
+            )
+            assert found.tier.name.lower() == event["storage_tier"]
+            assert found.parent_hash == stored["parent_hash"]
+            assert list(found.block_hashes) == [block["block_hash"] for block in blocks]
+            assert found.local_hashes == b"".join(
+                block["tokens_hash"].to_bytes(8, "little") for block in blocks
+            )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"<html>",
+        b'{"m:t":',
+        b'{"m:t":{}} x',
+        b"\xff",
+        b'{"m:t":' + b"[" * 99999,
+    ],
+    ids=["empty", "list", "null", "html", "cut", "two", "not utf-8", "deep"],
+)
+def test_what_is_no_dump_is_refused_as_a_whole(body: bytes) -> None:
+    with pytest.raises(NotADump):
+        split_dump(body)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"error": "index unavailable"},
+        {"block_size": 0, "events": []},
+        {"block_size": 2**32, "events": []},
+        {"block_size": -4, "events": []},
+        {"block_size": 4},
+        {"block_size": 4, "events": {}},
+        "oops",
+        None,
+    ],
+)
+def test_an_entry_that_cannot_be_used_leaves_the_others_standing(entry: object) -> None:
+    body = {"bad:t": entry, "m:t": {"block_size": 4, "events": []}}
+    read, problems = split_dump(json.dumps(body).encode())
+    assert [of.model_name for of in read] == ["m"]
+    assert len(problems) == 1
+    assert "bad:t" in problems[0]
+
+
+def test_a_key_is_split_at_its_last_colon() -> None:
+    read, _ = split_dump(b'{"org/m:B:t":{"block_size":4,"events":[]}}')
+    assert (read[0].model_name, read[0].tenant_id) == ("org/m:B", "t")
+
+
+def test_names_inside_count_more_than_the_key() -> None:
+    body = b'{"x":{"block_size":4,"events":[],"model_name":"m","tenant_id":"t:u"}}'
+    read, problems = split_dump(body)
+    assert not problems
+    assert (read[0].model_name, read[0].tenant_id) == ("m", "t:u")
+
+
+def test_a_key_without_a_colon_names_no_partition() -> None:
+    read, problems = split_dump(b'{"error":{"block_size":4,"events":[]}}')
+    assert not read
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("watermarks", "read"),
+    [
+        ({"1:0": 0, "2:7": U64 - 1}, {(1, 0): 0, (2, 7): U64 - 1}),
+        ({"1:0": 5, "1": 5, "x:0": 5, "1:-1": 5, "2:0": -1, "3:0": U64}, {(1, 0): 5}),
+        ({"1:0": "5"}, {}),
+        ([1], {}),
+        (None, {}),
+    ],
+)
+def test_watermarks_that_cannot_be_read_are_left_out(
+    watermarks: object, read: dict[tuple[int, int], int]
+) -> None:
+    body = {"m:t": {"block_size": 4, "events": [], "watermarks": watermarks}}
+    (of,), problems = split_dump(json.dumps(body).encode())
+    assert not problems
+    assert of.watermarks == read
+
+
+def event(data: object, **more: object) -> Raw:
+    inner = {"event_id": 0, "data": data, **more}
+    tier = inner.pop("storage_tier", "device")
+    worker_id = inner.pop("worker_id", 1)
+    return Raw(json.dumps({"worker_id": worker_id, "storage_tier": tier, "event": inner}).encode())
+
+
+def stored(*blocks: object, **more: object) -> dict[str, object]:
+    return {"stored": {"blocks": list(blocks), **more}}
+
+
+BLOCK = {"block_hash": 1, "tokens_hash": 2}
+
+
+def test_what_may_be_left_out_has_its_default() -> None:
+    raw = Raw(b'{"worker_id":9,"event":{"data":{"stored":{"blocks":[]}}}}')
+    found = decode_event(raw)
+    assert isinstance(found, StoredBlocks)
+    assert (found.worker_id, found.dp_rank, found.tier) == (9, 0, Tier.DEVICE)
+    assert found.parent_hash is None
+
+
+def test_unknown_keys_are_passed_over() -> None:
+    extra = {"block_hash": 1, "tokens_hash": 2, "mm_extra_info": {"mm_objects": []}, "x": 1}
+    found = decode_event(event(stored(extra, start_position=7, y=[]), z={}))
+    assert isinstance(found, StoredBlocks)
+    assert list(found.block_hashes) == [1]
+
+
+def test_removed_blocks_are_read() -> None:
+    found = decode_event(event({"removed": {"block_hashes": [1, U64]}}, storage_tier="disk"))
+    assert isinstance(found, RemovedBlocks)
+    assert (found.tier, list(found.block_hashes)) == (Tier.DISK, [1, U64])
+
+
+@pytest.mark.parametrize("data", ["cleared", {"cleared": None}, {"cleared": {}}])
+def test_a_cleared_rank_is_read_in_either_form(data: object) -> None:
+    assert decode_event(event(data, dp_rank=2)) == ClearedRank(1, 2)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        Raw(b"1"),
+        Raw(b"{}"),
+        Raw(b'{"worker_id":1}'),
+        event(stored(BLOCK), worker_id=-1),
+        event(stored(BLOCK), worker_id=2**64),
+        event(stored(BLOCK), storage_tier="tape"),
+        event(stored(BLOCK), dp_rank=2**32),
+        event(stored(BLOCK), dp_rank=-1),
+        event(stored({"block_hash": -1, "tokens_hash": 2})),
+        event(stored({"block_hash": 1, "tokens_hash": 2**64})),
+        event(stored({"block_hash": "1", "tokens_hash": 2})),
+        event(stored({"block_hash": 1})),
+        event(stored(BLOCK, parent_hash=-1)),
+        event({"removed": {"block_hashes": [-1]}}),
+        event({"stored": None}),
+        event({"moved": {}}),
+        event("stored"),
+        event(None),
+    ],
+)
+def test_a_bad_event_is_told_apart(raw: Raw) -> None:
+    with pytest.raises(BadEvent):
+        decode_event(raw)
+
+
+# -- there and back -------------------------------------------------------------------------------
+
+STORES = st.lists(
+    st.tuples(
+        st.integers(1, 3),
+        st.integers(0, 1),
+        st.sampled_from(Tier),
+        st.one_of(st.none(), st.integers(0, 9)),
+        st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
+    ),
+    max_size=25,
+)
+
+
+def rebuilt(body: bytes) -> Iterator[KvIndex]:
+    read, problems = split_dump(body)
+    assert not problems
+    for of in read:
+        index = KvIndex(of.block_size)
+        for raw in of.events:
+            found = decode_event(raw)
+            assert isinstance(found, StoredBlocks)
+            result = index.store(
+                found.worker_id,
+                found.dp_rank,
+                found.tier,
+                found.parent_hash,
+                found.block_hashes,
+                found.local_hashes,
+            )
+            assert result is StoreResult.STORED
+        yield index
+
+
+@given(STORES, st.lists(st.tuples(st.integers(1, 3), st.integers(0, 1), st.integers(0, 9))))
+@settings(max_examples=60, deadline=None)
+def test_an_index_rebuilt_from_its_dump_dumps_the_same(
+    stores: list[tuple[int, int, Tier, int | None, list[int]]], removed: list[tuple[int, int, int]]
+) -> None:
+    index = KvIndex(4)
+    for worker_id, dp_rank, tier, parent, hashes in stores:
+        local = b"".join((h % 4).to_bytes(8, "little") for h in hashes)
+        index.store(worker_id, dp_rank, tier, parent, hashes, local)
+    for worker_id, dp_rank, block_hash in removed:
+        index.remove(worker_id, dp_rank, Tier.DEVICE, [block_hash])
+
+    def body_of(one: KvIndex) -> bytes:
+        return text(PartitionDump("m", "t", 4, one.dump(), {}))
+
+    body = body_of(index)
+    for again in rebuilt(body):
+        assert json.loads(body_of(again)) == json.loads(body)
