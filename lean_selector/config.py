@@ -9,14 +9,16 @@ unset; a value that cannot be read or is out of range ends the start with one li
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
+from lean_selector.core.busy import BusyThreshold
 from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.settings import RouterSettings
 
+T = TypeVar("T")
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
@@ -42,6 +44,8 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica_sync_peers: list[str]
     device_blocks_per_rank: int
     lower_tier_blocks_per_rank: int
+    busy: BusyThreshold
+    overload_status: int
     warnings: list[str]
 
 
@@ -136,6 +140,20 @@ def peer_endpoints(value: str) -> list[str]:
         except ValueError as error:
             raise ValueError(f"invalid replica peer endpoint `{item}`: {error}") from None
     return items
+
+
+def or_none(read: Callable[[str], T]) -> Callable[[str], T | None]:
+    """Also takes the word `None`, as the reference does for what is off."""
+    return lambda text: None if text.lower() == "none" else read(text)
+
+
+def status(*allowed: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if text not in map(str, allowed):
+            raise ValueError(f"expected one of {', '.join(map(str, allowed))}")
+        return int(text)
+
+    return read
 
 
 def unsupported(_: str) -> NoReturn:
@@ -263,6 +281,38 @@ ROUTER_OPTIONS = (
     ),
 )
 
+BUSY_OPTIONS = (
+    Option(
+        "--active-decode-blocks-threshold",
+        or_none(number(0.0, 1.0)),
+        None,
+        "a rank is busy above this part of its total_kv_blocks; unset: never",
+        ("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",),
+    ),
+    Option(
+        "--active-prefill-tokens-threshold",
+        or_none(integer(0, 2**64 - 1)),
+        None,
+        "a rank is busy above this many active prefill tokens; unset: never",
+        ("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
+    ),
+    Option(
+        "--active-prefill-tokens-threshold-frac",
+        or_none(number(0.0)),
+        None,
+        "a rank is busy above this many times its max_num_batched_tokens; unset: never",
+        ("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",),
+    ),
+    Option(
+        "--overload-status",
+        status(503, 429, 529),
+        503,
+        "HTTP status of a request that is shed because all workers are busy: 503, 429 or 529",
+        ("DYN_HTTP_OVERLOAD_STATUS_CODE",),
+        "STATUS",
+    ),
+)
+
 SELECTOR_OPTIONS = (
     Option("--port", _PORT, 8092, "HTTP port; 0 takes a free one"),
     *LISTEN_OPTIONS,
@@ -311,6 +361,7 @@ SELECTOR_OPTIONS = (
         "most blocks indexed for a rank on each lower tier",
     ),
     *ROUTER_OPTIONS,
+    *BUSY_OPTIONS,
 )
 
 
@@ -404,6 +455,12 @@ def selector_config(
             "replica_sync_peers": values["replica_sync_peers"],
             "device_blocks_per_rank": values["device_blocks_per_rank"],
             "lower_tier_blocks_per_rank": values["lower_tier_blocks_per_rank"],
+            "busy": {
+                "active_decode_blocks": values["active_decode_blocks_threshold"],
+                "active_prefill_tokens": values["active_prefill_tokens_threshold"],
+                "active_prefill_tokens_frac": values["active_prefill_tokens_threshold_frac"],
+            },
+            "overload_status": values["overload_status"],
             "warnings": warnings,
         },
         SelectorConfig,

@@ -32,6 +32,7 @@ from lean_selector.core.selector import Selector
 from lean_selector.http1.protocol import App, Connections, HttpProtocol
 from lean_selector.http1.reader import Limits
 from lean_selector.http1.response import date_header
+from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SHUTDOWN, SelectionService
@@ -72,7 +73,9 @@ async def _selector(config: SelectorConfig) -> None:
             lower_tier_bound=config.lower_tier_blocks_per_rank,
         )
 
-    selector = Selector(config.router, subscriptions, random.Random(), new_index=new_index)
+    selector = Selector(
+        config.router, subscriptions, random.Random(), new_index=new_index, thresholds=config.busy
+    )
     replica = None
     if config.replica_sync_port is not None:
         try:
@@ -87,8 +90,9 @@ async def _selector(config: SelectorConfig) -> None:
         peers=replica,
         call_later=loop.call_later,
     )
+    routes = (*service.routes(), *BusyThresholdService(selector).routes())
     recovering = start_recovery(config, selector, subscriptions, service)
-    server = HttpServer(Gate(service.routes()), Limits(), config.listen)
+    server = HttpServer(Gate(routes, config.overload_status), Limits(), config.listen)
     await server.start()
     if replica is not None:
         replica.start()

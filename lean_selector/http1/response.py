@@ -15,6 +15,7 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
+_STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but asked for
 
 # The end of a head for the lengths that nearly every answer has; formatting one costs as much as
 # the rest of encode_response. 1 024 entries are 60 KB.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lean_selector.core.errors import BadRequest, SelectorError
+from lean_selector.core.errors import AllWorkersBusy, BadRequest, SelectorError
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import JSON, encode_response
@@ -23,6 +23,7 @@ from lean_selector.http1.router import (
     parse_query,
     percent_decode,
 )
+from lean_selector.wire.busy import overload_body
 from lean_selector.wire.scalars import U64_MAX
 from lean_selector.wire.selection import ErrorBody
 
@@ -37,6 +38,8 @@ _encode = msgspec.json.Encoder().encode
 
 NOT_JSON = "Expected request with `Content-Type: application/json`"
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
+# Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
+RETRY_AFTER = b"retry-after: 1\r\n"
 QUERY_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
 
 
@@ -52,8 +55,10 @@ def error_reply(status: int, text: str, extra: bytes = b"") -> bytes:
 class Gate:
     """The application that the HTTP protocol calls: request in, answer out, never raises."""
 
-    def __init__(self, routes: Iterable[Route]) -> None:
+    def __init__(self, routes: Iterable[Route], overload_status: int = 503) -> None:
+        """`overload_status` answers what is shed because all workers are busy."""
         self._table: RouteTable[Endpoint] = RouteTable(routes)
+        self._overload_status = overload_status
 
     def __call__(self, request: Request) -> Answer:
         found = self._table.match(request.method, request.path)
@@ -63,6 +68,10 @@ class Gate:
             if isinstance(found, MethodNotAllowed):
                 return error_reply(405, "method not allowed", b"allow: %b\r\n" % found.allow)
             return error_reply(404, "route not found")
+        except AllWorkersBusy as error:
+            status = self._overload_status
+            body = _encode(overload_body(error.message, status))
+            return encode_response(status, body, JSON, RETRY_AFTER)
         except SelectorError as error:
             return error_reply(error.status, error.message)
         except msgspec.ValidationError as error:

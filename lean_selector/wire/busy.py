@@ -1,0 +1,79 @@
+"""`/busy_threshold` and the answer to a request that is shed: their bodies.
+
+Keys and texts are those of the request-rejection document; `tenant_id` and the fraction, which it
+does not have, are left out where they say nothing.
+"""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from lean_selector.core.busy import BusyThreshold
+from lean_selector.wire.scalars import NonNegative, check_u64
+from lean_selector.wire.scope import DEFAULT_GROUP, group_of
+
+
+class ThresholdRequest(msgspec.Struct, kw_only=True):
+    """POST /busy_threshold: what is absent or null stays as it is."""
+
+    model: str
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: NonNegative | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.active_prefill_tokens_threshold is not None:
+            check_u64("active_prefill_tokens_threshold", self.active_prefill_tokens_threshold)
+
+    def scope(self) -> tuple[str, str]:
+        return self.model, group_of(self.tenant_id, self.routing_group)
+
+    def given(self) -> BusyThreshold:
+        return BusyThreshold(
+            self.active_decode_blocks_threshold,
+            self.active_prefill_tokens_threshold,
+            self.active_prefill_tokens_threshold_frac,
+        )
+
+
+class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in force for a model; null is off."""
+
+    model: str
+    tenant_id: str | UnsetType
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+    active_prefill_tokens_threshold_frac: float | UnsetType
+
+
+class Thresholds(msgspec.Struct, frozen=True):
+    """GET /busy_threshold."""
+
+    thresholds: list[ThresholdRow]
+
+
+def threshold_row(scope: tuple[str, str], threshold: BusyThreshold) -> ThresholdRow:
+    model_name, tenant_id = scope
+    frac = threshold.active_prefill_tokens_frac
+    return ThresholdRow(
+        model=model_name,
+        tenant_id=UNSET if tenant_id == DEFAULT_GROUP else tenant_id,
+        active_decode_blocks_threshold=threshold.active_decode_blocks,
+        active_prefill_tokens_threshold=threshold.active_prefill_tokens,
+        active_prefill_tokens_threshold_frac=UNSET if frac is None else frac,
+    )
+
+
+class OverloadBody(msgspec.Struct, frozen=True):
+    """The answer to a request that is shed; `error` is what every other error has."""
+
+    error: str
+    message: str
+    type: str
+    code: int
+
+
+def overload_body(error: str, status: int) -> OverloadBody:
+    message = f"Service temporarily unavailable: {error}"
+    return OverloadBody(error, message, "service_unavailable", status)
