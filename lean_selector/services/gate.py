@@ -24,6 +24,7 @@ from lean_selector.http1.router import (
     percent_decode,
 )
 from lean_selector.wire.busy import overload_body
+from lean_selector.wire.prompt import PromptFields
 from lean_selector.wire.scalars import U64_MAX
 from lean_selector.wire.selection import ErrorBody
 
@@ -116,19 +117,18 @@ def with_param(
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
     """A JSON body."""
-    decode = msgspec.json.Decoder(body_type).decode
+    read = _reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
-        refusal = _refused(request)
-        if refusal is not None:
-            return refusal
+        body = read(request)
+        if isinstance(body, bytes):
+            return body
         try:
-            body = decode(request.body)
-        except msgspec.ValidationError:
+            return _sent(status, handler(body))
+        except SelectorError:
+            if isinstance(body, PromptFields):
+                body.check_shape()  # a wrong shape is named before any other fault
             raise
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return error_reply(400, f"Failed to parse the request body as JSON: {error}")
-        return _sent(status, handler(body))
 
     return answer
 
@@ -140,16 +140,36 @@ def with_param_and_body(
     status: int = 200,
 ) -> Endpoint:
     """A path parameter and a JSON body; the parameter is judged first."""
+    read = _reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
         parsed = parse(param)
-        return with_parsed(parsed)(request, None)
-
-    def with_parsed(parsed: object) -> Endpoint:
-        return with_body(body_type, lambda body: handler(parsed, body), status)
+        body = read(request)
+        return body if isinstance(body, bytes) else _sent(status, handler(parsed, body))
 
     return answer
+
+
+def _reader(body_type: type[T]) -> Callable[[Request], T | bytes]:
+    """What turns a request into its decoded body, or into the answer that refuses it.
+
+    Raises msgspec.ValidationError for a body of the wrong shape.
+    """
+    decode = msgspec.json.Decoder(body_type).decode
+
+    def read(request: Request) -> T | bytes:
+        refusal = _refused(request)
+        if refusal is not None:
+            return refusal
+        try:
+            return decode(request.body)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_reply(400, f"Failed to parse the request body as JSON: {error}")
+
+    return read
 
 
 def _sent(status: int, result: object) -> Answer:
@@ -165,8 +185,10 @@ def worker_id_param(param: bytes) -> int:
     """A u64 in a path: decimal digits, leading zeros and a plus sign allowed, after decoding."""
     text = _text_param("worker_id", param)
     digits = text[1:] if text.startswith("+") else text
-    if digits.isascii() and digits.isdigit() and (value := int(digits)) <= U64_MAX:
-        return value
+    if digits.isascii() and digits.isdigit():
+        significant = digits.lstrip("0") or "0"
+        if len(significant) <= 20 and (value := int(significant)) <= U64_MAX:
+            return value
     raise BadRequest(f"Invalid URL: Cannot parse `{text}` to a `u64`")
 
 

@@ -38,6 +38,8 @@ class MmObject(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         check_u64("mm_hash", self.mm_hash)
+        for offset in self.offsets:
+            check_u64("offsets[...]", max(offset))
 
 
 class BlockMmInfo(msgspec.Struct, frozen=True):
@@ -61,6 +63,14 @@ class PromptFields(Scoped, kw_only=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     is_eagle: bool | None = None
+
+    def check_shape(self) -> None:
+        """Raises msgspec.ValidationError for what decoding leaves unchecked, because a request
+        that succeeds meets it anyway: the hash lists, and integers beyond 2**64 - 1."""
+        _check_ignored(self, "block_hashes")
+        _check_ignored(self, "sequence_hashes")
+        if self.isl_tokens is not None:
+            check_u64("isl_tokens", self.isl_tokens)
 
 
 def prompt_to_select(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt:

@@ -48,7 +48,8 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
         hashes = _decode_hashes(raw)
         return _packer(len(hashes))(*hashes)
     except msgspec.ValidationError as error:
-        raise msgspec.ValidationError(str(error).replace("`$", f"`$.{field}")) from None
+        text, path, rest = str(error).partition(" - at `$")
+        raise msgspec.ValidationError(f"{text} - at `$.{field}{rest if path else '`'}") from None
     except struct.error:
         at = next(i for i, value in enumerate(hashes) if not -(2**63) <= value < 2**63)
         raise msgspec.ValidationError(
@@ -102,10 +103,9 @@ class HashListHead:
         self.count = len(commas) + 1 if head else 0
         self.first = b""
         if head:
-            first = int(head)
-            if not -(2**63) <= first < 2**63:
+            if len(head) > 20 or not -(2**63) <= int(head) < 2**63:
                 hashes_from_json(field, raw)
-            self.first = first.to_bytes(8, "little", signed=True)
+            self.first = int(head).to_bytes(8, "little", signed=True)
 
     def packed(self) -> bytes:
         """All of them, 8 bytes each; raises msgspec.ValidationError for one out of range."""

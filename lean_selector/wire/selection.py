@@ -12,7 +12,7 @@ from lean_selector.core.catalog import WorkerSpec
 from lean_selector.core.selection import PinnedWorker
 from lean_selector.core.settings import RouterOverride
 from lean_selector.wire.prompt import PromptFields
-from lean_selector.wire.scalars import U32, U64_MAX, NonNegative, check_u64, f32, f32_shortest
+from lean_selector.wire.scalars import U32, NonNegative, check_u64, f32, f32_shortest
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 
 # The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
@@ -116,8 +116,10 @@ class Pinned(msgspec.Struct):
     worker_id: NonNegative
     dp_rank: U32
 
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
+
     def pinned(self) -> PinnedWorker:
-        check_u64("pinned_worker.worker_id", self.worker_id)
         return PinnedWorker(self.worker_id, self.dp_rank)
 
 
@@ -133,11 +135,15 @@ class SelectRequest(PromptFields, kw_only=True):
     allowed_worker_ids: list[NonNegative] | None = None
     routing_constraints: RoutingConstraints | UnsetType = UNSET
 
+    def check_shape(self) -> None:
+        super().check_shape()
+        self.allowed()
+
     def allowed(self) -> frozenset[int] | None:
         ids = self.allowed_worker_ids
         if ids is None:
             return None
-        if ids and max(ids) > U64_MAX:
+        if ids:
             check_u64("allowed_worker_ids[...]", max(ids))
         return frozenset(ids)
 

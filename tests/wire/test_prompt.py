@@ -1,0 +1,384 @@
+"""The forms of a prompt: which one counts, what is checked, in which order and words."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.hashing import block_hashes, sequence_hashes
+from lean_selector.core.prompt import Prompt
+from lean_selector.wire.prompt import (
+    MAX_ISL_TOKENS,
+    PromptFields,
+    prompt_to_book,
+    prompt_to_select,
+)
+from lean_selector.wire.scalars import HashListHead, hashes_from_json
+
+I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
+decode = msgspec.json.Decoder(PromptFields).decode
+
+
+def signed(hashes: bytes) -> list[int]:
+    at = range(0, len(hashes), 8)
+    return [int.from_bytes(hashes[i : i + 8], "little", signed=True) for i in at]
+
+
+def unsigned(hashes: bytes) -> list[int]:
+    return [value % 2**64 for value in signed(hashes)]
+
+
+def select(body: dict[str, Any] | str, block_size: int = 4, is_eagle: bool = False) -> Prompt:
+    text = body if isinstance(body, str) else json.dumps(body)
+    return prompt_to_select(decode(text), block_size, is_eagle)
+
+
+def book(body: dict[str, Any] | str, block_size: int = 4, is_eagle: bool = False) -> Prompt:
+    text = body if isinstance(body, str) else json.dumps(body)
+    return prompt_to_book(decode(text), block_size, is_eagle)
+
+
+# -- the hash form --------------------------------------------------------------------------------
+
+
+def test_hashes_are_signed_and_keep_their_bits() -> None:
+    values = [I64_MIN, -1, 0, 1, I64_MAX]
+    prompt = select({"block_hashes": values, "sequence_hashes": values[::-1], "isl_tokens": 7})
+    assert signed(prompt.local_hashes) == values
+    assert signed(prompt.sequence_hashes()) == values[::-1]
+    assert (prompt.sequence_count, prompt.isl_tokens) == (5, 7)
+    assert signed(prompt.first_sequence_hash) == [I64_MAX]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "isl"),
+    [
+        pytest.param([], 5, id="no hash, five tokens"),
+        pytest.param([1, 2, 3], 1, id="three hashes, one token"),
+        pytest.param([1], 1600, id="one hash, many tokens"),
+    ],
+)
+def test_nothing_relates_the_length_to_the_number_of_hashes(hashes: list[int], isl: int) -> None:
+    prompt = select({"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": isl})
+    assert (prompt.sequence_count, prompt.isl_tokens) == (len(hashes), isl)
+    assert prompt.sequence_hashes() == prompt.local_hashes
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        pytest.param({}, "block_hashes is required without token_ids", id="nothing"),
+        pytest.param(
+            {"block_hashes": None, "sequence_hashes": [1], "isl_tokens": 0},
+            "block_hashes is required without token_ids",
+            id="null block hashes",
+        ),
+        pytest.param(
+            {"block_hashes": [1], "isl_tokens": 0},
+            "sequence_hashes is required without token_ids",
+            id="no sequence hashes",
+        ),
+        pytest.param(
+            {"block_hashes": [1], "sequence_hashes": [1, 2]},
+            "isl_tokens is required without token_ids",
+            id="no length",
+        ),
+        pytest.param(
+            {"block_hashes": [1], "sequence_hashes": [1, 2], "isl_tokens": 0},
+            "isl_tokens must be greater than 0",
+            id="no tokens",
+        ),
+        pytest.param(
+            {"block_hashes": [1, 2], "sequence_hashes": [1], "isl_tokens": 1},
+            "block_hashes length 2 must match sequence_hashes length 1",
+            id="lengths differ",
+        ),
+        pytest.param(
+            {"block_hashes": [], "sequence_hashes": [1], "isl_tokens": 2**53},
+            "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991",
+            id="D6",
+        ),
+        pytest.param(
+            {"block_hashes": [], "sequence_hashes": [], "isl_tokens": U64_MAX},
+            f"isl_tokens ({U64_MAX}) exceeds the maximum {MAX_ISL_TOKENS}",
+            id="D6, the most a u64 holds",
+        ),
+    ],
+)
+def test_a_selection_checks_its_prompt_in_the_documented_order(
+    body: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        select(body)
+    assert caught.value.message == error
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        pytest.param({}, "sequence_hashes is required without token_ids", id="nothing"),
+        pytest.param(
+            {"sequence_hashes": [1]}, "isl_tokens is required without token_ids", id="no length"
+        ),
+        pytest.param(
+            {"sequence_hashes": [1], "isl_tokens": 2**53},
+            "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991",
+            id="D6",
+        ),
+    ],
+)
+def test_a_booking_checks_its_prompt_in_the_documented_order(
+    body: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        book(body)
+    assert caught.value.message == error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"sequence_hashes": [1], "isl_tokens": 0}, id="no tokens"),
+        pytest.param(
+            {"block_hashes": [1, 2], "sequence_hashes": [1], "isl_tokens": 0}, id="other length"
+        ),
+    ],
+)
+def test_a_booking_takes_what_a_selection_refuses(body: dict[str, Any]) -> None:
+    prompt = book(body)
+    assert (prompt.sequence_count, prompt.isl_tokens, prompt.local_hashes) == (1, 0, b"")
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+TOKENS = list(range(10))
+
+
+def test_tokens_are_hashed_in_whole_blocks() -> None:
+    prompt = select({"token_ids": TOKENS})
+    expected = block_hashes(TOKENS, 4)
+    assert len(expected) == 2
+    assert unsigned(prompt.local_hashes) == expected
+    assert unsigned(prompt.sequence_hashes()) == sequence_hashes(expected)
+    assert (prompt.isl_tokens, prompt.sequence_count) == (10, 2)
+    assert prompt.first_sequence_hash == prompt.local_hashes[:8]
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        pytest.param({"block_hashes": [5], "sequence_hashes": [6, 7], "isl_tokens": 99}, id="all"),
+        pytest.param({"isl_tokens": 0}, id="no tokens"),
+        pytest.param({"isl_tokens": U64_MAX}, id="more than D6 allows"),
+    ],
+)
+def test_tokens_make_the_hash_form_irrelevant(ignored: dict[str, Any]) -> None:
+    plain = select({"token_ids": TOKENS})
+    for prompt in (
+        select({"token_ids": TOKENS, **ignored}),
+        book({"token_ids": TOKENS, **ignored}),
+    ):
+        assert prompt.local_hashes == plain.local_hashes
+        assert prompt.isl_tokens == 10
+
+
+def test_lora_eagle_salt_and_multimodal_objects_all_change_the_hashes() -> None:
+    mm = [None, {"mm_objects": [{"mm_hash": 9, "offsets": [[0, 1]]}]}]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"lora_name": "a"},
+        {"lora_name": "b"},
+        {"cache_salt": "s"},
+        {"is_eagle": True},
+        {"block_mm_infos": mm},
+    ]
+    prompts = [select({"token_ids": TOKENS, **extra}) for extra in variants]
+    assert len({prompt.local_hashes for prompt in prompts}) == len(variants)
+    assert unsigned(prompts[-1].local_hashes) == block_hashes(TOKENS, 4, mm_hashes=[None, [9]])
+    assert select({"token_ids": TOKENS, "lora_name": ""}).local_hashes == prompts[0].local_hashes
+    assert prompts[1].lora_name == "a"
+
+
+@pytest.mark.parametrize("of_partition", [False, True])
+def test_a_request_overrides_whether_its_blocks_are_eagle_blocks(of_partition: bool) -> None:
+    eagle = block_hashes(TOKENS, 4, is_eagle=True)
+    plain = block_hashes(TOKENS, 4)
+    stated = select({"token_ids": TOKENS, "is_eagle": not of_partition}, is_eagle=of_partition)
+    silent = select({"token_ids": TOKENS}, is_eagle=of_partition)
+    expected = (plain, eagle) if of_partition else (eagle, plain)
+    assert (unsigned(stated.local_hashes), unsigned(silent.local_hashes)) == expected
+
+
+def test_multimodal_routing_tokens_go_before_tokens_with_their_own_objects() -> None:
+    objects = [{"mm_objects": [{"mm_hash": U64_MAX, "offsets": []}]}]
+    prompt = select(
+        {
+            "token_ids": TOKENS,
+            "block_mm_infos": [{"mm_objects": [{"mm_hash": 5, "offsets": []}]}],
+            "mm_routing_info": {"routing_token_ids": TOKENS[:4], "block_mm_infos": objects},
+        }
+    )
+    assert unsigned(prompt.local_hashes) == block_hashes(TOKENS[:4], 4, mm_hashes=[[U64_MAX]])
+    without = select({"mm_routing_info": {"routing_token_ids": TOKENS}, "block_mm_infos": objects})
+    assert unsigned(without.local_hashes) == block_hashes(TOKENS, 4)
+
+
+def test_empty_multimodal_routing_tokens_do_not_count() -> None:
+    info: dict[str, Any] = {"mm_routing_info": {"routing_token_ids": []}}
+    assert select({**info, "token_ids": TOKENS}).isl_tokens == 10
+    with pytest.raises(BadRequest, match="block_hashes is required"):
+        select(info)
+
+
+def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
+    with pytest.raises(BadRequest, match="isl_tokens must be greater than 0"):  # D7
+        select({"token_ids": [], "block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 5})
+    prompt = book({"token_ids": []})
+    assert (prompt.isl_tokens, prompt.sequence_count, prompt.sequence_hashes()) == (0, 0, b"")
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+BAD_LISTS = [
+    pytest.param("5", id="number"),
+    pytest.param('"x"', id="string"),
+    pytest.param("{}", id="object"),
+    pytest.param("[[1]]", id="nested"),
+    pytest.param("[1.5]", id="fraction"),
+    pytest.param("[1e2]", id="exponent"),
+    pytest.param('["1"]', id="string inside"),
+    pytest.param("[null]", id="null inside"),
+    pytest.param("[true]", id="boolean inside"),
+    pytest.param("[{}]", id="object inside"),
+    pytest.param(f"[{2**63}]", id="beyond i64"),
+    pytest.param(f"[{-(2**63) - 1}]", id="below i64"),
+    pytest.param(f"[{'1' * 5000}]", id="thousands of digits"),
+]
+
+
+@pytest.mark.parametrize("field", ["block_hashes", "sequence_hashes"])
+@pytest.mark.parametrize("bad", BAD_LISTS)
+def test_a_hash_list_of_the_wrong_shape_is_named_whatever_else_is_wrong(
+    field: str, bad: str
+) -> None:
+    good = {"block_hashes": "[1]", "sequence_hashes": "[1]", "isl_tokens": "4"}
+    bodies = [{**good, field: bad}, {**good, field: bad, "token_ids": "[1]"}]
+    for body in bodies:
+        fields = ",".join(f'"{name}":{value}' for name, value in body.items())
+        text = f"{{{fields}}}"
+        for normalise in (select, book):
+            with pytest.raises(msgspec.ValidationError, match=field):
+                normalise(text)
+        with pytest.raises(msgspec.ValidationError, match=field):
+            decode(text).check_shape()
+    alone = decode(f'{{"{field}":{bad}}}')  # nothing that a selection needs is there
+    with pytest.raises(msgspec.ValidationError, match=field):
+        alone.check_shape()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param('{"token_ids":[-1]}', id="negative token"),
+        pytest.param('{"token_ids":[4294967296]}', id="token beyond u32"),
+        pytest.param('{"token_ids":[1.0]}', id="fractional token"),
+        pytest.param('{"token_ids":{}}', id="tokens no list"),
+        pytest.param('{"isl_tokens":-1}', id="negative length"),
+        pytest.param('{"isl_tokens":1.0}', id="fractional length"),
+        pytest.param('{"isl_tokens":"5"}', id="length as a string"),
+        pytest.param('{"is_eagle":1}', id="eagle as a number"),
+        pytest.param('{"lora_name":5}', id="lora as a number"),
+        pytest.param('{"mm_routing_info":{}}', id="routing info without tokens"),
+        pytest.param('{"mm_routing_info":[[1]]}', id="positional routing info"),
+        pytest.param(
+            '{"mm_routing_info":{"routing_token_ids":[1],"block_mm_infos":null}}',
+            id="null block infos inside",
+        ),
+        pytest.param('{"block_mm_infos":[{}]}', id="block info without objects"),
+        pytest.param('{"block_mm_infos":[{"mm_objects":[{}]}]}', id="object without a hash"),
+        pytest.param(
+            '{"block_mm_infos":[{"mm_objects":[{"mm_hash":-1,"offsets":[]}]}]}',
+            id="negative mm hash",
+        ),
+        pytest.param(
+            f'{{"block_mm_infos":[{{"mm_objects":[{{"mm_hash":{2**64},"offsets":[]}}]}}]}}',
+            id="mm hash beyond u64",
+        ),
+        pytest.param(
+            '{"block_mm_infos":[{"mm_objects":[{"mm_hash":1,"offsets":[[1]]}]}]}', id="half offset"
+        ),
+        pytest.param(
+            f'{{"block_mm_infos":[{{"mm_objects":[{{"mm_hash":1,"offsets":[[0,{2**64}]]}}]}}]}}',
+            id="offset beyond u64",
+        ),
+    ],
+)
+def test_other_fields_of_the_wrong_shape_are_refused_at_decoding(text: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode(text)
+
+
+@pytest.mark.parametrize("value", [2**64, 10**40])
+@pytest.mark.parametrize(
+    "rest", ["", ',"token_ids":[1]', ',"block_hashes":[1],"sequence_hashes":[1]']
+)
+def test_a_length_beyond_u64_is_a_wrong_shape(value: int, rest: str) -> None:
+    fields = decode(f'{{"isl_tokens":{value}{rest}}}')
+    with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
+        fields.check_shape()
+    if rest:
+        with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
+            prompt_to_select(fields, 4, False)
+
+
+def test_null_is_the_same_as_absent() -> None:
+    nulls = {name: None for name in PromptFields.__struct_fields__ if name not in SCOPE}
+    with pytest.raises(BadRequest, match="block_hashes is required"):
+        select(nulls)
+    decode(json.dumps(nulls)).check_shape()
+
+
+SCOPE = {"model_name", "tenant_id", "routing_group"}
+
+# -- hashes that may be left unread (D21) ---------------------------------------------------------
+
+
+def head_of(text: str) -> HashListHead:
+    return HashListHead("f", msgspec.Raw(text.encode()))
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        pytest.param("[]", [], id="empty"),
+        pytest.param("[ \t\r\n ]", [], id="blanks"),
+        pytest.param("[ 7 ]", [7], id="one"),
+        pytest.param("[-0,1]", [0, 1], id="minus zero"),
+        pytest.param(f"[ {I64_MIN} ,\n{I64_MAX}\t]", [I64_MIN, I64_MAX], id="edges"),
+    ],
+)
+def test_a_list_is_known_by_its_count_and_first_item(text: str, values: list[int]) -> None:
+    head = head_of(text)
+    assert head.count == len(values)
+    assert signed(head.first) == values[:1]
+    assert signed(head.packed()) == values
+
+
+def test_an_item_out_of_range_further_on_is_found_when_it_is_read() -> None:
+    head = head_of(f"[1,{2**63}]")
+    assert (head.count, signed(head.first)) == (2, [1])
+    with pytest.raises(msgspec.ValidationError, match=r"\$\.f\[1\]"):
+        head.packed()
+
+
+@given(st.lists(st.integers(I64_MIN, I64_MAX), max_size=70))
+def test_lists_of_any_length_are_read_alike_both_ways(values: list[int]) -> None:
+    raw = msgspec.Raw(json.dumps(values).encode())
+    head = HashListHead("f", raw)
+    assert head.packed() == hashes_from_json("f", raw)
+    assert signed(head.packed()) == values
+    assert (head.count, signed(head.first)) == (len(values), values[:1])

@@ -1,0 +1,377 @@
+"""Bodies of the selection service: what each field takes, and what comes out of it."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from lean_selector.core.catalog import Worker, WorkerSpec
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.selection import Overlap, PinnedWorker, Placement
+from lean_selector.wire.scalars import f32, f32_shortest
+from lean_selector.wire.selection import (
+    OutputBlockRequest,
+    PeerRequest,
+    ReservationRequest,
+    SelectAndReserveRequest,
+    SelectRequest,
+    WorkerPatch,
+    WorkerRequest,
+)
+
+U32_MAX, U64_MAX = 2**32 - 1, 2**64 - 1
+worker = msgspec.json.Decoder(WorkerRequest).decode
+patch = msgspec.json.Decoder(WorkerPatch).decode
+select = msgspec.json.Decoder(SelectRequest).decode
+reservation = msgspec.json.Decoder(ReservationRequest).decode
+
+
+def spec(**fields: Any) -> WorkerSpec:
+    return worker(json.dumps({"worker_id": 1, **fields})).spec()
+
+
+# -- workers --------------------------------------------------------------------------------------
+
+
+def test_a_worker_needs_an_id_and_nothing_else() -> None:
+    assert spec() == WorkerSpec(worker_id=1)
+    with pytest.raises(msgspec.ValidationError, match="worker_id"):
+        worker("{}")
+
+
+FULL: dict[str, Any] = {
+    "worker_id": U64_MAX,
+    "model_name": "m",
+    "tenant_id": "t",
+    "endpoint": "http://w",
+    "kv_events_endpoint": "tcp://w:1",
+    "kv_events_endpoints": {"10": "tcp://w:3", "4294967295": "tcp://w:4", "9": "tcp://w:2"},
+    "replay_endpoint": "tcp://w:5",
+    "block_size": 16,
+    "data_parallel_start_rank": 4,
+    "data_parallel_size": 2,
+    "max_num_batched_tokens": U64_MAX,
+    "total_kv_blocks": U64_MAX,
+    "stable_routing_id": "s",
+    "is_eagle": False,
+    "taints": ["b", "a", "b"],
+    "topology_domains": {"zone": "z", "rack": "é"},
+    "kv_transfer_domain": "d",
+    "kv_transfer_enforcement": "preferred",
+    "kv_transfer_preferred_weight": 0.1,
+}
+
+
+def test_a_record_shows_every_field_in_the_documented_order() -> None:
+    record = Worker(worker(json.dumps(FULL)).spec(), [], {}).record()
+    shown = json.loads(msgspec.json.encode(record))
+    order = [*FULL]
+    order.insert(3, "lifecycle")
+    assert list(shown) == order
+    assert shown == {**FULL, "lifecycle": "schedulable", "taints": ["a", "b"]}
+    assert list(shown["kv_events_endpoints"]) == ["9", "10", "4294967295"]
+    assert list(shown["topology_domains"]) == ["rack", "zone"]
+    assert "é".encode() in msgspec.json.encode(record)
+
+
+def test_a_record_of_nothing_shows_nulls_and_leaves_out_empty_maps() -> None:
+    record = Worker(spec(), ["endpoint is required"], {}).record()
+    shown = json.loads(msgspec.json.encode(record))
+    assert [name for name, value in shown.items() if value is not None] == [
+        "worker_id",
+        "model_name",
+        "tenant_id",
+        "lifecycle",
+        "taints",
+        "topology_domains",
+        "not_schedulable_reasons",
+    ]
+    assert "kv_events_endpoints" not in shown
+    assert list(shown)[-1] == "not_schedulable_reasons"
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        ("1", "1.0"),
+        ("0.1", "0.1"),
+        ("0.30000001", "0.3"),
+        ("16777217", "16777216.0"),
+        ("-0.5", "-0.5"),
+        ("3.4028235e38", "3.4028235e38"),
+        ("1e-45", "1e-45"),
+        ("1e40", "null"),
+        ("-1e40", "null"),
+    ],
+)
+def test_single_precision_prints_its_shortest_digits(value: str, printed: str) -> None:
+    body = worker(f'{{"worker_id":1,"kv_transfer_preferred_weight":{value}}}')
+    weight = body.spec().kv_transfer_preferred_weight
+    assert msgspec.json.encode(weight).decode() == printed
+
+
+def test_every_single_precision_number_survives_its_printing() -> None:
+    for text in ("0.0", "1.1754944e-38", "0.33333334", "123456.79", "9.999999e37"):
+        value = f32(float(text))
+        assert f32_shortest(value) == float(text)
+        assert f32(f32_shortest(value)) == value
+    assert f32_shortest(float("inf")) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("given", "tenant"),
+    [
+        pytest.param({}, "default", id="neither"),
+        pytest.param({"tenant_id": "a"}, "a", id="tenant_id"),
+        pytest.param({"routing_group": "a"}, "a", id="routing_group"),
+        pytest.param({"tenant_id": "a", "routing_group": "a"}, "a", id="both, the same"),
+        pytest.param({"tenant_id": ""}, "", id="empty"),
+        pytest.param({"routing_group": ""}, "", id="empty group"),
+    ],
+)
+def test_the_tenant_goes_by_either_name(given: dict[str, str], tenant: str) -> None:
+    assert spec(**given).tenant_id == tenant
+    assert select(json.dumps(given)).group() == tenant
+
+
+def test_two_different_names_for_the_tenant_are_refused() -> None:
+    both = {"tenant_id": "default", "routing_group": "b"}
+    with pytest.raises(BadRequest, match="must not differ"):
+        spec(**both)
+    with pytest.raises(BadRequest, match="must not differ"):
+        select(json.dumps(both)).group()
+
+
+def pairs(values_of: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [(field, value) for field, values in values_of.items() for value in values]
+
+
+U32_WRONG = ["-1", "16.0", '"1"', "true", str(2**32), "[1]"]
+U64_WRONG = ["-1", "1.0", "1e2", '"1"', "true", "[]", "{}", str(2**64)]
+TEXT_WRONG = ["5", "true", "[]", "{}"]
+BAD_RANKS = ["", "x", "-1", "+1", "01", "1.0", "1a", " 1", "4294967296"]
+WRONG_WORKERS: dict[str, list[str]] = {
+    "worker_id": [*U64_WRONG, "null"],
+    "block_size": U32_WRONG,
+    "data_parallel_start_rank": U32_WRONG,
+    "data_parallel_size": U32_WRONG,
+    "max_num_batched_tokens": U64_WRONG,
+    "total_kv_blocks": U64_WRONG,
+    "endpoint": TEXT_WRONG,
+    "kv_events_endpoint": TEXT_WRONG,
+    "replay_endpoint": TEXT_WRONG,
+    "stable_routing_id": TEXT_WRONG,
+    "model_name": [*TEXT_WRONG, "null"],
+    "tenant_id": [*TEXT_WRONG, "null"],
+    "is_eagle": ["1", '"true"'],
+    "taints": ["null", '"a"', "[1]", "[null]", "{}"],
+    "topology_domains": ["null", '{"a":1}', '[["a","b"]]'],
+    "kv_events_endpoints": [
+        *("null", "[]", '{"0":1}', '{"0":null}'),
+        *(f'{{"{rank}":"x"}}' for rank in BAD_RANKS),
+    ],
+    "kv_transfer_enforcement": ['"soft"', "1", '"Required"'],
+    "kv_transfer_preferred_weight": ['"a"', "true", "[]"],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), pairs(WRONG_WORKERS))
+def test_a_worker_field_of_the_wrong_shape_is_named(field: str, value: str) -> None:
+    fields = {"worker_id": "1", field: value}
+    text = "{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}"
+    with pytest.raises(msgspec.ValidationError, match=field):
+        worker(text).spec()
+    if field in WorkerPatch.__struct_fields__ and value != "null":
+        with pytest.raises(msgspec.ValidationError, match=field):
+            patch(text).changes()
+
+
+def test_null_is_absent_for_optional_worker_fields() -> None:
+    defaulted = {"worker_id", "model_name", "tenant_id", "taints", "topology_domains"}
+    optional = [name for name in FULL if name not in defaulted | {"kv_events_endpoints"}]
+    assert spec(**dict.fromkeys(optional)) == WorkerSpec(worker_id=1)
+
+
+def test_a_patch_names_only_what_is_present_and_not_null() -> None:
+    assert patch("{}").changes() == {}
+    assert patch(json.dumps(dict.fromkeys(FULL))).changes() == {}
+    assert patch('{"worker_id":"x","model_name":5,"tenant_id":[],"unknown":{}}').changes() == {}
+    assert patch(
+        '{"endpoint":"","taints":["a","a"],"topology_domains":{},"kv_events_endpoints":{},'
+        '"replay_endpoints":{"3":"tcp://w:1"},"is_eagle":false,"data_parallel_size":0}'
+    ).changes() == {
+        "endpoint": "",
+        "taints": frozenset({"a"}),
+        "topology_domains": {},
+        "kv_events_endpoints": {},
+        "replay_endpoints": {3: "tcp://w:1"},
+        "is_eagle": False,
+        "data_parallel_size": 0,
+    }
+
+
+# -- selections and reservations ------------------------------------------------------------------
+
+
+def test_every_field_of_a_selection_may_be_null_but_those_with_a_default() -> None:
+    defaulted = {"model_name", "tenant_id", "routing_group", "routing_constraints"}
+    optional = [name for name in SelectRequest.__struct_fields__ if name not in defaulted]
+    body = select(json.dumps(dict.fromkeys(optional)))
+    assert body.allowed() is None
+    assert body.pinned_worker is None
+
+
+WRONG_SELECTIONS: dict[str, list[str]] = {
+    "selection_id": ["5", "[]"],
+    "expected_output_tokens": ["-1", "1.0", str(2**32)],
+    "strict_priority": ["-1", "1.0", str(2**32), '"1"'],
+    "priority_jump": ['"a"', "true", "1e400"],
+    "pinned_worker": [
+        *("5", "[1,0]", "{}", '{"worker_id":1}', '{"dp_rank":0}'),
+        *('{"worker_id":-1,"dp_rank":0}', '{"worker_id":1,"dp_rank":4294967296}'),
+    ],
+    "allowed_worker_ids": ["5", '["1"]', "[-1]", "[null]", "[1.5]"],
+    "routing_constraints": [
+        *("null", "5", "[]", '{"required_taints":null}', '{"required_taints":[1]}'),
+        *('{"preferred_taints":{"a":"x"}}', '{"preferred_taints":[]}'),
+    ],
+    "model_name": ["null", "1"],
+    "tenant_id": ["null", "1"],
+    "router_config_override": [
+        *("5", "[]", "[0.5,null,null,null,null,null,null]", '{"overlap_score_credit":"a"}'),
+        *('{"assume_kv_reuse":1}', '{"track_prefill_tokens":"x"}', '{"router_temperature":1e400}'),
+    ],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), pairs(WRONG_SELECTIONS))
+def test_a_selection_field_of_the_wrong_shape_is_named(field: str, value: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=field):
+        select(f'{{"{field}":{value}}}')
+
+
+def test_worker_ids_beyond_u64_are_refused_wherever_they_stand() -> None:
+    with pytest.raises(msgspec.ValidationError, match="worker_id"):
+        select(f'{{"pinned_worker":{{"worker_id":{2**64},"dp_rank":0}}}}')
+    with pytest.raises(msgspec.ValidationError, match="allowed_worker_ids"):
+        select(f'{{"allowed_worker_ids":[1,{2**64}]}}').check_shape()
+    with pytest.raises(msgspec.ValidationError, match="worker_id"):
+        reservation(f'{{"reservation_id":"r","worker_id":{2**64}}}')
+
+
+def test_the_widest_values_are_taken() -> None:
+    body = select(
+        f'{{"pinned_worker":{{"worker_id":{U64_MAX},"dp_rank":{U32_MAX}}},'
+        f'"allowed_worker_ids":[{U64_MAX},1,1],"strict_priority":{U32_MAX},'
+        f'"expected_output_tokens":{U32_MAX},"priority_jump":-1e308,"selection_id":""}}'
+    )
+    assert body.pinned_worker is not None
+    assert body.pinned_worker.pinned() == PinnedWorker(U64_MAX, U32_MAX)
+    assert body.allowed() == frozenset({U64_MAX, 1})
+    assert body.selection_id == ""
+    assert select('{"allowed_worker_ids":[]}').allowed() == frozenset()
+
+
+def test_the_last_of_a_repeated_key_counts() -> None:
+    assert worker('{"worker_id":1,"worker_id":2}').worker_id == 2  # D8
+    assert spec(**{"unknown": [{}]}).worker_id == 1
+    body = select('{"routing_constraints":{"preferred_taints":{"a":1,"a":2}}}')
+    assert not isinstance(body.routing_constraints, msgspec.UnsetType)
+    assert body.routing_constraints.preferred_taints == {"a": 2.0}
+
+
+OVERRIDE_ERRORS = [
+    ('{"overlap_score_credit":2}', "__all__: overlap_score_credit must be between 0.0 and 1.0"),
+    ('{"overlap_score_credit":-1}', "__all__: overlap_score_credit must be between 0.0 and 1.0"),
+    ('{"router_temperature":-1}', "router_temperature: "),
+    ('{"prefill_load_scale":-1}', "prefill_load_scale: "),
+    ('{"overlap_score_weight":-1}', "prefill_load_scale: "),
+    ('{"overlap_score_weight":-1,"prefill_load_scale":1}', "prefill_load_scale: "),
+    ('{"shared_cache_multiplier":1.1}', "shared_cache_multiplier: "),
+    ('{"shared_cache_multiplier":-0.1}', "shared_cache_multiplier: "),
+]
+
+
+@pytest.mark.parametrize(("override", "error"), OVERRIDE_ERRORS)
+def test_an_override_out_of_range_is_named(override: str, error: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        select(f'{{"router_config_override":{override}}}')
+    assert str(caught.value).startswith(error)
+    assert "router_config_override" in str(caught.value)
+
+
+def test_field_errors_of_an_override_come_together_and_hide_the_credits() -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        select(
+            '{"router_config_override":{"overlap_score_credit":2,"router_temperature":-1,'
+            '"prefill_load_scale":-2}}'
+        )
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["prefill_load_scale", "router_temperature"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "null",
+        "{}",
+        '{"zzz":2}',
+        '{"overlap_score_credit":null,"router_temperature":null}',
+        '{"overlap_score_credit":1.0,"prefill_load_scale":1e308,"router_temperature":1e308}',
+        '{"overlap_score_weight":0,"overlap_score_credit":2}',
+        '{"overlap_score_weight":3,"prefill_load_scale":-2}',
+        '{"assume_kv_reuse":false,"shared_cache_multiplier":0.5,"track_prefill_tokens":true}',
+    ],
+)
+def test_an_override_in_range_is_taken(override: str) -> None:
+    select(f'{{"router_config_override":{override}}}')
+
+
+def test_a_reservation_names_its_id_before_its_worker_as_missing() -> None:
+    with pytest.raises(msgspec.ValidationError, match="reservation_id"):
+        reservation("{}")
+    with pytest.raises(msgspec.ValidationError, match="worker_id"):
+        reservation('{"reservation_id":"a"}')
+    assert reservation('{"reservation_id":"","worker_id":1,"selection_id":5}').dp_rank is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"reservation_id":null,"worker_id":1',
+        '"reservation_id":1,"worker_id":1',
+        '"reservation_id":"a","worker_id":"1"',
+        '"reservation_id":"a","worker_id":1,"dp_rank":-1',
+        '"reservation_id":"a","worker_id":1,"dp_rank":4294967296',
+        '"reservation_id":"a","worker_id":1,"effective_prefill_tokens":-1',
+        '"reservation_id":"a","worker_id":1,"effective_prefill_tokens":1.0',
+        f'"reservation_id":"a","worker_id":1,"effective_prefill_tokens":{2**64}',
+        '"reservation_id":"a","worker_id":1,"router_config_override":{"overlap_score_credit":3}',
+    ],
+)
+def test_a_reservation_of_the_wrong_shape_is_refused(fields: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        reservation(f"{{{fields}}}")
+
+
+def test_small_bodies_take_what_they_should() -> None:
+    output = msgspec.json.Decoder(OutputBlockRequest).decode
+    assert [output(text).decay_fraction for text in ("{}", '{"x":1}')] == [None, None]
+    assert output('{"decay_fraction":1}').decay_fraction == 1.0
+    for wrong in ("[]", "[0.5]", "null", '{"decay_fraction":"x"}', '{"decay_fraction":true}'):
+        with pytest.raises(msgspec.ValidationError):
+            output(wrong)
+    assert msgspec.json.decode('{"reservation_id":""}', type=SelectAndReserveRequest)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode('["tcp://a:1"]', type=PeerRequest)
+
+
+def test_a_placement_prints_its_overlap_in_the_documented_order() -> None:
+    overlap = Overlap(128, 64, {"0": 64, "1": 32}, 96, 128)
+    placement = Placement(1, 0, "http://w", 16, overlap, 384)
+    assert msgspec.json.encode(placement) == (
+        b'{"worker_id":1,"dp_rank":0,"endpoint":"http://w","block_size":16,"overlap":'
+        b'{"longest_matched":128,"gpu":64,"dp":{"0":64,"1":32},"cpu":96,"disk":128},'
+        b'"effective_prefill_tokens":384}'
+    )
