@@ -1,0 +1,617 @@
+"""Start-up recovery from scripted peers: which is used, what becomes of its blocks, and when."""
+
+import asyncio
+import functools
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+
+from lean_selector.core.catalog import Catalog, WorkerSpec
+from lean_selector.core.kv_index import KvIndex, Tier
+from lean_selector.core.partition import Partition
+from lean_selector.core.settings import RouterSettings
+from lean_selector.publisher import KvEventPublisher
+from lean_selector.sockets import dump_fetch
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.recovery import Recovery
+from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+
+KEY = ("m", "t")
+SILENT = "tcp://127.0.0.1:1"  # an engine that is not there
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(story)
+    def test(*args: object, **kwargs: object) -> None:
+        uvloop.run(story(*args, **kwargs))
+
+    return test
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event to set
+            await asyncio.sleep(0.002)
+    assert holds(), what
+
+
+# -- peers ----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A peer's base URL, and the requests that it got."""
+    requests: list[bytes] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            requests.append(await reader.readuntil(b"\r\n\r\n"))
+            await serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
+    finally:
+        server.close()
+
+
+def says(response: bytes) -> Serve:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(response)
+        await writer.drain()
+
+    return serve
+
+
+def response(body: bytes, status: bytes = b"200 OK", length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, size, body)
+
+
+def dumps(dump: object) -> Serve:
+    return says(response(json.dumps(dump).encode()))
+
+
+async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+# -- dumps ----------------------------------------------------------------------------------------
+
+
+def event(data: object, worker_id: int = 1, tier: str = "device", dp_rank: int = 0) -> object:
+    inner = {"event_id": 0, "data": data, "dp_rank": dp_rank}
+    return {"worker_id": worker_id, "storage_tier": tier, "event": inner}
+
+
+def stored(*hashes: int, parent: int | None = None, **where: Any) -> object:
+    blocks = [{"block_hash": name, "tokens_hash": name + 1000} for name in hashes]
+    return event({"stored": {"parent_hash": parent, "blocks": blocks}}, **where)
+
+
+def removed(*hashes: int, **where: Any) -> object:
+    return event({"removed": {"block_hashes": list(hashes)}}, **where)
+
+
+def dump_of(*events: object, block_size: int = 4, **more: object) -> dict[str, object]:
+    return {"m:t": {"block_size": block_size, "events": list(events), **more}}
+
+
+def prompt(*hashes: int) -> bytes:
+    return b"".join((name + 1000).to_bytes(8, "little") for name in hashes)
+
+
+# -- ours -----------------------------------------------------------------------------------------
+
+
+class Service:
+    """A catalog and its subscriptions, without HTTP."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.subscriptions = KvSubscriptions(self.context)
+        self.catalog = Catalog(
+            RouterSettings(use_kv_events=True),
+            self.subscriptions,
+            new_partition=lambda key, size, eagle: Partition(*key, size, eagle, KvIndex(size)),
+            on_dropped=lambda partition, dropped: None,
+        )
+
+    def register(
+        self,
+        worker_id: int = 1,
+        block_size: int = 4,
+        endpoint: str = SILENT,
+        replay_endpoint: str | None = None,
+    ) -> None:
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            model_name=KEY[0],
+            tenant_id=KEY[1],
+            endpoint="http://worker",
+            kv_events_endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            block_size=block_size,
+        )
+        assert not self.catalog.upsert(spec).reasons
+
+    @property
+    def partition(self) -> Partition:
+        return self.catalog.partitions[KEY]
+
+    @property
+    def index(self) -> KvIndex:
+        return self.partition.index
+
+    def blocks(self, worker_id: int = 1, tier: Tier = Tier.DEVICE, dp_rank: int = 0) -> int:
+        if KEY not in self.catalog.partitions:
+            return 0
+        return self.index.blocks(worker_id, dp_rank, tier)
+
+    def recovery(self, *peers: str, timeout_s: float = DEADLINE_S) -> Recovery:
+        return Recovery(self.catalog, self.subscriptions, peers, timeout_s)
+
+
+@asynccontextmanager
+async def service() -> AsyncIterator[Service]:
+    of = Service()
+    try:
+        yield of
+    finally:
+        await of.subscriptions.close()
+        of.context.destroy(linger=0)
+
+
+async def recovered(of: Service, *events: object, **entry: Any) -> Recovery:
+    """`of` after recovery from a peer with these events."""
+    async with serving(dumps(dump_of(*events, **entry))) as (peer, _):
+        recovery = of.recovery(peer)
+        assert await recovery.run()
+        return recovery
+
+
+# -- which peer -----------------------------------------------------------------------------------
+
+
+BAD_PEERS = {
+    "hangs": hangs,
+    "hangs up": says(b""),
+    "no http": says(b"\x00\x01\x02 garbage\r\n\r\n"),
+    "not found": says(response(b'{"error":"route not found"}', b"404 Not Found")),
+    "recovers itself": says(response(b'{"error":"recovering"}', b"503 Service Unavailable")),
+    "redirects": says(response(b"", b"302 Found")),
+    "garbage": says(response(b"<html>")),
+    "cut short": says(response(b'{"m:t":{"block_size":4,"events":[]}}', length=1000)),
+    "error entry": dumps({"m:t": {"error": "index unavailable"}}),
+    "error text": dumps({"error": "index unavailable"}),
+    "bad events only": dumps(dump_of({"worker_id": -1}, 7)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PEERS)
+@on_loop
+async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        serving(BAD_PEERS[name]) as (bad, _),
+        serving(dumps(dump_of(stored(1, 2)))) as (good, _),
+        serving(dumps(dump_of(stored(9)))) as (spare, unasked),
+        service() as of,
+    ):
+        timeout_s = 1.0 if name == "hangs" else DEADLINE_S
+        assert await of.recovery(bad, good, spare, timeout_s=timeout_s).run()
+        assert of.blocks() == 2
+        assert not unasked
+        assert f"no recovery from {bad}" in caplog.text
+
+
+@on_loop
+async def test_recovery_goes_on_until_a_peer_has_a_dump() -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    async with (
+        serving(hangs) as (hanging, _),
+        serving(BAD_PEERS["garbage"]) as (garbage, _),
+        serving(BAD_PEERS["error entry"]) as (error, _),
+        serving(dumps(dump_of(stored(1, 2, 3)))) as (good, requests),
+        service() as of,
+    ):
+        peers = (dead, "http://no.such.host.invalid", hanging, garbage, error, good + "/base")
+        assert await of.recovery(*peers, timeout_s=4.0).run()
+        assert of.blocks() == 3
+        assert requests[0].startswith(b"GET /base/dump HTTP/1.1\r\n")
+
+
+@on_loop
+async def test_without_a_usable_peer_the_index_stays_empty(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with service() as of:
+        dead = f"http://127.0.0.1:{free_port()}"
+        assert not await of.recovery(dead, "http://127.0.0.1:bad", "http://").run()
+        assert not of.catalog.partitions
+        assert "no reachable indexer peer; starting with an empty index" in caplog.text
+
+
+@on_loop
+async def test_an_empty_dump_is_a_success() -> None:
+    empty = dumps({})
+    async with serving(empty) as (peer, _), serving(empty) as (spare, unasked), service() as of:
+        assert await of.recovery(peer, spare).run()
+        assert not of.catalog.partitions
+        assert not unasked
+
+
+@on_loop
+async def test_peers_that_hang_take_no_longer_than_the_timeout() -> None:
+    async with serving(hangs) as (one, _), serving(hangs) as (two, asked), service() as of:
+        async with asyncio.timeout(DEADLINE_S):
+            assert not await of.recovery(one, two, timeout_s=0.2).run()
+        assert asked
+
+
+@on_loop
+async def test_a_peer_for_which_no_time_is_left_is_not_asked() -> None:
+    async with serving(dumps({})) as (peer, unasked), service() as of:
+        assert not await of.recovery(peer, timeout_s=0.0).run()
+        assert not unasked
+
+
+@on_loop
+async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time() -> None:
+    body = json.dumps(dump_of(stored(*range(20)))).encode()
+
+    async def trickles(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(response(b"", length=len(body)))
+        step = len(body) // 20
+        for at in range(0, len(body), step):
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            writer.write(body[at : at + step])
+        await writer.drain()
+
+    empty = dumps({})
+    async with serving(trickles) as (slow, _), serving(empty) as (spare, unasked), service() as of:
+        peers = [slow] + [spare] * 19  # each one's share is a second, the body takes two
+        assert await of.recovery(*peers, timeout_s=20.0).run()
+        assert of.blocks() == 20
+        assert not unasked
+
+
+@on_loop
+async def test_a_dump_beyond_the_limit_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dump_fetch, "MAX_DUMP_BYTES", 100)
+    async with serving(dumps(dump_of(stored(1)))) as (peer, _), service() as of:
+        assert not await of.recovery(peer).run()
+        assert "more than 100 bytes" in caplog.text
+
+
+@on_loop
+async def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    async with service() as of:
+        await recovered(of, stored(1))
+        assert of.blocks() == 1
+
+
+@on_loop
+async def test_a_recovery_that_is_cancelled_ends_at_once() -> None:
+    async with serving(hangs) as (peer, asked), service() as of:
+        task = asyncio.create_task(of.recovery(peer, timeout_s=3600.0).run())
+        await until(lambda: bool(asked), "the peer is asked")
+        task.cancel()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait({task})
+        assert task.cancelled()
+        assert of.subscriptions.ended is None
+
+
+# -- what becomes of the blocks -------------------------------------------------------------------
+
+
+@on_loop
+async def test_blocks_of_all_tiers_and_ranks_wait_for_their_worker() -> None:
+    async with service() as of:
+        await recovered(
+            of,
+            stored(1, 2),
+            stored(3, parent=2, tier="host_pinned"),
+            stored(4, parent=3, tier="disk"),
+            stored(5, parent=4, tier="external"),
+            stored(1, dp_rank=1),
+            stored(1, 2, worker_id=8),
+        )
+        index, was_established = of.index, of.partition.established
+        held = of.index.match(prompt(1, 2, 3, 4, 5, 6))
+        assert {rank: (m.device, m.host, m.disk) for rank, m in held.items()} == {
+            (1, 0): (2, 1, 2),
+            (1, 1): (1, 0, 0),
+            (8, 0): (2, 0, 0),
+        }
+        of.register()
+        assert (was_established, of.partition.established) == (False, True)
+        assert of.index is index
+
+
+@on_loop
+async def test_removed_and_cleared_are_honoured_in_their_order() -> None:
+    async with service() as of:
+        await recovered(
+            of,
+            stored(1, 2, 3),
+            removed(3),
+            stored(7, tier="disk"),
+            removed(7),  # of the device tier, where it is not
+            stored(1, worker_id=8),
+            event("cleared", worker_id=8),
+            stored(2, worker_id=8),
+        )
+        assert (of.blocks(), of.blocks(tier=Tier.DISK), of.blocks(8)) == (2, 1, 1)
+
+
+@on_loop
+async def test_a_child_may_come_before_its_parent_and_one_without_is_counted() -> None:
+    async with service() as of:
+        recovery = await recovered(
+            of,
+            stored(5, 6, parent=4),
+            stored(3, 4, parent=2),
+            stored(9, parent=99),
+            stored(1, 2),
+            stored(1, 1),  # no chain at all
+            7,
+        )
+        assert of.index.match(prompt(1, 2, 3, 4, 5, 6))[1, 0].device == 6
+        assert (recovery.blocks, recovery.skipped_events) == (6, 3)
+
+
+@on_loop
+async def test_the_first_complete_worker_decides_the_block_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with service() as of:
+        await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+        of.register(block_size=8)
+        assert of.index.block_size == 8
+        assert of.index.is_empty
+        assert not of.partition.watermarks
+        assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
+
+
+@on_loop
+async def test_blocks_of_another_size_than_the_workers_are_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with service() as of:
+        of.register(block_size=8)
+        await recovered(of, stored(1, 2), watermarks={"2:0": 5})
+        assert of.index.is_empty
+        assert not of.partition.watermarks
+        assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
+
+
+@on_loop
+async def test_entries_that_name_one_partition_with_two_sizes_keep_the_first() -> None:
+    names = {"model_name": "m", "tenant_id": "t"}
+    body = {
+        "one:t": {"block_size": 4, "events": [stored(1)], **names},
+        "two:t": {"block_size": 8, "events": [stored(2, 3)], **names},
+    }
+    async with serving(dumps(body)) as (peer, _), service() as of:
+        assert await of.recovery(peer).run()
+        assert (of.index.block_size, of.blocks()) == (4, 1)
+
+
+@on_loop
+async def test_a_worker_that_registered_first_gets_its_blocks_too() -> None:
+    async with service() as of:
+        of.register()
+        await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+        assert of.blocks() == 2
+        assert not of.partition.watermarks  # its source may be behind the dump: it starts afresh
+
+
+@on_loop
+async def test_a_rank_whose_engine_spoke_is_left_alone() -> None:
+    with KvEventPublisher(kv_block_size=4, endpoint="tcp://127.0.0.1:*") as engine:
+        async with service() as of:
+            of.register(endpoint=engine.endpoint)
+
+            def is_heard() -> bool:
+                engine.publish_stored(None, [1, 2, 3, 4], None, [77])
+                return of.blocks() == 1
+
+            await until(is_heard, "the engine is heard")
+            recovery = await recovered(
+                of, stored(1, 2), stored(1, 2, worker_id=2), watermarks={"1:0": 0, "2:0": 3}
+            )
+            assert (of.blocks(1), of.blocks(2)) == (1, 2)
+            assert recovery.skipped_ranks == 1
+            assert of.partition.watermarks == {(2, 0): 3}
+
+
+@on_loop
+async def test_a_worker_removed_meanwhile_gets_no_more_of_its_blocks() -> None:
+    events = [stored(block, parent=block - 1 or None) for block in range(1, 20_001)]
+    body = dump_of(*events, watermarks={"1:0": 5})
+    async with serving(dumps(body)) as (peer, _), service() as of:
+        of.register(1)
+        of.register(2)
+        task = asyncio.create_task(of.recovery(peer).run())
+        while not of.blocks():  # noqa: ASYNC110 - every turn of the loop counts
+            await asyncio.sleep(0)
+        assert of.blocks() < 20_000
+        of.catalog.remove(1)
+        assert await task
+        assert of.blocks() == 0
+        assert not of.partition.watermarks
+
+
+@on_loop
+async def test_requests_are_served_while_blocks_are_applied() -> None:
+    events = [stored(block, parent=block - 1 or None) for block in range(1, 20_001)]
+    async with serving(dumps(dump_of(*events))) as (peer, _), service() as of:
+        task = asyncio.create_task(of.recovery(peer).run())
+        turns = 0
+        while not task.done():
+            turns += 0 < of.blocks() < 20_000
+            await asyncio.sleep(0)
+        assert of.blocks() == 20_000
+        assert turns > 5
+
+
+# -- watermarks -----------------------------------------------------------------------------------
+
+
+class Engine:
+    """Publishes one block per batch, numbered as the batch, and serves replays."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self.endpoint, self.replay_endpoint = (
+            f"tcp://127.0.0.1:{of.bind_to_random_port('tcp://127.0.0.1')}"
+            for of in (self._pub, self._router)
+        )
+        self._batches: list[bytes] = []
+        self.asked_from: list[int] = []
+        self._replays = asyncio.create_task(self._serve_replays())
+
+    async def subscribed(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            assert await self._pub.recv() == b"\x01"
+
+    async def publish(self) -> None:
+        name = len(self._batches)
+        event = ["BlockStored", [name], None, [name] * 4, 4]
+        self._batches.append(msgspec.msgpack.encode([0.0, [event], None]))
+        await self._pub.send_multipart([b"", name.to_bytes(8, "big"), self._batches[-1]])
+
+    async def _serve_replays(self) -> None:
+        while True:
+            identity, _, start = await self._router.recv_multipart()
+            first = int.from_bytes(start, "big")
+            self.asked_from.append(first)
+            for seq in range(first, len(self._batches)):
+                frames = [identity, b"", seq.to_bytes(8, "big"), self._batches[seq]]
+                await self._router.send_multipart(frames)
+            await self._router.send_multipart([identity, b"", b"\xff" * 8, b""])
+
+    async def close(self) -> None:
+        self._replays.cancel()
+        await asyncio.wait({self._replays})
+
+
+@pytest.mark.parametrize(("missed", "asked_from"), [(0, []), (2, [3])])
+@on_loop
+async def test_a_recovered_rank_asks_only_for_what_came_after_its_watermark(
+    missed: int, asked_from: list[int]
+) -> None:
+    async with service() as of:
+        engine = Engine(of.context)
+        for _ in range(3 + missed):  # nobody listens yet
+            await engine.publish()
+        await recovered(of, stored(0), stored(1), stored(2), watermarks={"1:0": 2})
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+        of.register(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
+        assert not of.partition.watermarks
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+        await engine.subscribed()
+        await engine.publish()
+        last = 3 + missed
+        await until(
+            lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): last}, "all is heard"
+        )
+        assert of.blocks() == last + 1
+        assert engine.asked_from == asked_from
+        await engine.close()
+
+
+@on_loop
+async def test_a_source_with_lost_batches_gives_no_watermark() -> None:
+    async with service() as of:
+        engine = Engine(of.context)
+        await engine.publish()
+        of.register(endpoint=engine.endpoint)
+        await engine.subscribed()
+        await engine.publish()
+        await until(lambda: of.blocks() == 1, "the second batch is heard")
+        assert of.subscriptions.watermarks(of.partition) == {}
+        await engine.close()
+
+
+@on_loop
+async def test_sources_are_listed_by_partition() -> None:
+    async with service() as of:
+        of.register(2)
+        of.register(1)
+        sources = of.subscriptions.statuses()
+        assert [(of.worker_id, of.model_name, of.tenant_id) for of in sources] == [
+            (1, "m", "t"),
+            (2, "m", "t"),
+        ]
+        assert of.subscriptions.statuses("m", "t") == sources
+        assert of.subscriptions.statuses(model_name="other") == []
+        assert of.subscriptions.statuses(tenant_id="other") == []
+
+
+@on_loop
+async def test_a_worker_that_goes_takes_its_watermarks_along() -> None:
+    async with service() as of:
+        await recovered(of, stored(1), watermarks={"1:0": 2, "1:5": 3, "2:0": 4})
+        of.register(1)
+        of.register(3)
+        of.catalog.remove(1)
+        assert of.subscriptions.watermarks(of.partition) == {(2, 0): 4}
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def test_while_it_recovers_the_service_is_up_and_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        peer = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        flags = ("--indexer-peers", peer, "--recovery-timeout-secs", "3600")
+        with RunningService(*flags) as running:
+            status, body = running.get("/ready")
+            assert (status, body["recovering"]) == (503, True)
+            assert running.get("/dump")[0] == 503
+            worker = {
+                "worker_id": 1,
+                "endpoint": "http://worker",
+                "block_size": 4,
+                "kv_events_endpoint": SILENT,
+            }
+            assert running.post("/workers", worker)[0] == 201
+            status, body = running.get("/ready")
+            assert (status, body["recovering"]) == (200, True)
+            began = time.monotonic()
+            status, _ = running.stop()
+            assert status == 0
+            assert time.monotonic() - began < DEADLINE_S
+
+
+def test_once_recovery_is_over_nothing_is_said_of_it() -> None:
+    peer = f"http://127.0.0.1:{free_port()}"
+    with RunningService("--indexer-peers", peer) as running:
+        wait_until(lambda: "recovering" not in running.get("/ready")[1], "recovery is over")
+        assert running.get("/dump") == (200, {})
+        assert running.get("/kv_sources") == (200, [])
+        _, log = running.stop()
+        assert "no reachable indexer peer; starting with an empty index" in log
