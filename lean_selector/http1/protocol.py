@@ -47,13 +47,14 @@ class PendingReply:
     """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
 
     `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
-    nothing.
+    nothing. Else `on_answer` is, with the response.
     """
 
-    __slots__ = ("_connection", "on_disconnect", "response")
+    __slots__ = ("_connection", "on_answer", "on_disconnect", "response")
 
     def __init__(self, on_disconnect: Callable[[], None] | None = None) -> None:
         self.on_disconnect = on_disconnect
+        self.on_answer: Callable[[bytes], None] | None = None
         self.response: bytes | None = None
         self._connection: HttpProtocol | None = None
 
@@ -62,6 +63,9 @@ class PendingReply:
         assert self.response is None, "a reply is resolved once"
         self.response = response
         self.on_disconnect = None
+        on_answer, self.on_answer = self.on_answer, None
+        if on_answer is not None:
+            on_answer(response)
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.finish_parked(response)
@@ -72,7 +76,7 @@ class PendingReply:
 
     def hang_up(self) -> None:
         """For the protocol: the client is gone."""
-        self._connection = None
+        self._connection = self.on_answer = None
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         if on_disconnect is not None:
             on_disconnect()

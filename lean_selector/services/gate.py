@@ -6,7 +6,9 @@ of the checks is that of spec selection.md 1.1; strictness of JSON as decision D
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +25,7 @@ from lean_selector.http1.router import (
     parse_query,
     percent_decode,
 )
+from lean_selector.metrics import LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.wire.busy import overload_body
 from lean_selector.wire.prompt import PromptFields
 from lean_selector.wire.scalars import U64_MAX
@@ -41,6 +44,8 @@ NOT_JSON = "Expected request with `Content-Type: application/json`"
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 # Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
 RETRY_AFTER = b"retry-after: 1\r\n"
+HUNG_UP = b"499"  # in the counts only: the client left before its answer
+FASTEST_S = LATENCY_BOUNDS_S[0]
 QUERY_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
 
 
@@ -54,32 +59,83 @@ def error_reply(status: int, text: str, extra: bytes = b"") -> bytes:
 
 
 class Gate:
-    """The application that the HTTP protocol calls: request in, answer out, never raises."""
+    """The application that the HTTP protocol calls: request in, answer out, never raises.
+
+    `meters` count what became of the requests of each route; the last is for those of none.
+    """
 
     def __init__(self, routes: Iterable[Route], overload_status: int = 503) -> None:
         """`overload_status` answers what is shed because all workers are busy."""
-        self._table: RouteTable[Endpoint] = RouteTable(routes)
+        metered = [
+            (method, path, (endpoint, RouteMeter(method, path)))
+            for method, path, endpoint in routes
+        ]
+        self._table: RouteTable[tuple[Endpoint, RouteMeter]] = RouteTable(metered)
+        self._unrouted = RouteMeter("", "none")
+        self.meters = [*(meter for _, _, (_, meter) in metered), self._unrouted]
         self._overload_status = overload_status
 
     def __call__(self, request: Request) -> Answer:
+        started = perf_counter()
         found = self._table.match(request.method, request.path)
-        try:
-            if isinstance(found, Match):
-                return found.value(request, found.param)
-            if isinstance(found, MethodNotAllowed):
-                return error_reply(405, "method not allowed", b"allow: %b\r\n" % found.allow)
-            return error_reply(404, "route not found")
-        except AllWorkersBusy as error:
-            status = self._overload_status
-            body = _encode(overload_body(error.message, status))
-            return encode_response(status, body, JSON, RETRY_AFTER)
-        except SelectorError as error:
+        meter = self._unrouted
+        if isinstance(found, Match):
+            endpoint, meter = found.value
+            try:
+                answer = endpoint(request, found.param)
+            except Exception as error:
+                answer = self._failed(request, error)
+            if isinstance(answer, PendingReply):
+                _meter_later(answer, meter, started)
+                return answer
+        elif isinstance(found, MethodNotAllowed):
+            answer = error_reply(405, "method not allowed", b"allow: %b\r\n" % found.allow)
+        else:
+            answer = error_reply(404, "route not found")
+        # RouteMeter.add, spelled out: it takes 0.17 us a request, and the call half as much again
+        seconds = perf_counter() - started
+        if seconds <= FASTEST_S:
+            meter.buckets[0] += 1
+        else:
+            meter.buckets[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        meter.seconds += seconds
+        status = answer[9:12]
+        if status != b"200":
+            meter.others[status] = meter.others.get(status, 0) + 1
+        return answer
+
+    def _failed(self, request: Request, error: Exception) -> bytes:
+        """The answer to a request that a handler did not take."""
+        if isinstance(error, AllWorkersBusy):
+            body = _encode(overload_body(error.message, self._overload_status))
+            return encode_response(self._overload_status, body, JSON, RETRY_AFTER)
+        if isinstance(error, SelectorError):
             return error_reply(error.status, error.message)
-        except msgspec.ValidationError as error:
+        if isinstance(error, msgspec.ValidationError):
             return error_reply(*_judged(request.body, error))
-        except Exception:
-            _log.exception("a handler failed", extra={"path": request.path.decode("latin-1")})
-            return error_reply(500, "internal error")
+        _log.error(
+            "a handler failed", exc_info=error, extra={"path": request.path.decode("latin-1")}
+        )
+        return error_reply(500, "internal error")
+
+
+def _meter_later(reply: PendingReply, meter: RouteMeter, started: float) -> None:
+    """Counts an answer that is still to come, or that its client hangs up on."""
+
+    def answered(response: bytes) -> None:
+        meter.add(perf_counter() - started, response[9:12])
+
+    if reply.response is not None:
+        answered(reply.response)
+        return
+    on_disconnect = reply.on_disconnect
+
+    def hung_up() -> None:
+        meter.add(perf_counter() - started, HUNG_UP)
+        if on_disconnect is not None:
+            on_disconnect()
+
+    reply.on_answer, reply.on_disconnect = answered, hung_up
 
 
 # -- the kinds of routes --------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""What a scrape of /metrics reads: plain counters, and their text in the exposition format.
+
+The hot path only adds to ints. A scrape is a generator of text that its caller runs in slices,
+because one sample costs about a microsecond and a large fleet has thousands; so counters of
+different slices may be a few milliseconds apart. Labels are bounded: route templates, registered
+models and workers, never an id that a client chose. Knows nothing of selectors or HTTP; the process
+family comes from prometheus-client.
+"""
+
+import platform
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
+from typing import Any
+
+import prometheus_client
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+# Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; parked
+# requests fill the last.
+LATENCY_BOUNDS_S = (
+    50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 0.1, 0.5, 1.0, 5.0, 30.0,
+)  # fmt: skip
+LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
+LAG_EVERY_S = 0.05  # 20 wake-ups a second cost 0.01 % of a core
+
+Number = int | float
+Sample = tuple[str, Number] | None  # labels as `labels` writes them, value; None: nothing, go on
+
+
+class Histogram:
+    """Counts of values by upper bound. The last bucket has none."""
+
+    __slots__ = ("bounds", "buckets", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.total = 0.0  # sum of the values
+
+    def add(self, value: float) -> None:
+        self.buckets[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class RouteMeter:
+    """The answers of one route: how long each took, and its status.
+
+    What is not in `others` was a 200: the hot path keeps no count of those. It is spelled out where
+    it is used, because a call costs as much as the rest: see `Gate`.
+    """
+
+    __slots__ = ("buckets", "label", "method", "others", "route", "seconds")
+
+    def __init__(self, method: str, route: str) -> None:
+        self.method = method
+        self.route = route
+        self.label = labels(method=method, route=route)
+        self.buckets = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self.seconds = 0.0
+        self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
+
+    def add(self, seconds: float, status: bytes) -> None:
+        self.buckets[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        self.seconds += seconds
+        if status != b"200":
+            self.others[status] = self.others.get(status, 0) + 1
+
+    def requests(self) -> int:
+        return sum(self.buckets)
+
+    def by_status(self) -> dict[str, int]:
+        others = {status.decode(): count for status, count in sorted(self.others.items())}
+        succeeded = self.requests() - sum(others.values())
+        return {"200": succeeded, **others} if succeeded or not others else others
+
+
+class LoopLag:
+    """How late the loop gets to what is due: a timer compares the clock with its own plan."""
+
+    def __init__(
+        self,
+        call_later: Callable[[float, Callable[[], None]], object],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.histogram = Histogram(LAG_BOUNDS_S)
+        self._call_later = call_later
+        self._clock = clock
+        self._due = 0.0
+
+    def start(self) -> None:
+        self._due = self._clock() + LAG_EVERY_S
+        self._call_later(LAG_EVERY_S, self._on_time)
+
+    def _on_time(self) -> None:
+        self.histogram.add(max(0.0, self._clock() - self._due))
+        self.start()
+
+
+class Family:
+    """One metric. `samples` is called at each scrape; its iterator may run across slices, so what
+    it walks must be a copy."""
+
+    __slots__ = ("help", "kind", "name", "samples")
+
+    def __init__(
+        self, name: str, kind: str, help: str, samples: Callable[[], Iterable[Sample]]
+    ) -> None:
+        self.name = name
+        self.kind = kind  # counter, gauge; a histogram is a HistogramFamily
+        self.help = help
+        self.samples = samples
+
+    def text(self) -> Iterator[str]:
+        yield _head(self.name, self.kind, self.help)
+        name = self.name
+        for sample in self.samples():
+            if sample is None:
+                yield ""
+            else:
+                text, value = sample
+                yield f"{name}{text} {value}\n"
+
+
+class HistogramFamily:
+    """One metric of histograms: (labels, bounds, buckets, sum) each."""
+
+    __slots__ = ("help", "histograms", "name")
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        histograms: Callable[[], Iterable[tuple[str, tuple[float, ...], list[int], float]]],
+    ) -> None:
+        self.name = name
+        self.help = help
+        self.histograms = histograms
+
+    def text(self) -> Iterator[str]:
+        name = self.name
+        yield _head(name, "histogram", self.help)
+        for text, bounds, buckets, total in self.histograms():
+            start = f"{name}_bucket{text[:-1]}," if text else f"{name}_bucket{{"
+            lines, count = [], 0
+            for bound, bucket in zip((*bounds, "+Inf"), buckets, strict=True):
+                count += bucket
+                lines.append(f'{start}le="{bound}"}} {count}\n')
+            lines.append(f"{name}_sum{text} {total}\n{name}_count{text} {count}\n")
+            yield "".join(lines)
+
+
+Exposition = Iterable[Family | HistogramFamily]
+
+
+def exposition_text(families: Exposition) -> Iterator[str]:
+    """The whole answer in small pieces, empty ones among them; the process's own figures last."""
+    for family in families:
+        yield from family.text()
+    yield _process_text()
+
+
+def _head(name: str, kind: str, help: str) -> str:
+    return f"# HELP {name} {help}\n# TYPE {name} {kind}\n"
+
+
+def labels(**values: Any) -> str:
+    """Label text of a sample, `{a="1",b="x"}`, escaped as the format asks."""
+    return "{" + ",".join(f'{name}="{escaped(str(value))}"' for name, value in values.items()) + "}"
+
+
+def escaped(value: str) -> str:
+    """A label value; what cannot be written as UTF-8 is replaced."""
+    value = value.encode("utf-8", "replace").decode()
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+# -- families that any service has ----------------------------------------------------------------
+
+
+def http_families(meters: Iterable[RouteMeter]) -> list[Family | HistogramFamily]:
+    meters = list(meters)
+    return [
+        Family(
+            "lean_selector_http_requests_total",
+            "counter",
+            "Answers by method, route and status; 499: the client left before its answer.",
+            lambda: [
+                (f'{meter.label[:-1]},status="{status}"}}', count)
+                for meter in meters
+                for status, count in meter.by_status().items()
+            ],
+        ),
+        HistogramFamily(
+            "lean_selector_http_request_duration_seconds",
+            "From the complete request to its answer, time in the queue included.",
+            lambda: (
+                (meter.label, LATENCY_BOUNDS_S, meter.buckets, meter.seconds) for meter in meters
+            ),
+        ),
+    ]
+
+
+def process_families(
+    service: str, version: str, lag: LoopLag, suppressed_log_lines: Callable[[], int]
+) -> list[Family | HistogramFamily]:
+    build = labels(service=service, version=version, python=platform.python_version())
+    histogram = lag.histogram
+    return [
+        Family("lean_selector_build_info", "gauge", "Always 1.", lambda: [(build, 1)]),
+        HistogramFamily(
+            "lean_selector_loop_lag_seconds",
+            "How late the event loop gets to what is due, sampled 20 times a second.",
+            lambda: [("", histogram.bounds, histogram.buckets, histogram.total)],
+        ),
+        Family(
+            "lean_selector_log_lines_suppressed_total",
+            "counter",
+            "Log lines that a rate limit kept back.",
+            lambda: [("", suppressed_log_lines())],
+        ),
+    ]
+
+
+_process_registry = prometheus_client.CollectorRegistry()
+prometheus_client.ProcessCollector(registry=_process_registry)
+
+
+def _process_text() -> str:
+    return prometheus_client.generate_latest(_process_registry).decode()
