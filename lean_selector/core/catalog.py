@@ -258,14 +258,13 @@ class Catalog:
         assert spec.block_size is not None
         partition = self.partitions.get(spec.key)
         if partition is None or not partition.established:
-            recovered = partition
-            partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
-            self.partitions[spec.key] = partition
-            if recovered is not None and recovered.block_size == spec.block_size:
-                partition.index = recovered.index
-                partition.watermarks = recovered.watermarks
-            elif recovered is not None:
-                self.on_discarded(recovered)
+            if partition is None or partition.block_size != spec.block_size:
+                if partition is not None:
+                    self.on_discarded(partition)
+                partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
+                self.partitions[spec.key] = partition
+            partition.is_eagle = bool(spec.is_eagle)
+            partition.established = True
         worker_id = spec.worker_id
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:

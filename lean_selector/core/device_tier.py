@@ -16,9 +16,8 @@ from lean_selector.core.engine_hashes import (
     POSITION_MASK,
     EngineHashes,
 )
+from lean_selector.core.rank_bits import RankBits, RankKey
 from lean_selector.core.runs import MAX_STRANDS, STRAND_BLOCKS, Run, RunTrie, common_prefix
-
-RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
 
 # A run grows at its end only if few others hold it: each of them becomes a partial holder, which
 # costs every match of that run a step. With more, the new blocks make a run of their own, which
@@ -51,21 +50,21 @@ class DeviceRank:
 class DeviceTier:
     """All ranks' device blocks of one partition."""
 
-    __slots__ = ("_all", "_by_bit", "_keys", "trie")
+    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "trie")
 
-    def __init__(self) -> None:
+    def __init__(self, bits: RankBits) -> None:
         self.trie = RunTrie()
+        self._bits = bits
         self._by_bit: list[DeviceRank | None] = []
         self._all = 0  # the bits in use
         self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
 
     def admit(self, key: RankKey) -> DeviceRank:
         """A record for a rank that holds nothing yet."""
-        bit = (~self._all & self._all + 1).bit_length() - 1
+        bit = self._bits.acquire(key)
         rank = DeviceRank(key, bit)
         self._all |= 1 << bit
-        if bit == len(self._by_bit):
-            self._by_bit.append(None)
+        self._by_bit += [None] * (bit + 1 - len(self._by_bit))
         self._by_bit[bit] = rank
         return rank
 
@@ -75,6 +74,7 @@ class DeviceTier:
         self._all ^= 1 << rank.bit
         self._by_bit[rank.bit] = None
         self._keys.clear()
+        self._bits.release(rank.key)
 
     def has_room(self, blocks: int) -> bool:
         """Whether the runs of a chain of so many blocks can still be numbered."""
@@ -83,7 +83,15 @@ class DeviceTier:
 
     def match(self, local_hashes: bytes) -> tuple[dict[RankKey, Matched], list[Run]]:
         """What each rank with a hit holds of the start of a prompt, and the runs along it."""
+        sets, path = self.match_sets(local_hashes)
         result: dict[RankKey, Matched] = {}
+        for blocks, mask in sets:
+            result.update(dict.fromkeys(self._keys_of(mask), Matched(blocks)))
+        return result, path
+
+    def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
+        """The same as (leading blocks, set of ranks), the sets apart and not empty."""
+        result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.trie.root.children
         alive = self._all  # the ranks that hold every block before `at`
@@ -103,15 +111,15 @@ class DeviceTier:
             if gone:
                 if run.partial:
                     gone = self._match_partial(run.partial, gone, at >> 3, same >> 3, result)
-                if at:
-                    result.update(dict.fromkeys(self._keys_of(gone), Matched(at >> 3)))
+                if at and gone:
+                    result.append((at >> 3, gone))
             alive = stay
             at += same
             if not alive or same < len(label):
                 break
             children = run.children
         if alive and at:
-            result.update(dict.fromkeys(self._keys_of(alive), Matched(at >> 3)))
+            result.append((at >> 3, alive))
         return result, path
 
     def _match_partial(
@@ -120,15 +128,13 @@ class DeviceTier:
         gone: int,
         before: int,
         same: int,
-        result: dict[RankKey, Matched],
+        result: list[tuple[int, int]],
     ) -> int:
         """Record the ranks of `gone` that hold the first blocks of this run; returns the others."""
         for bit, held in partial.items():
             if gone >> bit & 1 and held & 1:
                 leading = ((held + 1) & ~held).bit_length() - 1
-                rank = self._by_bit[bit]
-                assert rank is not None
-                result[rank.key] = Matched(before + min(leading, same))
+                result.append((before + min(leading, same), 1 << bit))
                 gone ^= 1 << bit
         return gone
 

@@ -21,9 +21,10 @@ import msgspec
 
 from lean_selector.core.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.device_tier import Matched as Matched
-from lean_selector.core.device_tier import RankKey as RankKey
 from lean_selector.core.engine_hashes import NOWHERE, cut
 from lean_selector.core.lower_tiers import ROOT, LowerTier
+from lean_selector.core.rank_bits import RankBits
+from lean_selector.core.rank_bits import RankKey as RankKey
 
 # Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
 # tokens, ten times that of the largest node today. On a lower tier four times as much, for each of
@@ -91,7 +92,8 @@ class KvIndex:
         self._bounds: dict[RankKey, tuple[int, int]] = {}
         self._ranks: dict[RankKey, _Rank] = {}  # those with a holding, no others
         self._lower: dict[RankKey, _Rank] = {}  # those of them with one on a lower tier
-        self._device = DeviceTier()
+        self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
+        self._device = DeviceTier(self.bits)
 
     # Reading
 
@@ -131,6 +133,27 @@ class KvIndex:
             if end > start:
                 result[key] = Matched(device, host_end - start >> 3, end - host_end >> 3)
         return result
+
+    def match_sets(
+        self, local_hashes: bytes
+    ) -> tuple[list[tuple[int, int]], dict[RankKey, Matched]]:
+        """The same as sets of ranks (`bits`) that hold equally many leading blocks on the device.
+
+        The sets are apart, none is empty, and they leave out the ranks in the dict: those for which
+        a lower tier goes on.
+        """
+        if self._lower:
+            matches = self.match(local_hashes)
+            extended = {key: found for key, found in matches.items() if found.host or found.disk}
+        else:
+            extended = {}
+        sets, _ = self._device.match_sets(local_hashes)
+        if extended:
+            apart = 0
+            for key in extended:
+                apart |= 1 << self._ranks[key].device.bit
+            sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
+        return sets, extended
 
     # Events
 

@@ -63,6 +63,10 @@ class Partition:
         "model_name",
         "order",
         "parked",
+        "prefill_tokens",
+        "prompt_tokens",
+        "shed_bookings",
+        "shed_selects",
         "slots",
         "tenant_id",
         "threshold",
@@ -91,12 +95,15 @@ class Partition:
         self.watermarks: dict[RankKey, int] = {}
         self.closed = False  # gone from the catalog; only requests parked here still see it
         self.order = LoadOrder(block_size, prefill_load_scale)
-        self.slots = Slots(self.order.changed)
+        self.slots = Slots(self.order.changed, index.bits)
         self.workers: dict[int, SchedulableWorker] = {}
         self.members: set[int] = (
             set()
         )  # ids whose record names this partition and was complete once
         self.parked = ParkedQueue()
+        # Ever: of the prompts that were placed, and of them what was not cached; requests shed.
+        self.prompt_tokens = self.prefill_tokens = 0
+        self.shed_selects = self.shed_bookings = 0
         self.threshold = OFF
         self.busy_ranks: set[RankKey] = set()
         self._limits: dict[

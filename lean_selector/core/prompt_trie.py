@@ -10,8 +10,7 @@ requests, prefill or time.
 import msgspec
 
 from lean_selector.core.block_weights import BlockWeights
-
-RankKey = tuple[int, int]  # (worker_id, dp_rank)
+from lean_selector.core.rank_bits import RankKey
 
 HASH_BYTES = 8
 
@@ -32,6 +31,7 @@ class Run(msgspec.Struct, eq=False, gc=False):
     refs: dict[
         RankKey, int
     ]  # requests per rank that cross the run, each >= 1; never empty but at the root
+    mask: int = 0  # the bits of the ranks in refs
     ends: int = 0  # requests whose prompt ends with this run
     weights: dict[RankKey, float] | None = None  # of each block, where not 1.0; None when empty
 
@@ -44,8 +44,9 @@ class PromptTrie:
     def __init__(self) -> None:
         self.root = Run(b"", None, {}, {})
 
-    def insert(self, hashes: bytes, key: RankKey) -> tuple[Run, int]:
-        """Add a prompt of a rank; returns its last run, and how many of its blocks are new there.
+    def insert(self, hashes: bytes, key: RankKey, mask: int) -> tuple[Run, int]:
+        """Add a prompt of a rank, whose bit is `mask`; returns its last run, and how many of its
+        blocks are new there.
 
         The run stays the prompt's last one whatever is inserted or removed later. It is the root
         for an empty prompt.
@@ -57,7 +58,7 @@ class PromptTrie:
             child = run.children.get(first)
             if child is None:
                 rest = hashes[start:]
-                run.children[first] = run = Run(rest, run, {}, {key: 1})
+                run.children[first] = run = Run(rest, run, {}, {key: 1}, mask)
                 new_bytes += len(rest)
                 break
             label = child.label
@@ -68,12 +69,13 @@ class PromptTrie:
             held = run.refs.get(key, 0)
             run.refs[key] = held + 1
             if not held:
+                run.mask |= mask
                 new_bytes += len(label)
             start += len(label)
         run.ends += 1
         return run, new_bytes // HASH_BYTES
 
-    def remove(self, run: Run, key: RankKey, weights: BlockWeights) -> int:
+    def remove(self, run: Run, key: RankKey, mask: int, weights: BlockWeights) -> int:
         """Take away one prompt of a rank that ends with `run`; returns how many blocks left the
         rank.
 
@@ -88,6 +90,7 @@ class PromptTrie:
                 refs[key] = held - 1
             else:
                 del refs[key]
+                run.mask ^= mask
                 freed_bytes += len(run.label)
                 if run.weights is not None:
                     _weigh_run(run, key, 1.0, weights)
@@ -108,9 +111,12 @@ class PromptTrie:
                 _merge_into_child(run)
             run = parent
 
-    def active_prefix(self, hashes: bytes) -> dict[RankKey, int]:
-        """Leading blocks of the prompt that are active, for each rank where there are any."""
-        found: dict[RankKey, int] = {}
+    def active_prefix(self, hashes: bytes) -> list[tuple[int, int]]:
+        """(leading blocks of the prompt that are active, the ranks where it is so many).
+
+        Longest first; no rank is in two, and those where none are active in none.
+        """
+        found: list[tuple[int, int]] = []
         run = self.root
         start, end = 0, len(hashes)
         while start < end:
@@ -120,12 +126,16 @@ class PromptTrie:
             label = child.label
             whole = hashes.startswith(label, start)
             start += len(label) if whole else _common_bytes(label, hashes, start)
-            # A rank that crosses a run crosses all above it, so that later entries are the longer
-            # ones.
-            found.update(dict.fromkeys(child.refs, start // HASH_BYTES))
+            # A rank that crosses a run crosses all above it.
+            found.append((start // HASH_BYTES, child.mask))
             if not whole:
                 break
             run = child
+        found.reverse()
+        seen = 0
+        for at, (blocks, mask) in enumerate(found):
+            found[at] = (blocks, mask & ~seen)
+            seen = mask
         return found
 
     def hashes_of(self, run: Run) -> bytes:
@@ -144,7 +154,7 @@ def _split(run: Run, head_bytes: int) -> Run:
     parent, label = run.parent, run.label
     assert parent is not None
     tail = label[head_bytes:]
-    head = Run(label[:head_bytes], parent, {tail[:HASH_BYTES]: run}, run.refs.copy())
+    head = Run(label[:head_bytes], parent, {tail[:HASH_BYTES]: run}, run.refs.copy(), run.mask)
     if run.weights is not None:
         head.weights = run.weights.copy()
     parent.children[label[:HASH_BYTES]] = head

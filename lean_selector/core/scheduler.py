@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.kv_index import Matched
 from lean_selector.core.partition import Partition, SchedulableWorker
+from lean_selector.core.rank_bits import nth_bit
 from lean_selector.core.selection import Overlap, Placement, SelectionRequest
 from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT, Terms
 from lean_selector.core.slots import RankLoad
 
 Matches = dict[tuple[int, int], Matched]
 Candidate = tuple[SchedulableWorker, RankLoad]
+RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other
 
 NO_ENDPOINTS = "no endpoints available to route work"
 
@@ -107,51 +109,77 @@ def place(
 
 
 def place_by_order(
-    partition: Partition,
-    request: SelectionRequest,
-    matches: Matches,
-    rng: random.Random,
+    partition: Partition, request: SelectionRequest, rng: random.Random
 ) -> tuple[RankLoad, Placement]:
-    """What `place` does with those `not_busy`, for a request that `suits_order`, without visiting
-    every rank. The partition must have a worker; raises AllWorkersBusy when all of them are.
+    """What `place` does for a request that `suits_order`, without visiting every rank.
 
-    Ranks that hold something of the prompt are costed one by one; of all others only the least
-    loaded can win, and the partition keeps its ranks in that order.
+    Ranks fall into sets that hold equally many blocks, cached and active; within a set only load
+    decides, and the partition keeps its ranks in that order. Ranks with blocks on lower tiers are
+    costed one by one. The partition has a rank.
     """
-    prompt = request.prompt
-    isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
-    prefixes = active_prefixes(partition, request)
-    ranks = partition.slots.ranks
-    apart = []
-    if matches or prefixes:
-        apart = [ranks[key] for key in matches.keys() | prefixes.keys() if key in ranks]
-        if partition.busy_ranks:
-            apart = [load for load in apart if load.key not in partition.busy_ranks]
-    order = partition.order
-    if not order.buckets:
-        raise AllWorkersBusy
-    least = order.least(isl, new_blocks, apart)
-    cost, ties = least.cost, least.count
-    tied_apart: list[RankLoad] = []
-    for load in apart:
-        this = _plain_cost(partition, request, load, matches.get(load.key), prefixes)
-        if not ties or this < cost:
-            cost, ties, tied_apart = this, 1, [load]
-            least.count = 0
-        elif this == cost:
-            ties += 1
-            tied_apart.append(load)
-    at = int(rng.random() * ties) if ties > 1 else 0
-    if at < len(tied_apart):
-        load = tied_apart[at]
-    else:
-        load = order.pick(least, at - len(tied_apart), apart)
+    prompt, terms, order = request.prompt, request.terms, partition.order
+    block_size, isl, new_blocks = partition.block_size, prompt.isl_tokens, prompt.sequence_count
+    matched, extended = partition.index.match_sets(prompt.local_hashes)
+    active = active_prefix_sets(partition, request)
+    least, tied = math.inf, list[int]()
+    rest = order.everyone
+    if not (matched or active or extended):
+        _, tied = order.least(rest, isl, 0.0, new_blocks)
+        rest = 0
+    for key, match in extended.items():
+        load = partition.slots.ranks.get(key)
+        if load is None or load.bucket is None:
+            continue
+        rest ^= load.mask
+        cost = _plain_cost(partition, request, load, match, active)
+        if cost < least:
+            least, tied = cost, [load.mask]
+        elif cost == least:
+            tied.append(load.mask)
+    for device, ranks in [*matched, (0, rest)] if rest else ():
+        alike = ranks & rest
+        if not alike:
+            continue
+        rest ^= alike
+        tokens = max(isl, device * block_size)
+        credit = terms.credit * device
+        for shared, sharing in [*active, (0, alike)]:
+            cell = alike & sharing
+            if cell:
+                alike ^= cell
+                cost, ties = order.least(cell, tokens, credit, new_blocks - shared)
+                if cost < least:
+                    least, tied = cost, ties
+                elif cost == least:
+                    tied += ties
+    load = order.rank(_drawn(tied, rng))
     worker = partition.workers[load.worker_id]
+    matches = extended
+    for device, ranks in matched:
+        for rank in worker.loads:
+            if rank.mask & ranks:
+                matches[rank.key] = Matched(device)
     return load, placement(partition, worker, load, isl, matches)
 
 
+def _drawn(tied: list[int], rng: random.Random) -> int:
+    """The bit of one rank of these sets, each as likely as any other."""
+    if len(tied) == 1:
+        ranks = tied[0]
+        count = ranks.bit_count()
+        return nth_bit(ranks, int(rng.random() * count)) if count > 1 else ranks.bit_length() - 1
+    counts = [ranks.bit_count() for ranks in tied]
+    total = sum(counts)
+    at = int(rng.random() * total)
+    for ranks, count in zip(tied, counts, strict=True):
+        if at < count:
+            return nth_bit(ranks, at)
+        at -= count
+    raise AssertionError("at is below the sum of the counts")
+
+
 def suits_order(partition: Partition, request: SelectionRequest, terms: Terms) -> bool:
-    """True when load and overlap alone decide, on the router's own `terms`."""
+    """True when load and overlap alone decide, on the router's own `terms`, and a rank is free."""
     return (
         request.terms is terms
         and not terms.temperature
@@ -160,6 +188,7 @@ def suits_order(partition: Partition, request: SelectionRequest, terms: Terms) -
         and request.takes_any_rank()
         and not request.preferred_taints
         and not partition.slots.decaying_ranks
+        and partition.order.everyone > 0
     )
 
 
@@ -167,16 +196,15 @@ def _plain_cost(
     partition: Partition,
     request: SelectionRequest,
     load: RankLoad,
-    match: Matched | None,
-    prefixes: dict[tuple[int, int], int],
+    match: Matched,
+    active: RankSets,
 ) -> float:
     """The cost of one rank when nothing decays and no taint is preferred."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
-    raw, credit = load.active_prefill_tokens + prompt.isl_tokens, 0.0
-    if match is not None:
-        raw += max(0, cached_tokens(match, block_size) - prompt.isl_tokens)
-        credit = terms.credit * match.device + HOST_WEIGHT * match.host + DISK_WEIGHT * match.disk
-    blocks = load.active_decode_blocks + prompt.sequence_count - prefixes.get(load.key, 0)
+    shared = next((blocks for blocks, ranks in active if ranks & load.mask), 0)
+    raw = load.active_prefill_tokens + max(prompt.isl_tokens, cached_tokens(match, block_size))
+    credit = terms.credit * match.device + HOST_WEIGHT * match.host + DISK_WEIGHT * match.disk
+    blocks = load.active_decode_blocks + prompt.sequence_count - shared
     return terms.scale * max(0.0, raw / block_size - credit) + blocks
 
 
@@ -233,6 +261,14 @@ def active_prefixes(partition: Partition, request: SelectionRequest) -> dict[tup
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return {}
     return slots.active_prefix(prompt.sequence_hashes())
+
+
+def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
+    """The same as sets of ranks, longest prefix first."""
+    prompt, slots = request.prompt, partition.slots
+    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
+        return []
+    return slots.active_prefix_sets(prompt.sequence_hashes())
 
 
 def draw(costs: list[float], temperature: float, rng: random.Random) -> int:

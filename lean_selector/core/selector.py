@@ -199,11 +199,17 @@ class Selector:
         """
         threshold = self.settings.queue_threshold
         if threshold is None and suits_order(partition, request, self.terms):
-            matches = partition.index.match(request.prompt.local_hashes)
-            chosen = place_by_order(partition, request, matches, self._rng)
+            chosen = place_by_order(partition, request, self._rng)
             return self._taken(partition, request, chosen, now)
         check_pin(request)
-        ranks = not_busy(partition, candidates(partition, request), now)
+        try:
+            ranks = not_busy(partition, candidates(partition, request), now)
+        except AllWorkersBusy:
+            if request.books:
+                partition.shed_bookings += 1
+            else:
+                partition.shed_selects += 1
+            raise
         if threshold is not None and (
             len(partition.parked)
             or (ranks and all(over_threshold(rank, threshold, now) for rank in ranks))
@@ -252,6 +258,8 @@ class Selector:
                 )
             except Conflict as error:
                 raise Conflict(f"failed to book scheduler state: {error.message}") from None
+        partition.prompt_tokens += request.prompt.isl_tokens
+        partition.prefill_tokens += placement.effective_prefill_tokens
         return placement
 
     def admit_waiting(self, now: float) -> None:
@@ -292,6 +300,8 @@ class Selector:
             answer: Placement | SelectorError
             try:
                 answer = self._place(partition, request, ranks, matches, now)
+                partition.parked.admitted += 1
+                partition.parked.waited_s += waited
             except SelectorError as error:
                 answer = error
             parked.on_answer(parked, answer)

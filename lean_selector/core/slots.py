@@ -14,12 +14,13 @@ import msgspec
 from lean_selector.core.block_weights import BlockWeights
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.prefill_decay import Prefill, PrefillDecay
-from lean_selector.core.prompt_trie import HASH_BYTES, PromptTrie, RankKey, Run
+from lean_selector.core.prompt_trie import HASH_BYTES, PromptTrie, Run
+from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 
 class RankLoad:
-    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket` and `bucket_index`,
-    which are LoadOrder's).
+    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket`, which is
+    LoadOrder's).
 
     Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
     """
@@ -27,18 +28,21 @@ class RankLoad:
     __slots__ = (
         "active_decode_blocks",
         "active_prefill_tokens",
+        "bit",
         "block_weights",
         "bucket",
-        "bucket_index",
         "decay",
         "distinct_blocks",
         "dp_rank",
         "key",
+        "mask",
         "reservations",
         "worker_id",
     )
 
-    def __init__(self, worker_id: int, dp_rank: int) -> None:
+    def __init__(self, worker_id: int, dp_rank: int, bit: int) -> None:
+        self.bit = bit
+        self.mask = 1 << bit
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.key: RankKey = (worker_id, dp_rank)
@@ -49,7 +53,6 @@ class RankLoad:
         self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
         self.reservations: dict[str, Reservation] = {}  # in order of booking
         self.bucket: tuple[int, int] | None = None
-        self.bucket_index = 0
 
     @property
     def active_requests(self) -> int:
@@ -115,19 +118,31 @@ class Slots:
         "_heard_at",
         "_local_by_touch",
         "_trie",
+        "bits",
+        "booked",
         "decaying_ranks",
+        "dropped",
+        "expired",
+        "freed",
         "on_load_change",
         "ranks",
         "reservations",
     )
 
-    def __init__(self, on_load_change: Callable[[RankLoad], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_load_change: Callable[[RankLoad], None] | None = None,
+        bits: RankBits | None = None,
+    ) -> None:
         """`on_load_change` hears of a rank after its prefill tokens or decode blocks may have
-        changed, and not of the rank's removal."""
+        changed, and not of the rank's removal. `bits` numbers the ranks, for others too."""
         self.on_load_change = on_load_change
+        self.bits = RankBits() if bits is None else bits
         self.ranks: dict[RankKey, RankLoad] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
         self.decaying_ranks = 0
+        # Of requests admitted here, ever: booked = live + freed + expired + dropped with a rank.
+        self.booked = self.freed = self.expired = self.dropped = 0
         self._trie = PromptTrie()
         self._heard_at = 0.0
         # Ordered by touch, oldest first. Two, because their limits differ; OrderedDict, because
@@ -135,11 +150,15 @@ class Slots:
         self._local_by_touch: OrderedDict[str, Reservation] = OrderedDict()
         self._copies_by_touch: OrderedDict[str, Reservation] = OrderedDict()
 
+    def live_counts(self) -> tuple[int, int]:
+        """Active requests admitted here, and copies of what peers admitted."""
+        return len(self._local_by_touch), len(self._copies_by_touch)
+
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
         """The rank's load, a new and idle one where the rank is new."""
         rank = self.ranks.get((worker_id, dp_rank))
         if rank is None:
-            rank = RankLoad(worker_id, dp_rank)
+            rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
             self.ranks[rank.key] = rank
         return rank
 
@@ -150,7 +169,9 @@ class Slots:
             return []
         dropped = list(rank.reservations.values())
         for reservation in dropped:
+            self.dropped += reservation.router_id is None
             self._detach(reservation)
+        self.bits.release(rank.key)
         if rank.decay is not None:
             rank.decay = None
             self.decaying_ranks -= 1
@@ -183,7 +204,7 @@ class Slots:
         if (live := self.reservations.get(request_id)) is not None:
             raise DuplicateRequest(request_id, *live.rank.key)
         assert len(sequence_hashes) % HASH_BYTES == 0, "whole hashes"
-        run, new_blocks = self._trie.insert(sequence_hashes, rank.key)
+        run, new_blocks = self._trie.insert(sequence_hashes, rank.key, rank.mask)
         reservation = Reservation(
             request_id,
             rank,
@@ -199,8 +220,11 @@ class Slots:
             expected_output_tokens,
         )
         self.reservations[request_id] = rank.reservations[request_id] = reservation
-        by_touch = self._local_by_touch if router_id is None else self._copies_by_touch
-        by_touch[request_id] = reservation
+        if router_id is None:
+            self.booked += 1
+            self._local_by_touch[request_id] = reservation
+        else:
+            self._copies_by_touch[request_id] = reservation
         self._heard_at = now
         if prefill_tokens and (prefill_duration_s is not None or rank.decay is not None):
             self._start_prefill(reservation, now)
@@ -260,6 +284,8 @@ class Slots:
         """
         reservation = self.reservations.get(request_id)
         if reservation is not None:
+            if reservation.router_id is None:
+                self.freed += 1
             self._release(reservation, self._heard_at if now is None else now)
         return reservation
 
@@ -288,6 +314,7 @@ class Slots:
                 oldest = next(iter(by_touch.values()))
                 if now - oldest.touched_at <= limit_s:
                     break
+                self.expired += oldest.router_id is None
                 self._release(oldest, now)
                 expired.append(oldest)
         return expired
@@ -295,6 +322,16 @@ class Slots:
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
         """Leading blocks of a prompt that active prompts of a rank share, for ranks where there are
         any."""
+        keys = self.bits.keys
+        return {
+            key: blocks
+            for blocks, mask in self._trie.active_prefix(sequence_hashes)
+            for bit in bits_of(mask)
+            if (key := keys[bit]) is not None
+        }
+
+    def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
+        """The same as (leading blocks, set of ranks), the sets apart and as bits of `bits`."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:
@@ -333,7 +370,7 @@ class Slots:
         else:
             del self._copies_by_touch[request_id]
         weights = rank.block_weights
-        freed_blocks = self._trie.remove(reservation.run, rank.key, weights)
+        freed_blocks = self._trie.remove(reservation.run, rank.key, rank.mask, weights)
         reservation.run = self._trie.root  # the old one may go on as another prompt's
         if reservation.output_blocks:
             weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)

@@ -18,6 +18,7 @@ from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound
 from lean_selector.core.kv_index import KvIndex
 from lean_selector.core.partition import Partition
 from lean_selector.core.prompt import Prompt
+from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.scheduler import candidates, not_busy, place_by_order
 from lean_selector.core.selection import SelectionRequest
 from lean_selector.core.settings import RouterSettings, terms
@@ -176,7 +177,7 @@ def check(partition: Partition, now: float, rng: random.Random) -> None:
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
             busy_as_booked.add(load.key)
     assert partition.busy_ranks == busy_as_booked
-    ordered = {load.key for bucket in partition.order.buckets.values() for load in bucket}
+    ordered = {partition.order.rank(bit).key for bit in bits_of(partition.order.everyone)}
     assert ordered == {load.key for _, load in ranks} - busy_as_booked
     for worker, _ in ranks:
         all_busy = all(load.key in busy for load in worker.loads)
@@ -189,7 +190,6 @@ def check(partition: Partition, now: float, rng: random.Random) -> None:
             not_busy(partition, ranks, now)
     if ranks and not partition.slots.decaying_ranks:
         if free:
-            assert place_by_order(partition, request(), {}, rng)[0].key in free
+            assert place_by_order(partition, request(), rng)[0].key in free
         else:
-            with pytest.raises(AllWorkersBusy):
-                place_by_order(partition, request(), {}, rng)
+            assert not partition.order.everyone  # then the general way is taken, and refuses

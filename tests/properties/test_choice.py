@@ -101,7 +101,7 @@ def test_both_ways_of_choosing_agree(
     drawn = []
     for turn in range(len(ties)):
         rng.value = (turn + 0.5) / len(ties)
-        load, placement = place_by_order(partition, request, matches, rng)
+        load, placement = place_by_order(partition, request, rng)
         drawn.append(load.key)
         slow_rng = random.Random(0)
         slow_load, slow = place(

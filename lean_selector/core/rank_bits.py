@@ -1,0 +1,71 @@
+"""Numbers for the ranks of a partition, so that a set of ranks is one int.
+
+The index, the slots and the order of loads number ranks alike, so a set that one of them found is a
+set to the others: intersecting what is cached with what is active with what is least loaded is an
+`&`, whatever the size of the fleet. A number is given back when nobody uses the rank any more.
+"""
+
+RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
+
+
+class RankBits:
+    """Which bit stands for which rank. Every `acquire` needs its `release`."""
+
+    __slots__ = ("_bits", "_users", "keys")
+
+    def __init__(self) -> None:
+        self.keys: list[RankKey | None] = []  # by bit; None where it is free
+        self._bits: dict[RankKey, int] = {}
+        self._users: dict[RankKey, int] = {}  # >= 1 for every key in _bits
+
+    def acquire(self, key: RankKey) -> int:
+        """The bit of a rank, the lowest free one if it has none."""
+        bit = self._bits.get(key)
+        if bit is not None:
+            self._users[key] += 1
+            return bit
+        bit = len(self.keys) if len(self._bits) == len(self.keys) else self.keys.index(None)
+        if bit == len(self.keys):
+            self.keys.append(None)
+        self.keys[bit] = key
+        self._bits[key] = bit
+        self._users[key] = 1
+        return bit
+
+    def release(self, key: RankKey) -> None:
+        """One user of a rank is gone."""
+        self._users[key] -= 1
+        if self._users[key]:
+            return
+        del self._users[key]
+        self.keys[self._bits.pop(key)] = None
+        while self.keys and self.keys[-1] is None:
+            self.keys.pop()
+
+
+def bits_of(mask: int) -> list[int]:
+    """The bits that are set, lowest first."""
+    bits = []
+    while mask:
+        low = mask & -mask
+        bits.append(low.bit_length() - 1)
+        mask ^= low
+    return bits
+
+
+def nth_bit(mask: int, n: int) -> int:
+    """The n-th of the bits that are set, counted from 0 and the lowest; by halves."""
+    assert 0 <= n < mask.bit_count()
+    base, width = 0, mask.bit_length()
+    while width > 1:
+        half = width // 2
+        low = mask & ((1 << half) - 1)
+        count = low.bit_count()
+        if n < count:
+            mask, width = low, half
+        else:
+            n -= count
+            mask >>= half
+            base += half
+            width -= half
+    return base
