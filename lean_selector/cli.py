@@ -33,3 +33,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lean-selector: error: {error}\n")
         return 1
     return 0
+
+
+def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
+    """Runs the slot tracker; returns the exit status."""
+    from lean_selector.slot_tracker_config import SLOT_TRACKER_OPTIONS, slot_tracker_config
+
+    parser = OneLineParser(
+        prog="lean-slot-tracker",
+        description="Keeps the books of active requests, by worker rank: an independent service "
+        "for routers that choose for themselves.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"lean-slot-tracker {__version__}")
+    add_options(parser, SLOT_TRACKER_OPTIONS)
+    config = slot_tracker_config(parser, parser.parse_args(argv), os.environ)
+
+    from lean_selector.server import StartError
+    from lean_selector.slot_tracker_server import run_slot_tracker
+
+    try:
+        run_slot_tracker(config)
+    except StartError as error:
+        sys.stderr.write(f"lean-slot-tracker: error: {error}\n")
+        return 1
+    return 0

@@ -33,6 +33,14 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
 
 
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a service speaks to its replicas."""
+
+    bind: str  # ZMQ endpoint of the PUB
+    advertise: str | None
+    peers: list[str]
+
+
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `lean-selector` was told."""
 
@@ -40,8 +48,7 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     router: RouterSettings
     indexer_peers: list[str]
     recovery_timeout_s: float
-    replica_sync_port: int | None
-    replica_sync_peers: list[str]
+    replica: ReplicaConfig | None
     device_blocks_per_rank: int
     lower_tier_blocks_per_rank: int
     busy: BusyThreshold
@@ -58,6 +65,7 @@ class Option(msgspec.Struct, frozen=True):
     help: str
     env: tuple[str, ...] = ()
     metavar: str = "N"
+    repeats: bool = False  # may be given several times: the texts are joined with commas
 
     @property
     def name(self) -> str:
@@ -131,9 +139,20 @@ def urls(value: str) -> list[str]:
     return items
 
 
+def zmq_port(text: str) -> int:
+    if text.strip() == "0":
+        raise ValueError("port must be greater than zero")
+    return integer(1, 65535)(text)
+
+
+def endpoint(value: str) -> str:
+    check_endpoint(value.strip())
+    return value.strip()
+
+
 def peer_endpoints(value: str) -> list[str]:
-    """Comma-separated ZMQ endpoints, each once; blanks around them are dropped."""
-    items = list(dict.fromkeys(item.strip() for item in value.split(",")))
+    """Comma-separated ZMQ endpoints, each once; blanks around them and empty items are dropped."""
+    items = list(dict.fromkeys(item.strip() for item in value.split(",") if item.strip()))
     for item in items:
         try:
             check_endpoint(item)
@@ -176,6 +195,45 @@ LISTEN_OPTIONS = (
         "least severe lines to log",
         metavar="LEVEL",
     ),
+)
+
+REPLICA_OPTIONS = (
+    Option(
+        "--replica-sync-port",
+        zmq_port,
+        None,
+        "ZMQ PUB port for load events to other replicas, bound on every IPv4 interface",
+    ),
+    Option(
+        "--replica-sync-bind",
+        endpoint,
+        None,
+        "the same as a ZMQ endpoint, such as tcp://*:9092",
+        metavar="ENDPOINT",
+    ),
+    Option(
+        "--replica-sync-advertise",
+        endpoint,
+        None,
+        "that endpoint as other replicas reach it; refused as a peer",
+        metavar="ENDPOINT",
+    ),
+    Option(
+        "--replica-sync-peers",
+        peer_endpoints,
+        [],
+        "comma-separated ZMQ PUB endpoints of other replicas; may be repeated",
+        metavar="ENDPOINTS",
+        repeats=True,
+    ),
+)
+
+EXPIRY_OPTION = Option(
+    "--reservation-expiry-secs",
+    _POSITIVE_SECONDS,
+    300.0,
+    "drop a reservation this long after its last lifecycle call",
+    ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
 )
 
 ROUTER_OPTIONS = (
@@ -255,13 +313,7 @@ ROUTER_OPTIONS = (
         "look up a parked request's overlap again after this wait; 0 or less: never",
         ("DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",),
     ),
-    Option(
-        "--reservation-expiry-secs",
-        _POSITIVE_SECONDS,
-        300.0,
-        "drop a reservation this long after its last lifecycle call",
-        ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
-    ),
+    EXPIRY_OPTION,
     Option(
         "--router-policy-config",
         unsupported,
@@ -335,19 +387,7 @@ SELECTOR_OPTIONS = (
         10.0,
         "longest that start-up recovery may take",
     ),
-    Option(
-        "--replica-sync-port",
-        integer(1, 65535),
-        None,
-        "ZMQ PUB port for load events to other replicas, bound on every interface",
-    ),
-    Option(
-        "--replica-sync-peers",
-        peer_endpoints,
-        [],
-        "comma-separated ZMQ PUB endpoints of other replicas; needs --replica-sync-port",
-        metavar="ENDPOINTS",
-    ),
+    *REPLICA_OPTIONS,
     Option(
         "--device-blocks-per-rank",
         integer(1, 2**40),
@@ -381,6 +421,7 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
         default = "" if option.default in (None, []) else f" (default {_shown(option.default)})"
         parser.add_argument(
             option.flag,
+            action="append" if option.repeats else "store",
             metavar=option.metavar,
             help=f"{option.help}{default}{env}".replace("%", "%%"),
         )
@@ -400,6 +441,8 @@ def resolve(
     values: dict[str, object] = {}
     for option in options:
         source, given = option.flag, getattr(args, option.name)
+        if option.repeats and given is not None:
+            given = ",".join(given)
         for name in option.env if given is None else ():
             if environ.get(name):
                 source, given = name, environ[name]
@@ -429,8 +472,6 @@ def selector_config(
         values["router_prefill_load_scale"] = weight
         if weight == 0.0:
             values["router_kv_overlap_score_credit"] = 0.0
-    if values["replica_sync_peers"] and values["replica_sync_port"] is None:
-        parser.error("--replica-sync-peers needs --replica-sync-port")
     refresh = values["router_overlap_refresh_after_secs"]
     assert isinstance(refresh, float)
     router = {
@@ -451,8 +492,7 @@ def selector_config(
             "router": router,
             "indexer_peers": values["indexer_peers"],
             "recovery_timeout_s": values["recovery_timeout_secs"],
-            "replica_sync_port": values["replica_sync_port"],
-            "replica_sync_peers": values["replica_sync_peers"],
+            "replica": replica_of(parser, values),
             "device_blocks_per_rank": values["device_blocks_per_rank"],
             "lower_tier_blocks_per_rank": values["lower_tier_blocks_per_rank"],
             "busy": {
@@ -465,6 +505,33 @@ def selector_config(
         },
         SelectorConfig,
     )
+
+
+def replica_of(
+    parser: argparse.ArgumentParser, values: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Both families of replica flags as one; None while replica sync is off."""
+    port, bind = values["replica_sync_port"], values["replica_sync_bind"]
+    advertise, peers = values["replica_sync_advertise"], values["replica_sync_peers"]
+    assert isinstance(peers, list)
+    if port is not None and bind is not None:
+        parser.error("--replica-sync-port and --replica-sync-bind mean one socket: give only one")
+    if port is None and bind is None:
+        if advertise is not None or peers:
+            parser.error(
+                "--replica-sync-advertise and --replica-sync-peers require --replica-sync-bind "
+                "or --replica-sync-port"
+            )
+        return None
+    if advertise in peers:
+        parser.error(
+            f"--replica-sync-peers: `{advertise}` is this replica's own --replica-sync-advertise"
+        )
+    return {
+        "bind": bind if port is None else f"tcp://*:{port}",
+        "advertise": advertise,
+        "peers": peers,
+    }
 
 
 def listen_of(values: Mapping[str, object]) -> dict[str, object]:

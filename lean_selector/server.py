@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import resource
-import secrets
 import signal
 import socket
 import stat
@@ -27,18 +26,19 @@ from lean_selector import __version__
 from lean_selector.config import Listen, SelectorConfig
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.kv_index import KvIndex
-from lean_selector.core.replication import ReplicaApplier, ReplicaEvent, ReplicaEvents, Verdict
+from lean_selector.core.replication import ReplicaEvent
 from lean_selector.core.selector import Selector
 from lean_selector.http1.protocol import App, Connections, HttpProtocol
 from lean_selector.http1.reader import Limits
 from lean_selector.http1.response import date_header
+from lean_selector.replicas import ReplicaPlane
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SHUTDOWN, SelectionService
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.recovery import Recovery
-from lean_selector.sockets.replica import ReplicaSync, ReplicaSyncError
+from lean_selector.sockets.replica import ReplicaSyncError
 
 log = logging.getLogger("lean_selector.server")
 
@@ -55,7 +55,7 @@ class StartError(Exception):
 
 def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
-    _log_to_stderr(config.listen.log_level)
+    log_to_stderr(config.listen.log_level)
     for warning in config.warnings:
         log.warning(warning)
     uvloop.run(_selector(config))
@@ -76,26 +76,37 @@ async def _selector(config: SelectorConfig) -> None:
     selector = Selector(
         config.router, subscriptions, random.Random(), new_index=new_index, thresholds=config.busy
     )
-    replica = None
-    if config.replica_sync_port is not None:
+    plane = None
+    if config.replica is not None:
+
+        def on_applied(event: ReplicaEvent, now: float) -> None:
+            selector.load_changed(event.model_name, event.tenant_id, event.request_id, now)
+
         try:
-            replica = replica_plane(selector, context, config)
+            plane = ReplicaPlane(
+                context,
+                config.replica,
+                selector.scheduling_partition,
+                on_applied,
+                always_tracks=True,
+            )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
+        selector.events = plane.events
     dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
     service = SelectionService(
         selector,
         dump=dumps.answer,
         sources=subscriptions,
-        peers=replica,
+        plane=plane,
         call_later=loop.call_later,
     )
     routes = (*service.routes(), *BusyThresholdService(selector).routes())
     recovering = start_recovery(config, selector, subscriptions, service)
     server = HttpServer(Gate(routes, config.overload_status), Limits(), config.listen)
     await server.start()
-    if replica is not None:
-        replica.start()
+    if plane is not None:
+        plane.start()
 
     def tick(now: float) -> None:
         for partition, reservation in selector.expire(now, EXPIRY_STEPS):
@@ -109,8 +120,8 @@ async def _selector(config: SelectorConfig) -> None:
 
     async def close() -> None:
         await subscriptions.close()
-        if replica is not None:
-            await replica.close()
+        if plane is not None:
+            await plane.close()
 
     await server.serve(tick, refuse_new, close)
     context.destroy(linger=0)
@@ -135,25 +146,6 @@ def start_recovery(
     return asyncio.create_task(recover())
 
 
-def replica_plane(
-    selector: Selector, context: zmq.asyncio.Context, config: SelectorConfig
-) -> ReplicaSync:
-    """Connects a selector and its replica sockets, in both directions."""
-    router_id = secrets.randbits(64) or 1
-    applier = ReplicaApplier(router_id, selector.scheduling_partition)
-
-    def on_event(event: ReplicaEvent, now: float) -> Verdict:
-        verdict = applier.apply(event, now)
-        if verdict is Verdict.APPLIED:
-            selector.load_changed(event.model_name, event.tenant_id, event.request_id, now)
-        return verdict
-
-    assert config.replica_sync_port is not None
-    replica = ReplicaSync(context, config.replica_sync_port, config.replica_sync_peers, on_event)
-    selector.events = ReplicaEvents(router_id, replica.publish, always_tracks=True)
-    return replica
-
-
 def new_zmq_context() -> zmq.asyncio.Context:
     """A context, and descriptors, for as many sockets as a fleet may need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -167,8 +159,12 @@ def new_zmq_context() -> zmq.asyncio.Context:
 class HttpServer:
     """Listens on TCP and perhaps on a UNIX socket, and serves one app until told to stop."""
 
-    def __init__(self, app: App, limits: Limits, listen: Listen) -> None:
+    def __init__(
+        self, app: App, limits: Limits, listen: Listen, name: str = "lean-selector"
+    ) -> None:
+        """`name` is for the log."""
         self._listen = listen
+        self._name = name
         self._loop = asyncio.get_running_loop()
         self.connections = Connections(self._loop.call_soon, limits)
         self._app = app
@@ -198,7 +194,7 @@ class HttpServer:
             self._loop.add_signal_handler(number, self._on_signal)
         port = tcp.sockets[0].getsockname()[1]
         where = f"http://{listen.host}:{port}" + (f" and {listen.uds}" if listen.uds else "")
-        log.info("lean-selector %s listens on %s", __version__, where)
+        log.info("%s %s listens on %s", self._name, __version__, where)
 
     def _protocol(self) -> HttpProtocol:
         return HttpProtocol(self._app, self.connections)
@@ -300,7 +296,7 @@ def _os_reason(error: OSError) -> str:
     return f"{os.strerror(error.errno)} (os error {error.errno})"
 
 
-def _log_to_stderr(level: str) -> None:
+def log_to_stderr(level: str) -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),

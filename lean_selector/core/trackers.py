@@ -84,7 +84,7 @@ class Trackers:
         events: ReplicaEvents | None = None,
         reservation_expiry_s: float = RESERVATION_EXPIRY_S,
     ) -> None:
-        self._events = events
+        self.events = events
         self._expiry_s = reservation_expiry_s
         self._trackers: dict[tuple[str, str], Tracker] = {}
 
@@ -164,8 +164,8 @@ class Trackers:
         reservation = tracker.slots.book(
             request_id, worker_id, dp_rank, sequence_hashes, new_isl_tokens, now
         )
-        if self._events is not None:
-            self._events.booked(tracker, reservation, sequence_hashes)
+        if self.events is not None:
+            self.events.booked(tracker, reservation, sequence_hashes)
 
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
@@ -176,15 +176,15 @@ class Trackers:
         if completed is None:
             raise NotFound(f"Request {request_id} not found")
         reservation, first = completed
-        if first and self._events is not None:
-            self._events.prefill_completed(tracker, reservation)
+        if first and self.events is not None:
+            self.events.prefill_completed(tracker, reservation)
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
         """Release a request. An unknown id is no error, as documented; no tracker is NotFound."""
         tracker = self._tracker(model_name, tenant_id)
         reservation = tracker.slots.free(request_id, now)
-        if reservation is not None and self._events is not None:
-            self._events.freed(tracker, reservation)
+        if reservation is not None and self.events is not None:
+            self.events.freed(tracker, reservation)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
         """Drop requests that nothing was heard of for too long, at most `max_steps` per tracker.
@@ -255,10 +255,10 @@ class Trackers:
         )
 
     def _dropped(self, tracker: Tracker, reservations: list[Reservation]) -> None:
-        if self._events is not None:
+        if self.events is not None:
             for reservation in reservations:
                 if not reservation.is_replica:
-                    self._events.freed(tracker, reservation)
+                    self.events.freed(tracker, reservation)
 
 
 def _check_range(row: WorkerRow) -> None:

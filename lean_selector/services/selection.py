@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.catalog import WorkerRecord
-from lean_selector.core.errors import Conflict, SelectorError, Unavailable
+from lean_selector.core.errors import SelectorError, Unavailable
 from lean_selector.core.parking import Parked
 from lean_selector.core.partition import Partition
 from lean_selector.core.selection import (
@@ -41,12 +41,12 @@ from lean_selector.services.gate import (
     with_query,
     worker_id_param,
 )
+from lean_selector.services.replica_peers import OK, Plane, ReplicaHandlers
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import f32
 from lean_selector.wire.selection import (
     Ok,
     OutputBlockRequest,
-    PeerRequest,
     ProjectionRequest,
     ReservationRequest,
     SelectAndReserveRequest,
@@ -55,7 +55,6 @@ from lean_selector.wire.selection import (
     WorkerRequest,
 )
 
-OK = Ok()
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
 
 
@@ -68,23 +67,13 @@ class Readiness(msgspec.Struct, frozen=True):
     recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
 
 
-class Peers(Protocol):
-    """The replica-sync plane, if it is on."""
-
-    def register_peer(self, endpoint: str) -> bool: ...
-
-    def deregister_peer(self, endpoint: str) -> bool: ...
-
-    def peers(self) -> list[str]: ...
-
-
 class KvSources(Protocol):
     """Where the KV events come from."""
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
 
 
-class SelectionService:
+class SelectionService(ReplicaHandlers):
     """The handlers, and what they act on."""
 
     def __init__(
@@ -93,17 +82,17 @@ class SelectionService:
         *,
         dump: Callable[[], bytes | PendingReply],
         sources: KvSources,
-        peers: Peers | None = None,
+        plane: Plane | None = None,
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`call_later` is needed only when waiting in the queue is limited."""
+        super().__init__(plane)
         self.selector = selector
         self.draining = False
         self.recovering = False
         self._dump = dump
         self._sources = sources
-        self._peers = peers
         self._clock = clock
         self._call_later = call_later
         self._default_terms: Terms = selector.terms
@@ -147,13 +136,7 @@ class SelectionService:
             ("POST", "/overlap_scores", with_body(ProjectionRequest, self.overlap_scores)),
             ("GET", "/dump", plain(self.dump)),
             ("GET", "/kv_sources", with_query(self.kv_sources)),
-            ("POST", "/replica_sync/register_peer", with_body(PeerRequest, self.register_peer)),
-            (
-                "POST",
-                "/replica_sync/deregister_peer",
-                with_body(PeerRequest, self.deregister_peer),
-            ),
-            ("GET", "/replica_sync/peers", plain(self.peers)),
+            *self.replica_routes(),
         )
 
     # -- workers -------------------------------------------------------------------------------
@@ -329,21 +312,3 @@ class SelectionService:
 
     def kv_sources(self, query: Query) -> Sequence[object]:
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
-
-    # -- replica sync --------------------------------------------------------------------------
-
-    def register_peer(self, body: PeerRequest) -> bytes:
-        new = self._peer_plane().register_peer(body.endpoint)
-        return reply(201 if new else 200, OK)
-
-    def deregister_peer(self, body: PeerRequest) -> Ok | bytes:
-        known = self._peer_plane().deregister_peer(body.endpoint)
-        return OK if known else error_reply(404, "peer not found")
-
-    def peers(self) -> list[str]:
-        return [] if self._peers is None else self._peers.peers()
-
-    def _peer_plane(self) -> Peers:
-        if self._peers is None:
-            raise Conflict("replica sync is disabled")
-        return self._peers

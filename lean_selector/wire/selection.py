@@ -182,12 +182,6 @@ class OutputBlockRequest(msgspec.Struct):
     decay_fraction: float | None = None
 
 
-class PeerRequest(msgspec.Struct):
-    """POST /replica_sync/register_peer and /deregister_peer."""
-
-    endpoint: str
-
-
 class Ok(msgspec.Struct, frozen=True):
     status: str = "ok"
 

@@ -44,7 +44,6 @@ def scenarios(service: str) -> dict[str, Steps]:
 CASES = [
     pytest.param(service, name, steps, id=f"{service}-{name}")
     for service in COMMANDS
-    if service != "slot_tracker"
     for name, steps in scenarios(service).items()
 ]
 

@@ -1,0 +1,99 @@
+"""The slot tracker: its route table and its handlers, nothing else.
+
+Handlers translate: struct in, one call into the core, struct out. Rules live in `core.trackers`,
+the checks that all routes share in `gate`. API: the source document, slot_tracker.md 1.3, and both
+families of peer routes (decision D18).
+"""
+
+import time
+from collections.abc import Callable
+
+from lean_selector.core.trackers import LoadRow, PotentialLoadRow, Trackers, WorkerRow
+from lean_selector.http1.response import encode_response
+from lean_selector.services.gate import Query, Route, plain, with_body, with_query
+from lean_selector.services.replica_peers import OK, Plane, ReplicaHandlers
+from lean_selector.wire.replica_peers import PeerUrlRequest
+from lean_selector.wire.selection import Ok
+from lean_selector.wire.slot_tracker import (
+    AddRequest,
+    LifecycleRequest,
+    PotentialLoadsRequest,
+    RegisterRequest,
+    UnregisterRequest,
+)
+
+
+class SlotTrackerService(ReplicaHandlers):
+    """The handlers, and what they act on."""
+
+    def __init__(
+        self,
+        trackers: Trackers,
+        *,
+        plane: Plane | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(plane)
+        self.trackers = trackers
+        self._clock = clock
+
+    def routes(self) -> tuple[Route, ...]:
+        return (
+            ("GET", "/health", plain(lambda: encode_response(200, b"", b""))),
+            ("POST", "/register", with_body(RegisterRequest, self.register, 201)),
+            ("POST", "/unregister", with_body(UnregisterRequest, self.unregister)),
+            ("GET", "/workers", with_query(self.workers)),
+            ("POST", "/add", with_body(AddRequest, self.add, 201)),
+            ("POST", "/prefill_complete", with_body(LifecycleRequest, self.prefill_complete)),
+            ("POST", "/free", with_body(LifecycleRequest, self.free)),
+            ("GET", "/loads", with_query(self.loads)),
+            ("POST", "/potential_loads", with_body(PotentialLoadsRequest, self.potential_loads)),
+            *self.replica_routes(),
+            ("POST", "/register_peer", with_body(PeerUrlRequest, self.register_peer)),
+            ("POST", "/deregister_peer", with_body(PeerUrlRequest, self.deregister_peer)),
+            ("GET", "/peers", self.list_peers),
+        )
+
+    def register(self, body: RegisterRequest) -> Ok:
+        self.trackers.register(body.row())
+        return OK
+
+    def unregister(self, body: UnregisterRequest) -> Ok:
+        self.trackers.unregister(body.model_name, body.group(), body.worker_id)
+        return OK
+
+    def workers(self, query: Query) -> list[WorkerRow]:
+        return self.trackers.workers(query.get("model_name"), query.get("tenant_id"))
+
+    def add(self, body: AddRequest) -> Ok:
+        hashes = body.hashes()  # a wrong shape is named before any other fault
+        self.trackers.add(
+            body.model_name,
+            body.group(),
+            body.request_id,
+            body.worker_id,
+            body.dp_rank,
+            hashes,
+            body.new_isl_tokens,
+            self._clock(),
+        )
+        return OK
+
+    def prefill_complete(self, body: LifecycleRequest) -> Ok:
+        self.trackers.prefill_complete(
+            body.model_name, body.group(), body.request_id, self._clock()
+        )
+        return OK
+
+    def free(self, body: LifecycleRequest) -> Ok:
+        self.trackers.free(body.model_name, body.group(), body.request_id, self._clock())
+        return OK
+
+    def loads(self, query: Query) -> list[LoadRow]:
+        return self.trackers.loads(query.get("model_name"), query.get("tenant_id"), self._clock())
+
+    def potential_loads(self, body: PotentialLoadsRequest) -> list[PotentialLoadRow]:
+        hashes = body.hashes()
+        return self.trackers.potential_loads(
+            body.model_name, body.group(), hashes, body.new_isl_tokens, self._clock()
+        )

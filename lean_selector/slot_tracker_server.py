@@ -1,0 +1,73 @@
+"""Builds the slot tracker and runs it on the server that the selector uses too.
+
+Only wires, as `server` does for the selector (decision D14 for the stop).
+"""
+
+import logging
+
+import uvloop
+
+from lean_selector.core.replication import ReplicaEvent
+from lean_selector.core.trackers import Trackers
+from lean_selector.http1.limits import Limits
+from lean_selector.replicas import ReplicaPlane
+from lean_selector.server import (
+    EXPIRY_STEPS,
+    HttpServer,
+    StartError,
+    log_to_stderr,
+    new_zmq_context,
+)
+from lean_selector.services.gate import Gate
+from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.slot_tracker_config import SlotTrackerConfig
+from lean_selector.sockets.replica import ReplicaSyncError
+
+log = logging.getLogger("lean_selector.server")
+
+MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
+
+
+def run_slot_tracker(config: SlotTrackerConfig) -> None:
+    """Runs the slot tracker until it is told to stop. Raises StartError."""
+    log_to_stderr(config.listen.log_level)
+    uvloop.run(_slot_tracker(config))
+
+
+async def _slot_tracker(config: SlotTrackerConfig) -> None:
+    context = new_zmq_context()
+    trackers = Trackers(reservation_expiry_s=config.reservation_expiry_s)
+    plane = None
+    if config.replica is not None:
+        try:
+            plane = ReplicaPlane(
+                context, config.replica, trackers.lookup, _nobody_waits, always_tracks=False
+            )
+        except ReplicaSyncError as error:
+            raise StartError(str(error)) from None
+        trackers.events = plane.events
+    service = SlotTrackerService(trackers, plane=plane)
+    server = HttpServer(
+        Gate(service.routes()),
+        Limits(max_body_bytes=MAX_BODY_BYTES),
+        config.listen,
+        name="lean-slot-tracker",
+    )
+    await server.start()
+    if plane is not None:
+        plane.start()
+
+    def tick(now: float) -> None:
+        for reservation in trackers.expire(now, EXPIRY_STEPS):
+            log.debug("expired %s", reservation.request_id)
+
+    async def close() -> None:
+        if plane is not None:
+            await plane.close()
+
+    await server.serve(tick, lambda: None, close)
+    context.destroy(linger=0)
+
+
+def _nobody_waits(event: ReplicaEvent, now: float) -> None:
+    """The slot tracker parks no requests that an event could let in."""

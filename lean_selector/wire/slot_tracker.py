@@ -1,0 +1,102 @@
+"""Request bodies of the slot tracker, as typed structs (spec slot_tracker.md 1.2 and 1.3).
+
+Unlike the selector's, no field may be null; a field that has a default may be left out. Unknown
+fields are ignored. Fields stand in the order in which missing ones are reported.
+"""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from lean_selector.core.trackers import WorkerRow
+from lean_selector.wire.scalars import U32, NonNegative, check_u64, hashes_from_json
+from lean_selector.wire.scope import group_of
+
+
+class ScopedBody(msgspec.Struct, kw_only=True):
+    """What every body names: its tracker, the tenant under either of its names (D2)."""
+
+    model_name: str
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+
+    def group(self) -> str:
+        """Raises BadRequest when both names are given and differ."""
+        return group_of(self.tenant_id, self.routing_group)
+
+
+class RegisterRequest(msgspec.Struct, kw_only=True):
+    """POST /register."""
+
+    worker_id: NonNegative
+    model_name: str
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+    block_size: U32
+    dp_start: U32
+    dp_size: U32
+
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
+
+    def row(self) -> WorkerRow:
+        return WorkerRow(
+            self.worker_id,
+            self.model_name,
+            group_of(self.tenant_id, self.routing_group),
+            self.block_size,
+            self.dp_start,
+            self.dp_size,
+        )
+
+
+class UnregisterRequest(msgspec.Struct, kw_only=True):
+    """POST /unregister."""
+
+    worker_id: NonNegative
+    model_name: str
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
+
+    def group(self) -> str:
+        return group_of(self.tenant_id, self.routing_group)
+
+
+class AddRequest(ScopedBody, kw_only=True):
+    """POST /add."""
+
+    request_id: str
+    worker_id: NonNegative
+    dp_rank: U32
+    sequence_hashes: msgspec.Raw  # signed 64-bit integers
+    new_isl_tokens: NonNegative = 0
+
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
+        check_u64("new_isl_tokens", self.new_isl_tokens)
+
+    def hashes(self) -> bytes:
+        """8 bytes each; raises msgspec.ValidationError."""
+        return hashes_from_json("sequence_hashes", self.sequence_hashes)
+
+
+class LifecycleRequest(ScopedBody, kw_only=True):
+    """POST /prefill_complete and /free."""
+
+    request_id: str
+
+
+class PotentialLoadsRequest(ScopedBody, kw_only=True):
+    """POST /potential_loads."""
+
+    sequence_hashes: msgspec.Raw
+    new_isl_tokens: NonNegative = 0
+
+    def __post_init__(self) -> None:
+        check_u64("new_isl_tokens", self.new_isl_tokens)
+
+    def hashes(self) -> bytes:
+        """8 bytes each; raises msgspec.ValidationError."""
+        return hashes_from_json("sequence_hashes", self.sequence_hashes)
