@@ -70,7 +70,7 @@ class RouteTable(Generic[T]):
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}
-        # Keyed by the segments with the parameter's emptied: no segment of a parameter is empty.
+        # Keyed by the segments with the parameter's emptied.
         self._parametric: dict[tuple[bytes, ...], _Resource[T]] = {}
         self._positions: dict[
             int, tuple[int, ...]
@@ -101,7 +101,8 @@ class RouteTable(Generic[T]):
             param = segments[position]
             segments[position] = b""
             resource = self._parametric.get(tuple(segments))
-            if resource is not None and param:
+            # An empty parameter between slashes is one, as in the reference; at the end it is none.
+            if resource is not None and (param or position + 1 < len(segments)):
                 found = resource.by_method.get(method)
                 return resource.method_not_allowed if found is None else Match(found.value, param)
             segments[position] = param

@@ -424,7 +424,7 @@ def test_what_cannot_be_done_is_said_in_the_documented_words(
     [
         *(("GET", "/nope"), ("POST", "/select/"), ("GET", "//health"), ("GET", "/Health")),
         *(("GET", "/"), ("DELETE", "/workers/"), ("DELETE", "/reservations/")),
-        *(("GET", "/reservations/a/b/c"), ("POST", "/reservations//prefill_complete")),
+        *(("GET", "/reservations/a/b/c"), ("POST", "/reservations//")),
         *(("GET", "/%77orkers"), ("PATCH", "/workers/1/")),
     ],
 )
@@ -507,6 +507,14 @@ def test_a_reservation_id_is_percent_decoded(
     for method, path in (("DELETE", ""), ("POST", "/prefill_complete")):
         text = refused(service, 404, method, f"/reservations/{segment}{path}")
         assert text == f"reservation {shown} not found"
+
+
+def test_an_empty_reservation_id_can_be_named_where_something_follows(
+    service: RunningService,
+) -> None:
+    for call in ("prefill_complete", "output_block"):
+        path = f"/reservations//{call}"
+        assert refused(service, 404, "POST", path, "{}", JSON) == "reservation  not found"
 
 
 @pytest.mark.parametrize("segment", ["%FF", "%C3", "a%ED%A0%80"])
