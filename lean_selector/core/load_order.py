@@ -86,7 +86,7 @@ class LoadOrder:
         compare the other way round: all within the rounding error of the least are computed.
         """
         scale, block_size = self._scale, self._block_size
-        least, tied = 0.0, []
+        least, tied = 0.0, list[int]()
         if ranks.bit_count() <= _FEW_RANKS:
             for bit in bits_of(ranks):
                 load = self._by_bit[bit]
