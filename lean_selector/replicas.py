@@ -1,7 +1,7 @@
 """The replica plane of a service, wired: sockets, what hears them, and what speaks through them.
 
-Both services have the same one; they differ in where a partition is looked up, in what happens
-after an event was applied, and in `track_prefill_tokens` of what they publish. Knows no HTTP.
+Both services have the same one; they differ in where a partition is looked up, and in what happens
+after an event was applied. Knows no HTTP.
 """
 
 import logging
@@ -63,8 +63,6 @@ class ReplicaPlane:
         config: ReplicaConfig,
         lookup: Lookup,
         on_applied: Callable[[ReplicaEvent, float], None],
-        *,
-        always_tracks: bool,
     ) -> None:
         self.router_id = secrets.randbits(64) or 1
         self.applier = ReplicaApplier(self.router_id, lookup)
@@ -72,7 +70,7 @@ class ReplicaPlane:
         self.sync = ReplicaSync(
             context, config.bind, config.peers, self._on_event, advertise=config.advertise
         )
-        self.events = ReplicaEvents(self.router_id, self.sync.publish, always_tracks=always_tracks)
+        self.events = ReplicaEvents(self.router_id, self.sync.publish)
 
     def start(self) -> None:
         """Begin to hear peers; call it in the running loop."""

@@ -88,7 +88,6 @@ async def _selector(config: SelectorConfig) -> None:
                 config.replica,
                 selector.scheduling_partition,
                 on_applied,
-                always_tracks=True,
             )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None

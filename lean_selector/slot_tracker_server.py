@@ -40,9 +40,7 @@ async def _slot_tracker(config: SlotTrackerConfig) -> None:
     plane = None
     if config.replica is not None:
         try:
-            plane = ReplicaPlane(
-                context, config.replica, trackers.lookup, _nobody_waits, always_tracks=False
-            )
+            plane = ReplicaPlane(context, config.replica, trackers.lookup, _nobody_waits)
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
         trackers.events = plane.events

@@ -17,9 +17,16 @@ from lean_selector.core.slots import Reservation, Slots
 # Long enough for tasks of a 1.3 sender to overtake each other, short enough that a request id which
 # is used again (ids ought to be unique) is not taken for a late one.
 EARLY_MEMORY_S = 5.0
+# An owner that did nothing peers would hear of tells them that it lives this often (D12).
+REPUBLISH_AFTER_S = 120.0
 # 10 000 early events a second, for EARLY_MEMORY_S. 1.3 senders reorder by milliseconds; what fills
 # it is the end of requests whose ADD we missed. 15 MB when full.
 MAX_EARLY = 50_000
+
+
+def republish_after_s(expiry_s: float) -> float:
+    """How often to say so where reservations expire after `expiry_s`: twice before they do."""
+    return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
 class EventKind(IntEnum):
@@ -187,29 +194,30 @@ class ReplicaEvents:
 
     Its callers decide what is worth telling: the first prefill completion but no repeat, the end of
     any request freed by a call here, but of an expired or dropped one only if it was admitted here.
-    `always_tracks`: a selector says `track_prefill_tokens` always, a slot tracker only with tokens.
     """
 
-    def __init__(
-        self, router_id: int, publish: Callable[[ReplicaEvent], None], *, always_tracks: bool
-    ) -> None:
+    def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
         self.router_id = router_id
         self._publish = publish
-        self._always_tracks = always_tracks
 
     def booked(
-        self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
+        self,
+        target: ReplicaTarget,
+        reservation: Reservation,
+        sequence_hashes: bytes,
+        tracks_prefill: bool,
     ) -> None:
         """A request was admitted here."""
         tokens = reservation.prefill_tokens or None  # peers take a hint of 0 and none alike
-        self._add(target, reservation, sequence_hashes, tokens)
+        self._add(target, reservation, sequence_hashes, tokens, tracks_prefill)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Only output blocks, which stay local, keep a request of ours alive: say that it lives.
+        """Only what peers do not hear of, as output blocks, keeps a request of ours: it lives.
 
         A peer that holds the id notes that and no more; one that does not books the blocks (D12).
         """
-        self._add(target, reservation, target.slots.sequence_hashes_of(reservation), None)
+        hashes = target.slots.sequence_hashes_of(reservation)
+        self._add(target, reservation, hashes, None, tracks_prefill=True)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """A request's prefill was completed by a call here, wherever it was admitted."""
@@ -225,6 +233,7 @@ class ReplicaEvents:
         reservation: Reservation,
         sequence_hashes: bytes,
         prefill_tokens: int | None,
+        tracks_prefill: bool,
     ) -> None:
         rank = reservation.rank
         self._publish(
@@ -239,7 +248,7 @@ class ReplicaEvents:
                 self.router_id,
                 reservation.lora_name,
                 sequence_hashes,
-                self._always_tracks or prefill_tokens is not None,
+                tracks_prefill,
                 prefill_tokens,
                 None,
                 reservation.expected_output_tokens,

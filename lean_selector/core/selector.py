@@ -26,6 +26,7 @@ from lean_selector.core.kv_index import KvIndex
 from lean_selector.core.parking import Parked
 from lean_selector.core.partition import Partition
 from lean_selector.core.prompt import Prompt
+from lean_selector.core.replication import republish_after_s
 from lean_selector.core.scheduler import (
     Candidate,
     Matches,
@@ -53,8 +54,6 @@ from lean_selector.core.slots import RankLoad, Reservation
 U64_MAX = 2**64 - 1
 # Copies that peers admitted outlive the limit by this much: their owner expires them first (D12).
 REPLICA_GRACE_S = 60.0
-# One owner kept alive by output blocks alone tells its peers so, this often (D12).
-REPUBLISH_AFTER_S = 120.0
 # Load can fall with no event, and a request can be parked only because others were: whoever has
 # waited this long is looked at again by the clock. The reference does so every 60 s.
 RECHECK_AFTER_S = 2.0
@@ -65,7 +64,13 @@ OnAnswer = Callable[[Parked, Placement | SelectorError], None]
 class LifecycleEvents(Protocol):
     """Who hears of what this replica did, in order."""
 
-    def booked(self, partition: Partition, reservation: Reservation, sequence: bytes) -> None: ...
+    def booked(
+        self,
+        partition: Partition,
+        reservation: Reservation,
+        sequence: bytes,
+        tracks_prefill: bool,
+    ) -> None: ...
 
     def prefill_completed(self, partition: Partition, reservation: Reservation) -> None: ...
 
@@ -91,6 +96,7 @@ class Selector:
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.events = events
+        self._republish_after_s = republish_after_s(settings.reservation_expiry_s)
         self._rng = rng
         self._new_index = new_index
         self._thresholds = BusyThresholds(thresholds)
@@ -401,7 +407,8 @@ class Selector:
         self._booked[reservation_id] = partition
         if self.events is not None:
             reservation.published_at = now
-            self.events.booked(partition, reservation, sequence)
+            tracks = track_prefill or prefill_tokens is not None
+            self.events.booked(partition, reservation, sequence, tracks)
 
     def _local_holder(self, reservation_id: str) -> Partition | None:
         """The partition where this replica itself booked the id and still holds it."""
@@ -436,7 +443,9 @@ class Selector:
             completed = partition.slots.prefill_complete(reservation_id, now)
             assert completed is not None
             reservation, first = completed
-            if first and self.events is not None:
+            if not first:
+                self._keep_alive(partition, reservation, now)
+            elif self.events is not None:
                 reservation.published_at = now
                 self.events.prefill_completed(partition, reservation)
             self.admit_parked(partition, now)
@@ -447,13 +456,17 @@ class Selector:
         for partition in self._holders(reservation_id):
             reservation = partition.slots.output_block(reservation_id, now, decay_fraction)
             assert reservation is not None
-            if (
-                self.events is not None
-                and not reservation.is_replica
-                and now - reservation.published_at >= REPUBLISH_AFTER_S
-            ):
-                reservation.published_at = now
-                self.events.kept_alive(partition, reservation)
+            self._keep_alive(partition, reservation, now)
+
+    def _keep_alive(self, partition: Partition, reservation: Reservation, now: float) -> None:
+        """Peers do not hear of what just touched it: say now and then that it lives (D12)."""
+        if (
+            self.events is not None
+            and not reservation.is_replica
+            and now - reservation.published_at >= self._republish_after_s
+        ):
+            reservation.published_at = now
+            self.events.kept_alive(partition, reservation)
 
     def free(self, reservation_id: str, now: float) -> None:
         for partition in self._holders(reservation_id):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
-from lean_selector.core.replication import ReplicaEvents
+from lean_selector.core.replication import ReplicaEvents, republish_after_s
 from lean_selector.core.slots import RankLoad, Reservation, Slots
 
 MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
@@ -86,6 +86,7 @@ class Trackers:
     ) -> None:
         self.events = events
         self._expiry_s = reservation_expiry_s
+        self._republish_after_s = republish_after_s(reservation_expiry_s)
         self._trackers: dict[tuple[str, str], Tracker] = {}
 
     def lookup(self, model_name: str, tenant_id: str) -> Tracker | None:
@@ -165,7 +166,7 @@ class Trackers:
             request_id, worker_id, dp_rank, sequence_hashes, new_isl_tokens, now
         )
         if self.events is not None:
-            self.events.booked(tracker, reservation, sequence_hashes)
+            self.events.booked(tracker, reservation, sequence_hashes, new_isl_tokens > 0)
 
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
@@ -176,8 +177,16 @@ class Trackers:
         if completed is None:
             raise NotFound(f"Request {request_id} not found")
         reservation, first = completed
-        if first and self.events is not None:
+        if self.events is None:
+            return
+        if first:
+            reservation.published_at = now
             self.events.prefill_completed(tracker, reservation)
+        elif (
+            not reservation.is_replica and now - reservation.published_at >= self._republish_after_s
+        ):
+            reservation.published_at = now
+            self.events.kept_alive(tracker, reservation)
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
         """Release a request. An unknown id is no error, as documented; no tracker is NotFound."""

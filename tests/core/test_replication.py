@@ -30,12 +30,12 @@ class Replica:
 
     model_name, tenant_id, block_size = "llama", "t1", 16
 
-    def __init__(self, router_id: int = OURS, *, always_tracks: bool = False) -> None:
+    def __init__(self, router_id: int = OURS) -> None:
         self.slots = Slots()
         for dp_rank in (0, 1):
             self.slots.add_rank(7, dp_rank)
         self.published: list[ReplicaEvent] = []
-        self.events = ReplicaEvents(router_id, self.published.append, always_tracks=always_tracks)
+        self.events = ReplicaEvents(router_id, self.published.append)
         self.applier = ReplicaApplier(router_id, self.lookup)
 
     def lookup(self, model_name: str, tenant_id: str) -> ReplicaTarget | None:
@@ -51,7 +51,7 @@ class Replica:
     def add(self, request_id: str = "r", dp_rank: int = 0, now: float = 0.0) -> Reservation:
         """Admit a request here and tell, as a service does."""
         reservation = self.slots.book(request_id, 7, dp_rank, PROMPT, 48, now)
-        self.events.booked(self, reservation, PROMPT)
+        self.events.booked(self, reservation, PROMPT, True)
         return reservation
 
     def complete(self, request_id: str = "r", now: float = 0.0) -> None:
@@ -282,7 +282,7 @@ def test_prompt_adapter_and_expected_output_travel_with_an_admission() -> None:
     reservation = here.slots.book(
         "r", 7, 0, PROMPT, 0, 0.0, lora_name="adapter", expected_output_tokens=5
     )
-    here.events.booked(here, reservation, PROMPT)
+    here.events.booked(here, reservation, PROMPT, False)
     here.events.prefill_completed(here, reservation)
     admission, completion = here.published
     assert admission == ReplicaEvent(
@@ -291,9 +291,9 @@ def test_prompt_adapter_and_expected_output_travel_with_an_admission() -> None:
     assert completion.lora_name == "adapter"
 
 
-def test_a_selector_says_that_it_tracks_prefill_also_without_tokens() -> None:
-    here = Replica(always_tracks=True)
-    here.events.booked(here, here.slots.book("r", 7, 0, PROMPT, 0, 0.0), PROMPT)
+def test_a_booking_can_track_prefill_without_tokens() -> None:
+    here = Replica()
+    here.events.booked(here, here.slots.book("r", 7, 0, PROMPT, 0, 0.0), PROMPT, True)
     assert here.published[0].track_prefill_tokens
     assert here.published[0].prefill_tokens is None
 

@@ -53,7 +53,7 @@ class Ours:
         self.applier = ReplicaApplier(router_id, lambda *scope: self if scope == SCOPE else None)
         self.heard: list[str] = []  # request ids
         self.sync = ReplicaSync(context, "tcp://127.0.0.1:*", [peer], self.hear)
-        self.events = ReplicaEvents(router_id, self.sync.publish, always_tracks=False)
+        self.events = ReplicaEvents(router_id, self.sync.publish)
         self.sync.start()
 
     def hear(self, event: ReplicaEvent, now: float) -> Verdict:
@@ -68,7 +68,7 @@ class Ours:
 
     def add(self, request_id: str, dp_rank: int) -> None:
         reservation = self.slots.book(request_id, 7, dp_rank, PROMPT, 48, 0.0)
-        self.events.booked(self, reservation, PROMPT)
+        self.events.booked(self, reservation, PROMPT, reservation.prefill_tokens > 0)
 
 
 SCOPE = (Ours.model_name, Ours.tenant_id)
