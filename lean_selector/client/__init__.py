@@ -1,0 +1,63 @@
+"""Clients of the services: the router API of Dynamo's examples, and the slot tracker's.
+
+Needs httpx, which the extra brings: `pip install "lean-selector[client]"`. KvRouter and
+SyncKvRouter select workers, stream from them and keep the books; SlotTracker and SyncSlotTracker
+speak to the slot tracker. Errors: see `errors`.
+"""
+
+try:
+    import httpx as httpx
+except ImportError as error:
+    raise ImportError(
+        'lean_selector.client needs httpx: pip install "lean-selector[client]"'
+    ) from error
+
+from lean_selector.client.backoff import Backoff
+from lean_selector.client.errors import (
+    AlreadyExists,
+    ClientError,
+    InvalidRequest,
+    ModelNotNamed,
+    NotFound,
+    NoWorkerAvailable,
+    ServiceRefused,
+    ServiceUnreachable,
+    WorkerError,
+    WorkerRefused,
+    WorkerStreamBroken,
+    WorkerUnreachable,
+    WrongBlockSize,
+)
+from lean_selector.client.router import KvPushRouter, KvRouter, Placement, TokenStream
+from lean_selector.client.router_config import KvRouterConfig
+from lean_selector.client.slot_tracker import SlotTracker, SyncSlotTracker
+from lean_selector.client.sync_router import SyncKvRouter, SyncPlacement, SyncTokenStream
+from lean_selector.client.transport import Timeouts
+
+__all__ = [
+    "AlreadyExists",
+    "Backoff",
+    "ClientError",
+    "InvalidRequest",
+    "KvPushRouter",
+    "KvRouter",
+    "KvRouterConfig",
+    "ModelNotNamed",
+    "NoWorkerAvailable",
+    "NotFound",
+    "Placement",
+    "ServiceRefused",
+    "ServiceUnreachable",
+    "SlotTracker",
+    "SyncKvRouter",
+    "SyncPlacement",
+    "SyncSlotTracker",
+    "SyncTokenStream",
+    "Timeouts",
+    "TokenStream",
+    "WorkerError",
+    "WorkerRefused",
+    "WorkerStreamBroken",
+    "WorkerUnreachable",
+    "WrongBlockSize",
+]

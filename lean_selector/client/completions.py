@@ -1,0 +1,142 @@
+"""The engine's side: the body of /v1/completions, and the reader of its event stream. No I/O.
+
+Speaks the OpenAI-compatible API with token ids as the prompt, and vLLM's `return_token_ids` where
+the engine has it. Names in stop_conditions and sampling_options are those of the router examples.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+MAX_EVENT_BYTES = 64 * 1024 * 1024  # far above any chunk an engine writes, logprobs included
+DONE = b"[DONE]"
+_encode = msgspec.json.Encoder().encode
+
+Chunk = dict[str, Any]
+Option = Mapping[str, object] | None
+
+# The router document's names, where the completions API has others.
+_API_NAMES = {"stop_token_ids_hidden": "stop_token_ids"}
+
+
+class MalformedStream(Exception):
+    """What the engine sends is no stream of completions; the message says what is wrong."""
+
+
+def completion_body(
+    token_ids: Sequence[int],
+    model: str,
+    options: Sequence[Option] = (),
+    *,
+    return_token_ids: bool = True,
+    cache_salt: str | None = None,
+) -> bytes:
+    """A streaming request. Later options win; those that are None are left out."""
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": list(token_ids),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if return_token_ids:
+        body["return_token_ids"] = True
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    for option in options:
+        for name, value in (option or {}).items():
+            if value is not None:
+                body[_API_NAMES.get(name, name)] = value
+    return _encode(body)
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    usage: dict[str, Any] | None = None
+    error: object | UnsetType = UNSET
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class CompletionStream:
+    """Bytes of a text/event-stream in, chunks out.
+
+    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs`, `usage` where the
+    engine gave them. `output_tokens` counts what was generated: token ids, or the engine's own
+    usage; without either, one for each piece of text.
+    """
+
+    def __init__(self) -> None:
+        self.output_tokens = 0
+        self.state: Literal["open", "finished", "done"] = "open"
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> Iterator[Chunk]:
+        """Chunks that `data` completes. Raises MalformedStream, also for an error of the engine."""
+        lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
+        self._buffer = lines.pop()
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise MalformedStream(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # comments, event names, ids, and the blank line between events
+            payload = line[5:].strip()
+            if payload == DONE:
+                self.state = "done"
+            elif payload:
+                yield from self._chunks(payload)
+
+    def _chunks(self, payload: bytes) -> Iterator[Chunk]:
+        try:
+            event = _decode_event(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedStream(f"an event that is no completion: {error}") from None
+        if event.error is not UNSET and event.error is not None:
+            raise MalformedStream(f"the engine reports {_error_text(event.error)}")
+        for choice in event.choices:
+            chunk: Chunk = {"index": choice.index}
+            for name in ("text", "token_ids", "finish_reason", "logprobs"):
+                value = getattr(choice, name)
+                if value is not None:
+                    chunk[name] = value
+            self.output_tokens += len(choice.token_ids or ()) or bool(choice.text)
+            if choice.finish_reason is not None:
+                self.state = "finished"
+            if event.usage is not None:
+                chunk["usage"] = event.usage
+            yield chunk
+        if event.usage is not None:
+            self.output_tokens = max(self.output_tokens, _completion_tokens(event.usage))
+            if not event.choices:
+                yield {"usage": event.usage}
+
+
+def error_text(body: bytes) -> str:
+    """The message of an error body, in the shape of OpenAI, of the selector, or raw."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body[:500].decode("utf-8", "replace").strip() or "no reason given"
+    return _error_text(value)
+
+
+def _error_text(value: object) -> str:
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and value.get(key):
+            return _error_text(value[key])
+    return str(value)
+
+
+def _completion_tokens(usage: Mapping[str, object]) -> int:
+    tokens = usage.get("completion_tokens")
+    return tokens if isinstance(tokens, int) else 0

@@ -1,0 +1,106 @@
+"""What the clients raise, one tree:
+
+    ClientError
+      ServiceUnreachable     no answer: refused, lost or timed out
+      ServiceRefused         the service answered with an error: .status and .error, its own words
+        InvalidRequest       400, 413, 415, 422
+        NotFound             404
+        AlreadyExists        409
+        NoWorkerAvailable    503, 429: worth trying again
+      WorkerError            .worker_id and .endpoint
+        WorkerUnreachable    it did not take the request; another worker may
+        WorkerRefused        .status and .error, its own words
+        WorkerStreamBroken   it began to answer and did not finish
+      ModelNotNamed          the selector serves several models, the router was told none
+      WrongBlockSize         the router hashes blocks of another size than the workers
+
+A method that raises has left no reservation behind, unless it says otherwise.
+"""
+
+from collections.abc import Iterable
+
+
+class ClientError(Exception):
+    """Base of the tree; never raised itself."""
+
+
+class ServiceUnreachable(ClientError):
+    """`never_sent` is True when the request cannot have reached the service."""
+
+    def __init__(self, where: str, reason: str, *, never_sent: bool = False) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.never_sent = never_sent
+
+
+class ServiceRefused(ClientError):
+    """`retry_after_s` is what the answer's retry-after header asks for."""
+
+    def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{status}: {error}")
+        self.status = status
+        self.error = error
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(ServiceRefused):
+    pass
+
+
+class NotFound(ServiceRefused):
+    pass
+
+
+class AlreadyExists(ServiceRefused):
+    pass
+
+
+class NoWorkerAvailable(ServiceRefused):
+    pass
+
+
+_BY_STATUS: dict[int, type[ServiceRefused]] = {
+    **dict.fromkeys((400, 413, 415, 422), InvalidRequest),
+    404: NotFound,
+    409: AlreadyExists,
+    **dict.fromkeys((429, 503), NoWorkerAvailable),
+}
+
+
+def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
+    """The class that fits the status."""
+    return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
+
+
+class WorkerError(ClientError):
+    """Something between the client and the chosen worker."""
+
+    def __init__(self, worker_id: int, endpoint: str, reason: str) -> None:
+        super().__init__(f"worker {worker_id} at {endpoint}: {reason}")
+        self.worker_id = worker_id
+        self.endpoint = endpoint
+
+
+class WorkerUnreachable(WorkerError):
+    pass
+
+
+class WorkerRefused(WorkerError):
+    def __init__(self, worker_id: int, endpoint: str, status: int, error: str) -> None:
+        super().__init__(worker_id, endpoint, f"{status}: {error}")
+        self.status = status
+        self.error = error
+
+
+class WorkerStreamBroken(WorkerError):
+    pass
+
+
+class ModelNotNamed(ClientError):
+    def __init__(self, served: Iterable[str]) -> None:
+        names = ", ".join(sorted(served))
+        super().__init__(f"the selector serves several models, say model_name: {names}")
+
+
+class WrongBlockSize(ClientError):
+    def __init__(self, ours: int, theirs: int) -> None:
+        super().__init__(f"the router was told block_size {ours}, the workers have {theirs}")

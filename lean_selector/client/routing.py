@@ -1,0 +1,384 @@
+"""What a router does, as flows: the logic that the asynchronous and the synchronous router share.
+
+A flow is a generator that yields steps and is sent their outcomes, so that it can be driven with
+or without an event loop; it never waits itself. It raises the errors of `errors`, and leaves no
+reservation behind that the driver has not been told of. Knows nothing of httpx.
+"""
+
+import random
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from lean_selector.client import service_calls
+from lean_selector.client.backoff import Backoff
+from lean_selector.client.completions import Option, completion_body
+from lean_selector.client.errors import (
+    ClientError,
+    ModelNotNamed,
+    NotFound,
+    NoWorkerAvailable,
+    ServiceRefused,
+    ServiceUnreachable,
+    WorkerRefused,
+    WorkerUnreachable,
+    WrongBlockSize,
+)
+from lean_selector.client.reservation import Reservation
+from lean_selector.client.router_config import KvRouterConfig
+from lean_selector.client.service_calls import Call, Scope, Selected, prompt_fields
+
+T = TypeVar("T")
+
+# A free is tried this often, over some six seconds; what is lost then, the service expires itself.
+RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
+REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
+# How long a booking may still be on its way that the service did not know when it was freed.
+AMBIGUOUS_S = 0.5
+# A worker that sheds load or is starting up is passed over like one that refuses the connection.
+_WORKER_IS_NOT_FREE = frozenset({429, 503, 529})
+
+
+class Ask(msgspec.Struct, Generic[T], frozen=True):
+    """Do the exchange. Outcome: what it reads. `books`: the reservation that it creates."""
+
+    call: Call[T]
+    books: Reservation | None = None
+
+
+class Pause(msgspec.Struct, frozen=True):
+    seconds: float
+
+
+class Release(msgspec.Struct, frozen=True):
+    """See to it that this is freed; the flow need not wait until it is."""
+
+    reservation: Reservation
+
+
+class OpenStream(msgspec.Struct, frozen=True):
+    """POST to a worker. Outcome: the open stream, in the driver's own type, its status 200."""
+
+    worker_id: int
+    endpoint: str
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        """The endpoint as registered: with or without scheme, with or without the version."""
+        base = self.endpoint.rstrip("/")
+        base = base if "://" in base else f"http://{base}"
+        version = "" if urlsplit(base).path.endswith("/v1") else "/v1"
+        return f"{base}{version}/completions"
+
+
+Step = Ask[Any] | Pause | Release | OpenStream
+Flow = Generator[Step, Any, T]
+
+
+def ask(call: Call[T]) -> Flow[T]:
+    outcome: T = yield Ask(call)
+    return outcome
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What is to be placed."""
+
+    token_ids: Sequence[int]
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How it is to be placed; None leaves everything to the service."""
+
+    router_config_override: Mapping[str, object] | None = None
+    worker_id: int | None = None
+    dp_rank: int | None = None
+    expected_output_tokens: int | None = None
+    priority_jump: float | None = None
+    strict_priority: int | None = None
+    routing_constraints: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dp_rank is not None and self.worker_id is None:
+            raise ValueError("dp_rank needs worker_id")
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What a worker is to be asked, once there is one."""
+
+    model: str
+    options: Sequence[Option]
+    return_token_ids: bool
+
+
+class Routing:
+    """One router's settings, and the flows that follow from them."""
+
+    def __init__(
+        self,
+        config: KvRouterConfig | None,
+        block_size: int | None,
+        model_name: str | None,
+        tenant_id: str,
+        is_eagle: bool | None,
+        backoff: Backoff,
+        rng: random.Random | None,
+    ) -> None:
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.config = config or KvRouterConfig()
+        self._block_size = block_size
+        self._model_name = model_name
+        self._tenant_id = tenant_id
+        self._is_eagle = is_eagle
+        self._backoff = backoff
+        self._rng = rng or random.Random()
+        self._served: dict[str, Scope] = {}  # by model, as the selector told; empty: not asked yet
+
+    # -- what is meant -------------------------------------------------------------------------
+
+    def scope(self, model: str | None = None) -> Flow[Scope]:
+        """The workers that requests go to; asks the selector for what it was not told.
+
+        The model is the one given to the router, else the only one that is served, else `model`.
+        Raises ModelNotNamed when that is not enough.
+        """
+        name = self._model_name
+        if name is None or self._block_size is None:
+            served = self._served or (yield from self._look())
+            if name is None and len(served) == 1:
+                (name,) = served
+            elif name is None and (not served or model in served):
+                name = model or "default"
+            elif name is None:
+                raise ModelNotNamed(served)
+            found = served.get(name)
+        else:
+            found = None
+        size = found.block_size if found is not None else self._block_size
+        if size is not None and self._block_size is not None and size != self._block_size:
+            raise WrongBlockSize(self._block_size, size)
+        eagle = self._is_eagle
+        if eagle is None:
+            eagle = found is not None and found.is_eagle
+        return Scope(name, self._tenant_id, size, eagle)
+
+    def _look(self) -> Flow[dict[str, Scope]]:
+        workers = yield from ask(service_calls.workers(None, self._tenant_id))
+        self._served = {
+            worker.model_name: Scope(
+                worker.model_name, self._tenant_id, worker.block_size, bool(worker.is_eagle)
+            )
+            for worker in workers
+            if worker.block_size
+        }
+        return self._served
+
+    def _fields(self, prompt: Prompt, scope: Scope, terms: Terms) -> dict[str, object]:
+        fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
+        wanted: dict[str, object] = {
+            "router_config_override": self.config.override(terms.router_config_override),
+            "expected_output_tokens": terms.expected_output_tokens,
+            "priority_jump": terms.priority_jump,
+            "strict_priority": terms.strict_priority,
+            "routing_constraints": terms.routing_constraints,
+        }
+        if terms.worker_id is not None and terms.dp_rank is not None:
+            wanted["pinned_worker"] = {"worker_id": terms.worker_id, "dp_rank": terms.dp_rank}
+        elif terms.worker_id is not None:
+            wanted["allowed_worker_ids"] = [terms.worker_id]
+        fields.update((name, value) for name, value in wanted.items() if value is not None)
+        return fields
+
+    # -- selection -----------------------------------------------------------------------------
+
+    def best_worker(
+        self, prompt: Prompt, terms: Terms, request_id: str | None
+    ) -> Flow[tuple[int, int, int]]:
+        scope = yield from self.scope()
+        fields = self._fields(prompt, scope, terms)
+        if request_id is None:
+            selected = yield from ask(service_calls.select(fields))
+        else:
+            expected = terms.expected_output_tokens
+            reservation = Reservation(
+                len(prompt.token_ids), reservation_id=request_id, expected_output_tokens=expected
+            )
+            selected = yield from self._book(reservation, fields, scope)
+        return selected.worker_id, selected.dp_rank, selected.overlap_blocks
+
+    def _book(
+        self, reservation: Reservation, fields: Mapping[str, object], scope: Scope
+    ) -> Flow[Selected]:
+        """One try. Without an answer there may be a booking all the same, so that is released."""
+        call = service_calls.select_and_reserve(reservation.id, fields)
+        try:
+            selected: Selected = yield Ask(call, reservation)
+        except ServiceRefused:
+            raise
+        except BaseException as error:
+            if not (isinstance(error, ServiceUnreachable) and error.never_sent):
+                reservation.ambiguous = True
+                yield Release(reservation)
+            raise
+        if scope.block_size not in (None, selected.block_size):
+            yield Release(reservation)
+            raise WrongBlockSize(scope.block_size or 0, selected.block_size)
+        return selected
+
+    def place(self, prompt: Prompt, terms: Terms) -> Flow[tuple[Selected, Reservation]]:
+        """Select and book, again and again while no worker is free or the service is away."""
+        attempt = 0
+        while True:
+            try:
+                scope = yield from self.scope()
+                fields = self._fields(prompt, scope, terms)
+                return (yield from self._place_once(prompt, terms, scope, fields))
+            except (NoWorkerAvailable, ServiceUnreachable) as error:
+                yield from self._pause(attempt, error)
+            attempt += 1
+
+    def _place_once(
+        self, prompt: Prompt, terms: Terms, scope: Scope, fields: Mapping[str, object]
+    ) -> Flow[tuple[Selected, Reservation]]:
+        expected = terms.expected_output_tokens
+        reservation = Reservation(len(prompt.token_ids), expected_output_tokens=expected)
+        selected = yield from self._book(reservation, fields, scope)
+        if self.config.track_output_blocks:
+            reservation.track_output(selected.block_size)
+        return selected, reservation
+
+    def _pause(self, attempt: int, error: ClientError) -> Flow[None]:
+        """Wait before the next try, or raise `error` when there is to be none."""
+        asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
+        wait_s = self._backoff.wait_s(attempt, self._rng, asked)
+        if wait_s is None:
+            raise error
+        yield Pause(wait_s)
+
+    # -- generation ----------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Prompt, terms: Terms, wanted: Generation
+    ) -> Flow[tuple[Selected, Reservation, Any]]:
+        """Place the prompt and open the worker's stream.
+
+        A worker that does not take it is avoided from then on, while there are others to ask.
+        """
+        scope: Scope | None = None
+        body = completion_body(
+            prompt.token_ids,
+            wanted.model,
+            wanted.options,
+            return_token_ids=wanted.return_token_ids,
+            cache_salt=prompt.cache_salt,
+        )
+        avoided: set[int] = set()
+        attempt = 0
+        while True:
+            try:
+                scope = scope or (yield from self.scope(wanted.model))
+                fields = self._fields(prompt, scope, terms)
+                if avoided:
+                    fields["allowed_worker_ids"] = yield from self._others(scope, avoided)
+                placed = yield from self._place_once(prompt, terms, scope, fields)
+            except (NoWorkerAvailable, ServiceUnreachable) as error:
+                yield from self._pause(attempt, error)
+                attempt += 1
+                continue
+            selected, reservation = placed
+            try:
+                stream = yield _open_stream(selected, body)
+            except (WorkerUnreachable, WorkerRefused) as error:
+                yield Release(reservation)
+                if isinstance(error, WorkerRefused) and error.status not in _WORKER_IS_NOT_FREE:
+                    raise
+                avoided.add(selected.worker_id)
+                alone = terms.worker_id is not None
+                if alone or not (yield from self._others(scope, avoided)):
+                    avoided.clear()  # it may be back after a while
+                    yield from self._pause(attempt, error)
+                    attempt += 1
+                continue
+            except BaseException:
+                yield Release(reservation)
+                raise
+            return selected, reservation, stream
+
+    def _others(self, scope: Scope, avoided: set[int]) -> Flow[list[int]]:
+        workers = yield from ask(service_calls.workers(scope.model_name, self._tenant_id))
+        schedulable = {w.worker_id for w in workers if w.lifecycle == "schedulable"}
+        return sorted(schedulable - avoided)
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def potential_loads(self, prompt: Prompt) -> Flow[list[dict[str, int]]]:
+        scope = yield from self.scope()
+        fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
+        return (yield from ask(service_calls.potential_loads(fields)))
+
+    def overlap_scores(
+        self, prompt: Prompt, override: Mapping[str, object] | None
+    ) -> Flow[dict[str, Any]]:
+        scope = yield from self.scope()
+        fields = self._fields(prompt, scope, Terms(router_config_override=override))
+        return (yield from ask(service_calls.overlap_scores(fields)))
+
+    def dump_events(self) -> Flow[str]:
+        scope = yield from self.scope()
+        dump = yield from ask(service_calls.dump())
+        events = dump.get(f"{scope.model_name}:{scope.tenant_id}", {}).get("events", [])
+        return msgspec.json.encode(events).decode()
+
+    # -- after the placement -------------------------------------------------------------------
+
+    def report(self, reservation: Reservation) -> Flow[None]:
+        """Tell the service what it does not know yet; on trouble, leave it to the next time."""
+        failures = 0
+        while (call := reservation.next_report()) is not None:
+            try:
+                yield Ask(call)
+            except ServiceUnreachable:
+                wait_s = REPORT.wait_s(failures, self._rng)
+                if wait_s is None:
+                    return
+                failures += 1
+                yield Pause(wait_s)
+            except ServiceRefused:
+                return  # it expired, or the service was restarted; the free will tell
+            else:
+                reservation.reported()
+
+    def release(self, reservation: Reservation) -> Flow[None]:
+        """Free it, whatever it takes within reason."""
+        reservation.ended = True
+        may_appear = reservation.ambiguous
+        attempt = 0
+        while True:
+            try:
+                yield Ask(service_calls.free(reservation.id))
+                return
+            except NotFound:
+                if not may_appear:
+                    return
+                may_appear = False
+                yield Pause(AMBIGUOUS_S)
+            except (ServiceUnreachable, ServiceRefused):
+                wait_s = RELEASE.wait_s(attempt, self._rng)
+                if wait_s is None:
+                    return
+                attempt += 1
+                yield Pause(wait_s)
+
+
+def _open_stream(selected: Selected, body: bytes) -> OpenStream:
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if len(selected.overlap.dp) > 1:
+        # One vLLM server in front of several data-parallel ranks takes the choice from here.
+        headers["x-data-parallel-rank"] = str(selected.dp_rank)
+    return OpenStream(selected.worker_id, selected.endpoint, body, headers)

@@ -1,0 +1,157 @@
+"""The exchanges with the selection service: what to send, and how to read the answer. No I/O.
+
+A Call is one HTTP request and the reader of its 2xx body. Shapes follow spec selection.md 1.3
+and 1.5; only the fields that the clients use are read. Knows nothing of httpx.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
+
+T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+
+
+class Call(msgspec.Struct, Generic[T], frozen=True):
+    """One request. `waits`: the service may hold the answer back until a worker is free."""
+
+    method: str
+    path: str
+    read: Callable[[bytes], T]
+    body: bytes | None = None
+    waits: bool = False
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """Cached tokens of the chosen worker; `dp` by rank, as decimal text."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int]
+    cpu: int
+    disk: int
+
+
+class Selected(msgspec.Struct, frozen=True):
+    """The answer to a selection."""
+
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    block_size: int
+    overlap: Overlap
+    effective_prefill_tokens: int
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Device blocks of the prompt that the chosen rank holds."""
+        return self.overlap.dp.get(str(self.dp_rank), 0) // self.block_size
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """The part of a worker's record that routing needs."""
+
+    worker_id: int
+    model_name: str
+    lifecycle: str
+    block_size: int | None = None
+    is_eagle: bool | None = None
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Which workers are meant, and how their blocks are cut; block_size None: not known."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int | None = None
+    is_eagle: bool = False
+
+
+def nothing(_: bytes) -> None:
+    """The reader of an answer that only says that it worked."""
+
+
+def post(path: str, body: object, read: Callable[[bytes], T], *, waits: bool = False) -> Call[T]:
+    return Call("POST", path, read, _encode(body), waits)
+
+
+def prompt_fields(
+    token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
+) -> dict[str, object]:
+    """The prompt as hashes, or as token ids while the block size is not known.
+
+    Hashing costs the client what writing the token ids as JSON would (1 ms for 13 000 tokens), and
+    spares the service both the reading and the hashing. Raises ValueError for tokens outside u32.
+    """
+    fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
+    if scope.block_size is None:
+        named = {"lora_name": lora_name, "cache_salt": cache_salt}
+        fields["token_ids"] = list(token_ids)
+        fields.update((name, value) for name, value in named.items() if value is not None)
+        return fields
+    seed = hash_seed(lora_name, cache_salt)
+    local = local_hashes(token_ids, scope.block_size, seed, is_eagle=scope.is_eagle)
+    signed = struct.Struct(f"<{len(local) // 8}q").unpack
+    fields["block_hashes"] = signed(local)
+    fields["sequence_hashes"] = signed(sequence_hashes_bytes(local))
+    fields["isl_tokens"] = len(token_ids)
+    return fields
+
+
+# -- the calls ------------------------------------------------------------------------------------
+
+_read_selected = msgspec.json.Decoder(Selected).decode
+_read_workers = msgspec.json.Decoder(list[Worker]).decode
+_read_rows = msgspec.json.Decoder(list[dict[str, int]]).decode
+_read_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def select(fields: Mapping[str, object]) -> Call[Selected]:
+    """Choose without booking."""
+    return post("/select", fields, _read_selected, waits=True)
+
+
+def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Call[Selected]:
+    body = {**fields, "reservation_id": reservation_id}
+    return post("/select_and_reserve", body, _read_selected, waits=True)
+
+
+def workers(model_name: str | None, tenant_id: str) -> Call[list[Worker]]:
+    query = {"tenant_id": tenant_id}
+    if model_name is not None:
+        query["model_name"] = model_name
+    return Call("GET", "/workers?" + urlencode(query), _read_workers)
+
+
+def potential_loads(fields: Mapping[str, object]) -> Call[list[dict[str, int]]]:
+    return post("/potential_loads", fields, _read_rows)
+
+
+def overlap_scores(fields: Mapping[str, object]) -> Call[dict[str, Any]]:
+    return post("/overlap_scores", fields, _read_object)
+
+
+def dump() -> Call[dict[str, Any]]:
+    return Call("GET", "/dump", _read_object)
+
+
+def prefill_complete(reservation_id: str) -> Call[None]:
+    return Call("POST", f"{_reservation(reservation_id)}/prefill_complete", nothing)
+
+
+def output_block(reservation_id: str, decay_fraction: float | None = None) -> Call[None]:
+    body = {} if decay_fraction is None else {"decay_fraction": decay_fraction}
+    return post(f"{_reservation(reservation_id)}/output_block", body, nothing)
+
+
+def free(reservation_id: str) -> Call[None]:
+    return Call("DELETE", _reservation(reservation_id), nothing)
+
+
+def _reservation(reservation_id: str) -> str:
+    return "/reservations/" + quote(reservation_id, safe="")

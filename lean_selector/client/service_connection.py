@@ -1,0 +1,55 @@
+"""Exchanges with one selection service or slot tracker, in both kinds.
+
+Only carries a Call there and its answer back; what is retried, and when, is decided elsewhere.
+"""
+
+from typing import TypeVar
+
+import httpx
+
+from lean_selector.client.service_calls import Call
+from lean_selector.client.transport import SERVICE_LIMITS, ServiceAddress, Timeouts
+
+T = TypeVar("T")
+
+
+class ServiceConnection:
+    """For an event loop."""
+
+    def __init__(self, endpoint: str, timeouts: Timeouts) -> None:
+        self._address = ServiceAddress(endpoint)
+        self._timeouts = timeouts
+        transport = httpx.AsyncHTTPTransport(uds=self._address.uds, limits=SERVICE_LIMITS)
+        self._http = httpx.AsyncClient(transport=transport, trust_env=False)
+
+    async def exchange(self, call: Call[T]) -> T:
+        """Raises ServiceUnreachable and ServiceRefused."""
+        try:
+            response = await self._http.send(self._address.request(call, self._timeouts))
+        except httpx.HTTPError as error:
+            raise self._address.lost(error) from error
+        return self._address.answer(call, response)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+class SyncServiceConnection:
+    """The synchronous twin."""
+
+    def __init__(self, endpoint: str, timeouts: Timeouts) -> None:
+        self._address = ServiceAddress(endpoint)
+        self._timeouts = timeouts
+        transport = httpx.HTTPTransport(uds=self._address.uds, limits=SERVICE_LIMITS)
+        self._http = httpx.Client(transport=transport, trust_env=False)
+
+    def exchange(self, call: Call[T]) -> T:
+        """Raises ServiceUnreachable and ServiceRefused."""
+        try:
+            response = self._http.send(self._address.request(call, self._timeouts))
+        except httpx.HTTPError as error:
+            raise self._address.lost(error) from error
+        return self._address.answer(call, response)
+
+    def close(self) -> None:
+        self._http.close()

@@ -1,0 +1,180 @@
+"""Drives flows by plain blocking calls: no event loop, no thread, no background.
+
+Owns the connections and what is booked at the moment. Reports are sent between two chunks; freeing
+takes place where a stream ends, is closed or is dropped. May be used from several threads.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import httpx
+
+from lean_selector.client.reservation import Reservation
+from lean_selector.client.routing import Flow, OpenStream, Pause, Release, Routing, Step
+from lean_selector.client.service_connection import SyncServiceConnection
+from lean_selector.client.transport import (
+    MAX_ERROR_BYTES,
+    OPEN_ERRORS,
+    STREAM_ERRORS,
+    WORKER_LIMITS,
+    Timeouts,
+    not_opened,
+    stream_broken,
+    stream_request,
+    worker_refused,
+)
+
+T = TypeVar("T")
+
+
+class SyncOpened:
+    """A worker's response whose status was 200."""
+
+    def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
+        self._asked = asked
+        self._response = response
+        self._pieces = response.iter_raw()
+
+    def read(self) -> bytes | None:
+        """The next bytes; None at the end. Raises WorkerStreamBroken."""
+        try:
+            return next(self._pieces, None)
+        except STREAM_ERRORS as error:
+            raise stream_broken(self._asked, error) from error
+
+    def close(self) -> None:
+        """Stop the engine; the connection is kept only when its answer was read to the end."""
+        with contextlib.suppress(*STREAM_ERRORS, OSError):
+            self._response.close()
+
+
+class SyncDriver:
+    """For one synchronous router."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        routing: Routing,
+        timeouts: Timeouts,
+        sleep: Callable[[float], object],
+    ) -> None:
+        self._routing = routing
+        self._timeouts = timeouts
+        self._sleep = sleep
+        self._service = SyncServiceConnection(endpoint, timeouts)
+        self._workers = httpx.Client(
+            transport=httpx.HTTPTransport(limits=WORKER_LIMITS), trust_env=False
+        )
+        # What streams and placements hold, with the worker's answer; one for each.
+        self._held: dict[Reservation, SyncOpened | None] = {}
+        # Streams that were collected while this thread was inside httpx, whose locks it must not
+        # take a second time; released when the thread is out. One for each stream at most.
+        self._dropped: deque[Reservation] = deque()
+        self._thread = threading.local()
+
+    # -- flows ---------------------------------------------------------------------------------
+
+    def drive(self, flow: Flow[T]) -> T:
+        """Run a flow to its end. What ends us, Ctrl-C too, is first shown to the flow."""
+        self._release_dropped()
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    outcome = self._perform(step)
+                except BaseException as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _perform(self, step: Step) -> object:
+        if isinstance(step, Pause):
+            return self._sleep(step.seconds)
+        if isinstance(step, Release):
+            self.release(step.reservation)
+            return None
+        if isinstance(step, OpenStream):
+            return self._open(step)
+        with self._inside_httpx():
+            outcome: object = self._service.exchange(step.call)
+        if step.books is not None:
+            self._held[step.books] = None
+        return outcome
+
+    def _open(self, step: OpenStream) -> SyncOpened:
+        with self._inside_httpx():
+            try:
+                response = self._workers.send(stream_request(step, self._timeouts), stream=True)
+            except OPEN_ERRORS as error:
+                raise not_opened(step, error) from error
+            if response.status_code == 200:
+                return SyncOpened(step, response)
+            body = b""
+            try:
+                for piece in response.iter_raw():
+                    body += piece
+                    if len(body) > MAX_ERROR_BYTES:
+                        break
+            except httpx.HTTPError:
+                pass  # the status is what counts
+            finally:
+                response.close()
+            raise worker_refused(step, response.status_code, body)
+
+    # -- what is held --------------------------------------------------------------------------
+
+    def hold(self, reservation: Reservation, opened: SyncOpened) -> None:
+        """From now on the stream is stopped when the reservation is released."""
+        self._held[reservation] = opened
+
+    def read(self, opened: SyncOpened) -> bytes | None:
+        """The next bytes of a stream."""
+        with self._inside_httpx():
+            return opened.read()
+
+    def report(self, reservation: Reservation) -> None:
+        """Tell the service what is new about it."""
+        self.drive(self._routing.report(reservation))
+
+    def release(self, reservation: Reservation) -> None:
+        """Stop its stream and free it, once."""
+        if reservation.ended:
+            return
+        reservation.ended = True
+        opened = self._held.pop(reservation, None)
+        if opened is not None:
+            with self._inside_httpx():
+                opened.close()
+        self.drive(self._routing.release(reservation))
+
+    def drop(self, reservation: Reservation) -> None:
+        """Release what nobody refers to any more; called by the collector, at any moment."""
+        self._dropped.append(reservation)
+        self._release_dropped()
+
+    def _release_dropped(self) -> None:
+        while self._dropped and not getattr(self._thread, "depth", 0):
+            with contextlib.suppress(IndexError):  # another thread took it
+                self.release(self._dropped.popleft())
+
+    @contextlib.contextmanager
+    def _inside_httpx(self) -> Iterator[None]:
+        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._thread.depth -= 1
+
+    def close(self) -> None:
+        """Release what is held, and close all connections."""
+        self._release_dropped()
+        for reservation in list(self._held):
+            self.release(reservation)
+        self._workers.close()
+        self._service.close()

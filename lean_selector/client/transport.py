@@ -1,0 +1,140 @@
+"""HTTP through httpx, for both kinds of client: exchanges with a service, streams from workers.
+
+Owns what the two share without waiting: where a service is, how long to wait for what, and which
+of httpx's errors means what. The only module that knows httpx.
+"""
+
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from lean_selector.client.completions import error_text
+from lean_selector.client.errors import (
+    ServiceRefused,
+    ServiceUnreachable,
+    WorkerRefused,
+    WorkerStreamBroken,
+    WorkerUnreachable,
+    service_refusal,
+)
+from lean_selector.client.routing import OpenStream
+from lean_selector.client.service_calls import Call
+
+T = TypeVar("T")
+
+# Connections to the service. A selection that waits in the service's queue holds one.
+SERVICE_LIMITS = httpx.Limits(max_connections=512, max_keepalive_connections=64)
+# A stream holds a connection for as long as it runs, so the caller's own concurrency is the bound.
+# Kept for less than uvicorn's five seconds, so that a request does not meet a closing connection.
+WORKER_LIMITS = httpx.Limits(
+    max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
+)
+MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. None waits for ever."""
+
+    connect_s: float = 5.0
+    service_s: float = 10.0  # for the selector's ordinary answers
+    queue_s: float | None = 60.0  # for a selection, which may wait in the selector's queue
+    worker_s: float | None = 300.0  # for the next piece of a worker's answer
+
+    def of_call(self, waits: bool) -> httpx.Timeout:
+        return httpx.Timeout(self.service_s, read=self.queue_s if waits else self.service_s)
+
+    def of_stream(self) -> httpx.Timeout:
+        return httpx.Timeout(self.connect_s, read=self.worker_s, write=self.worker_s)
+
+
+class ServiceAddress:
+    """`http://host:port`, or `unix:PATH` for a UNIX socket."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Raises ValueError for anything else."""
+        self.endpoint = endpoint
+        self.uds: str | None = None
+        self.base_url = endpoint.rstrip("/")
+        if endpoint.startswith("unix:"):
+            path = endpoint.removeprefix("unix:")
+            self.uds = path.removeprefix("//") if path.startswith("///") else path
+            self.base_url = "http://localhost"
+            if not self.uds:
+                raise ValueError("unix: needs a path")
+        elif not endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
+
+    def request(self, call: Call[T], timeouts: Timeouts) -> httpx.Request:
+        timeout = timeouts.of_call(call.waits)
+        # The body goes out as it is; a POST without one has no content type either.
+        headers = {} if call.body is None else {"content-type": "application/json"}
+        return httpx.Request(
+            call.method,
+            self.base_url + call.path,
+            content=call.body,
+            headers=headers,
+            extensions={"timeout": timeout.as_dict()},
+        )
+
+    def lost(self, error: httpx.HTTPError) -> ServiceUnreachable:
+        never_sent = isinstance(
+            error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+        )
+        return ServiceUnreachable(self.endpoint, _reason(error), never_sent=never_sent)
+
+    def answer(self, call: Call[T], response: httpx.Response) -> T:
+        """What the call reads from a finished response. Raises ServiceRefused."""
+        if not response.is_success:
+            raise service_refusal(
+                response.status_code, error_text(response.content), _retry_after_s(response)
+            )
+        try:
+            return call.read(response.content)
+        except msgspec.DecodeError as error:
+            raise ServiceRefused(
+                response.status_code, f"not the expected answer: {error}"
+            ) from None
+
+
+def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
+    return httpx.Request(
+        "POST",
+        wanted.url,
+        content=wanted.body,
+        headers=wanted.headers,
+        extensions={"timeout": timeouts.of_stream().as_dict()},
+    )
+
+
+# What opening a stream may raise; InvalidURL comes from how a worker was registered.
+OPEN_ERRORS = (httpx.HTTPError, httpx.InvalidURL)
+NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
+
+
+def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
+    """A worker that keeps silent has taken the request; one that hangs up has not."""
+    if isinstance(error, httpx.ReadTimeout):
+        return stream_broken(wanted, error)
+    return WorkerUnreachable(wanted.worker_id, wanted.endpoint, _reason(error))
+
+
+def worker_refused(wanted: OpenStream, status: int, body: bytes) -> WorkerRefused:
+    return WorkerRefused(wanted.worker_id, wanted.endpoint, status, error_text(body))
+
+
+def stream_broken(wanted: OpenStream, error: Exception | str) -> WorkerStreamBroken:
+    reason = _reason(error) if isinstance(error, Exception) else error
+    return WorkerStreamBroken(wanted.worker_id, wanted.endpoint, reason)
+
+
+def _reason(error: Exception) -> str:
+    kind = type(error).__name__
+    return f"{kind}: {error}" if str(error) else kind
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """Seconds of a retry-after header; a date, the other form, is not honoured."""
+    text = response.headers.get("retry-after", "").strip()
+    return float(text) if text.isdigit() else None
