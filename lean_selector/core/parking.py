@@ -35,12 +35,14 @@ class Parked:
 class ParkedQueue:
     """The parked requests of one partition."""
 
-    __slots__ = ("_items", "_serial", "isl_tokens")
+    __slots__ = ("_items", "_serial", "admitted", "isl_tokens", "waited_s")
 
     def __init__(self) -> None:
         self._items: list[Parked] = []  # sorted by key
         self._serial = 0
         self.isl_tokens = 0  # sum over the items
+        self.admitted = 0  # requests that left for a worker, ever, and how long they had waited
+        self.waited_s = 0.0
 
     def __len__(self) -> int:
         return len(self._items)
