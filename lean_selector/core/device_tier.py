@@ -110,7 +110,11 @@ class DeviceTier:
             gone = alive ^ stay
             if gone:
                 if run.partial:
-                    gone = self._match_partial(run.partial, gone, at >> 3, same >> 3, result)
+                    before, most = at >> 3, same >> 3
+                    for leading, mask in run.leads():
+                        if mask & gone:
+                            result.append((before + min(leading, most), mask & gone))
+                            gone &= ~mask
                 if at and gone:
                     result.append((at >> 3, gone))
             alive = stay
@@ -121,22 +125,6 @@ class DeviceTier:
         if alive and at:
             result.append((at >> 3, alive))
         return result, path
-
-    def _match_partial(
-        self,
-        partial: dict[int, int],
-        gone: int,
-        before: int,
-        same: int,
-        result: list[tuple[int, int]],
-    ) -> int:
-        """Record the ranks of `gone` that hold the first blocks of this run; returns the others."""
-        for bit, held in partial.items():
-            if gone >> bit & 1 and held & 1:
-                leading = ((held + 1) & ~held).bit_length() - 1
-                result.append((before + min(leading, same), 1 << bit))
-                gone ^= 1 << bit
-        return gone
 
     def _keys_of(self, bits: int) -> tuple[RankKey, ...]:
         keys = self._keys.get(bits)

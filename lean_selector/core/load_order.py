@@ -76,6 +76,10 @@ class LoadOrder:
     def rank(self, bit: int) -> RankLoad:
         return self._by_bit[bit]
 
+    def least_key(self) -> float:
+        """scale * tokens / block_size + blocks of the least loaded rank; there is one."""
+        return self._keys[0][0]
+
     def least(
         self, ranks: int, prompt_tokens: int, credit: float, new_blocks: int
     ) -> tuple[float, list[int]]:

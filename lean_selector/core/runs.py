@@ -24,7 +24,17 @@ class Run:
     positions held by each rank that holds some: never none, never all.
     """
 
-    __slots__ = ("after", "children", "label", "parent", "partial", "start", "strand", "whole")
+    __slots__ = (
+        "_leads",
+        "after",
+        "children",
+        "label",
+        "parent",
+        "partial",
+        "start",
+        "strand",
+        "whole",
+    )
 
     def __init__(self, strand: int, start: int, label: bytes | bytearray, parent: "Run | None"):
         self.strand = strand
@@ -35,6 +45,7 @@ class Run:
         self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of the label
         self.whole = 0
         self.partial: dict[int, int] | None = None
+        self._leads: list[tuple[int, int]] | None = None  # as leads() last found them
 
     def held_by(self, bit: int) -> int:
         """The positions (a bit mask) that the rank with this bit index holds."""
@@ -44,6 +55,7 @@ class Run:
 
     def set_held(self, bit: int, held: int) -> None:
         """Record what the rank with this bit index holds."""
+        self._leads = None
         rank = 1 << bit
         if held == (1 << (len(self.label) >> 3)) - 1:
             self.whole |= rank
@@ -56,6 +68,21 @@ class Run:
             self.partial[bit] = held
         elif self.partial and self.partial.pop(bit, 0) and not self.partial:
             self.partial = None
+
+    def leads(self) -> list[tuple[int, int]]:
+        """(leading blocks, the ranks that hold just so many of them) of the partial holders.
+
+        Those without the first block are left out. Found once per change: where a fleet shares a
+        run, many hold a part of it, and every request matches it.
+        """
+        if self._leads is None:
+            leads: dict[int, int] = {}
+            for bit, held in (self.partial or {}).items():
+                if held & 1:
+                    leading = ((held + 1) & ~held).bit_length() - 1
+                    leads[leading] = leads.get(leading, 0) | 1 << bit
+            self._leads = list(leads.items())
+        return self._leads
 
 
 class RunTrie:

@@ -136,22 +136,28 @@ def place_by_order(
             least, tied = cost, [load.mask]
         elif cost == least:
             tied.append(load.mask)
-    for device, ranks in [*matched, (0, rest)] if rest else ():
+    idle = order.least_key()
+    for device, ranks in [*reversed(matched), (0, rest)] if rest else ():
         alike = ranks & rest
         if not alike:
             continue
         rest ^= alike
         tokens = max(isl, device * block_size)
         credit = terms.credit * device
+        # No rank is less loaded than `idle`, so a set may be too dear to be looked at.
+        floor = terms.scale * (tokens / block_size - credit) + idle + new_blocks
         for shared, sharing in [*active, (0, alike)]:
+            if floor - shared > least + 1e-9 * (1.0 + least):
+                break  # and those that follow share less
             cell = alike & sharing
-            if cell:
-                alike ^= cell
-                cost, ties = order.least(cell, tokens, credit, new_blocks - shared)
-                if cost < least:
-                    least, tied = cost, ties
-                elif cost == least:
-                    tied += ties
+            if not cell:
+                continue
+            alike ^= cell
+            cost, ties = order.least(cell, tokens, credit, new_blocks - shared)
+            if cost < least:
+                least, tied = cost, ties
+            elif cost == least:
+                tied += ties
     load = order.rank(_drawn(tied, rng))
     worker = partition.workers[load.worker_id]
     matches = extended
