@@ -8,8 +8,8 @@ from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorEr
 from lean_selector.core.kv_index import Tier
 from lean_selector.core.parking import Parked
 from lean_selector.core.prompt import Prompt
-from lean_selector.core.selection import Placement
 from lean_selector.core.replication import REPUBLISH_AFTER_S
+from lean_selector.core.selection import Placement
 from lean_selector.core.selector import (
     RECHECK_AFTER_S,
     REPLICA_GRACE_S,

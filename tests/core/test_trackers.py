@@ -322,9 +322,7 @@ class Replica:
 
     def __init__(self, router_id: int) -> None:
         self.published: list[ReplicaEvent] = []
-        self.trackers = Trackers(
-            ReplicaEvents(router_id, self.published.append)
-        )
+        self.trackers = Trackers(ReplicaEvents(router_id, self.published.append))
         self.trackers.register(WORKER)
         self.applier = ReplicaApplier(router_id, self.trackers.lookup)
 
