@@ -108,6 +108,19 @@ def test_no_rank_is_credited_with_what_another_of_the_same_count_holds() -> None
     assert device(index, [1, 2, 3]) == {A: 1, B: 2}
 
 
+def test_part_of_a_later_run_does_not_count_behind_a_hole() -> None:
+    index = KvIndex(16)
+    for rank in (A, B):
+        store(index, rank, [1, 2])
+        store(index, rank, [9], 101)  # so that 2, 3, 4 are a run of their own
+        store(index, rank, [3, 4], 102)
+    store(index, C, [1, 2])
+    index.remove(*B, Tier.DEVICE, [101, 104])
+    assert device(index, [1, 2, 3, 4]) == {A: 4, C: 2}
+    store(index, B, [1])
+    assert device(index, [1, 2, 3, 4]) == {A: 4, B: 3, C: 2}
+
+
 # Events
 
 
