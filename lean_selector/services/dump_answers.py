@@ -12,7 +12,7 @@ from lean_selector.core.catalog import Catalog
 from lean_selector.core.kv_index import RankKey
 from lean_selector.core.partition import Partition
 from lean_selector.http1.protocol import PendingReply
-from lean_selector.http1.response import encode_response
+from lean_selector.http1.response import GrowingResponse, encode_response
 from lean_selector.services.gate import error_reply
 from lean_selector.wire.dump import PartitionDump, encode_dump
 
@@ -36,7 +36,7 @@ class DumpAnswers:
         self._waiting: set[PendingReply] = set()  # for a dump that has not begun
         self._served: set[PendingReply] = set()  # for the one that is being made
         self._parts: Iterator[bytes] | None = None
-        self._text = bytearray()
+        self._made: GrowingResponse | None = None  # set together with _parts
 
     def answer(self) -> bytes | PendingReply:
         partitions = self._catalog.partitions.values()
@@ -67,24 +67,26 @@ class DumpAnswers:
     def _begin(self) -> None:
         if self._parts is None and self._waiting:
             self._served, self._waiting = self._waiting, set()
+            self._made = GrowingResponse()
             self._parts = self._encoded()
             self._go_on()
 
     def _go_on(self) -> None:
         """Encode for one slice, then let the loop look at its other sockets."""
         assert self._parts is not None
+        assert self._made is not None
         slice_ends = time.perf_counter() + SLICE_S
         try:
             for part in self._parts if self._served else ():
-                self._text += part
+                self._made.add(part)
                 if time.perf_counter() >= slice_ends:
                     self._call_soon(self._go_on)
                     return
-            response = encode_response(200, self._text)
+            response = self._made.finish()
         except Exception:  # the gate has let go of the request, so its rule is applied here
             _log.exception("a dump failed")
             response = error_reply(500, "internal error")
-        self._text, self._parts = bytearray(), None
+        self._made = self._parts = None
         served, self._served = self._served, set()
         for pending in served:
             pending.resolve(response)

@@ -79,7 +79,8 @@ def body_of(answer: bytes | PendingReply | None) -> dict[str, Any]:
     assert response is not None
     head, _, body = bytes(response).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"content-length: %d" % len(body) in head
+    headers = dict(line.split(b":", 1) for line in head.split(b"\r\n")[1:])
+    assert int(headers[b"content-length"]) == len(body)
     found: dict[str, Any] = json.loads(body)
     return found
 
