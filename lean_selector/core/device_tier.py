@@ -307,27 +307,57 @@ class DeviceTier:
     def reachable(
         self, rank: DeviceRank
     ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
-        """(parent's hash, engine hashes, local hashes) per run; sorted, parents before children."""
-        stack: list[tuple[int | None, Run]] = _children(None, self.trie.root)
-        while stack:
-            parent_hash, run = stack.pop()
-            held = run.held_by(rank.bit)
+        """(parent's hash, engine hashes, local hashes) per run: oldest first, but parents before
+
+        children. The rank may change meanwhile: each run was in reach when it, or a run before it,
+        was asked for, and what has been there all the time is not left out.
+        """
+        told: set[Run] = set()  # whole runs: what hangs on them is in reach
+        cut_off: set[Run] = set()
+        for strand in list(rank.names.rows):
+            # A rank without a row holds nothing there now; its bit may even be another's.
+            if strand in rank.names.rows:
+                steps = [
+                    step
+                    for run in self.trie.pieces(strand)
+                    for step in self._path_to(rank, run, told, cut_off)
+                ]
+                yield from steps
+
+    def _path_to(
+        self, rank: DeviceRank, run: Run, told: set[Run], cut_off: set[Run]
+    ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
+        """What `reachable` has to tell of the runs from the start of a prompt to this one."""
+        path: list[Run] = []
+        above: Run | None = run
+        while above is not None and above.parent is not None and above not in told:
+            path.append(above)
+            if above in cut_off or not (above is run or above.whole >> rank.bit & 1):
+                cut_off.update(path)
+                return
+            above = above.parent
+        for step in reversed(path):
+            held = step.held_by(rank.bit)
             leading = ((held + 1) & ~held).bit_length() - 1
-            if not leading:
-                continue
-            row = rank.names.rows[run.strand]
-            names = row[run.start << 3 : run.start + leading << 3]
-            hashes = unpack(f"<{leading}Q", names)
-            local = unpack(f"<{leading}Q", run.label[: leading << 3])
-            yield parent_hash, hashes, local
-            if leading << 3 == len(run.label):
-                stack += _children(hashes[-1], run)
+            if leading << 3 == len(step.label):
+                told.add(step)
+            else:
+                cut_off.add(step)
+            if leading:
+                names = rank.names.rows[step.strand][step.start << 3 : step.start + leading << 3]
+                yield (
+                    self._parent_hash(rank, step),
+                    unpack(f"<{leading}Q", names),
+                    unpack(f"<{leading}Q", step.label[: leading << 3]),
+                )
 
-
-def _children(parent_hash: int | None, run: Run) -> list[tuple[int | None, Run]]:
-    """The runs below one, last first: a stack gives them back sorted."""
-    below = sorted((run.children or {}).items(), reverse=True)
-    return [(parent_hash, child) for _, child in below]
+    def _parent_hash(self, rank: DeviceRank, run: Run) -> int | None:
+        parent = run.parent
+        if parent is None or parent.parent is None:
+            return None
+        end = parent.start + (len(parent.label) >> 3) - 1
+        name = rank.names.name_at(parent.strand << POSITION_BITS | end)
+        return int.from_bytes(name, "little")
 
 
 def _bits(mask: int) -> Iterator[int]:

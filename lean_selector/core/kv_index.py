@@ -15,6 +15,7 @@ Rules where the spec leaves a choice:
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import chain
 from struct import pack, unpack
 
 import msgspec
@@ -31,6 +32,7 @@ from lean_selector.core.rank_bits import RankKey as RankKey
 # the three.
 DEFAULT_DEVICE_BLOCKS = 1 << 21
 DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
+_SLICE_BLOCKS = 512  # of a dump: some 0.1 ms, as blocks of a lower tier 0.5
 
 
 class Tier(IntEnum):
@@ -259,25 +261,38 @@ class KvIndex:
     # Dump
 
     def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
-        """Stored events that rebuild the index, a list per rank, sorted, parents before children.
+        """Stored events that rebuild the index, in slices of bounded work: one or more per rank.
 
-        Device: a run each, only blocks that can be reached. Lower tiers: a block each. A caller may
-        let events in between two lists: a list is made when it is asked for.
+        Ranks are sorted; in a rank the oldest blocks come first, on the device parents before
+        children. Device: a run each, only blocks that can be reached. Lower tiers: a block each. A
+        caller may let events in between two slices. Then a slice tells of what was held at some
+        moment since the dump began; told the events from that moment on once more, a copy ends up
+        with what the rank holds.
         """
         for key in self.ranks():
             rank = self._ranks.get(key)
-            if rank is not None and worker_id in (None, key[0]):
-                device = [
-                    StoredRun(*key, Tier.DEVICE, parent_hash, block_hashes, tokens_hashes)
-                    for parent_hash, block_hashes, tokens_hashes in self._device.reachable(
-                        rank.device
-                    )
-                ]
-                yield [*device, *self._dump_lower(key, rank)]
+            if rank is None or worker_id not in (None, key[0]):
+                continue
+            runs: list[StoredRun] = []
+            blocks = 0
+            for run in chain(self._dump_device(key, rank), self._dump_lower(key, rank)):
+                runs.append(run)
+                blocks += len(run.block_hashes)
+                if blocks >= _SLICE_BLOCKS:
+                    yield runs
+                    runs, blocks = [], 0
+            yield runs
+
+    def _dump_device(self, key: RankKey, rank: _Rank) -> Iterator[StoredRun]:
+        for parent_hash, block_hashes, tokens_hashes in self._device.reachable(rank.device):
+            yield StoredRun(*key, Tier.DEVICE, parent_hash, block_hashes, tokens_hashes)
 
     def _dump_lower(self, key: RankKey, rank: _Rank) -> Iterator[StoredRun]:
-        for tier, held in zip(list(Tier)[1:], rank.lower, strict=False):
+        tiers = rank.lower
+        for tier, held in zip(list(Tier)[1:], tiers, strict=False):
             for parent, name, local in held.chains():
+                if rank.lower is not tiers:
+                    return  # all of them are gone
                 parent_hash = int.from_bytes(parent, "little") if parent else None
                 block_hash, tokens_hash = unpack("<QQ", name + local)
                 yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,))

@@ -60,18 +60,8 @@ class LowerTier:
             self.remove(name)
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """(parent, child, local) of every block, sorted, parents before children."""
-        below: dict[bytes, list[bytes]] = {}
-        for edge in self._child:
-            below.setdefault(edge[:-8], []).append(edge)
-        for edges in below.values():
-            edges.sort(reverse=True)
-        # A ring of blocks has no first one: what is left over is taken in order, from anywhere.
-        tops = sorted(below, key=lambda parent: (parent in self._edge, parent))
-        for top in tops:
-            stack = below.pop(top, [])
-            while stack:
-                edge = stack.pop()
-                child = self._child[edge]
-                yield edge[:-8], child, edge[-8:]
-                stack += below.pop(child, [])
+        """(parent, child, local) of every block, oldest first. Blocks may come and go meanwhile."""
+        for name in list(self._edge):
+            edge = self._edge.get(name)
+            if edge is not None:
+                yield edge[:-8], name, edge[-8:]

@@ -553,8 +553,8 @@ def test_a_dump_lists_runs_by_rank_parents_first() -> None:
     assert list(index.dump()) == [
         [
             stored(A, Tier.DEVICE, None, [1, 2]),
-            stored(A, Tier.DEVICE, 102, [3]),
             stored(A, Tier.DEVICE, 102, [4]),
+            stored(A, Tier.DEVICE, 102, [3]),
             stored(A, Tier.DISK, 104, [6]),
             stored(A, Tier.DISK, 106, [7]),
             stored(A, Tier.DISK, 104, [8]),
