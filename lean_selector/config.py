@@ -31,6 +31,8 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     uds: str | None
     drain_s: float
     log_level: str
+    log_format: str
+    access_log: bool
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +197,14 @@ LISTEN_OPTIONS = (
         "least severe lines to log",
         metavar="LEVEL",
     ),
+    Option(
+        "--log-format",
+        word("text", "json"),
+        "text",
+        "how a line is written to stderr",
+        metavar="FORMAT",
+    ),
+    Option("--access-log", boolean, False, "log every request", metavar="BOOL"),
 )
 
 REPLICA_OPTIONS = (
@@ -422,6 +432,8 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
         parser.add_argument(
             option.flag,
             action="append" if option.repeats else "store",
+            nargs="?" if option.read is boolean else None,
+            const="true" if option.read is boolean else None,
             metavar=option.metavar,
             help=f"{option.help}{default}{env}".replace("%", "%%"),
         )
@@ -541,4 +553,6 @@ def listen_of(values: Mapping[str, object]) -> dict[str, object]:
         "uds": values["uds"],
         "drain_s": values["drain_secs"],
         "log_level": values["log_level"],
+        "log_format": values["log_format"],
+        "access_log": values["access_log"],
     }

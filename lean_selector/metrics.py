@@ -51,7 +51,7 @@ class RouteMeter:
     it is used, because a call costs as much as the rest: see `Gate`.
     """
 
-    __slots__ = ("buckets", "label", "method", "others", "route", "seconds")
+    __slots__ = ("buckets", "label", "method", "others", "route", "seconds", "shed")
 
     def __init__(self, method: str, route: str) -> None:
         self.method = method
@@ -60,6 +60,7 @@ class RouteMeter:
         self.buckets = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.seconds = 0.0
         self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
+        self.shed = 0  # of those, the requests that were shed
 
     def add(self, seconds: float, status: bytes) -> None:
         self.buckets[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1

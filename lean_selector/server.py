@@ -14,7 +14,6 @@ import resource
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -22,7 +21,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from lean_selector import __version__
+from lean_selector import __version__, logs
 from lean_selector.config import Listen, SelectorConfig
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.kv_index import KvIndex
@@ -34,8 +33,10 @@ from lean_selector.http1.response import date_header
 from lean_selector.replicas import ReplicaPlane
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.dump_answers import DumpAnswers
-from lean_selector.services.gate import Gate
+from lean_selector.services.load_metrics import replica_families
+from lean_selector.services.observed import Observation, observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
+from lean_selector.services.selection_metrics import selection_families
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.recovery import Recovery
 from lean_selector.sockets.replica import ReplicaSyncError
@@ -55,13 +56,14 @@ class StartError(Exception):
 
 def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
-    log_to_stderr(config.listen.log_level)
+    limit = logs.set_up(config.listen.log_level, config.listen.log_format)
+    log.info("configuration", extra=logs.flat(config))
     for warning in config.warnings:
         log.warning(warning)
-    uvloop.run(_selector(config))
+    uvloop.run(_selector(config, limit))
 
 
-async def _selector(config: SelectorConfig) -> None:
+async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
     loop = asyncio.get_running_loop()
     context = new_zmq_context()
     subscriptions = KvSubscriptions(context)
@@ -102,7 +104,19 @@ async def _selector(config: SelectorConfig) -> None:
     )
     routes = (*service.routes(), *BusyThresholdService(selector).routes())
     recovering = start_recovery(config, selector, subscriptions, service)
-    server = HttpServer(Gate(routes, config.overload_status), Limits(), config.listen)
+    server = HttpServer(
+        observed(
+            routes,
+            lambda meters: [
+                *selection_families(selector, subscriptions, meters, config.overload_status),
+                *replica_families(plane),
+            ],
+            observation("selector", config.listen, limit),
+            config.overload_status,
+        ),
+        Limits(),
+        config.listen,
+    )
     await server.start()
     if plane is not None:
         plane.start()
@@ -153,6 +167,18 @@ def new_zmq_context() -> zmq.asyncio.Context:
     context = zmq.asyncio.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, context.get(zmq.SOCKET_LIMIT)))
     return context
+
+
+def observation(service: str, listen: Listen, limit: logs.RateLimit) -> Observation:
+    loop = asyncio.get_running_loop()
+    return Observation(
+        service=service,
+        version=__version__,
+        access_log=listen.access_log,
+        suppressed_log_lines=lambda: limit.suppressed,
+        call_soon=loop.call_soon,
+        call_later=loop.call_later,
+    )
 
 
 class HttpServer:
@@ -293,13 +319,3 @@ def _os_reason(error: OSError) -> str:
     if error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
-
-
-def log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)sZ %(levelname)s %(name)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
-    logging.Formatter.converter = time.gmtime

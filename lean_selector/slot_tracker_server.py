@@ -7,6 +7,7 @@ import logging
 
 import uvloop
 
+from lean_selector import logs
 from lean_selector.core.replication import ReplicaEvent
 from lean_selector.core.trackers import Trackers
 from lean_selector.http1.limits import Limits
@@ -15,10 +16,11 @@ from lean_selector.server import (
     EXPIRY_STEPS,
     HttpServer,
     StartError,
-    log_to_stderr,
     new_zmq_context,
+    observation,
 )
-from lean_selector.services.gate import Gate
+from lean_selector.services.load_metrics import replica_families, tracker_families
+from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
 from lean_selector.slot_tracker_config import SlotTrackerConfig
 from lean_selector.sockets.replica import ReplicaSyncError
@@ -30,11 +32,12 @@ MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 def run_slot_tracker(config: SlotTrackerConfig) -> None:
     """Runs the slot tracker until it is told to stop. Raises StartError."""
-    log_to_stderr(config.listen.log_level)
-    uvloop.run(_slot_tracker(config))
+    limit = logs.set_up(config.listen.log_level, config.listen.log_format)
+    log.info("configuration", extra=logs.flat(config))
+    uvloop.run(_slot_tracker(config, limit))
 
 
-async def _slot_tracker(config: SlotTrackerConfig) -> None:
+async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> None:
     context = new_zmq_context()
     trackers = Trackers(reservation_expiry_s=config.reservation_expiry_s)
     plane = None
@@ -46,7 +49,14 @@ async def _slot_tracker(config: SlotTrackerConfig) -> None:
         trackers.events = plane.events
     service = SlotTrackerService(trackers, plane=plane)
     server = HttpServer(
-        Gate(service.routes()),
+        observed(
+            service.routes(),
+            lambda _: [
+                *tracker_families(trackers),
+                *replica_families(plane),
+            ],
+            observation("slot_tracker", config.listen, limit),
+        ),
         Limits(max_body_bytes=MAX_BODY_BYTES),
         config.listen,
         name="lean-slot-tracker",

@@ -199,6 +199,7 @@ class ReplicaEvents:
     def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
         self.router_id = router_id
         self._publish = publish
+        self.counts = [0] * len(EventKind)  # published, by kind
 
     def booked(
         self,
@@ -236,6 +237,7 @@ class ReplicaEvents:
         tracks_prefill: bool,
     ) -> None:
         rank = reservation.rank
+        self.counts[EventKind.ADD] += 1
         self._publish(
             ReplicaEvent(
                 EventKind.ADD,
@@ -257,6 +259,7 @@ class ReplicaEvents:
 
     def _tell(self, kind: EventKind, target: ReplicaTarget, reservation: Reservation) -> None:
         rank = reservation.rank
+        self.counts[kind] += 1
         self._publish(
             ReplicaEvent(
                 kind,

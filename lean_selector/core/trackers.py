@@ -92,6 +92,10 @@ class Trackers:
     def lookup(self, model_name: str, tenant_id: str) -> Tracker | None:
         return self._trackers.get((model_name, tenant_id))
 
+    def in_order(self) -> list[Tracker]:
+        """Every tracker, in order of (model_name, tenant_id)."""
+        return list(self._selected(None, None))
+
     # workers ------------------------------------------------------------------------------------
 
     def register(self, row: WorkerRow) -> None:

@@ -84,7 +84,7 @@ class Gate:
             try:
                 answer = endpoint(request, found.param)
             except Exception as error:
-                answer = self._failed(request, error)
+                answer = self._failed(request, meter, error)
             if isinstance(answer, PendingReply):
                 _meter_later(answer, meter, started)
                 return answer
@@ -104,9 +104,10 @@ class Gate:
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
 
-    def _failed(self, request: Request, error: Exception) -> bytes:
+    def _failed(self, request: Request, meter: RouteMeter, error: Exception) -> bytes:
         """The answer to a request that a handler did not take."""
         if isinstance(error, AllWorkersBusy):
+            meter.shed += 1
             body = _encode(overload_body(error.message, self._overload_status))
             return encode_response(self._overload_status, body, JSON, RETRY_AFTER)
         if isinstance(error, SelectorError):

@@ -5,6 +5,7 @@ of listeners that ended, so that totals only grow. Knows nothing of what an even
 """
 
 import asyncio
+from collections.abc import Iterator
 
 import msgspec
 import zmq.asyncio
@@ -83,6 +84,14 @@ class KvSubscriptions:
             status["model_name"], status["tenant_id"] = partition.model_name, partition.tenant_id
             found.append(KvSource(**status))
         return found
+
+    def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
+        """Every source, sorted by worker and rank, looked at when it is asked for: a caller that
+        pauses meanwhile misses those that end."""
+        for rank in sorted(self._listeners):
+            listener = self._listeners.get(rank)
+            if listener is not None:
+                yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
         """How far the index follows each source of a partition, where nothing before is missing."""

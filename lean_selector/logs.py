@@ -1,0 +1,141 @@
+"""Log lines: one per event on stderr, as text or JSON, in UTC, with fields instead of prose.
+
+Fields are what a log call passes as `extra`; nothing else need know how a line looks. What peers
+and clients can provoke is bounded here, for every kind of line at once (`RateLimit`); the access
+log, which is one line per request by definition, is not.
+"""
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+ACCESS_LOG = "lean_selector.access"
+# A kind of line, which is a logger and an unformatted message, may come in a burst, as when a fleet
+# of 512 workers registers at once; a kind that keeps coming gets one line a second.
+BURST = 1000
+LINES_PER_S = 1.0
+MAX_KINDS = 1000  # a few dozen exist; messages made of data would pass for more, and share one
+
+_STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
+_PLAIN_VALUE = re.compile(r"[\w.:/*+@%,\[\]-]+")
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def set_up(level: str, form: str) -> "RateLimit":
+    """Sends all logging of the process to stderr; `form` is "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    limit = RateLimit()
+    handler.addFilter(limit)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.raiseExceptions = False  # a closed stderr is no reason to write to stderr
+    return limit
+
+
+def flat(config: object) -> dict[str, object]:
+    """A configuration struct as fields, `listen.port` for what is nested."""
+    fields: dict[str, object] = {}
+
+    def walk(prefix: str, values: Mapping[str, object]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                walk(f"{prefix}{name}.", value)
+            else:
+                fields[prefix + name] = str(value) if isinstance(value, float) else value
+
+    walk("", msgspec.to_builtins(config))
+    return fields
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    if record.exc_info:
+        fields["exception"] = logging.Formatter().formatException(record.exc_info)
+    return fields
+
+
+def _utc(created: float) -> str:
+    seconds, milliseconds = divmod(int(created * 1000), 1000)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03d}Z"
+
+
+class TextLines(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z INFO lean_selector.server listening address=0.0.0.0:8092`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = record.getMessage()
+        if not event.isprintable():
+            event = _quoted(event)
+        start = f"{_utc(record.created)} {record.levelname} {record.name} {event}"
+        return start + "".join(
+            f" {name}={_shown(value)}" for name, value in _fields(record).items()
+        )
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    text = value if isinstance(value, str) else str(value)
+    return text if _PLAIN_VALUE.fullmatch(text) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    """As a JSON string, control characters escaped, so that it is one line."""
+    return _encode(text.encode("utf-8", "replace").decode()).decode()
+
+
+class JsonLines(logging.Formatter):
+    """One object per line: time, level, logger, event, and the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **_fields(record),
+        }
+        try:
+            return _encode(line).decode()
+        except UnicodeEncodeError:  # a lone surrogate in what somebody sent
+            safe = {name: str(value).encode("utf-8", "replace") for name, value in line.items()}
+            return _encode({name: value.decode() for name, value in safe.items()}).decode()
+
+
+class _Bucket(msgspec.Struct):
+    lines: float  # that may still be written
+    at: float
+    suppressed: int = 0
+
+
+class RateLimit(logging.Filter):
+    """Keeps back what exceeds BURST and LINES_PER_S of a kind; the next of it says how many."""
+
+    def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
+        super().__init__()
+        self.suppressed = 0  # ever
+        self._burst = burst
+        self._lines_per_s = lines_per_s
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == ACCESS_LOG:
+            return True
+        kind = record.name, str(record.msg)
+        if kind not in self._buckets and len(self._buckets) >= MAX_KINDS:
+            kind = "", ""
+        bucket = self._buckets.setdefault(kind, _Bucket(self._burst, record.created))
+        refill = max(0.0, record.created - bucket.at) * self._lines_per_s
+        bucket.lines, bucket.at = min(self._burst, bucket.lines + refill), record.created
+        if bucket.lines < 1.0:
+            bucket.suppressed += 1
+            self.suppressed += 1
+            return False
+        bucket.lines -= 1.0
+        if bucket.suppressed:
+            record.suppressed, bucket.suppressed = bucket.suppressed, 0
+        return True

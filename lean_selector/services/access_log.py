@@ -1,0 +1,117 @@
+"""The access log: one line per request, wrapped around the gate when it is asked for.
+
+Without it nothing of this runs. Ids come from the path, the body and the answer; bodies that are
+not JSON objects have none. Text of clients is cut, and escaped by `logs`.
+"""
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from lean_selector.http1.protocol import App, PendingReply
+from lean_selector.http1.reader import Request
+from lean_selector.http1.router import Match, RouteTable, percent_decode
+from lean_selector.logs import ACCESS_LOG
+from lean_selector.services.gate import Answer, Route
+
+MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
+MAX_TARGET_CHARACTERS = 1024
+
+_log = logging.getLogger(ACCESS_LOG)
+
+
+class _Ids(msgspec.Struct):
+    request_id: str | UnsetType | None = UNSET
+    selection_id: str | UnsetType | None = UNSET
+    reservation_id: str | UnsetType | None = UNSET
+
+
+_decode = msgspec.json.Decoder(_Ids).decode
+ID_FIELDS = _Ids.__struct_fields__
+
+
+def with_access_log(
+    app: App, routes: tuple[Route, ...], clock: Callable[[], float] = perf_counter
+) -> App:
+    """`app` with a line for every answer, at the time of the answer."""
+    table: RouteTable[str] = RouteTable([(method, path, path) for method, path, _ in routes])
+
+    def logged(request: Request) -> Answer:
+        started = clock()
+        answer = app(request)
+        if isinstance(answer, bytes):
+            _write(table, request, answer[9:12], answer, clock() - started)
+            return answer
+        if answer.response is not None:
+            _write(table, request, answer.response[9:12], answer.response, clock() - started)
+            return answer
+        _write_later(
+            answer,
+            lambda status, response: _write(table, request, status, response, clock() - started),
+        )
+        return answer
+
+    return logged
+
+
+def _write_later(reply: PendingReply, write: Callable[[bytes, bytes], None]) -> None:
+    on_answer, on_disconnect = reply.on_answer, reply.on_disconnect
+
+    def answered(response: bytes) -> None:
+        if on_answer is not None:
+            on_answer(response)
+        write(response[9:12], response)
+
+    def hung_up() -> None:
+        if on_disconnect is not None:
+            on_disconnect()
+        write(b"499", b"")
+
+    reply.on_answer, reply.on_disconnect = answered, hung_up
+
+
+def _write(
+    table: RouteTable[str], request: Request, status: bytes, response: bytes, seconds: float
+) -> None:
+    found = table.match(request.method, request.path)
+    fields: dict[str, object] = {
+        "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
+        "route": None,
+        "status": int(status),
+        "duration_us": round(seconds * 1e6),
+    }
+    if isinstance(found, Match):
+        fields["route"] = found.value
+        if found.param is not None:
+            name = "worker_id" if "{worker_id}" in found.value else "reservation_id"
+            fields[name] = percent_decode_or_raw(found.param)
+    else:
+        fields["path"] = request.path.decode("latin-1")[:MAX_TARGET_CHARACTERS]
+    if request.method == b"POST":
+        # A generated reservation id is only in the answer; a refused request's only in the body.
+        for body in (request.body, response.partition(b"\r\n\r\n")[2]):
+            fields.update(_ids(body))
+    if request.traceparent is not None:
+        fields["traceparent"] = request.traceparent.decode("latin-1")[:MAX_ID_CHARACTERS]
+    _log.info("request", extra=fields)
+
+
+def percent_decode_or_raw(param: bytes) -> str:
+    try:
+        return percent_decode(param)[:MAX_ID_CHARACTERS]
+    except ValueError:
+        return param.decode("latin-1")[:MAX_ID_CHARACTERS]
+
+
+def _ids(body: bytes | bytearray) -> dict[str, object]:
+    try:
+        ids = _decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    found = {name: getattr(ids, name) for name in ID_FIELDS}
+    return {
+        name: value[:MAX_ID_CHARACTERS] for name, value in found.items() if isinstance(value, str)
+    }

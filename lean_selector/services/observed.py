@@ -1,0 +1,50 @@
+"""A service's routes as the application that its server runs, with everything that observes it.
+
+The gate and its meters, GET /metrics, and the access log if it is asked for: the same for every
+service, which adds the families of its own.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lean_selector.http1.protocol import App
+from lean_selector.metrics import LoopLag, RouteMeter, http_families, process_families
+from lean_selector.services.access_log import with_access_log
+from lean_selector.services.gate import Gate, Route
+from lean_selector.services.load_metrics import Families
+from lean_selector.services.metrics_answers import MetricsAnswers
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
+
+    service: str
+    version: str
+    access_log: bool
+    suppressed_log_lines: Callable[[], int]
+    call_soon: Callable[[Callable[[], None]], object]
+    call_later: Callable[[float, Callable[[], None]], object]
+
+
+def observed(
+    routes: tuple[Route, ...],
+    families_of: Callable[[Sequence[RouteMeter]], Families],
+    observation: Observation,
+    overload_status: int = 503,
+) -> App:
+    """The application for `routes`; `families_of` gets the meters of all of them."""
+    families: Families = []
+    metrics = MetricsAnswers(lambda: families, observation.call_soon)
+    routes = (*routes, *metrics.routes())
+    gate = Gate(routes, overload_status)
+    lag = LoopLag(observation.call_later)
+    families += [
+        *families_of(gate.meters),
+        *http_families(gate.meters),
+        *process_families(
+            observation.service, observation.version, lag, observation.suppressed_log_lines
+        ),
+    ]
+    lag.start()
+    return with_access_log(gate, routes) if observation.access_log else gate
