@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from lean_selector.core.catalog import Catalog
 from lean_selector.core.kv_index import KvIndex, RankKey, StoreResult
 from lean_selector.core.partition import Partition
-from lean_selector.sockets.dump_fetch import Dump, DumpFetch, PeerFailed
+from lean_selector.sockets.dump_fetch import fetch_dump
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.peer_fetch import PeerFailed, fetched
 from lean_selector.wire.dump import (
     BadEvent,
     ClearedRank,
@@ -67,7 +68,10 @@ class Recovery:
             for at, peer in enumerate(self._peers):
                 left_s = self._timeout_s - (time.monotonic() - began)
                 try:
-                    dump = await _fetched(peer, left_s, len(self._peers) - at)
+                    if left_s <= 0:
+                        raise PeerFailed("no time left")
+                    fetch = fetch_dump(peer, left_s)
+                    dump = await fetched(fetch, left_s, len(self._peers) - at)
                     partitions = await self._read(peer, *dump)
                 except PeerFailed as error:
                     logger.warning("no recovery from %s: %s", peer, error)
@@ -201,27 +205,3 @@ def _forget(index: KvIndex, event: RemovedBlocks | ClearedRank) -> None:
         index.clear(event.worker_id, event.dp_rank)
     else:
         index.remove(event.worker_id, event.dp_rank, event.tier, event.block_hashes)
-
-
-async def _fetched(peer: str, left_s: float, peers_left: int) -> Dump:
-    """The peer's dump, within `left_s`; raises PeerFailed.
-
-    A peer that sends nothing for its share of the time is given up, so that one that hangs leaves
-    some to the others; one that sends may use all.
-    """
-    if left_s <= 0:
-        raise PeerFailed("no time left")
-    ends = time.monotonic() + left_s
-    share_s = left_s / peers_left
-    fetch = DumpFetch(peer, left_s)
-    try:
-        while True:
-            progress = fetch.progress
-            wait_s = min(share_s, ends - time.monotonic())
-            done, _ = await asyncio.wait({fetch.done}, timeout=max(wait_s, 0.0))
-            if done:
-                return fetch.done.result()
-            if time.monotonic() >= ends or fetch.progress == progress:
-                raise PeerFailed(f"no answer in {time.monotonic() - ends + left_s:.1f} s")
-    finally:
-        fetch.done.cancel()

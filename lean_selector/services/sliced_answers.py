@@ -1,0 +1,79 @@
+"""Answers that may be large, made in slices of the loop's turns, so that nobody else waits long.
+
+One is made at a time, because each may be as large as the state that it tells of; whoever asks
+meanwhile shares the next. One that nobody waits for any more is dropped.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.response import GrowingResponse, encode_response
+from lean_selector.services.gate import Answer, error_reply
+
+SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
+
+CallSoon = Callable[[Callable[[], None]], object]
+
+_log = logging.getLogger("lean_selector.http")
+
+
+class SlicedAnswers:
+    """Only from the thread of the loop."""
+
+    def __init__(
+        self, name: str, parts: Callable[[], Iterator[bytes]], call_soon: CallSoon
+    ) -> None:
+        """`parts` begins a JSON body; `name` is for the log; `call_soon` is the loop's."""
+        self._name = name
+        self._new_parts = parts
+        self._call_soon = call_soon
+        self._waiting: set[PendingReply] = set()  # for one that has not begun
+        self._served: set[PendingReply] = set()  # for the one that is being made
+        self._parts: Iterator[bytes] | None = None
+        self._made: GrowingResponse | None = None  # set together with _parts
+
+    def answer(self, *, at_once: bool) -> Answer:
+        """`at_once`: the body is known to be small."""
+        if at_once:
+            return encode_response(200, b"".join(self._new_parts()))
+        pending = PendingReply()
+        pending.on_disconnect = lambda: self._hung_up(pending)
+        self._waiting.add(pending)
+        if self._parts is None and len(self._waiting) == 1:
+            self._call_soon(self._begin)
+        return pending
+
+    def _hung_up(self, pending: PendingReply) -> None:
+        self._waiting.discard(pending)
+        self._served.discard(pending)
+
+    def _begin(self) -> None:
+        if self._parts is None and self._waiting:
+            self._served, self._waiting = self._waiting, set()
+            self._made = GrowingResponse()
+            self._parts = self._new_parts()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Encode for one slice, then let the loop look at its other sockets."""
+        assert self._parts is not None
+        assert self._made is not None
+        slice_ends = time.perf_counter() + SLICE_S
+        try:
+            for part in self._parts if self._served else ():
+                self._made.add(part)
+                if time.perf_counter() >= slice_ends:
+                    self._call_soon(self._go_on)
+                    return
+            response = self._made.finish()
+        except Exception:  # the gate has let go of the request, so its rule is applied here
+            _log.exception("%s failed", self._name)
+            response = error_reply(500, "internal error")
+        self._made = self._parts = None
+        served, self._served = self._served, set()
+        for pending in served:
+            pending.resolve(response)
+        if self._waiting:
+            self._call_soon(self._begin)
