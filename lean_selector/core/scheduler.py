@@ -252,7 +252,8 @@ def rank_costs(
         cost = prefill + (load.active_decode_blocks + new_blocks - prefixes.get(key, 0))
         if taints:
             weight = sum(value for name, value in taints.items() if name in worker.taints)
-            cost *= math.exp(-math.tanh(weight))
+            if not math.isnan(weight):  # infinities of both signs are no preference
+                cost *= math.exp(-math.tanh(weight))
         costs.append(cost)
     return costs
 
@@ -282,7 +283,7 @@ def draw(costs: list[float], temperature: float, rng: random.Random) -> int:
     least = min(costs)
     if temperature > 0.0:
         spread = max(costs) - least
-        if spread > 0.0:
+        if 0.0 < spread < math.inf:  # beyond f64 the finite costs are all equally good
             weights = [math.exp(-((cost - least) / spread) / temperature) for cost in costs]
             return rng.choices(range(len(costs)), weights)[0]
     ties = [index for index, cost in enumerate(costs) if cost == least]
