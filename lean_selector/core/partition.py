@@ -11,6 +11,7 @@ from lean_selector.core.busy import OFF, BusyThreshold, RankLimits
 from lean_selector.core.kv_index import KvIndex, RankKey
 from lean_selector.core.load_order import LoadOrder
 from lean_selector.core.parking import ParkedQueue
+from lean_selector.core.selection import Overlap
 from lean_selector.core.slots import RankLoad, Reservation, Slots
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class SchedulableWorker:
         "endpoint",
         "loads",
         "max_num_batched_tokens",
+        "no_overlap",
         "ranks",
         "taints",
         "total_kv_blocks",
@@ -39,6 +41,7 @@ class SchedulableWorker:
         self.taints = spec.taints
         self.ranks = spec.ranks
         self.loads = loads  # one per rank, in rank order
+        self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
         tokens = spec.max_num_batched_tokens
         self.max_num_batched_tokens = DEFAULT_MAX_BATCHED_TOKENS if tokens is None else tokens

@@ -13,7 +13,6 @@ class Prompt:
 
     __slots__ = (
         "_sequence",
-        "_sequence_source",
         "first_sequence_hash",
         "isl_tokens",
         "local_hashes",
@@ -27,7 +26,7 @@ class Prompt:
         local_hashes: bytes,
         sequence_count: int,
         first_sequence_hash: bytes,
-        sequence_source: Callable[[], bytes],
+        sequence: bytes | Callable[[], bytes],
         lora_name: str | None = None,
     ) -> None:
         self.isl_tokens = isl_tokens
@@ -35,11 +34,11 @@ class Prompt:
         self.sequence_count = sequence_count
         self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty when there is none
         self.lora_name = lora_name
-        self._sequence: bytes | None = None
-        self._sequence_source = sequence_source
+        self._sequence = sequence
 
     def sequence_hashes(self) -> bytes:
         """8 bytes per block of the chained hashes, decoded or computed at the first call."""
-        if self._sequence is None:
-            self._sequence = self._sequence_source()
-        return self._sequence
+        sequence = self._sequence
+        if not isinstance(sequence, bytes):
+            sequence = self._sequence = sequence()
+        return sequence

@@ -56,6 +56,8 @@ def bits_of(mask: int) -> list[int]:
 def nth_bit(mask: int, n: int) -> int:
     """The n-th of the bits that are set, counted from 0 and the lowest; by halves."""
     assert 0 <= n < mask.bit_count()
+    if not mask & (mask + 1):
+        return n  # none is missing below the highest
     base, width = 0, mask.bit_length()
     while width > 1:
         half = width // 2

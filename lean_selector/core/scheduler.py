@@ -121,23 +121,26 @@ def place_by_order(
     block_size, isl, new_blocks = partition.block_size, prompt.isl_tokens, prompt.sequence_count
     matched, extended = partition.index.match_sets(prompt.local_hashes)
     active = active_prefix_sets(partition, request)
-    least, tied = math.inf, list[int]()
     rest = order.everyone
     if not (matched or active or extended):
-        _, tied = order.least(rest, isl, 0.0, new_blocks)
-        rest = 0
+        load = order.rank(_drawn(order.least(rest, isl, 0.0, new_blocks)[1], rng))
+        worker = partition.workers[load.worker_id]
+        return load, Placement(
+            load.worker_id, load.dp_rank, worker.endpoint, block_size, worker.no_overlap, isl
+        )
+    least, tied = math.inf, list[int]()
     for key, match in extended.items():
-        load = partition.slots.ranks.get(key)
-        if load is None or load.bucket is None:
+        rank = partition.slots.ranks.get(key)
+        if rank is None or rank.bucket is None:
             continue
-        rest ^= load.mask
-        cost = _plain_cost(partition, request, load, match, active)
+        rest ^= rank.mask
+        cost = _plain_cost(partition, request, rank, match, active)
         if cost < least:
-            least, tied = cost, [load.mask]
+            least, tied = cost, [rank.mask]
         elif cost == least:
-            tied.append(load.mask)
+            tied.append(rank.mask)
     idle = order.least_key()
-    for device, ranks in [*reversed(matched), (0, rest)] if rest else ():
+    for device, ranks in [*reversed(matched), (0, rest)]:
         alike = ranks & rest
         if not alike:
             continue

@@ -204,30 +204,46 @@ class Selector:
         SelectorError; then nothing has changed.
         """
         threshold = self.settings.queue_threshold
-        if threshold is None and suits_order(partition, request, self.terms):
-            chosen = place_by_order(partition, request, self._rng)
-            return self._taken(partition, request, chosen, now)
-        check_pin(request)
-        try:
-            ranks = not_busy(partition, candidates(partition, request), now)
-        except AllWorkersBusy:
-            if request.books:
-                partition.shed_bookings += 1
-            else:
-                partition.shed_selects += 1
-            raise
-        if threshold is not None and (
-            len(partition.parked)
-            or (ranks and all(over_threshold(rank, threshold, now) for rank in ranks))
+        if threshold is None:
+            return self.select_now(partition, request, now)
+        ranks = self._free_candidates(partition, request, now)
+        if len(partition.parked) or (
+            ranks and all(over_threshold(rank, threshold, now) for rank in ranks)
         ):
             if self._refuses_to_park is not None:
                 raise self._refuses_to_park
             request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
             request.matches = partition.index.match(request.prompt.local_hashes)
             return partition.parked.park(request, now, on_answer)
-        return self._place(
-            partition, request, ranks, partition.index.match(request.prompt.local_hashes), now
-        )
+        matches = partition.index.match(request.prompt.local_hashes)
+        return self._place(partition, request, ranks, matches, now)
+
+    @property
+    def parks(self) -> bool:
+        """Whether requests may have to wait; else `select_now` does what `select` does."""
+        return self.settings.queue_threshold is not None
+
+    def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
+        """Chooses a rank, whatever the queue, and books it when the request `books`."""
+        if suits_order(partition, request, self.terms):
+            chosen = place_by_order(partition, request, self._rng)
+            return self._taken(partition, request, chosen, now)
+        ranks = self._free_candidates(partition, request, now)
+        matches = partition.index.match(request.prompt.local_hashes)
+        return self._place(partition, request, ranks, matches, now)
+
+    def _free_candidates(
+        self, partition: Partition, request: SelectionRequest, now: float
+    ) -> list[Candidate]:
+        check_pin(request)
+        try:
+            return not_busy(partition, candidates(partition, request), now)
+        except AllWorkersBusy:
+            if request.books:
+                partition.shed_bookings += 1
+            else:
+                partition.shed_selects += 1
+            raise
 
     def _place(
         self,

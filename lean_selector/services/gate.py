@@ -27,7 +27,7 @@ from lean_selector.http1.router import (
 )
 from lean_selector.metrics import LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.wire.busy import overload_body
-from lean_selector.wire.prompt import PromptFields
+from lean_selector.wire.prompt import PromptFields, cutting_decoder
 from lean_selector.wire.scalars import U64_MAX
 from lean_selector.wire.selection import ErrorBody
 
@@ -213,7 +213,9 @@ def _reader(body_type: type[T]) -> Callable[[Request], T | bytes]:
 
     Raises msgspec.ValidationError for a body of the wrong shape.
     """
-    decode = msgspec.json.Decoder(body_type).decode
+    decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
+    if issubclass(body_type, PromptFields):
+        decode = cutting_decoder(decode)
 
     def read(request: Request) -> T | bytes:
         refusal = _refused(request)

@@ -178,28 +178,13 @@ class SelectionService(ReplicaHandlers):
         self, body: SelectRequest, reservation_id: str | None
     ) -> Selection | PendingReply:
         partition = self.selector.ready_partition(body.model_name, body.group())
-        request = self._request(partition, body)
-        selection_id = UNSET if body.selection_id is None else body.selection_id
-        booked_id: str | UnsetType = UNSET
+        request = self._request(partition, body, books=reservation_id is not None)
         if reservation_id is not None:
             request.books = True
-            request.reservation_id = booked_id = reservation_id
-            request.prompt.sequence_hashes()  # a booking reads all of them, so they are checked now
-
-        def selection(placement: Placement) -> Selection:
-            return Selection(
-                selection_id,
-                booked_id,
-                partition.model_name,
-                partition.tenant_id,
-                placement.worker_id,
-                placement.dp_rank,
-                placement.endpoint,
-                placement.block_size,
-                placement.overlap,
-                placement.effective_prefill_tokens,
-            )
-
+            request.reservation_id = reservation_id
+        if not self.selector.parks:
+            placement = self.selector.select_now(partition, request, self._clock())
+            return _selection(partition, body.selection_id, reservation_id, placement)
         pending: PendingReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
@@ -207,11 +192,13 @@ class SelectionService(ReplicaHandlers):
             if isinstance(outcome, SelectorError):
                 pending.resolve(error_reply(outcome.status, outcome.message))
             else:
-                pending.resolve(reply(200, selection(outcome)))
+                pending.resolve(
+                    reply(200, _selection(partition, body.selection_id, reservation_id, outcome))
+                )
 
         outcome = self.selector.select(partition, request, self._clock(), on_answer)
         if not isinstance(outcome, Parked):
-            return selection(outcome)
+            return _selection(partition, body.selection_id, reservation_id, outcome)
         pending = PendingReply()
         pending.on_disconnect = lambda: self.selector.hung_up(partition, outcome, self._clock())
         self._limit_wait(partition, outcome, on_answer)
@@ -234,9 +221,13 @@ class SelectionService(ReplicaHandlers):
 
         self._call_later(limit, give_up)
 
-    def _request(self, partition: Partition, body: SelectRequest) -> SelectionRequest:
-        prompt = prompt_to_select(body, partition.block_size, partition.is_eagle)
-        request = SelectionRequest(prompt, self._terms(body.router_config_override))
+    def _request(self, partition: Partition, body: SelectRequest, books: bool) -> SelectionRequest:
+        # A booking reads all sequence hashes, so they are all checked before anything is done.
+        prompt = prompt_to_select(body, partition.block_size, partition.is_eagle, whole=books)
+        override = body.router_config_override
+        request = SelectionRequest(
+            prompt, self._default_terms if override is None else self._terms(override)
+        )
         request.expected_output_tokens = body.expected_output_tokens
         if body.pinned_worker is not None:
             request.pinned = body.pinned_worker.pinned()
@@ -248,8 +239,10 @@ class SelectionService(ReplicaHandlers):
             request.preferred_taints = {
                 name: f32(weight) for name, weight in constraints.preferred_taints.items()
             }
-        request.priority_jump = body.priority_jump or 0.0
-        request.strict_priority = body.strict_priority or 0
+        if body.priority_jump is not None:
+            request.priority_jump = body.priority_jump
+        if body.strict_priority is not None:
+            request.strict_priority = body.strict_priority
         return request
 
     def _terms(self, override: RouterOverride | None) -> Terms:
@@ -262,7 +255,6 @@ class SelectionService(ReplicaHandlers):
     def reserve(self, body: ReservationRequest) -> Booking:
         partition = self.selector.ready_partition(body.model_name, body.group())
         prompt = prompt_to_book(body, partition.block_size, partition.is_eagle)
-        prompt.sequence_hashes()
         return self.selector.reserve(
             partition,
             body.reservation_id,
@@ -312,3 +304,23 @@ class SelectionService(ReplicaHandlers):
 
     def kv_sources(self, query: Query) -> Sequence[object]:
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
+
+
+def _selection(
+    partition: Partition,
+    selection_id: str | None,
+    reservation_id: str | None,
+    placement: Placement,
+) -> Selection:
+    return Selection(
+        UNSET if selection_id is None else selection_id,
+        UNSET if reservation_id is None else reservation_id,
+        partition.model_name,
+        partition.tenant_id,
+        placement.worker_id,
+        placement.dp_rank,
+        placement.endpoint,
+        placement.block_size,
+        placement.overlap,
+        placement.effective_prefill_tokens,
+    )

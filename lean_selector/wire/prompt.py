@@ -5,7 +5,9 @@ ids, then hashes with `isl_tokens`; the first form present decides, the others a
 their shape and otherwise ignored. Knows nothing of workers.
 """
 
-from typing import Annotated
+import secrets
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -25,7 +27,13 @@ from lean_selector.wire.scope import Scoped
 
 # Above this JSON numbers lose exactness in many clients, and sums could leave the range of a u64.
 MAX_ISL_TOKENS = 2**53 - 1
+T = TypeVar("T")
+
 _ABSENT = Raw(b"")
+_BLOCK_HASHES_KEY = b'"block_hashes":'
+_LONG_BODY_BYTES = 4096  # below, cutting costs more than it saves
+_CUT = b'"%b"' % secrets.token_hex(16).encode()
+_SHORT_LIST_BYTES = 1024  # some 50 hashes: decoding so few costs less than putting it off
 
 
 def _is_absent(raw: Raw) -> bool:
@@ -73,10 +81,43 @@ class PromptFields(Scoped, kw_only=True):
             check_u64("isl_tokens", self.isl_tokens)
 
 
-def prompt_to_select(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt:
+def cutting_decoder(decode: Callable[[bytes | bytearray], T]) -> Callable[[bytes | bytearray], T]:
+    """`decode`, a decoder of PromptFields, made to read the block hashes of a long body once.
+
+    They are cut out of the text before the rest is decoded, and decoded when the prompt is made;
+    otherwise the JSON parser walks over half of the body only to find its end. What stands in
+    their place is known to this process alone, so that nothing else can be taken for it.
+    """
+
+    def decode_cut(body: bytes | bytearray) -> T:
+        start = body.find(_BLOCK_HASHES_KEY) + len(_BLOCK_HASHES_KEY)
+        if len(body) < _LONG_BODY_BYTES or start < len(_BLOCK_HASHES_KEY):
+            return decode(body)
+        if body[start] == 0x20:
+            start += 1
+        end = body.find(b"]", start) + 1
+        if body[start] != 0x5B or not end:
+            return decode(body)
+        try:
+            fields = decode(b"".join((body[:start], _CUT, body[end:])))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return decode(body)  # raises the same with the positions that the client knows
+        assert isinstance(fields, PromptFields)
+        if bytes(fields.block_hashes) != _CUT:
+            return decode(body)  # it was another field's part, or the key stands there again
+        fields.block_hashes = Raw(bytes(body[start:end]))
+        return fields
+
+    return decode_cut
+
+
+def prompt_to_select(
+    fields: PromptFields, block_size: int, is_eagle: bool, *, whole: bool = False
+) -> Prompt:
     """The prompt of a route that matches it against the index.
 
-    Raises BadRequest in the documented words; msgspec.ValidationError for a wrong shape.
+    `whole` decodes the sequence hashes at once instead of on demand. Raises BadRequest in the
+    documented words; msgspec.ValidationError for a wrong shape.
     """
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
@@ -87,14 +128,15 @@ def prompt_to_select(fields: PromptFields, block_size: int, is_eagle: bool) -> P
         _check_ignored(fields, "sequence_hashes")
         raise BadRequest("block_hashes is required without token_ids")
     local = hashes_from_json("block_hashes", fields.block_hashes)
-    isl_tokens, head = _sequence_part(fields)
-    if isl_tokens == 0:
+    prompt = _hash_prompt(fields, local, whole)
+    if prompt.isl_tokens == 0:
         raise BadRequest("isl_tokens must be greater than 0")
-    if len(local) != 8 * head.count:
+    if len(local) != 8 * prompt.sequence_count:
         raise BadRequest(
-            f"block_hashes length {len(local) // 8} must match sequence_hashes length {head.count}"
+            f"block_hashes length {len(local) // 8} "
+            f"must match sequence_hashes length {prompt.sequence_count}"
         )
-    return Prompt(isl_tokens, local, head.count, head.first, head.packed, fields.lora_name)
+    return prompt
 
 
 def prompt_to_book(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt:
@@ -103,22 +145,33 @@ def prompt_to_book(fields: PromptFields, block_size: int, is_eagle: bool) -> Pro
     if prompt is not None:
         return prompt
     _check_ignored(fields, "block_hashes")
-    isl_tokens, head = _sequence_part(fields)
-    return Prompt(isl_tokens, b"", head.count, head.first, head.packed, fields.lora_name)
+    return _hash_prompt(fields, b"", whole=True)
 
 
-def _sequence_part(fields: PromptFields) -> tuple[int, HashListHead]:
-    if _is_absent(fields.sequence_hashes):
+def _hash_prompt(fields: PromptFields, local: bytes, whole: bool) -> Prompt:
+    """The prompt of the hash form, with its sequence hashes decoded or to be decoded."""
+    raw = fields.sequence_hashes
+    if _is_absent(raw):
         raise BadRequest("sequence_hashes is required without token_ids")
-    head = HashListHead("sequence_hashes", fields.sequence_hashes)
-    isl_tokens = fields.isl_tokens
+    if whole or len(memoryview(raw)) < _SHORT_LIST_BYTES:
+        sequence = hashes_from_json("sequence_hashes", raw)
+        isl_tokens = _checked_isl_tokens(fields.isl_tokens)
+        return Prompt(
+            isl_tokens, local, len(sequence) // 8, sequence[:8], sequence, fields.lora_name
+        )
+    head = HashListHead("sequence_hashes", raw)
+    isl_tokens = _checked_isl_tokens(fields.isl_tokens)
+    return Prompt(isl_tokens, local, head.count, head.first, head.packed, fields.lora_name)
+
+
+def _checked_isl_tokens(isl_tokens: int | None) -> int:
     if isl_tokens is None:
         raise BadRequest("isl_tokens is required without token_ids")
     if isl_tokens > MAX_ISL_TOKENS:
         if isl_tokens > U64_MAX:
             raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.isl_tokens`")
         raise BadRequest(f"isl_tokens ({isl_tokens}) exceeds the maximum {MAX_ISL_TOKENS}")
-    return isl_tokens, head
+    return isl_tokens
 
 
 def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt | None:

@@ -40,14 +40,15 @@ _decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
-    """A JSON list of signed 64-bit integers, packed. `raw` is known to be well-formed JSON.
+    """A JSON list of signed 64-bit integers, packed.
 
-    Raises msgspec.ValidationError naming `field` for anything else, so that it is a 422.
+    Raises msgspec.ValidationError naming `field` for anything else: then whoever knows the whole
+    body tells text that is no JSON from a wrong shape.
     """
     try:
         hashes = _decode_hashes(raw)
         return _packer(len(hashes))(*hashes)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         text, path, rest = str(error).partition(" - at `$")
         raise msgspec.ValidationError(f"{text} - at `$.{field}{rest if path else '`'}") from None
     except struct.error:

@@ -1,6 +1,8 @@
 """The forms of a prompt: which one counts, what is checked, in which order and words."""
 
+import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from lean_selector.core.prompt import Prompt
 from lean_selector.wire.prompt import (
     MAX_ISL_TOKENS,
     PromptFields,
+    cutting_decoder,
     prompt_to_book,
     prompt_to_select,
 )
@@ -382,3 +385,48 @@ def test_lists_of_any_length_are_read_alike_both_ways(values: list[int]) -> None
     assert head.packed() == hashes_from_json("f", raw)
     assert signed(head.packed()) == values
     assert (head.count, signed(head.first)) == (len(values), values[:1])
+
+
+# -- long bodies ----------------------------------------------------------------------------------
+
+PAD = ',"pad":"' + "x" * 5000 + '"}'
+hash_lists = st.sampled_from(
+    ["[]", "[1,2,3]", "[ -5 , 7 ]", "[1,,2]", "[1", "null", '"[1]"', "[[1],2]", "[01]", "{}"]
+)
+members = st.one_of(
+    st.builds('"block_hashes":{}'.format, hash_lists),
+    st.builds('"block_hashes": {}'.format, hash_lists),
+    st.builds('"block_hashes" : {}'.format, hash_lists),
+    st.builds('"sequence_hashes":{}'.format, hash_lists),
+    st.builds('"x":{{"block_hashes":{}}}'.format, hash_lists),
+    st.builds('"x":"\\"block_hashes\\":{}"'.format, st.sampled_from(["[1]", "1"])),
+    st.just('"isl_tokens":5'),
+    st.just('"x":"block_hashes"'),
+    st.just('"isl_tokens":"five"'),
+)
+
+
+def what_it_says(
+    read: Callable[[bytes | bytearray], PromptFields], body: bytes
+) -> tuple[int, bytes, bytes, int | None] | str:
+    """The fields that count, or the kind of error that the gate makes of it."""
+    try:
+        fields = read(body)
+        if len(memoryview(fields.block_hashes)):
+            with contextlib.suppress(msgspec.ValidationError):
+                hashes_from_json("block_hashes", fields.block_hashes)
+            fields.check_shape()
+    except msgspec.DecodeError:
+        try:
+            msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            return "not JSON"
+        return "wrong shape"
+    return 0, bytes(fields.block_hashes), bytes(fields.sequence_hashes), fields.isl_tokens
+
+
+@given(st.lists(members, max_size=4))
+def test_a_long_body_says_the_same_whether_its_hashes_are_cut_out_or_not(parts: list[str]) -> None:
+    body = ("{" + ",".join([*parts, '"y":1']) + PAD).encode()
+    assert what_it_says(cutting_decoder(decode), body) == what_it_says(decode, body)
+    assert what_it_says(cutting_decoder(decode), bytearray(body)) == what_it_says(decode, body)
