@@ -407,7 +407,7 @@ members = st.one_of(
 
 
 def what_it_says(
-    read: Callable[[bytes | bytearray], PromptFields], body: bytes
+    read: Callable[[bytes | bytearray], PromptFields], body: bytes | bytearray
 ) -> tuple[int, bytes, bytes, int | None] | str:
     """The fields that count, or the kind of error that the gate makes of it."""
     try:
