@@ -33,6 +33,7 @@ from lean_selector.http1.response import date_header
 from lean_selector.replicas import ReplicaPlane
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.dump_answers import DumpAnswers
+from lean_selector.services.lifecycle_log import SelectorLog, log_expired
 from lean_selector.services.load_metrics import replica_families
 from lean_selector.services.observed import Observation, observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
@@ -121,9 +122,11 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
     if plane is not None:
         plane.start()
 
+    lifecycle = SelectorLog(selector)
+
     def tick(now: float) -> None:
-        for partition, reservation in selector.expire(now, EXPIRY_STEPS):
-            log.debug("expired %s in %s", reservation.request_id, partition.model_name)
+        log_expired(selector.expire(now, EXPIRY_STEPS))
+        lifecycle.look()
         selector.admit_waiting(now)
 
     def refuse_new() -> None:
@@ -218,8 +221,8 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         port = tcp.sockets[0].getsockname()[1]
-        where = f"http://{listen.host}:{port}" + (f" and {listen.uds}" if listen.uds else "")
-        log.info("%s %s listens on %s", self._name, __version__, where)
+        fields = {"service": self._name, "version": __version__, "host": listen.host, "port": port}
+        log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
 
     def _protocol(self) -> HttpProtocol:
         return HttpProtocol(self._app, self.connections)

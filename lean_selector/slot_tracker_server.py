@@ -19,6 +19,7 @@ from lean_selector.server import (
     new_zmq_context,
     observation,
 )
+from lean_selector.services.lifecycle_log import TrackerLog
 from lean_selector.services.load_metrics import replica_families, tracker_families
 from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
@@ -65,9 +66,13 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
     if plane is not None:
         plane.start()
 
+    lifecycle = TrackerLog(trackers)
+
     def tick(now: float) -> None:
-        for reservation in trackers.expire(now, EXPIRY_STEPS):
-            log.debug("expired %s", reservation.request_id)
+        expired = trackers.expire(now, EXPIRY_STEPS)
+        if expired:
+            log.info("reservations expired", extra={"count": len(expired)})
+        lifecycle.look()
 
     async def close() -> None:
         if plane is not None:

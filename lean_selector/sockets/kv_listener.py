@@ -179,6 +179,8 @@ class KvListener:
         return True
 
     def _on_live(self, frames: list[bytes]) -> None:
+        if not self._messages:
+            self._report("live", logging.INFO, "first message")
         self._messages += 1
         self._last_message_at = time.monotonic()
         message = live_frames(frames)

@@ -228,6 +228,7 @@ class ReplicaSync:
         except (zmq.ZMQError, UnicodeError):
             raise BadRequest(f"failed to register replica peer `{endpoint}`") from None
         self._peers[endpoint] = Peer(endpoint, "connecting", time.monotonic())
+        log.info("replica peer registered", extra={"endpoint": endpoint})
         return True
 
     def deregister_peer(self, endpoint: str) -> bool:
@@ -238,6 +239,7 @@ class ReplicaSync:
         with contextlib.suppress(zmq.ZMQError):  # it may have gone by itself: ENOENT
             self._sub.disconnect(endpoint)
         del self._peers[endpoint]
+        log.info("replica peer deregistered", extra={"endpoint": endpoint})
         self._forget_name_of(endpoint)
         if self._last_lost == endpoint:
             self._last_lost = None
@@ -275,7 +277,8 @@ class ReplicaSync:
         self._last_lost = endpoint if state == "disconnected" else None
         if state != peer.state:
             peer.state, peer.since, peer.retries = state, time.monotonic(), 0
-            log.info("replica peer %s is %s", endpoint, state)
+            fields = {"endpoint": endpoint, "state": state}
+            log.info("replica peer %s is %s", endpoint, state, extra=fields)
 
     def _forget_name_of(self, endpoint: str) -> None:
         self._resolved = {name: peer for name, peer in self._resolved.items() if peer != endpoint}

@@ -569,7 +569,7 @@ def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
             await engine.store(10)
             await until(lambda: service.listener.status().gaps == 10)
 
-    with caplog.at_level(logging.INFO, logger="lean_selector.kv_events"):
+    with caplog.at_level(logging.WARNING, logger="lean_selector.kv_events"):
         story()
     (record,) = caplog.records
     assert record.getMessage() == "worker 7 dp_rank 0: gap: 0 then 2, batches lost"
