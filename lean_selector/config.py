@@ -41,6 +41,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind: str  # ZMQ endpoint of the PUB
     advertise: str | None
     peers: list[str]
+    catch_up: list[str]  # HTTP URLs
 
 
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +235,15 @@ REPLICA_OPTIONS = (
         [],
         "comma-separated ZMQ PUB endpoints of other replicas; may be repeated",
         metavar="ENDPOINTS",
+        repeats=True,
+    ),
+    Option(
+        "--replica-sync-catch-up",
+        urls,
+        [],
+        "comma-separated HTTP URLs of other replicas: take over the live reservations of the first "
+        "that answers, at start",
+        metavar="URLS",
         repeats=True,
     ),
 )
@@ -529,6 +539,8 @@ def replica_of(
     if port is not None and bind is not None:
         parser.error("--replica-sync-port and --replica-sync-bind mean one socket: give only one")
     if port is None and bind is None:
+        if values["replica_sync_catch_up"]:
+            parser.error("--replica-sync-catch-up requires --replica-sync-port")
         if advertise is not None or peers:
             parser.error(
                 "--replica-sync-advertise and --replica-sync-peers require --replica-sync-bind "
@@ -543,6 +555,7 @@ def replica_of(
         "bind": bind if port is None else f"tcp://*:{port}",
         "advertise": advertise,
         "peers": peers,
+        "catch_up": values["replica_sync_catch_up"],
     }
 
 

@@ -1,18 +1,20 @@
 """The replica plane of a service, wired: sockets, what hears them, and what speaks through them.
 
 Both services have the same one; they differ in where a partition is looked up, and in what happens
-after an event was applied. Knows no HTTP.
+after an event was applied.
 """
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import zmq.asyncio
 
 from lean_selector.config import ReplicaConfig
+from lean_selector.core.catch_up import CatchUp, LiveBooking, live_booking
 from lean_selector.core.replication import (
     EventKind,
     ReplicaApplier,
@@ -21,11 +23,17 @@ from lean_selector.core.replication import (
     ReplicaTarget,
     Verdict,
 )
+from lean_selector.core.trackers import REPLICA_GRACE_S
+from lean_selector.services.gate import Answer
+from lean_selector.services.sliced_answers import SlicedAnswers
+from lean_selector.sockets.catch_up import run_catch_up
 from lean_selector.sockets.replica import ReplicaSync
+from lean_selector.wire.snapshot import encode_snapshot
 
 log = logging.getLogger("lean_selector.replica")
 
 Lookup = Callable[[str, str], ReplicaTarget | None]
+_SMALL_SNAPSHOT = 100  # reservations: up to a millisecond
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
 
@@ -62,15 +70,27 @@ class ReplicaPlane:
         context: zmq.asyncio.Context,
         config: ReplicaConfig,
         lookup: Lookup,
+        targets: Callable[[], Iterable[ReplicaTarget]],
         on_applied: Callable[[ReplicaEvent, float], None],
+        reservation_expiry_s: float,
     ) -> None:
+        """`targets` are all partitions that `lookup` finds."""
+        self._lookup = lookup
+        self._targets = targets
+        self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
+        self._catch_up_urls = config.catch_up
+        self._catch_up: CatchUp | None = None
+        self._catching_up: asyncio.Task[None] | None = None
+        self._snapshots = SlicedAnswers(
+            "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
+        )
         self.router_id = secrets.randbits(64) or 1
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
         self.sync = ReplicaSync(
             context, config.bind, config.peers, self._on_event, advertise=config.advertise
         )
-        self.events = ReplicaEvents(self.router_id, self.sync.publish)
+        self.events = ReplicaEvents(self.router_id, self._publish)
 
     def start(self) -> None:
         """Begin to hear peers; call it in the running loop."""
@@ -79,11 +99,35 @@ class ReplicaPlane:
             "replica sync is on at %s, process_id=%d", self.sync.bound_endpoint, self.router_id
         )
 
+        if self._catch_up_urls:
+            self._catch_up = CatchUp(
+                self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
+            )
+            self._catching_up = asyncio.create_task(self._run_catch_up(self._catch_up))
+
+    async def _run_catch_up(self, catch_up: CatchUp) -> None:
+        try:
+            await run_catch_up(catch_up, self.sync, self._catch_up_urls)
+        except Exception:
+            log.exception("catch-up failed; going on with what there is")
+        finally:
+            self._catch_up = None
+
     async def close(self) -> None:
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            await asyncio.gather(self._catching_up, return_exceptions=True)
         await self.sync.close()
+
+    def _publish(self, event: ReplicaEvent) -> None:
+        if self._catch_up is not None:
+            self._catch_up.note(event, None, time.monotonic())
+        self.sync.publish(event)
 
     def _on_event(self, event: ReplicaEvent, now: float) -> Verdict:
         verdict = self.applier.apply(event, now)
+        if self._catch_up is not None and verdict is not Verdict.OWN:
+            self._catch_up.note(event, verdict, now)
         if verdict is Verdict.APPLIED:
             self._on_applied(event, now)
         return verdict
@@ -96,6 +140,21 @@ class ReplicaPlane:
 
     def peers(self) -> list[str]:
         return self.sync.peers()
+
+    def snapshot(self) -> Answer:
+        """The live reservations, for a replica that catches up."""
+        live = sum(len(target.slots.reservations) for target in self._targets())
+        return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
+
+    def _snapshot(self) -> Iterator[bytes]:
+        return encode_snapshot(self.router_id, self._live_bookings(), time.monotonic)
+
+    def _live_bookings(self) -> Iterator[LiveBooking]:
+        for target in list(self._targets()):
+            slots = target.slots
+            for held in slots.by_touch():
+                if slots.reservations.get(held.request_id) is held:  # and has not ended meanwhile
+                    yield live_booking(target, held, self.router_id)
 
     def state(self) -> PlaneState:
         now = time.monotonic()

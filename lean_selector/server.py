@@ -90,7 +90,9 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
                 context,
                 config.replica,
                 selector.scheduling_partition,
+                lambda: selector.established(None, None),
                 on_applied,
+                config.router.reservation_expiry_s,
             )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None

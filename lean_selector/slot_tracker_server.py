@@ -44,7 +44,14 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
     plane = None
     if config.replica is not None:
         try:
-            plane = ReplicaPlane(context, config.replica, trackers.lookup, _nobody_waits)
+            plane = ReplicaPlane(
+                context,
+                config.replica,
+                trackers.lookup,
+                trackers.all,
+                _nobody_waits,
+                config.reservation_expiry_s,
+            )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
         trackers.events = plane.events

@@ -6,8 +6,10 @@ tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_
 publishes what to whom.
 """
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 import msgspec
 
@@ -98,6 +100,9 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     @property
     def is_replica(self) -> bool:
         return self.router_id is not None
+
+
+_touched_at = attrgetter("touched_at")
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
@@ -296,6 +301,25 @@ class Slots:
             self._touch(reservation, now)
             reservation.kept_by_output = False
         return reservation
+
+    def backdate(self, copy: Reservation, touched_at: float) -> None:
+        """A copy that was just booked was last heard of at `touched_at`, by another replica.
+
+        Call it youngest first: a copy that is younger than the oldest one here may expire late.
+        """
+        copy.booked_at = copy.touched_at = touched_at
+        oldest = next(iter(self._copies_by_touch.values()))
+        if touched_at <= oldest.touched_at:
+            self._copies_by_touch.move_to_end(copy.request_id, last=False)
+
+    def by_touch(self) -> Iterator[Reservation]:
+        """All that is live now, the last touched first; those that end meanwhile may come too."""
+        return heapq.merge(
+            list(reversed(self._local_by_touch.values())),
+            list(reversed(self._copies_by_touch.values())),
+            key=_touched_at,
+            reverse=True,
+        )
 
     def expire(
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int

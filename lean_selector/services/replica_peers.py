@@ -1,6 +1,6 @@
-"""What both services answer about their replicas: peers come, go and are listed.
+"""What both services answer about their replicas: peers come, go and are listed; the snapshot.
 
-Spec slot_tracker.md 3.6; the details beyond the list of endpoints are ours.
+Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decision D22).
 """
 
 from typing import Protocol
@@ -8,7 +8,7 @@ from typing import Protocol
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.http1.reader import Request
 from lean_selector.http1.router import RepeatedQueryField, parse_query
-from lean_selector.services.gate import Answer, Route, error_reply, reply, with_body
+from lean_selector.services.gate import Answer, Route, error_reply, plain, reply, with_body
 from lean_selector.wire.replica_peers import PeerRequest
 from lean_selector.wire.selection import Ok
 
@@ -28,6 +28,8 @@ class Plane(Protocol):
 
     def state(self) -> object: ...
 
+    def snapshot(self) -> Answer: ...
+
 
 class ReplicaHandlers:
     """The part of a service that speaks of replicas; `plane` is None while replica sync is off."""
@@ -44,6 +46,7 @@ class ReplicaHandlers:
                 with_body(PeerRequest, self.deregister_peer),
             ),
             ("GET", "/replica_sync/peers", self.list_peers),
+            ("GET", "/replica_sync/snapshot", plain(lambda: self._switched_on().snapshot())),
         )
 
     def register_peer(self, body: PeerRequest) -> bytes:

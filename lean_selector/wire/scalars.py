@@ -36,6 +36,11 @@ def pack_signed(hashes: list[int]) -> bytes:
     return _packer(len(hashes))(*hashes)
 
 
+def unpack_signed(hashes: bytes) -> tuple[int, ...]:
+    """Hashes of 8 bytes each as the signed integers that JSON carries."""
+    return struct.unpack(f"<{len(hashes) // 8}q", hashes)
+
+
 _decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 

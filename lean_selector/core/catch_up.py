@@ -1,0 +1,233 @@
+"""What a replica that has just started takes over from a peer: live bookings, each id once.
+
+Owns the bookings that wait for their rank to be registered here, and what was heard meanwhile of
+bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md section 5,
+number 7. Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import msgspec
+
+from lean_selector.core.replication import EventKind, ReplicaEvent, ReplicaTarget, Verdict
+from lean_selector.core.slots import Reservation
+
+# How long after the start a booking may wait for its rank. Registration follows a start within
+# seconds where a control plane does it; after a minute it is a fault, and clients had time to end
+# what waits, unheard of where it is not booked.
+HOLD_S = 60.0
+# Bookings that wait, and ids heard of: a 60 s backlog of 3 000 bookings a second. With prompts of
+# 64 blocks 150 MB when full.
+MAX_WAITING = 200_000
+MAX_NOTED = 200_000
+
+_Id = tuple[str, str, str]  # model_name, tenant_id, request_id
+_Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
+
+
+class LiveBooking(msgspec.Struct, gc=False):
+    """A reservation as a peer holds it."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    request_id: str
+    worker_id: int
+    dp_rank: int
+    router_id: int  # of the replica that admitted it
+    sequence_hashes: bytes  # 8 bytes LE per block
+    prefill_tokens: int  # outstanding
+    prefill_duration_s: float | None
+    prefill_done: bool
+    touched_at: float  # in the clock of whoever holds this record
+    lora_name: str | None = None
+    expected_output_tokens: int | None = None
+
+
+class Fate(IntEnum):
+    """What became of a booking of the snapshot."""
+
+    BOOKED = 0
+    WAITING = 1  # its rank is not registered here
+    HELD = 2  # the id is known already
+    ENDED = 3  # its end was heard before it came
+    EXPIRED = 4
+    BLOCK_SIZE = 5
+    NOT_REGISTERED = 6  # waited for HOLD_S, or there was no room to wait
+
+
+class CatchUp:
+    """One catch-up, from the start of a replica until `ends_at`. Books, and publishes nothing.
+
+    Every event heard or published meanwhile must be shown to `note`, after it was applied.
+    `counts[fate]` is how many bookings met a fate; one that waited is counted twice.
+    """
+
+    def __init__(
+        self,
+        router_id: int,
+        lookup: Callable[[str, str], ReplicaTarget | None],
+        copies_expire_s: float,
+        now: float,
+    ) -> None:
+        self.counts = [0] * len(Fate)
+        self.ends_at = now + HOLD_S
+        self._router_id = router_id
+        self._lookup = lookup
+        self._copies_expire_s = copies_expire_s
+        self._waiting: dict[_Id, LiveBooking] = {}
+        self._by_rank: dict[_Rank, list[LiveBooking]] = {}  # with those that ended since
+        # Until the snapshot is in: ends and prefill completions heard, the oldest first.
+        self._noted: dict[tuple[_Id, int, int], EventKind] | None = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
+        """An event of a peer, with what became of it, or (None) one of ours."""
+        booking_id = event.model_name, event.tenant_id, event.request_id
+        held = self._waiting.get(booking_id)
+        if event.kind is EventKind.ADD:
+            if verdict in (Verdict.UNKNOWN_PARTITION, Verdict.RANK) and held is None:
+                self._wait(_booking_of(event, now))
+            return
+        if self._noted is not None:
+            key = booking_id, event.worker_id, event.dp_rank
+            if self._noted.get(key) is not EventKind.FREE:
+                self._noted[key] = event.kind
+            if len(self._noted) > MAX_NOTED:
+                del self._noted[next(iter(self._noted))]
+        if held is None or (held.worker_id, held.dp_rank) != (event.worker_id, event.dp_rank):
+            return
+        if event.kind is EventKind.FREE:
+            del self._waiting[booking_id]
+            self.counts[Fate.ENDED] += 1
+        else:
+            held.prefill_tokens, held.prefill_done, held.touched_at = 0, True, now
+
+    def take(self, booking: LiveBooking, now: float) -> Fate:
+        """One booking of the snapshot; `touched_at` in our clock. Youngest first, per partition."""
+        fate = self._take(booking, now)
+        self.counts[fate] += 1
+        return fate
+
+    def snapshot_is_in(self) -> None:
+        """All of it was taken, or none will come: only what waits matters from now on."""
+        self._noted = None
+
+    def admit_waiting(self, now: float, max_steps: int) -> bool:
+        """Book what waits for ranks that are registered by now, at most `max_steps`; True: there
+        is more. Once `ends_at` has passed, what still waits is dropped.
+        """
+        for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
+            target = self._lookup(model_name, tenant_id)
+            if target is None or (worker_id, dp_rank) not in target.slots.ranks:
+                continue
+            while bookings:
+                if not max_steps:
+                    return True
+                max_steps -= 1
+                booking = bookings.pop()
+                if self._waiting.get(_id_of(booking)) is booking:
+                    del self._waiting[_id_of(booking)]
+                    self.counts[self._book(target, booking, now)] += 1
+            del self._by_rank[model_name, tenant_id, worker_id, dp_rank]
+        if now >= self.ends_at:
+            self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
+            self._waiting, self._by_rank = {}, {}
+        return False
+
+    def _take(self, booking: LiveBooking, now: float) -> Fate:
+        if booking.router_id == self._router_id:
+            return Fate.HELD  # it is ours: what we know of it is newer
+        key = _id_of(booking), booking.worker_id, booking.dp_rank
+        heard = None if self._noted is None else self._noted.get(key)
+        if heard is EventKind.FREE:
+            return Fate.ENDED
+        if heard is EventKind.PREFILL_COMPLETE:
+            booking.prefill_tokens, booking.prefill_done, booking.touched_at = 0, True, now
+        if key[0] in self._waiting:
+            return Fate.HELD
+        target = self._lookup(booking.model_name, booking.tenant_id)
+        if target is None or (booking.worker_id, booking.dp_rank) not in target.slots.ranks:
+            return self._wait(booking)
+        return self._book(target, booking, now)
+
+    def _wait(self, booking: LiveBooking) -> Fate:
+        if len(self._waiting) >= MAX_WAITING:
+            return Fate.NOT_REGISTERED
+        self._waiting[_id_of(booking)] = booking
+        rank = booking.model_name, booking.tenant_id, booking.worker_id, booking.dp_rank
+        self._by_rank.setdefault(rank, []).append(booking)
+        return Fate.WAITING
+
+    def _book(self, target: ReplicaTarget, booking: LiveBooking, now: float) -> Fate:
+        if booking.block_size != target.block_size:
+            return Fate.BLOCK_SIZE
+        slots = target.slots
+        if booking.request_id in slots.reservations:
+            return Fate.HELD
+        if now - booking.touched_at > self._copies_expire_s:
+            return Fate.EXPIRED
+        copy = slots.book(
+            booking.request_id,
+            booking.worker_id,
+            booking.dp_rank,
+            booking.sequence_hashes,
+            booking.prefill_tokens,
+            now,
+            router_id=booking.router_id,
+            lora_name=booking.lora_name,
+            expected_output_tokens=booking.expected_output_tokens,
+            prefill_duration_s=booking.prefill_duration_s,
+        )
+        if booking.prefill_done:
+            slots.prefill_complete(booking.request_id, now)
+        slots.backdate(copy, booking.touched_at)
+        return Fate.BOOKED
+
+
+def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
+    """A live reservation of ours as a peer may take it over; output blocks stay local."""
+    return LiveBooking(
+        target.model_name,
+        target.tenant_id,
+        target.block_size,
+        held.request_id,
+        held.rank.worker_id,
+        held.rank.dp_rank,
+        own_router_id if held.router_id is None else held.router_id,
+        target.slots.sequence_hashes_of(held),
+        held.prefill_tokens,
+        held.prefill_duration_s,
+        held.prefill_done,
+        held.touched_at,
+        held.lora_name,
+        held.expected_output_tokens,
+    )
+
+
+def _booking_of(event: ReplicaEvent, now: float) -> LiveBooking:
+    tokens = event.prefill_tokens if event.track_prefill_tokens else None
+    return LiveBooking(
+        event.model_name,
+        event.tenant_id,
+        event.block_size,
+        event.request_id,
+        event.worker_id,
+        event.dp_rank,
+        event.router_id,
+        event.sequence_hashes,
+        tokens or 0,
+        event.prefill_duration_s,
+        False,
+        now,
+        event.lora_name,
+        event.expected_output_tokens,
+    )
+
+
+def _id_of(booking: LiveBooking) -> _Id:
+    return booking.model_name, booking.tenant_id, booking.request_id

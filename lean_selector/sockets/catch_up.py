@@ -1,0 +1,98 @@
+"""Runs a catch-up: fetches a peer's live reservations at start and hands them to `core.catch_up`.
+
+Waits for the subscriptions first, so that nothing ends unheard after the snapshot was taken. A peer
+that has no snapshot (404: a reference) is passed over. Reads and books in slices of the loop's
+turns, and looks on for ranks that are registered later, until the catch-up ends.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from lean_selector.core.catch_up import CatchUp, Fate
+from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
+from lean_selector.sockets.replica import ReplicaSync
+from lean_selector.wire.snapshot import BadSnapshot, decode_line, split_snapshot
+
+log = logging.getLogger("lean_selector.replica")
+
+PATH = "/replica_sync/snapshot"
+MAX_SNAPSHOT_BYTES = 256 << 20  # 200 000 reservations of 64 blocks
+TIMEOUT_S = 10.0  # for all peers together, as start-up recovery
+CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not hold up the others
+# After the last handshake: the subscription is on its way then, and libzmq looks at arrivals about
+# every millisecond.
+SETTLE_S = 0.25
+SLICE_S = 0.001
+STEPS = 16  # bookings between looks at the clock
+LOOK_AGAIN_S = 0.1
+_LOGGED_PROBLEMS = 10
+
+
+async def run_catch_up(catch_up: CatchUp, sync: ReplicaSync, urls: Sequence[str]) -> None:
+    """Returns when the catch-up has ended, with everything booked or given up."""
+    try:
+        await _connected(sync)
+        await _take_from_first(catch_up, urls)
+    finally:
+        catch_up.snapshot_is_in()
+    while (now := time.monotonic()) < catch_up.ends_at:
+        slice_ends = now + SLICE_S
+        while catch_up.admit_waiting(now, STEPS):
+            if time.monotonic() >= slice_ends:
+                await asyncio.sleep(0)
+                slice_ends = time.monotonic() + SLICE_S
+        await asyncio.sleep(LOOK_AGAIN_S)
+    catch_up.admit_waiting(time.monotonic(), 0)
+    if dropped := catch_up.counts[Fate.NOT_REGISTERED]:
+        log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
+
+
+async def _connected(sync: ReplicaSync) -> None:
+    deadline = time.monotonic() + CONNECT_S
+    while time.monotonic() < deadline and any(
+        peer.state != "connected" for peer in sync.peer_states()
+    ):
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(SETTLE_S)
+
+
+async def _take_from_first(catch_up: CatchUp, urls: Sequence[str]) -> None:
+    ends = time.monotonic() + TIMEOUT_S
+    for at, url in enumerate(urls):
+        left_s = ends - time.monotonic()
+        try:
+            if left_s <= 0:
+                raise PeerFailed("no time left")
+            fetch = PeerFetch(url, PATH, left_s, MAX_SNAPSHOT_BYTES, split_snapshot)
+            lines = await fetched(fetch, left_s, len(urls) - at)
+        except PeerFailed as error:
+            if error.status == 404:
+                log.info("catch-up: %s has no snapshot, as the reference; passed over", url)
+            else:
+                log.warning("catch-up: nothing from %s: %s", url, error)
+            continue
+        await _take(catch_up, url, lines)
+        return
+    log.warning("catch-up: no peer had a snapshot; starting without")
+
+
+async def _take(catch_up: CatchUp, url: str, lines: list[bytes]) -> None:
+    fetched_at = time.monotonic()
+    slice_ends = fetched_at + SLICE_S
+    problems = 0
+    for line in lines:
+        try:
+            booking = decode_line(line, fetched_at)
+        except BadSnapshot as error:
+            problems += 1
+            if problems <= _LOGGED_PROBLEMS:
+                log.warning("catch-up: a reservation of %s skipped: %s", url, error)
+        else:
+            catch_up.take(booking, time.monotonic())
+        if time.monotonic() >= slice_ends:
+            await asyncio.sleep(0)
+            slice_ends = time.monotonic() + SLICE_S
+    counts = {fate.name.lower(): catch_up.counts[fate] for fate in Fate if catch_up.counts[fate]}
+    log.info("catch-up: %d reservations from %s: %s", len(lines), url, counts)
