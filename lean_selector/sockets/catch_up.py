@@ -27,6 +27,7 @@ SETTLE_S = 0.25
 SLICE_S = 0.001
 STEPS = 16  # bookings between looks at the clock
 LOOK_AGAIN_S = 0.1
+_LOOKS = 100
 _LOGGED_PROBLEMS = 10
 
 
@@ -50,11 +51,10 @@ async def run_catch_up(catch_up: CatchUp, sync: ReplicaSync, urls: Sequence[str]
 
 
 async def _connected(sync: ReplicaSync) -> None:
-    deadline = time.monotonic() + CONNECT_S
-    while time.monotonic() < deadline and any(
-        peer.state != "connected" for peer in sync.peer_states()
-    ):
-        await asyncio.sleep(0.02)
+    for _ in range(_LOOKS):
+        if all(peer.state == "connected" for peer in sync.peer_states()):
+            break
+        await asyncio.sleep(CONNECT_S / _LOOKS)
     await asyncio.sleep(SETTLE_S)
 
 

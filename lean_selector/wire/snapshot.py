@@ -1,7 +1,7 @@
 """The text of GET /replica_sync/snapshot: the live reservations of a replica, one per line.
 
-It is JSON as a whole, and each reservation stands on a line of its own, so that a reader can take it
-apart without parsing all of it at once. Ages instead of times: replicas share no clock.
+It is JSON as a whole, and each reservation stands on a line of its own, so that a reader can take
+it apart without parsing all of it at once. Ages instead of times: replicas share no clock.
 """
 
 from collections.abc import Callable, Iterable, Iterator
