@@ -19,8 +19,6 @@ import pytest
 from lean_selector.publisher import KvEventPublisher
 from tests.running_service import RunningService, free_port, wait_until
 
-pytestmark = pytest.mark.reference
-
 BLOCK_SIZE = 4
 MODEL, TENANT = "org/m", "t"
 RANKS = [(1, 0), (1, 1), (2, 0)]
@@ -315,6 +313,7 @@ def python(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.reference
 @pytest.mark.parametrize(
     ("module", "flag"),
     [
@@ -331,6 +330,7 @@ def test_the_reference_recovers_what_we_dump(
         assert_same_answers(told, peer, engines.prompts())
 
 
+@pytest.mark.reference
 @pytest.mark.parametrize("module", ["select_service", "indexer"])
 def test_we_recover_what_the_reference_dumps(python: Path, module: str, engines: Engines) -> None:
     with reference(python, module) as peer:
