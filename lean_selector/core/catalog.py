@@ -362,13 +362,27 @@ class Catalog:
             except ValueError as error:
                 return {}, f"invalid kv_events endpoint for {where}: {error}"
             try:
-                replay = spec.replay_endpoints.get(dp_rank)
-                if replay is None and spec.replay_endpoint is not None:
-                    check_endpoint(spec.replay_endpoint)
-                    replay = replay_endpoint_for(spec.replay_endpoint, dp_rank - spec.ranks.start)
-                elif replay is not None:
-                    check_endpoint(replay)
+                sources[dp_rank] = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
             except ValueError as error:
                 return {}, f"invalid replay endpoint for {where}: {error}"
-            sources[dp_rank] = Source(endpoint, replay)
         return sources, None
+
+
+def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
+    """Where a rank's history is asked for: its own endpoint, or the port of its offset (vLLM).
+
+    None where that port cannot exist, for the reference takes such a worker, too. Raises ValueError
+    for an endpoint that is none.
+    """
+    own = spec.replay_endpoints.get(dp_rank)
+    endpoint = spec.replay_endpoint if own is None else own
+    if endpoint is None:
+        return None
+    check_endpoint(endpoint)
+    offset = dp_rank - spec.ranks.start
+    if own is not None or offset < 0:
+        return own
+    try:
+        return replay_endpoint_for(endpoint, offset)
+    except ValueError:
+        return None
