@@ -1,7 +1,7 @@
 """What is asked of the scheduler, and what it answers: the records between handlers and core."""
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from lean_selector.core.kv_index import Matched
 from lean_selector.core.prompt import Prompt
@@ -30,6 +30,16 @@ class SelectionRequest(msgspec.Struct, gc=False):
     priority_jump: float = 0.0
     strict_priority: int = 0
     matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
+    explains: bool = False
+
+    def explain(self) -> None:
+        """Asks for the figures behind the choice.
+
+        With terms of its own the request goes the way that looks at every rank; the other way has
+        nothing to explain, and so need not ask whether it should.
+        """
+        self.explains = True
+        self.terms = msgspec.structs.replace(self.terms)
 
     def takes_any_rank(self) -> bool:
         """True when nothing but load decides which ranks it may go to."""
@@ -46,6 +56,37 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
     disk: int
 
 
+class RankExplanation(msgspec.Struct, frozen=True, gc=False):
+    """One rank. Blocks per tier are those found there and on no faster one; credit in blocks."""
+
+    worker_id: int
+    dp_rank: int
+    filtered: str | None  # busy, taint, not_allowed or not_pinned; None: a candidate
+    device_blocks: int
+    host_pinned_blocks: int
+    disk_blocks: int
+    active_prefill_tokens: int
+    potential_prefill_tokens: int
+    active_decode_blocks: int
+    potential_decode_blocks: int
+    credit_blocks: float
+    credit_decay: float
+    taint_factor: float
+    cost: float | None  # None when filtered
+    probability: float  # of being drawn, among the candidates
+
+
+class Explanation(msgspec.Struct, frozen=True, gc=False):
+    """`drawn`: only_candidate, lowest_cost, uniform_tie or softmax."""
+
+    drawn: str
+    tied_ranks: int  # candidates at the lowest cost
+    temperature: float
+    isl_tokens: int
+    new_blocks: int
+    ranks: list[RankExplanation]  # sorted by worker and rank
+
+
 class Placement(msgspec.Struct, frozen=True, gc=False):
     """A rank chosen for a prompt."""
 
@@ -55,6 +96,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     block_size: int
     overlap: Overlap
     effective_prefill_tokens: int
+    explain: Explanation | UnsetType = UNSET
 
 
 class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
@@ -131,3 +173,4 @@ class Selection(msgspec.Struct, frozen=True, gc=False):
     block_size: int
     overlap: Overlap
     effective_prefill_tokens: int
+    explain: Explanation | UnsetType = UNSET

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import msgspec
+
 from lean_selector.core.busy import OFF, BusyThreshold, BusyThresholds
 from lean_selector.core.catalog import Catalog, PartitionKey, SourceSink, Worker, WorkerSpec
 from lean_selector.core.errors import (
@@ -22,6 +24,7 @@ from lean_selector.core.errors import (
     Unavailable,
     rank_text,
 )
+from lean_selector.core.explain import explained
 from lean_selector.core.kv_index import KvIndex
 from lean_selector.core.parking import Parked
 from lean_selector.core.partition import Partition
@@ -253,8 +256,11 @@ class Selector:
         matches: Matches,
         now: float,
     ) -> Placement:
-        chosen = place(partition, request, ranks, matches, now, self._rng)
-        return self._taken(partition, request, chosen, now)
+        load, placement = place(partition, request, ranks, matches, now, self._rng)
+        if request.explains:
+            why = explained(partition, request, ranks, matches, now)
+            placement = msgspec.structs.replace(placement, explain=why)
+        return self._taken(partition, request, (load, placement), now)
 
     def _taken(
         self,

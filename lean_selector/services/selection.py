@@ -229,6 +229,8 @@ class SelectionService(ReplicaHandlers):
             prompt, self._default_terms if override is None else self._terms(override)
         )
         request.expected_output_tokens = body.expected_output_tokens
+        if body.explain:
+            request.explain()
         if body.pinned_worker is not None:
             request.pinned = body.pinned_worker.pinned()
         if body.allowed_worker_ids is not None:
@@ -323,4 +325,5 @@ def _selection(
         placement.block_size,
         placement.overlap,
         placement.effective_prefill_tokens,
+        placement.explain,
     )

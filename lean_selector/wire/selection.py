@@ -127,6 +127,7 @@ class SelectRequest(PromptFields, kw_only=True):
     """POST /select."""
 
     selection_id: str | None = None
+    explain: bool | None = None  # the figures behind the choice, in the answer
     router_config_override: RouterOverride | None = None
     expected_output_tokens: U32 | None = None
     priority_jump: float | None = None
