@@ -14,7 +14,7 @@ import msgspec
 import zmq.asyncio
 
 from lean_selector.config import ReplicaConfig
-from lean_selector.core.catch_up import CatchUp, LiveBooking, live_booking
+from lean_selector.core.catch_up import CatchUp, Fate, LiveBooking, live_booking
 from lean_selector.core.replication import (
     EventKind,
     ReplicaApplier,
@@ -57,6 +57,7 @@ class PlaneState(msgspec.Struct, frozen=True, omit_defaults=True):
     received: int = 0
     applied: dict[str, int] = {}  # by kind of event
     dropped: dict[str, int] = {}  # by reason
+    catch_up: dict[str, int] | None = None  # how many reservations met which fate
 
 
 class ReplicaPlane:
@@ -79,7 +80,8 @@ class ReplicaPlane:
         self._targets = targets
         self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
         self._catch_up_urls = config.catch_up
-        self._catch_up: CatchUp | None = None
+        self._catch_up: CatchUp | None = None  # until it has ended
+        self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
         self._catching_up: asyncio.Task[None] | None = None
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
@@ -103,6 +105,7 @@ class ReplicaPlane:
             self._catch_up = CatchUp(
                 self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
             )
+            self._fates = self._catch_up.fates
             self._catching_up = asyncio.create_task(self._run_catch_up(self._catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
@@ -175,4 +178,5 @@ class ReplicaPlane:
             self.sync.received,
             {name: counts[kind][Verdict.APPLIED] for kind, name in _KIND_NAMES.items()},
             dropped,
+            None if self._fates is None else {fate.name.lower(): n for fate, n in self._fates()},
         )

@@ -5,7 +5,7 @@ bookings that have not arrived yet. Beyond the reference (decision D22); slot_tr
 number 7. Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 import msgspec
@@ -61,7 +61,7 @@ class CatchUp:
     """One catch-up, from the start of a replica until `ends_at`. Books, and publishes nothing.
 
     Every event heard or published meanwhile must be shown to `note`, after it was applied.
-    `counts[fate]` is how many bookings met a fate; one that waited is counted twice.
+    `counts[fate]` is how many bookings met a fate; one that waited met two.
     """
 
     def __init__(
@@ -81,9 +81,11 @@ class CatchUp:
         # Until the snapshot is in: ends and prefill completions heard, the oldest first.
         self._noted: dict[tuple[_Id, int, int], EventKind] | None = {}
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def fates(self) -> Iterator[tuple[Fate, int]]:
+        """How many bookings met each fate that any met; WAITING are those that wait now."""
+        counts = [*self.counts]
+        counts[Fate.WAITING] = len(self._waiting)
+        return ((fate, counts[fate]) for fate in Fate if counts[fate])
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
         """An event of a peer, with what became of it, or (None) one of ours."""

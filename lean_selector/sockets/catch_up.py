@@ -94,5 +94,5 @@ async def _take(catch_up: CatchUp, url: str, lines: list[bytes]) -> None:
         if time.monotonic() >= slice_ends:
             await asyncio.sleep(0)
             slice_ends = time.monotonic() + SLICE_S
-    counts = {fate.name.lower(): catch_up.counts[fate] for fate in Fate if catch_up.counts[fate]}
+    counts = {fate.name.lower(): count for fate, count in catch_up.fates()}
     log.info("catch-up: %d reservations from %s: %s", len(lines), url, counts)

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from lean_selector.core.errors import BadRequest
+from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication import ReplicaEvent, Verdict
 from lean_selector.sockets.endpoints import check_endpoint
 from lean_selector.wire.replica import TOPIC, UndecodableFrames, decode_frames, encode_event
@@ -36,6 +36,8 @@ log = logging.getLogger("lean_selector.replica")
 # 100 000 before it. All peers' queues share a message's bytes, and the heartbeat cuts off a peer
 # that is stuck altogether after 15-20 s.
 HIGH_WATER_MARK = 100_000
+# Replicas of one service are a handful; each peer may queue HIGH_WATER_MARK events here.
+MAX_PEERS = 256
 # Inbound work per turn of the loop, as the reference's batches: HTTP waits a millisecond at most.
 MAX_EVENTS_PER_TURN = 256
 MAX_TURN_S = 0.001
@@ -141,7 +143,7 @@ class ReplicaSync:
             for peer in peers:
                 try:
                     self.register_peer(peer)
-                except BadRequest as error:
+                except SelectorError as error:
                     raise ReplicaSyncError(
                         f"invalid replica peer endpoint `{peer}`: {error.message}"
                     ) from None
@@ -211,7 +213,7 @@ class ReplicaSync:
     # peers --------------------------------------------------------------------------------------
 
     def register_peer(self, endpoint: str) -> bool:
-        """Connect to a peer's PUB; False when it is a peer already. Raises BadRequest.
+        """Connect to a peer's PUB; False when it is a peer already. Raises BadRequest or Conflict.
 
         The connection is made in the background: events of the next few hundred milliseconds may
         be missed.
@@ -221,6 +223,8 @@ class ReplicaSync:
             raise BadRequest("peer endpoint matches this replica's advertised endpoint")
         if endpoint in self._peers:
             return False
+        if len(self._peers) >= MAX_PEERS:
+            raise Conflict(f"no more than {MAX_PEERS} replica peers")
         # Only for literal addresses: with it, libzmq looks names up as IPv6 first.
         self._sub.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
         try:
