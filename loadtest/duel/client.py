@@ -1,0 +1,161 @@
+"""The load client of the comparison, a program of its own: sends given requests, times the answers.
+
+Closed: each connection sends its next request when the last one is answered. Open (`--rate`): a
+request is due at its own time whatever happened to those before it, and its latency counts from
+then, so that a stalled service is charged for all whom it kept waiting (no coordinated omission).
+Plain sockets and select(2), whose time-outs are finer than those of an event loop.
+
+    client.py PORT REQUESTS LENGTHS --connections 32 [--rate 1000] [--count 5000]
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import select
+import socket
+import time
+from collections import deque
+from pathlib import Path
+
+_PR_SET_TIMERSLACK = 29
+_SEND_BUFFER = 1 << 20  # a request of 4 096 blocks is 170 KB, and must not wait for the reader
+_ANSWER_TIMEOUT_S = 30.0
+
+
+class Connection:
+    """One keep-alive connection with at most one request under way, due at `due` (seconds)."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self.due = 0.0
+        self._received = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, request: bytes, due: float) -> None:
+        self.due = due
+        self.socket.sendall(request)
+
+    def receive(self) -> int | None:
+        """Read what is there; the status once the answer is whole."""
+        piece = self.socket.recv(1 << 18)
+        if not piece:
+            raise SystemExit("the service closed a connection")
+        self._received += piece
+        head, gap, body = self._received.partition(b"\r\n\r\n")
+        if not gap:
+            return None
+        length = head.lower().partition(b"content-length:")[2].split(b"\r", 1)[0]
+        if len(body) < int(length or 0):
+            return None
+        self._received = b""
+        return int(head[9:12])
+
+
+class Run:
+    """Requests sent in order over some connections, and what came of them."""
+
+    def __init__(self, port: int, requests: list[bytes], count: int, connections: int) -> None:
+        self._requests = requests
+        self._count = count
+        self._connections = [Connection(port) for _ in range(connections)]
+        self.latencies_us: list[int] = []
+        self.late_us: list[int] = []  # how much later than due a request was sent
+        self.bad = 0  # answers that were not 2xx
+
+    def _send(self, connection: Connection, number: int, due: float) -> None:
+        connection.send(self._requests[number % len(self._requests)], due)
+
+    def _answered(self, connection: Connection) -> bool:
+        status = connection.receive()
+        if status is None:
+            return False
+        self.latencies_us.append(round((time.perf_counter() - connection.due) * 1e6))
+        self.bad += not 200 <= status < 300
+        return True
+
+    def closed(self) -> None:
+        poll, by_descriptor = select.epoll(), {c.fileno(): c for c in self._connections}
+        sent = 0
+        for connection in self._connections[: self._count]:
+            poll.register(connection, select.EPOLLIN)
+            self._send(connection, sent, time.perf_counter())
+            sent += 1
+        while len(self.latencies_us) < self._count:
+            events = poll.poll(_ANSWER_TIMEOUT_S)
+            if not events:
+                raise SystemExit(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s")
+            for descriptor, _ in events:
+                connection = by_descriptor[descriptor]
+                if self._answered(connection) and sent < self._count:
+                    self._send(connection, sent, time.perf_counter())
+                    sent += 1
+
+    def open(self, rate: float) -> None:
+        idle, busy = list(self._connections), list[Connection]()
+        started, sent = time.perf_counter() + 0.01, 0
+        waiting: deque[float] = deque()  # times of those that are due and found no connection
+        due_count = 0
+        while len(self.latencies_us) < self._count:
+            now = time.perf_counter()
+            while due_count < self._count and (due := started + due_count / rate) <= now:
+                waiting.append(due)
+                due_count += 1
+            while waiting and idle:
+                connection, due = idle.pop(), waiting.popleft()
+                self._send(connection, sent, due)
+                self.late_us.append(round((time.perf_counter() - due) * 1e6))
+                busy.append(connection)
+                sent += 1
+            last = due_count == self._count
+            next_s = _ANSWER_TIMEOUT_S if last else started + due_count / rate - time.perf_counter()
+            ready, _, _ = select.select(busy, [], [], max(0.0, next_s))
+            if last and not ready:
+                raise SystemExit(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s")
+            for connection in ready:
+                if self._answered(connection):
+                    busy.remove(connection)
+                    idle.append(connection)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("requests", type=Path)
+    parser.add_argument("lengths", type=Path)
+    parser.add_argument("--connections", type=int, required=True)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--count", type=int)
+    args = parser.parse_args()
+    data, at, requests = args.requests.read_bytes(), 0, []
+    for line in args.lengths.read_text().splitlines():
+        requests.append(data[at : at + int(line)])
+        at += int(line)
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    gc.disable()
+    run = Run(args.port, requests, args.count or len(requests), args.connections)
+    began = time.perf_counter()
+    if args.rate:
+        run.open(args.rate)
+    else:
+        run.closed()
+    seconds = time.perf_counter() - began
+    print(
+        json.dumps(
+            {
+                "requests": len(run.latencies_us),
+                "seconds": seconds,
+                "bad": run.bad,
+                "latencies_us": run.latencies_us,
+                "late_us": run.late_us,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

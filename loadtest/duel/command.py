@@ -1,0 +1,158 @@
+"""The command line of the comparison: options, the order of things, and the way out.
+
+Owns the limits of this process (descriptors) and what becomes of signals: every child is stopped.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from loadtest.duel import index_stages, report
+from loadtest.duel.accounting import machine
+from loadtest.duel.drawing import draw
+from loadtest.duel.load import LoadFailed
+from loadtest.duel.prompts import Prompts
+from loadtest.duel.results import Results
+from loadtest.duel.stages import Plan, StageRun, stages
+from loadtest.duel.targets import TargetError, ours, references
+
+TRACE_VARIABLE = "LEAN_SELECTOR_TRACE"
+DEFAULT_REFERENCE = "1.3.1"
+# 512 engines and three services: the listeners and the accepted connections are ours, and one of
+# the references opens ten descriptors per engine.
+DESCRIPTORS = 16_384
+QUICK = {
+    "rounds": 1,
+    "holdings": 4_000,
+    "many_holdings": 8_000,
+    "share": 0.004,
+    "most_workers": 16,
+    "open_seconds": 0.2,
+    "open_rounds": 1,
+    "churn_seconds": 0.3,
+    "index_rounds": 1,
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; exits with 2 when it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="versus.py", description="Measure this service beside the reference."
+    )
+    parser.add_argument(
+        "--cases", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny rounds: shows that it works")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=os.environ.get(TRACE_VARIABLE) or None,
+        help=f"Mooncake format, gzip or not; default: ${TRACE_VARIABLE}, else made up",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the CPU per request there")
+    parser.add_argument("--rounds", type=int, help="of the cases over HTTP; default: 5")
+    parser.add_argument(
+        "--reference",
+        action="append",
+        metavar="VERSION|COMMAND",
+        help=f"installed if need be, or a command line with {{port}}; default: {DEFAULT_REFERENCE}",
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    return parser.parse_args(argv)
+
+
+def measure(args: argparse.Namespace) -> tuple[Results, dict[str, str]]:
+    """Run everything that was asked for. Raises TargetError, LoadFailed, OSError, ValueError."""
+    others = [t for text in args.reference or [DEFAULT_REFERENCE] for t in references(text)]
+    results = Results(ours().name, [target.name for target in others])
+    plan = Plan([ours(), *others], args.trace, 5)
+    if args.quick:
+        plan = msgspec.structs.replace(plan, **QUICK)
+        results.note("--quick: tiny rounds, small fleets; the figures mean nothing")
+    if args.rounds:
+        plan = msgspec.structs.replace(plan, rounds=args.rounds)
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def wanted(name: str) -> bool:
+        return args.cases.search(name) is not None
+
+    by_size: dict[int, Prompts] = {}
+    for stage in stages(plan):
+        if any(map(wanted, stage.names())):
+            prompts = by_size.setdefault(stage.block_size, Prompts(plan.trace, stage.block_size))
+            StageRun(stage, plan, prompts, results, say).run(wanted)
+    if any(map(wanted, index_stages.NAMES)):
+        prompts = by_size.setdefault(16, Prompts(plan.trace, 16))
+        index_stages.run(plan, prompts, results, wanted, say)
+    results.note("no body was sent twice to one process, unless a line here says so")
+    return results, _about(args, plan, time.monotonic() - started)
+
+
+def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, str]:
+    client = "wrk" if shutil.which("wrk") else "our own client (wrk is not installed)"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "targets": ", ".join(target.name for target in plan.targets),
+        "trace": args.trace.name if args.trace else "made up, in the shape of a chat trace",
+        "closed load": client,
+        "rounds": f"{plan.rounds}, medians; the targets take turns within each",
+        "took": f"{seconds:.0f} s",
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when all was measured, whatever the figures are; 1 with a line when something failed."""
+    args = parse(argv)
+    if args.list:
+        names = [name for stage in stages(Plan([], None, 1)) for name in stage.names()]
+        print("\n".join([*names, *index_stages.NAMES]))
+        return 0
+
+    def end(signal_number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)  # the way out passes every `finally`, as Ctrl-C does
+    _raise_descriptors()
+    try:
+        results, about = measure(args)
+    except (TargetError, LoadFailed, OSError, ValueError) as error:
+        print(f"versus: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("versus: interrupted", file=sys.stderr)
+        return 1
+    print(report.lines(results, about, markdown=False))
+    if args.json:
+        args.json.write_bytes(report.as_json(results, about))
+    if args.markdown:
+        args.markdown.write_text(report.lines(results, about, markdown=True) + "\n")
+    if args.svg:
+        args.svg.write_text(draw(results, f"{about['date']}, {about['machine']}"))
+    return 0
+
+
+def _raise_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,267 @@
+"""Engines that only publish: real PUB sockets, caches that fill and evict, vLLM's layout.
+
+Owns which blocks each engine holds and the messages that tell it. Prompts go to the engines in
+turn; evictions are the cache's own. Does not decide when messages are sent, but for `paced`.
+"""
+
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from lean_selector.demo.block_cache import BlockCache
+from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
+from loadtest.duel.targets import Service, TargetError
+from loadtest.replay_trace import prompt_tokens
+
+EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
+_SETTLE_TIMEOUT_S = 120.0
+_POLL_S = 0.02  # 50 polls a second of some 30 us each: below the noise of what is measured
+_MARKER_TOKENS = 1 << 31  # above every token of the trace
+_PACE_S = 0.002
+# Above what 384 reservations of the trace need: the reference parks requests while every rank has
+# 16 times this much prefill (its default), ours never does by default. Neither shall.
+_BATCHED_TOKENS = 1_000_000
+
+
+# vLLM's own structs (vllm/distributed/kv_events.py): arrays, the tag first, defaults left out.
+class _BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = "GPU"
+
+
+class _BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[int]
+    medium: str | None = "GPU"
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: Sequence[_BlockStored | _BlockRemoved]
+    data_parallel_rank: int = 0
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One batch of one engine, encoded; the blocks it stores and removes."""
+
+    engine: int
+    payload: bytes
+    stored: int
+    removed: int
+
+
+class _Row(msgspec.Struct):
+    device_blocks: int
+
+
+class _Scores(msgspec.Struct):
+    workers: list[_Row]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_scores = msgspec.json.Decoder(_Scores).decode
+
+
+class Engines:
+    """Engines 1 to `count`, each with a cache of `capacity` blocks and a socket."""
+
+    def __init__(self, prompts: Prompts, count: int, capacity: int) -> None:
+        self._prompts = prompts
+        self.count = count
+        self._capacity = capacity
+        self._caches = [BlockCache(capacity) for _ in range(count)]
+        self.used = 0  # prompts placed so far, of the trace in its order
+        self._markers = 0
+        self._sequence = [0] * count
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, count + 16)
+        self._sockets = [self._context.socket(zmq.PUB) for _ in range(count)]
+        for socket in self._sockets:
+            socket.set_hwm(0)  # what one of several slow readers has not read yet is never dropped
+            socket.linger = 0
+            socket.bind("tcp://127.0.0.1:*")
+
+    @property
+    def holdings(self) -> int:
+        """Blocks held, each engine's counted."""
+        return sum(map(len, self._caches))
+
+    def register(self, service: Service) -> None:
+        """Make every engine a worker of a service, and wait until none of its events is missed.
+
+        Raises TargetError when a worker is not schedulable or not heard.
+        """
+        for engine, socket in enumerate(self._sockets):
+            record = service.call(
+                "POST",
+                "/workers",
+                {
+                    "worker_id": engine + 1,
+                    "model_name": MODEL_NAME,
+                    "endpoint": f"http://127.0.0.1:{9_000 + engine}",  # named, never contacted
+                    "block_size": self._prompts.block_size,
+                    "max_num_batched_tokens": _BATCHED_TOKENS,
+                    "total_kv_blocks": self._capacity,
+                    "kv_events_endpoints": {"0": socket.get_string(zmq.LAST_ENDPOINT)},
+                },
+            )
+            if b'"schedulable"' not in record:
+                raise TargetError(f"{service.target.name}: {record.decode()[:300]}")
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while not self._heard(service, self.mark()):
+            if time.monotonic() > deadline:
+                raise TargetError(f"{service.target.name}: not all engines are heard")
+            time.sleep(5 * _POLL_S)
+
+    # -- what the engines do -------------------------------------------------------------------
+
+    def place(self) -> list[Message]:
+        """The next prompt of the trace goes to the next engine: the messages that this makes."""
+        engine, prompt = self.used % self.count, self._prompts.at(self.used)
+        self.used += 1
+        names = self._names(engine, prompt)
+        cache = self._caches[engine]
+        placed = cache.hold(names)
+        cache.release(names[: placed.hit + placed.stored])
+        size = self._prompts.block_size
+        tokens = prompt_tokens(prompt.line) if placed.stored else []
+        messages = list(self._removals(engine, placed.evicted, 1))
+        end = placed.hit + placed.stored
+        for at in range(placed.hit, end, EVENT_BLOCKS):
+            to = min(at + EVENT_BLOCKS, end)
+            parent = names[at - 1] if at else None
+            stored = _BlockStored(names[at:to], parent, tokens[at * size : to * size], size)
+            messages.append(Message(engine, _encode(_Batch(0.0, [stored])), to - at, 0))
+        return messages
+
+    def fill(self, holdings: int) -> Iterator[Message]:
+        """Place prompts until this much is held; less than the caches' capacity."""
+        assert holdings < self.count * self._capacity, "the caches never hold this much"
+        while self.holdings < holdings:
+            yield from self.place()
+
+    def churn(self, blocks: int) -> list[Message]:
+        """Place prompts until this many blocks were stored; full caches evict as many."""
+        messages = list[Message]()
+        stored = 0
+        while stored < blocks:
+            placed = self.place()
+            messages += placed
+            stored += sum(message.stored for message in placed)
+        return messages
+
+    def empty(self, engines: Iterable[int], blocks_per_event: int) -> Iterator[Message]:
+        """These engines remove all that they hold, least recently used first. Call it last."""
+        for engine in engines:
+            cache = self._caches[engine]
+            evicted = cache.hold(range(self._capacity)).evicted  # makes room for something else
+            yield from self._removals(engine, evicted, blocks_per_event)
+
+    def _names(self, engine: int, prompt: Prompt) -> list[int]:
+        """The engine's own hashes of a prompt's blocks."""
+        own = (engine + 1) * 0x9E3779B97F4A7C15 & (2**63 - 1)
+        return [name ^ own for name in struct.unpack(f"<{prompt.blocks}Q", prompt.sequence)]
+
+    def _removals(
+        self, engine: int, names: Sequence[int], blocks_per_event: int
+    ) -> Iterator[Message]:
+        """As vLLM tells it: an event per block, those of one step in one batch."""
+        for at in range(0, len(names), EVENT_BLOCKS):
+            part = names[at : at + EVENT_BLOCKS]
+            events = [
+                _BlockRemoved(list(part[i : i + blocks_per_event]))
+                for i in range(0, len(part), blocks_per_event)
+            ]
+            yield Message(engine, _encode(_Batch(0.0, events)), 0, len(part))
+
+    # -- how it is told ------------------------------------------------------------------------
+
+    def send(self, messages: Iterable[Message]) -> int:
+        """Send at full speed; the blocks stored and removed."""
+        blocks = 0
+        for message in messages:
+            self._send(message.engine, message.payload)
+            blocks += message.stored + message.removed
+        return blocks
+
+    def _send(self, engine: int, payload: bytes) -> None:
+        number = self._sequence[engine]
+        self._sockets[engine].send_multipart([b"", number.to_bytes(8, "big"), payload])
+        self._sequence[engine] = number + 1
+
+    def mark(self) -> list[int]:
+        """Every engine stores one block that is new: its tokens, for `settle`."""
+        self._markers += 1
+        size = self._prompts.block_size
+        tokens = [_MARKER_TOKENS + self._markers] * size
+        for engine in range(self.count):
+            stored = _BlockStored([(1 << 62) + self._markers], None, tokens, size)
+            self._send(engine, _encode(_Batch(0.0, [stored])))
+        return tokens
+
+    def _heard(self, service: Service, tokens: list[int]) -> bool:
+        body = {"model_name": MODEL_NAME, "token_ids": tokens}
+        rows = _decode_scores(service.call("POST", "/overlap_scores", body)).workers
+        return sum(row.device_blocks > 0 for row in rows) == self.count
+
+    def settle(self, *services: Service) -> None:
+        """Return when the services have applied all that was sent. Raises TargetError.
+
+        Events of an engine are applied in order, so a block that is told last is enough to ask for.
+        """
+        tokens = self.mark()
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        for service in services:
+            while not self._heard(service, tokens):
+                if time.monotonic() > deadline:
+                    raise TargetError(f"{service.target.name}: events are not applied")
+                time.sleep(_POLL_S)
+
+    @contextmanager
+    def paced(self, messages: Sequence[Message], blocks_per_s: float) -> Iterator[None]:
+        """Send this many stored blocks a second meanwhile; at the end at once what is left."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._send_paced, args=(messages, blocks_per_s, stop))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            # What was not sent belongs to caches that have it already: the index must have it too.
+
+    def _send_paced(
+        self, messages: Sequence[Message], blocks_per_s: float, stop: threading.Event
+    ) -> None:
+        started, stored = time.monotonic(), 0
+        for at, message in enumerate(messages):
+            while stored > (time.monotonic() - started) * blocks_per_s:
+                if stop.wait(_PACE_S):
+                    self.send(messages[at:])
+                    return
+            self._send(message.engine, message.payload)
+            stored += message.stored
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

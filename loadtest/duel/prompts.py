@@ -1,0 +1,169 @@
+"""Prompts and the requests made of them: from a Mooncake-format trace, or of a chosen length.
+
+Owns the order in which prompts are used (the trace's) and the count of those used twice. Hash
+lists are those of "Block Hashing", so that what the engines announce and what is asked agree.
+Every body is a function of the trace and a number: two runs send the same bytes.
+"""
+
+import gzip
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from lean_selector.core.hashing import sequence_hashes_bytes
+from lean_selector.demo.request import make_request
+from loadtest.replay_trace import TRACE_BLOCK_TOKENS, TraceLine, prompt_tokens
+
+MODEL_NAME = "versus"
+SYNTHETIC_REQUESTS = 12_000  # about as many as the published conversation trace has
+_HEAD = "{} {} HTTP/1.1\r\nhost: versus\r\ncontent-type: {}\r\ncontent-length: {}\r\n\r\n"
+
+encode_json = msgspec.json.Encoder().encode
+encode_msgpack = msgspec.msgpack.Encoder().encode
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt as hashes, 8 bytes per full block, little-endian; tokens only on demand."""
+
+    line: TraceLine
+    isl_tokens: int
+    local: bytes
+    sequence: bytes
+
+    @property
+    def blocks(self) -> int:
+        return len(self.local) // 8
+
+
+def synthetic_lines() -> Iterator[TraceLine]:
+    """Conversations over one system prompt, long as those of the published trace, seeded."""
+    rng = random.Random("versus")
+    fresh = 1
+    talks: list[list[int]] = []
+    for number in range(SYNTHETIC_REQUESTS):
+        goes_on = talks and rng.random() < 0.5
+        talk = talks.pop(rng.randrange(len(talks))) if goes_on else [0]  # 0: the system prompt
+        grown = rng.randint(1, 24)
+        talk = talk + list(range(fresh, fresh + grown))
+        fresh += grown
+        if len(talk) < 120:
+            talks.append(talk)
+        yield TraceLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
+
+
+def trace_lines(path: Path | None) -> Iterator[TraceLine]:
+    """Lines of the trace, gzip or not; made up without a path. Raises OSError, ValueError."""
+    if path is None:
+        yield from synthetic_lines()
+        return
+    with path.open("rb") as probe:
+        packed = probe.read(2) == b"\x1f\x8b"
+    decode = msgspec.json.Decoder(TraceLine).decode
+    with gzip.open(path) if packed else path.open("rb") as lines:
+        yield from (decode(line) for line in lines)
+
+
+class Prompts:
+    """The prompts of a trace in its order, hashed when first needed and kept (13 KB each)."""
+
+    def __init__(self, path: Path | None, block_size: int) -> None:
+        self.block_size = block_size
+        self._lines = trace_lines(path)
+        self._known: list[Prompt] = []
+        self._ended = False
+
+    def at(self, index: int) -> Prompt:
+        """Prompt number `index`; after the last one the first again."""
+        while not self._ended and index >= len(self._known):
+            line = next(self._lines, None)
+            if line is None:
+                self._ended = True
+            else:
+                self._known.append(self._prompt(line))
+        return self._known[index % len(self._known)]
+
+    def repeats(self, used: int) -> int:
+        """How many of the first `used` prompts were used before."""
+        return max(0, used - len(self._known)) if self._ended else 0
+
+    def _prompt(self, line: TraceLine) -> Prompt:
+        tokens = prompt_tokens(line)
+        request = make_request("", tokens, len(tokens), 0, self.block_size)
+        layout = f"<{len(request.block_hashes)}q"
+        return Prompt(
+            line,
+            len(tokens),
+            struct.pack(layout, *request.block_hashes),
+            struct.pack(layout, *request.sequence_hashes),
+        )
+
+    def cut(self, number: int, blocks: int, known: int) -> Prompt:
+        """A prompt of exactly `blocks` blocks, different for every number.
+
+        Every second one begins as one of the first `known` prompts of the trace, which engines
+        hold, for up to half of its length; the rest, and all of the others, is new.
+        """
+        fresh = random.Random(f"{number}/{blocks}").randbytes(8 * blocks)
+        held = self.at(number // 2 % known).local[: blocks // 2 * 8] if number % 2 else b""
+        local = held + fresh[len(held) :]
+        line = TraceLine(0.0, blocks * self.block_size, 0, [])
+        return Prompt(line, blocks * self.block_size, local, sequence_hashes_bytes(local))
+
+
+def _hashes(data: bytes) -> Sequence[int]:
+    return struct.unpack(f"<{len(data) // 8}q", data)
+
+
+def http(method: str, path: str, body: bytes = b"", content: str = "application/json") -> bytes:
+    """A whole request as it goes over the wire."""
+    return _HEAD.format(method, path, content, len(body)).encode() + body
+
+
+def fields(prompt: Prompt) -> dict[str, object]:
+    """A prompt as the fields of a body."""
+    return {
+        "model_name": MODEL_NAME,
+        "block_hashes": _hashes(prompt.local),
+        "sequence_hashes": _hashes(prompt.sequence),
+        "isl_tokens": prompt.isl_tokens,
+    }
+
+
+def select_request(prompt: Prompt) -> bytes:
+    return http("POST", "/select", encode_json(fields(prompt)))
+
+
+def msgpack_select_request(prompt: Prompt) -> bytes:
+    """The same fields in MessagePack, hash lists as `bin`, the answer in MessagePack too."""
+    body = encode_msgpack(
+        {
+            "model_name": MODEL_NAME,
+            "block_hashes": prompt.local,
+            "sequence_hashes": prompt.sequence,
+            "isl_tokens": prompt.isl_tokens,
+        }
+    )
+    head, _, rest = http("POST", "/select", body, "application/msgpack").partition(b"\r\n")
+    return head + b"\r\naccept: application/msgpack\r\n" + rest
+
+
+# A request waits its turn by this many others, more than there are connections: its predecessor is
+# then answered before it is sent. Also how much is active at once, 24 requests on each of 16 ranks.
+PREFILL_LAG, FREE_LAG = 96, 384
+
+
+def lifecycle_requests(prompts: Sequence[Prompt], prefix: str) -> list[bytes]:
+    """select_and_reserve, prefill_complete and DELETE of every prompt, as much later as above."""
+    count, requests = len(prompts), []
+    for step in range(count + FREE_LAG):
+        if step < count:
+            body = {"reservation_id": f"{prefix}-{step}", **fields(prompts[step])}
+            requests.append(http("POST", "/select_and_reserve", encode_json(body)))
+        if 0 <= (at := step - PREFILL_LAG) < count:
+            requests.append(http("POST", f"/reservations/{prefix}-{at}/prefill_complete"))
+        if (at := step - FREE_LAG) >= 0:
+            requests.append(http("DELETE", f"/reservations/{prefix}-{at}"))
+    return requests

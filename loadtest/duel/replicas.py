@@ -1,0 +1,111 @@
+"""A service, and where a case wants it a second of its kind with replica sync between them.
+
+Owns how the two are linked and how one tells that they are. Without a peer it is the service alone.
+"""
+
+import time
+from collections.abc import Collection
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from lean_selector.demo.service_process import check_port
+from loadtest.duel.prompts import MODEL_NAME
+from loadtest.duel.targets import Service, Target, TargetError
+
+_LINK_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+
+
+class _Load(msgspec.Struct):
+    active_requests: int
+
+
+class _Partition(msgspec.Struct):
+    loads: list[_Load]
+
+
+_decode_loads = msgspec.json.Decoder(list[_Partition]).decode
+
+
+class Pair:
+    """`main` gets the load; `peer` only hears of it."""
+
+    def __init__(self, target: Target, replicated: bool, cpus: Collection[int]) -> None:
+        """Start one or both. Raises TargetError."""
+        self.peer: Service | None = None
+        if not replicated:
+            self.main = Service(target, cpus=cpus)
+            return
+        here, there = check_port(0), check_port(0)
+        self.main = Service(target, _flags(here, there), cpus)
+        try:
+            self.peer = Service(target, _flags(there, here), cpus)
+        except BaseException:
+            self.main.stop()
+            raise
+
+    @property
+    def services(self) -> list[Service]:
+        return [self.main] if self.peer is None else [self.main, self.peer]
+
+    def peer_cpu_ns(self) -> int:
+        return 0 if self.peer is None else self.peer.cpu_ns()
+
+    def wait_until_linked(self) -> None:
+        """Return when the peer hears of reservations; they are freed again. Raises TargetError."""
+        if self.peer is None:
+            return
+        deadline, number = time.monotonic() + _LINK_TIMEOUT_S, 0
+        while not self._active():
+            if time.monotonic() > deadline:
+                raise TargetError(f"{self.main.target.name}: the replicas do not hear each other")
+            self.main.call(
+                "POST",
+                "/reservations",
+                {
+                    "model_name": MODEL_NAME,
+                    "reservation_id": f"link-{number}",
+                    "worker_id": 1,
+                    "dp_rank": 0,
+                    "isl_tokens": 0,
+                    "sequence_hashes": [],
+                    "block_hashes": [],
+                },
+            )
+            number += 1
+            time.sleep(_POLL_S)
+        for at in range(number):
+            self.main.call("DELETE", f"/reservations/link-{at}")
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Return when the peer knows of no active request. Raises TargetError."""
+        deadline = time.monotonic() + _LINK_TIMEOUT_S
+        while self._active():
+            if time.monotonic() > deadline:
+                raise TargetError(f"{self.main.target.name}: the peer missed that requests ended")
+            time.sleep(_POLL_S)
+
+    def _active(self) -> int:
+        assert self.peer is not None
+        parts = _decode_loads(self.peer.call("GET", "/loads"))
+        return sum(row.active_requests for part in parts for row in part.loads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for service in self.services:
+            service.stop()
+
+
+def _flags(port: int, peer_port: int) -> list[str]:
+    peer = f"tcp://127.0.0.1:{peer_port}"
+    return ["--replica-sync-port", str(port), "--replica-sync-peers", peer]

@@ -1,0 +1,269 @@
+"""Cases over HTTP: which requests, how many, against which fleet; and how a round is measured.
+
+A stage is a set of fresh processes, one per target, that hear the same engines and so hold the same
+index; its cases run on them in rounds, the targets taking turns, each given the same requests. Does
+not know how figures are shown; the index's own costs are in `index_stages`.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from loadtest.duel.engines import Engines
+from loadtest.duel.load import RequestFile, closed_load, open_load
+from loadtest.duel.prompts import (
+    Prompt,
+    Prompts,
+    lifecycle_requests,
+    msgpack_select_request,
+    select_request,
+)
+from loadtest.duel.replicas import Pair
+from loadtest.duel.results import Results, latencies
+from loadtest.duel.targets import Service, Target
+
+IDLE_S = 0.5
+OPEN_RATE = 1_000.0  # selections a second
+EVENTS_PER_S = 20_000.0  # blocks stored a second; about as many are evicted meanwhile
+_SPARE = 1.05  # of the caches, so that round-robin fills them without evicting much
+_CLOSED_S = 300e-6  # of closed load per request, at most, for as long as events must last
+_LEAST_PROMPTS = (
+    64  # twice the connections: a reservation is answered before its completion is sent
+)
+_LEAST_CAPACITY = 8_192  # blocks; the longest prompts of the trace have 7 900 of 16 tokens
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much of everything: the default, or tiny for --quick."""
+
+    targets: list[Target]
+    trace: Path | None
+    rounds: int
+    holdings: int = 500_000  # block-holdings in the index
+    many_holdings: int = 1_000_000
+    share: float = 1.0  # of the requests of a round
+    most_workers: int = 512
+    open_seconds: float = 3.5  # of each round; times 1 000 a second: 10 500 requests in 3 rounds
+    open_rounds: int = 3
+    churn_seconds: float = 6.0
+    index_rounds: int = 3
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One row of the tables.
+
+    blocks: length of the prompts, None for the trace's own. prompts: how many in a round.
+    events: the engines store EVENTS_PER_S meanwhile. rate: requests a second, None for closed load.
+    """
+
+    name: str
+    kind: str  # select, lifecycle, msgpack
+    blocks: int | None
+    prompts: int
+    events: bool = False
+    rate: float | None = None
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """Cases that share their processes.
+
+    one_core: every service runs on one and the same CPU, the client on the others. replicas: every
+    service has a second of its kind as its peer. process: a row says what the processes take.
+    """
+
+    workers: int
+    cases: list[Case]
+    block_size: int = 16
+    one_core: bool = False
+    replicas: bool = False
+    process: bool = False
+
+    @property
+    def process_case(self) -> str:
+        return f"process, {self.workers} workers"
+
+    def names(self) -> list[str]:
+        """Of everything that a run of this stage can tell."""
+        return [case.name for case in self.cases] + [self.process_case] * self.process
+
+
+def stages(plan: Plan) -> list[Stage]:
+    """All stages over HTTP. The requests of a round are a tenth of a second of work or more."""
+
+    def select(blocks: int | None, workers: int, prompts: int, size: int = 16) -> Case:
+        what = f"{blocks} blocks" if blocks else f"trace prompts at {size}"
+        return Case(f"select, {what}, {workers} workers", "select", blocks, prompts)
+
+    traced = "trace prompts at 16"
+    # The trace has 12 031 requests; the index takes the first 600 or so, and no case may use one
+    # twice: prompts x rounds of a stage stay below 11 400, at 5 rounds (3 under open load).
+    short = [select(8, 16, 20_000), select(64, 16, 10_000), select(512, 16, 2_000)]
+    long = [select(4_096, 16, 300), select(None, 16, 2_000)]
+    mixed = [
+        Case("lifecycle, 8 blocks, 16 workers", "lifecycle", 8, 8_000),
+        Case(f"lifecycle, {traced}, 16 workers", "lifecycle", None, 900),
+        Case(f"select while ingesting, {traced}, 16 workers", "select", None, 900, events=True),
+        Case(f"select as msgpack, {traced}, 16 workers", "msgpack", None, 400),
+    ]
+    fixed_name = f"select at a fixed rate while ingesting, {traced}, 16 workers"
+    open_prompts = round(OPEN_RATE * plan.open_seconds)
+    fixed = Case(fixed_name, "select", None, open_prompts, events=True, rate=OPEN_RATE)
+    one_core = Case("select on one core, 8 blocks, 16 workers", "select", 8, 20_000)
+    synced = Case(f"lifecycle with a replica, {traced}, 16 workers", "lifecycle", None, 900)
+    return [
+        Stage(16, [*short, *long], process=True),
+        Stage(16, mixed),
+        Stage(16, [fixed]),
+        Stage(16, [select(None, 16, 2_000, 64)], block_size=64),
+        Stage(16, [one_core], one_core=True),
+        Stage(16, [synced], replicas=True),
+        Stage(1, [select(8, 1, 20_000), select(None, 1, 1_000)]),
+        Stage(128, [select(8, 128, 20_000), select(None, 128, 1_000)]),
+        Stage(512, [select(8, 512, 10_000), select(None, 512, 1_000)], process=True),
+    ]
+
+
+class StageRun:
+    """One stage under way. Raises TargetError and LoadFailed."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        plan: Plan,
+        prompts: Prompts,
+        results: Results,
+        say: Callable[[str], None],
+    ) -> None:
+        self._stage, self._plan, self._prompts = stage, plan, prompts
+        self._results, self._say = results, say
+        self._workers = min(stage.workers, plan.most_workers)
+        self._known = 0  # prompts of the trace that engines hold
+        self._next_cut = 0  # number of the next prompt of a chosen length
+        self._next_traced = 0  # and of the next prompt of the trace
+        self._pooled: dict[tuple[str, str], list[int]] = {}
+        cpus = sorted(os.sched_getaffinity(0))
+        self._service_cpus: Collection[int] = cpus[-1:] if stage.one_core else ()
+        self._client_cpus: Collection[int] = cpus[:-1] if stage.one_core else ()
+
+    def run(self, wanted: Callable[[str], bool]) -> None:
+        """Start, fill, and run the cases whose names are wanted."""
+        stage, plan = self._stage, self._plan
+        cases = [case for case in stage.cases if wanted(case.name)]
+        capacity = max(_LEAST_CAPACITY, round(plan.holdings * _SPARE / self._workers))
+        with ExitStack() as stack:
+            pairs = [
+                stack.enter_context(Pair(target, stage.replicas, self._service_cpus))
+                for target in plan.targets
+            ]
+            services = [service for pair in pairs for service in pair.services]
+            for service in services:
+                service.wait()
+            time.sleep(IDLE_S)  # for what a start leaves to the background
+            if stage.process and wanted(stage.process_case):
+                self._account("process, after start", services)
+            engines = stack.enter_context(Engines(self._prompts, self._workers, capacity))
+            for service in services:
+                engines.register(service)
+            engines.send(engines.fill(plan.holdings))
+            engines.settle(*services)
+            for pair in pairs:
+                pair.wait_until_linked()
+            self._known = self._next_traced = engines.used
+            if stage.process and wanted(stage.process_case):
+                self._account(stage.process_case, services)
+            for number in range(plan.rounds):
+                for case in cases:
+                    if case.rate is None or number < plan.open_rounds:
+                        self._round(case, number, pairs, engines)
+        for (name, target), microseconds in self._pooled.items():
+            self._results.add(name, target, **latencies(microseconds))
+        if repeats := self._prompts.repeats(self._next_traced):
+            self._results.note(
+                f"{repeats} prompts of the trace were used a second time with {stage.workers}"
+                f" workers and blocks of {stage.block_size}: the trace is too short"
+            )
+
+    def _account(self, name: str, services: Sequence[Service]) -> None:
+        before = [service.cpu_ns() for service in services]
+        time.sleep(IDLE_S)
+        for service, cpu in zip(services, before, strict=True):
+            taken = service.footprint()
+            self._results.add(
+                name,
+                service.target.name,
+                rss_mb=taken.rss / 1e6,
+                pss_mb=taken.pss / 1e6,
+                threads=taken.threads,
+                descriptors=taken.descriptors,
+                idle_cpu_ms_per_s=(service.cpu_ns() - cpu) / 1e6 / IDLE_S,
+            )
+
+    def _round(self, case: Case, number: int, pairs: Sequence[Pair], engines: Engines) -> None:
+        if case.name in self._results.skipped:
+            return
+        self._say(f"{case.name}: round {number + 1}")
+        requests = self._requests(case, number)
+        asked = [pair for pair in pairs if case.kind != "msgpack" or pair.main.target.is_ours]
+        if case.kind == "msgpack" and (reason := _refusal(asked[0].main, requests[0])):
+            self._results.skipped[case.name] = reason
+            return
+        first = number % len(asked)  # the targets take turns in going first
+        with RequestFile(requests) as file:
+            for pair in asked[first:] + asked[:first]:
+                pair.main.empty_log()
+                self._measure(case, pair, file, engines)
+
+    def _requests(self, case: Case, number: int) -> list[bytes]:
+        count = max(_LEAST_PROMPTS, round(case.prompts * self._plan.share))
+        prompts: list[Prompt]
+        if case.blocks is None:
+            prompts = [self._prompts.at(self._next_traced + i) for i in range(count)]
+            self._next_traced += count
+        else:
+            first = self._next_cut
+            prompts = [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
+            self._next_cut += count
+        if case.kind == "lifecycle":
+            return lifecycle_requests(prompts, f"r{number}")
+        one = msgpack_select_request if case.kind == "msgpack" else select_request
+        return [one(prompt) for prompt in prompts]
+
+    def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:
+        service, name = pair.main, pair.main.target.name
+        seconds = file.count / case.rate if case.rate else file.count * _CLOSED_S
+        events = engines.churn(round(EVENTS_PER_S * (seconds + 0.2))) if case.events else []
+        before, peer_before = service.cpu_ns(), pair.peer_cpu_ns()
+        with engines.paced(events, EVENTS_PER_S) if case.events else nullcontext():
+            if case.rate is None:
+                load = closed_load(service.port, file, self._client_cpus)
+            else:
+                load = open_load(service.port, file, case.rate)
+        metrics = {"cpu_us": (service.cpu_ns() - before) / 1e3 / file.count}
+        if case.rate is None:
+            metrics |= {"rps": load.requests / load.seconds}
+            metrics |= {"p50_us": load.p50_us, "p99_us": load.p99_us}
+        else:
+            self._pooled.setdefault((case.name, name), []).extend(load.latencies_us)
+            metrics["client_late_p999_us"] = latencies(load.late_us)["open_p999_us"]
+        if pair.peer is not None:
+            pair.wait_until_idle()
+            metrics["peer_cpu_us"] = (pair.peer_cpu_ns() - peer_before) / 1e3 / file.count
+        if case.events:
+            engines.settle(service)
+        self._results.add(case.name, name, **metrics)
+        if load.bad:
+            self._results.note(f"{case.name}: {load.bad} answers of {name} were not 2xx")
+
+
+def _refusal(service: Service, request: bytes) -> str:
+    """Why a service does not take this MessagePack body; empty when it does."""
+    status, answer = service.request(
+        "POST", "/select", request.partition(b"\r\n\r\n")[2], "application/msgpack"
+    )
+    if status == 415:
+        return "skipped: the service answers 415 to application/msgpack"
+    return "" if status == 200 else f"skipped: {status} {answer.decode(errors='replace')[:200]}"
