@@ -8,7 +8,6 @@ reservation behind that the driver has not been told of. Knows nothing of httpx.
 import random
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -69,10 +68,9 @@ class OpenStream(msgspec.Struct, frozen=True):
     @property
     def url(self) -> str:
         """The endpoint as registered: with or without scheme, with or without the version."""
-        base = self.endpoint.rstrip("/")
-        base = base if "://" in base else f"http://{base}"
-        version = "" if urlsplit(base).path.endswith("/v1") else "/v1"
-        return f"{base}{version}/completions"
+        scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
+        version = "" if rest.endswith("/v1") else "/v1"
+        return f"{scheme if found else 'http'}://{rest}{version}/completions"
 
 
 Step = Ask[Any] | Pause | Release | OpenStream
