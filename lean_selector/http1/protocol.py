@@ -47,20 +47,23 @@ class PendingReply:
     """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
 
     `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
-    nothing. Else `on_answer` is, with the response.
+    nothing. Else `on_answer` is, with the response. `reshape` may change it before it is sent.
     """
 
-    __slots__ = ("_connection", "on_answer", "on_disconnect", "response")
+    __slots__ = ("_connection", "on_answer", "on_disconnect", "reshape", "response")
 
     def __init__(self, on_disconnect: Callable[[], None] | None = None) -> None:
         self.on_disconnect = on_disconnect
         self.on_answer: Callable[[bytes], None] | None = None
+        self.reshape: Callable[[bytes], bytes] | None = None
         self.response: bytes | None = None
         self._connection: HttpProtocol | None = None
 
     def resolve(self, response: bytes) -> None:
         """Send the complete response. Requests queued behind it are handled later, not in here."""
         assert self.response is None, "a reply is resolved once"
+        if self.reshape is not None:
+            response = self.reshape(response)
         self.response = response
         self.on_disconnect = None
         on_answer, self.on_answer = self.on_answer, None

@@ -27,7 +27,7 @@ from lean_selector.http1.router import (
 )
 from lean_selector.metrics import LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.wire.busy import overload_body
-from lean_selector.wire.prompt import PromptFields, cutting_decoder
+from lean_selector.wire.prompt import PromptFields, binary_form, cutting_decoder
 from lean_selector.wire.scalars import U64_MAX
 from lean_selector.wire.selection import ErrorBody
 
@@ -41,6 +41,8 @@ _log = logging.getLogger("lean_selector.http")
 _encode = msgspec.json.Encoder().encode
 
 NOT_JSON = "Expected request with `Content-Type: application/json`"
+MSGPACK = b"application/msgpack"
+LONGEST_TRANSCODED = 64 * 1024  # a millisecond of work; only dumps are longer
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 # Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
 RETRY_AFTER = b"retry-after: 1\r\n"
@@ -87,6 +89,8 @@ class Gate:
                 answer = self._failed(request, meter, error)
             if isinstance(answer, PendingReply):
                 _meter_later(answer, meter, started)
+                if _is_msgpack(request.accept):
+                    answer.reshape = as_msgpack
                 return answer
         elif isinstance(found, MethodNotAllowed):
             answer = error_reply(405, "method not allowed", b"allow: %b\r\n" % found.allow)
@@ -102,7 +106,7 @@ class Gate:
         status = answer[9:12]
         if status != b"200":
             meter.others[status] = meter.others.get(status, 0) + 1
-        return answer
+        return as_msgpack(answer) if _is_msgpack(request.accept) else answer
 
     def _failed(self, request: Request, meter: RouteMeter, error: Exception) -> bytes:
         """The answer to a request that a handler did not take."""
@@ -113,7 +117,7 @@ class Gate:
         if isinstance(error, SelectorError):
             return error_reply(error.status, error.message)
         if isinstance(error, msgspec.ValidationError):
-            return error_reply(*_judged(request.body, error))
+            return error_reply(*_judged(request, error))
         _log.error(
             "a handler failed", exc_info=error, extra={"path": request.path.decode("latin-1")}
         )
@@ -173,11 +177,14 @@ def with_param(
 
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
-    """A JSON body."""
+    """A JSON body; where it holds a prompt, or a MessagePack one."""
     read = _reader(body_type)
+    binary: type[Any] = binary_form(body_type) if issubclass(body_type, PromptFields) else body_type
+    read_binary = _binary_reader(binary) if binary is not body_type else None
 
     def answer(request: Request, param: bytes | None) -> Answer:
-        body = read(request)
+        is_binary = read_binary is not None and _is_msgpack(request.content_type)
+        body = read_binary(request) if is_binary and read_binary else read(request)
         if isinstance(body, bytes):
             return body
         try:
@@ -227,6 +234,23 @@ def _reader(body_type: type[T]) -> Callable[[Request], T | bytes]:
             raise
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return error_reply(400, f"Failed to parse the request body as JSON: {error}")
+
+    return read
+
+
+def _binary_reader(body_type: type[T]) -> Callable[[Request], T | bytes]:
+    """What `_reader` does, for MessagePack."""
+    decode = msgspec.msgpack.Decoder(body_type).decode
+
+    def read(request: Request) -> T | bytes:
+        if request.body_too_large:
+            return error_reply(413, TOO_LARGE)
+        try:
+            return decode(request.body)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_reply(400, f"Failed to parse the request body as MessagePack: {error}")
 
     return read
 
@@ -293,6 +317,24 @@ def _refused(request: Request) -> bytes | None:
     return None
 
 
+def _is_msgpack(header: bytes | None) -> bool:
+    """Whether a content-type or accept header names MessagePack."""
+    return header is not None and MSGPACK in header.lower()
+
+
+def as_msgpack(response: bytes) -> bytes:
+    """A JSON answer as MessagePack, unless it is a long one: its content-type says what it is."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    if len(body) > LONGEST_TRANSCODED or b"\r\ncontent-type: application/json\r\n" not in head:
+        return response
+    packed = msgspec.msgpack.encode(msgspec.json.decode(body))
+    head = head.replace(b"content-type: application/json", b"content-type: " + MSGPACK)
+    before, _, after = head.partition(b"content-length: ")
+    rest = after.partition(b"\r\n")[2]
+    lines = b"content-length: %d\r\n" % len(packed) + (rest + b"\r\n" if rest else b"")
+    return b"%b%b\r\n%b" % (before, lines, packed)
+
+
 def _is_json(content_type: bytes | None) -> bool:
     """`application/json` or `application/*+json`, in any case, parameters allowed."""
     if not content_type:
@@ -301,16 +343,19 @@ def _is_json(content_type: bytes | None) -> bool:
     return media == JSON or (media.startswith(b"application/") and media.endswith(b"+json"))
 
 
-def _judged(body: bytes | bytearray, error: msgspec.ValidationError) -> tuple[int, str]:
-    """Status and text for a body of the wrong shape: 400 if it is no JSON text as a whole (D8)."""
+def _judged(request: Request, error: msgspec.ValidationError) -> tuple[int, str]:
+    """Status and text for a body of the wrong shape: 400 if it is broken as a whole (D8)."""
+    body = request.body
+    is_binary = _is_msgpack(request.content_type)
+    form = "MessagePack" if is_binary else "JSON"
     try:
-        value = msgspec.json.decode(body)
+        value = msgspec.msgpack.decode(body) if is_binary else msgspec.json.decode(body)
         text = "" if _fits_f64(value) else "number out of range"
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
         text = str(problem)
     if text:
-        return 400, f"Failed to parse the request body as JSON: {text}"
-    return 422, f"Failed to deserialize the JSON body into the target type: {error}"
+        return 400, f"Failed to parse the request body as {form}: {text}"
+    return 422, f"Failed to deserialize the {form} body into the target type: {error}"
 
 
 def _fits_f64(value: object) -> bool:

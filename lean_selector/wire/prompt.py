@@ -7,7 +7,7 @@ their shape and otherwise ignored. Knows nothing of workers.
 
 import secrets
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -21,6 +21,7 @@ from lean_selector.wire.scalars import (
     HashListHead,
     NonNegative,
     check_u64,
+    hashes_from_integers,
     hashes_from_json,
 )
 from lean_selector.wire.scope import Scoped
@@ -36,8 +37,32 @@ _CUT = b'"%b"' % secrets.token_hex(16).encode()
 _SHORT_LIST_BYTES = 1024  # some 50 hashes: decoding so few costs less than putting it off
 
 
-def _is_absent(raw: Raw) -> bool:
-    return raw is _ABSENT or (len(memoryview(raw)) == 4 and bytes(raw) == b"null")
+HashList = Raw | bytes | list[int] | None  # JSON text; packed; as MessagePack has it; null
+
+
+def _hash_list(fields: "PromptFields", name: str) -> HashList:
+    hashes: HashList = getattr(fields, name)
+    return hashes
+
+
+def _packed(name: str, hashes: HashList) -> bytes:
+    """The hashes, 8 bytes each; raises msgspec.ValidationError for what is no list of them."""
+    if isinstance(hashes, Raw):
+        return hashes_from_json(name, hashes)
+    if isinstance(hashes, bytes):
+        if len(hashes) % 8:
+            raise msgspec.ValidationError(
+                f"Expected 8 bytes for each hash, got {len(hashes)} bytes - at `$.{name}`"
+            )
+        return hashes
+    assert hashes is not None
+    return hashes_from_integers(name, hashes)
+
+
+def _is_absent(hashes: HashList) -> bool:
+    if not isinstance(hashes, Raw):
+        return hashes is None
+    return hashes is _ABSENT or (len(memoryview(hashes)) == 4 and bytes(hashes) == b"null")
 
 
 class MmObject(msgspec.Struct, frozen=True):
@@ -65,7 +90,7 @@ class PromptFields(Scoped, kw_only=True):
     token_ids: list[U32] | None = None
     mm_routing_info: MmRoutingInfo | None = None
     block_mm_infos: list[BlockMmInfo | None] | None = None
-    block_hashes: Raw = _ABSENT
+    block_hashes: Raw = _ABSENT  # read both through `_hash_list`: another form has another type
     sequence_hashes: Raw = _ABSENT
     isl_tokens: NonNegative | None = None
     lora_name: str | None = None
@@ -79,6 +104,17 @@ class PromptFields(Scoped, kw_only=True):
         _check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
             check_u64("isl_tokens", self.isl_tokens)
+
+
+def binary_form(body_type: type[Any]) -> type[Any]:
+    """The same body as MessagePack: hash lists are arrays of integers of either sign, or `bin`."""
+    hashes = bytes | list[int] | None
+    return msgspec.defstruct(
+        f"Binary{body_type.__name__}",
+        [("block_hashes", hashes, None), ("sequence_hashes", hashes, None)],
+        bases=(body_type,),
+        kw_only=True,
+    )
 
 
 def cutting_decoder(decode: Callable[[bytes | bytearray], T]) -> Callable[[bytes | bytearray], T]:
@@ -124,10 +160,11 @@ def prompt_to_select(
         if prompt.isl_tokens == 0:
             raise BadRequest("isl_tokens must be greater than 0")
         return prompt
-    if _is_absent(fields.block_hashes):
+    hashes = _hash_list(fields, "block_hashes")
+    if _is_absent(hashes):
         _check_ignored(fields, "sequence_hashes")
         raise BadRequest("block_hashes is required without token_ids")
-    local = hashes_from_json("block_hashes", fields.block_hashes)
+    local = _packed("block_hashes", hashes)
     prompt = _hash_prompt(fields, local, whole)
     if prompt.isl_tokens == 0:
         raise BadRequest("isl_tokens must be greater than 0")
@@ -150,16 +187,16 @@ def prompt_to_book(fields: PromptFields, block_size: int, is_eagle: bool) -> Pro
 
 def _hash_prompt(fields: PromptFields, local: bytes, whole: bool) -> Prompt:
     """The prompt of the hash form, with its sequence hashes decoded or to be decoded."""
-    raw = fields.sequence_hashes
-    if _is_absent(raw):
+    hashes = _hash_list(fields, "sequence_hashes")
+    if _is_absent(hashes):
         raise BadRequest("sequence_hashes is required without token_ids")
-    if whole or len(memoryview(raw)) < _SHORT_LIST_BYTES:
-        sequence = hashes_from_json("sequence_hashes", raw)
+    if whole or not isinstance(hashes, Raw) or len(memoryview(hashes)) < _SHORT_LIST_BYTES:
+        sequence = _packed("sequence_hashes", hashes)
         isl_tokens = _checked_isl_tokens(fields.isl_tokens)
         return Prompt(
             isl_tokens, local, len(sequence) // 8, sequence[:8], sequence, fields.lora_name
         )
-    head = HashListHead("sequence_hashes", raw)
+    head = HashListHead("sequence_hashes", hashes)
     isl_tokens = _checked_isl_tokens(fields.isl_tokens)
     return Prompt(isl_tokens, local, head.count, head.first, head.packed, fields.lora_name)
 
@@ -206,6 +243,6 @@ def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Promp
 
 def _check_ignored(fields: PromptFields, name: str) -> None:
     """A hash list that another form makes irrelevant must still be one."""
-    raw: Raw = getattr(fields, name)
-    if not _is_absent(raw):
-        hashes_from_json(name, raw)
+    hashes = _hash_list(fields, name)
+    if not _is_absent(hashes):
+        _packed(name, hashes)

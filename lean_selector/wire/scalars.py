@@ -52,15 +52,33 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     """
     try:
         hashes = _decode_hashes(raw)
-        return _packer(len(hashes))(*hashes)
     except msgspec.DecodeError as error:
         text, path, rest = str(error).partition(" - at `$")
         raise msgspec.ValidationError(f"{text} - at `$.{field}{rest if path else '`'}") from None
+    try:
+        return _packer(len(hashes))(*hashes)
     except struct.error:
-        at = next(i for i, value in enumerate(hashes) if not -(2**63) <= value < 2**63)
-        raise msgspec.ValidationError(
-            f"Expected `int` in the range of i64, got {hashes[at]} - at `$.{field}[{at}]`"
-        ) from None
+        raise _out_of_range(field, hashes, 2**63) from None
+
+
+def hashes_from_integers(field: str, hashes: list[int]) -> bytes:
+    """64-bit hashes of either sign, packed; raises msgspec.ValidationError for one out of range."""
+    try:
+        return _packer(len(hashes))(*hashes)
+    except struct.error:
+        if hashes and not -(2**63) <= min(hashes) <= max(hashes) < 2**64:
+            raise _out_of_range(field, hashes, 2**64) from None
+    return _packer(len(hashes))(
+        *(value - (value >> 63 << 64) if value > 0 else value for value in hashes)
+    )
+
+
+def _out_of_range(field: str, hashes: list[int], top: int) -> msgspec.ValidationError:
+    at = next(i for i, value in enumerate(hashes) if not -(2**63) <= value < top)
+    kind = "i64" if top == 2**63 else "i64 or u64"
+    return msgspec.ValidationError(
+        f"Expected `int` in the range of {kind}, got {hashes[at]} - at `$.{field}[{at}]`"
+    )
 
 
 def f32(value: float) -> float:

@@ -9,10 +9,10 @@ import pytest
 from lean_selector.core.catalog import Worker, WorkerSpec
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection import Overlap, PinnedWorker, Placement
+from lean_selector.wire.replica_peers import PeerRequest
 from lean_selector.wire.scalars import f32, f32_shortest
 from lean_selector.wire.selection import (
     OutputBlockRequest,
-    PeerRequest,
     ReservationRequest,
     SelectAndReserveRequest,
     SelectRequest,

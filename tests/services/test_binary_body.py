@@ -1,0 +1,140 @@
+"""Prompt bodies as MessagePack, and answers as MessagePack for those who accept it."""
+
+import http.client
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.running_service import RunningService
+
+BLOCKS = [11, -12, 2**63 - 1]
+SEQUENCE = [-(2**63), 22, 23]
+PROMPT = {"isl_tokens": 48, "block_hashes": BLOCKS, "sequence_hashes": SEQUENCE}
+WORKER = {
+    "worker_id": 1,
+    "endpoint": "http://w",
+    "block_size": 16,
+    "max_num_batched_tokens": 16,
+}
+
+
+def packed(hashes: list[int]) -> bytes:
+    return b"".join(value.to_bytes(8, "little", signed=True) for value in hashes)
+
+
+def unsigned(hashes: list[int]) -> list[int]:
+    return [value % 2**64 for value in hashes]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    with RunningService("--use-kv-events", "false") as running:
+        assert running.post("/workers", WORKER)[0] == 201
+        yield running
+
+
+def send(
+    service: RunningService, path: str, body: object, accept: str | None = None
+) -> tuple[int, str, Any]:
+    """Status, content type and decoded answer of a MessagePack body; bytes go as they are."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
+    try:
+        raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+        headers = {"content-type": "application/msgpack"}
+        if accept is not None:
+            headers["accept"] = accept
+        connection.request("POST", path, raw, headers)
+        answer = connection.getresponse()
+        kind = answer.headers["content-type"]
+        decode = msgspec.msgpack.decode if kind.endswith("msgpack") else msgspec.json.decode
+        return answer.status, kind, decode(answer.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        pytest.param((BLOCKS, SEQUENCE), id="arrays of signed integers"),
+        pytest.param((unsigned(BLOCKS), unsigned(SEQUENCE)), id="arrays of unsigned integers"),
+        pytest.param((packed(BLOCKS), packed(SEQUENCE)), id="bin"),
+        pytest.param((packed(BLOCKS), SEQUENCE), id="one of each"),
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["/select", "/select_and_reserve", "/potential_loads", "/overlap_scores"]
+)
+def test_every_form_of_the_lists_means_the_same(
+    service: RunningService, lists: tuple[object, object], path: str
+) -> None:
+    body = {**PROMPT, "block_hashes": lists[0], "sequence_hashes": lists[1]}
+    booked = {"reservation_id": "same"} if path == "/select_and_reserve" else {}
+    expected = service.post(path, {**PROMPT, **booked})
+    if booked:
+        assert service.request("DELETE", "/reservations/same")[0] == 200
+    status, kind, answer = send(service, path, {**body, **booked})
+    assert (status, kind) == (200, "application/json")
+    assert (status, answer) == expected
+    if booked:
+        _, loads = service.post("/potential_loads", PROMPT)
+        assert loads[0]["potential_decode_blocks"] == 3, "the booking has the same blocks"
+        assert service.request("DELETE", "/reservations/same")[0] == 200
+
+
+def test_answers_are_messagepack_for_those_who_accept_it(service: RunningService) -> None:
+    expected = service.post("/select", PROMPT)[1]
+    for accept in ("application/msgpack", "application/json;q=0.5, Application/MsgPack"):
+        status, kind, answer = send(service, "/select", PROMPT, accept)
+        assert (status, kind, answer) == (200, "application/msgpack", expected)
+    status, kind, answer = send(service, "/select", {"token_ids": []}, "application/msgpack")
+    assert (status, kind) == (400, "application/msgpack")
+    assert answer == {"error": "isl_tokens must be greater than 0"}
+    status, kind, answer = send(service, "/reservations", {"token_ids": [1]})
+    assert (status, kind) == (422, "application/json")
+    assert "reservation_id" in answer["error"]
+
+
+def test_a_parked_request_is_answered_in_the_form_it_accepts() -> None:
+    flags = ("--use-kv-events", "false", "--queue-threshold", "0", "--queue-max-wait-secs", "0.2")
+    with RunningService(*flags) as service:
+        assert service.post("/workers", WORKER)[0] == 201
+        assert service.post("/select_and_reserve", PROMPT)[0] == 200
+        status, kind, answer = send(service, "/select", PROMPT, "application/msgpack")
+        assert (status, kind) == (503, "application/msgpack")
+        assert "0.2 seconds" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        pytest.param("/select", b"\xc1", 400, "MessagePack", id="not MessagePack"),
+        pytest.param(
+            "/select", msgspec.msgpack.encode(PROMPT) + b"x", 400, "MessagePack", id="more after it"
+        ),
+        pytest.param("/select", [1], 422, "object", id="an array for the body"),
+        pytest.param("/select", {**PROMPT, "isl_tokens": "5"}, 422, "isl_tokens", id="a string"),
+        pytest.param(
+            "/select", {**PROMPT, "block_hashes": b"1234567"}, 422, "block_hashes", id="odd bytes"
+        ),
+        pytest.param(
+            "/select",
+            {**PROMPT, "sequence_hashes": [1, 2, 1.5]},
+            422,
+            "sequence_hashes",
+            id="a float",
+        ),
+        pytest.param(
+            "/select", {**PROMPT, "block_hashes": packed([1])}, 400, "must match", id="lengths"
+        ),
+        pytest.param("/select", {"isl_tokens": 1, "block_hashes": None}, 400, "required", id="nil"),
+        pytest.param("/workers", WORKER, 415, "application/json", id="a route without a prompt"),
+    ],
+)
+def test_bad_bodies_are_refused_as_in_json(
+    service: RunningService, path: str, body: object, status: int, words: str
+) -> None:
+    got, _, answer = send(service, path, body)
+    assert got == status
+    assert words in answer["error"]
