@@ -1,0 +1,508 @@
+"""GET /metrics over HTTP: every family, its figures, and that nobody can make labels grow."""
+
+import http.client
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lean_selector.http1.protocol import PendingReply
+from lean_selector.metrics import Family, escaped, labels
+from lean_selector.publisher import KvEventPublisher
+from lean_selector.services.metrics_answers import PIECES_PER_LOOK, SLICE_S, MetricsAnswers
+from tests.prometheus_tools import Samples, parsed, promtool, running_prometheus, scrape, value
+from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "lean_selector.rules.yml"
+SLOT_TRACKER = "lean_selector.slot_tracker"
+OWN_NAME = re.compile(r"\b((?:lean_selector|dynamo|process)_[a-z0-9_]+)")
+
+
+def worker(worker_id: int, **fields: object) -> dict[str, object]:
+    return {"worker_id": worker_id, "endpoint": "http://w", "block_size": 16, **fields}
+
+
+def prompt(isl_tokens: int = 16, **fields: object) -> dict[str, object]:
+    return {
+        "block_hashes": [1],
+        "sequence_hashes": [1],
+        "isl_tokens": isl_tokens,
+        **fields,
+    }
+
+
+def read(service: RunningService) -> Samples:
+    return parsed(scrape(service.port))
+
+
+@pytest.fixture
+def service() -> Iterator[RunningService]:
+    with RunningService("--use-kv-events", "false") as running:
+        yield running
+
+
+def test_requests_are_counted_by_route_template_and_status(service: RunningService) -> None:
+    service.get("/health")
+    service.post("/workers", worker(1))
+    service.request("PATCH", "/workers/1", {"endpoint": "http://x"})
+    service.request("DELETE", "/reservations/some-id")
+    service.request("DELETE", "/reservations/some%2Fother-id")
+    service.request("PUT", "/select")
+    service.get("/nowhere/at/all")
+    samples = read(service)
+    name = "lean_selector_http_requests_total"
+    assert value(samples, name, method="POST", route="/workers", status="201") == 1
+    assert value(samples, name, route="/workers/{worker_id}", status="200") == 1
+    assert value(samples, name, route="/reservations/{reservation_id}", status="404") == 2
+    assert value(samples, name, route="none", status="404") == 1
+    assert value(samples, name, route="none", status="405") == 1
+    assert value(samples, name, route="/health", status="200") >= 1
+    text = scrape(service.port)
+    assert "some-id" not in text
+    assert "nowhere" not in text
+
+
+def test_every_request_is_in_its_routes_histogram_from_50_us(service: RunningService) -> None:
+    for _ in range(3):
+        service.post("/select", prompt())
+    samples = read(service)
+    name = "lean_selector_http_request_duration_seconds"
+    assert value(samples, f"{name}_count", route="/select") == 3
+    assert value(samples, f"{name}_bucket", route="/select", le="+Inf") == 3
+    assert value(samples, f"{name}_sum", route="/select") > 0
+    bounds = [
+        float(dict(found)["le"])
+        for found in samples[f"{name}_bucket"]
+        if ("route", "/select") in found
+    ]
+    assert min(bounds) == 50e-6
+
+
+def test_selections_by_outcome_and_the_names_of_the_document() -> None:
+    with RunningService("--use-kv-events", "false", "--overload-status", "429") as service:
+        assert service.post("/select", prompt())[0] == 503  # no worker
+        service.post("/workers", worker(1))
+        assert service.post("/select", prompt())[0] == 200
+        assert service.post("/select", prompt(isl_tokens=0))[0] == 400
+        body = prompt(reservation_id="r")
+        assert service.post("/select_and_reserve", body)[0] == 200
+        assert service.post("/select_and_reserve", body)[0] == 409
+        service.post("/busy_threshold", {"model": "default", "active_prefill_tokens_threshold": 0})
+        assert service.post("/select", prompt())[0] == 429
+        assert service.post("/select_and_reserve", prompt())[0] == 429
+        samples = read(service)
+    name = "lean_selector_selections_total"
+    assert value(samples, name, route="/select", outcome="placed") == 1
+    assert value(samples, name, route="/select", outcome="no_worker") == 1
+    assert value(samples, name, route="/select", outcome="refused") == 1
+    assert value(samples, name, route="/select", outcome="shed") == 1
+    assert value(samples, name, route="/select_and_reserve", outcome="placed") == 1
+    assert value(samples, name, route="/select_and_reserve", outcome="conflict") == 1
+    assert value(samples, name, route="/select_and_reserve", outcome="shed") == 1
+    assert value(samples, "dynamo_tasks_issued_total") == 7
+    assert value(samples, "dynamo_tasks_rejected_total", model="default") == 2
+    assert value(samples, "dynamo_queued_requests", tenant_id="default") == 0
+    assert value(samples, "lean_selector_busy_workers", model="default") == 1
+
+
+def test_loads_reservations_and_why_they_ended() -> None:
+    with RunningService("--use-kv-events", "false", "--reservation-expiry-secs", "1") as service:
+        for worker_id in (1, 2):
+            service.post("/workers", worker(worker_id, total_kv_blocks=100, data_parallel_size=2))
+        booking = {
+            "worker_id": 1,
+            "dp_rank": 1,
+            "isl_tokens": 40,
+            "sequence_hashes": [1, 2],
+            "effective_prefill_tokens": 30,
+        }
+        for name in ("freed", "expires"):
+            assert service.post("/reservations", {**booking, "reservation_id": name})[0] == 201
+        gone = {**booking, "worker_id": 2, "reservation_id": "goes with its worker"}
+        assert service.post("/reservations", gone)[0] == 201
+        samples = read(service)
+        rank = {"worker_id": "1", "dp_rank": "1"}
+        start = "lean_selector_worker_active"
+        assert value(samples, f"{start}_prefill_tokens", **rank) == 60
+        assert value(samples, f"{start}_decode_blocks", **rank) == 2
+        assert value(samples, f"{start}_requests", **rank) == 2
+        assert value(samples, f"{start}_requests", worker_id="1", dp_rank="0") == 0
+        assert value(samples, "lean_selector_reservations", origin="local") == 3
+        assert value(samples, "lean_selector_reservations", origin="replica") == 0
+        assert value(samples, "lean_selector_workers", lifecycle="schedulable") == 2
+        assert service.request("DELETE", "/workers/2")[0] == 200
+        assert service.request("DELETE", "/reservations/freed")[0] == 200
+
+        def live() -> float:
+            return value(read(service), "lean_selector_reservations", origin="local")
+
+        wait_until(lambda: live() == 0, "the other one expires")
+        samples = read(service)
+        assert value(samples, "lean_selector_reservations_booked_total") == 3
+        for reason in ("freed", "expired", "worker_removed"):
+            assert value(samples, "lean_selector_reservations_ended_total", reason=reason) == 1
+        assert "expires" not in scrape(service.port)
+
+
+def test_the_documents_grep_finds_kv_blocks_of_each_worker(service: RunningService) -> None:
+    service.post("/workers", worker(7, total_kv_blocks=100, data_parallel_size=2))
+    service.post("/workers", worker(8))
+    lines = [line for line in scrape(service.port).splitlines() if "kv_blocks" in line]
+    labels_7 = '{model="default",tenant_id="default",worker_id="7"}'
+    assert f"lean_selector_worker_active_kv_blocks{labels_7} 0" in lines
+    assert f"lean_selector_worker_total_kv_blocks{labels_7} 200" in lines
+    assert len([line for line in lines if not line.startswith("#")]) == 3  # capacity of 8 unknown
+
+
+def test_tokens_and_kv_events_of_a_working_engine() -> None:
+    port = free_port()
+    with (
+        KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
+        RunningService() as service,
+    ):
+        service.post("/workers", worker(1, kv_events_endpoint=f"tcp://127.0.0.1:{port}"))
+        tokens = list(range(40))
+        published = 0
+
+        def is_indexed() -> bool:
+            nonlocal published
+            engine.publish_stored(token_ids=tokens[:32], block_hashes=[1, 2])
+            published += 1
+            scores = service.post("/overlap_scores", {"token_ids": tokens})[1]
+            return bool(scores["workers"][0]["device_blocks"])
+
+        wait_until(is_indexed, "the engine is heard")
+        engine.publish_removed(block_hashes=[2])
+        engine.publish_all_cleared()
+        engine.publish_stored(token_ids=tokens[:16], block_hashes=[1])
+
+        def removed() -> float:
+            return value(read(service), "lean_selector_kv_event_blocks_total", type="removed")
+
+        wait_until(lambda: removed() == 1, "the removal is applied")
+        wait_until(
+            lambda: value(read(service), "lean_selector_index_blocks") == 1, "the store after it"
+        )
+        service.post("/select", {"token_ids": tokens})
+        samples = read(service)
+        assert value(samples, "lean_selector_prompt_tokens_total") == 40
+        assert value(samples, "lean_selector_overlap_tokens_total") == 16
+        events = "lean_selector_kv_events_total"
+        assert 2 <= value(samples, events, type="stored", result="applied") <= published + 1
+        assert value(samples, events, type="removed", result="applied") == 1
+        assert value(samples, events, type="cleared", result="applied") == 1
+        source = {"worker_id": "1", "dp_rank": "0"}
+        assert value(samples, "lean_selector_kv_source_state", **source, state="live") == 1
+        age = value(samples, "lean_selector_kv_source_last_message_age_seconds", **source)
+        assert 0 <= age < DEADLINE_S
+        gaps = value(samples, "lean_selector_kv_source_gaps_total", **source)
+        assert gaps == (published > 1)  # what came before the subscription
+        for name in ("restarts_total", "lag_batches"):
+            assert value(samples, f"lean_selector_kv_source_{name}", **source) == 0
+
+
+def test_the_queue_and_a_client_that_leaves_it() -> None:
+    with RunningService("--use-kv-events", "false", "--queue-threshold", "0") as service:
+        service.post("/workers", worker(1, max_num_batched_tokens=100))
+        assert service.post("/select_and_reserve", prompt(reservation_id="first"))[0] == 200
+
+        def park() -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=DEADLINE_S)
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/select", json.dumps(prompt(33)), headers)
+            return connection
+
+        def figure(name: str, **found: str) -> Callable[[], float]:
+            return lambda: value(read(service), name, **found)
+
+        queued = figure("dynamo_queued_requests")
+        leaves, stays = park(), park()
+        wait_until(lambda: queued() == 2, "both are parked")
+        assert figure("lean_selector_queue_isl_tokens")() == 66
+        assert figure("lean_selector_queue_oldest_wait_seconds")() > 0
+        leaves.close()
+        hung_up = figure("lean_selector_http_requests_total", route="/select", status="499")
+        wait_until(lambda: queued() == 1, "one has left")
+        assert hung_up() == 1
+        assert service.request("DELETE", "/reservations/first")[0] == 200
+        assert stays.getresponse().status == 200
+        stays.close()
+        samples = read(service)
+        assert value(samples, "lean_selector_queue_admitted_total") == 1
+        assert value(samples, "lean_selector_queue_wait_seconds_total") > 0
+        assert value(samples, "lean_selector_selections_total", outcome="hung_up") == 1
+        requests = "lean_selector_http_requests_total"
+        assert value(samples, requests, route="/select", status="200") == 1
+
+
+def test_models_that_nobody_registered_make_no_labels(service: RunningService) -> None:
+    before = len(scrape(service.port).splitlines())
+    for number in range(5):
+        assert service.post("/select", prompt(model_name=f"made-up-{number}"))[0] == 503
+        assert service.post("/busy_threshold", {"model": f"made-up-{number}"})[0] == 404
+    text = scrape(service.port)
+    assert "made-up" not in text
+    assert len(text.splitlines()) <= before + 4  # statuses that were not there before
+
+
+def test_any_model_name_is_a_valid_label(service: RunningService) -> None:
+    name = 'quote " backslash \\ newline \n and \u00e9'
+    service.post("/workers", worker(1, model_name=name))
+    assert value(read(service), "lean_selector_workers", model=name) == 1
+
+
+def test_head_and_wrong_methods(service: RunningService) -> None:
+    assert service.request("HEAD", "/metrics") == (200, None)
+    assert service.post("/metrics", {})[0] == 405
+
+
+def test_replica_events_by_direction_kind_and_result() -> None:
+    port_a, port_b = free_port(), free_port()
+
+    def start(own: int, other: int) -> RunningService:
+        peers = f"tcp://127.0.0.1:{other}"
+        flags = "--replica-sync-port", str(own), "--replica-sync-peers", peers
+        return RunningService("--use-kv-events", "false", *flags)
+
+    events = "lean_selector_replica_events_total"
+    with start(port_a, port_b) as a, start(port_b, port_a) as b:
+        for each in (a, b):
+            each.post("/workers", worker(1))
+        booked = 0
+
+        def is_heard() -> bool:
+            nonlocal booked
+            booked += 1
+            assert a.post("/select_and_reserve", prompt())[0] == 200
+            return value(read(b), events, direction="in", kind="add", result="applied") > 0
+
+        wait_until(is_heard, "a booking reaches the other replica")
+        samples = read(a)
+        assert value(samples, events, direction="out", kind="add", result="published") == booked
+        peers = "lean_selector_replica_peers"
+        wait_until(lambda: value(read(a), peers, state="connected") == 1, "connected both ways")
+        assert value(read(b), "lean_selector_reservations", origin="replica") > 0
+        assert value(samples, "lean_selector_replica_send_overflows_total") == 0
+
+
+# -- the format -----------------------------------------------------------------------------------
+
+
+def busy_selector(service: RunningService) -> None:
+    for worker_id in (1, 2):
+        service.post("/workers", worker(worker_id, total_kv_blocks=10))
+    for _ in range(3):
+        service.post("/select_and_reserve", prompt())
+
+
+def busy_tracker(service: RunningService) -> None:
+    scope = {"model_name": "m", "tenant_id": "default", "worker_id": 1}
+    row = {**scope, "block_size": 16, "dp_start": 0, "dp_size": 2}
+    assert service.post("/register", row)[0] == 201
+    add = {**scope, "request_id": "r", "dp_rank": 1, "sequence_hashes": [1], "new_isl_tokens": 5}
+    assert service.post("/add", add)[0] == 201
+
+
+@pytest.mark.parametrize(
+    ("module", "occupy"),
+    [("lean_selector", busy_selector), (SLOT_TRACKER, busy_tracker)],
+    ids=["selector", "slot tracker"],
+)
+def test_promtool_has_nothing_to_say(module: str, occupy: Callable[[RunningService], None]) -> None:
+    with RunningService("--replica-sync-port", str(free_port()), module=module) as service:
+        occupy(service)
+        text = scrape(service.port)
+        assert promtool("check", "metrics", text=text) == ""
+        heads = [line for line in text.splitlines() if line.startswith("#")]
+        assert len(heads) == len(set(heads))
+        samples = parsed(text)
+        own = "selector" if module == "lean_selector" else "slot_tracker"
+        assert value(samples, "lean_selector_build_info", service=own) == 1
+        assert value(samples, "process_resident_memory_bytes") > 0
+        wait_until(
+            lambda: value(read(service), "lean_selector_loop_lag_seconds_count") > 0,
+            "the loop's lag is sampled",
+        )
+
+
+def test_the_slot_tracker_shows_its_loads() -> None:
+    with RunningService(module=SLOT_TRACKER) as service:
+        busy_tracker(service)
+        samples = read(service)
+        rank = {"model": "m", "worker_id": "1", "dp_rank": "1"}
+        assert value(samples, "lean_selector_worker_active_prefill_tokens", **rank) == 5
+        assert value(samples, "lean_selector_worker_active_decode_blocks", **rank) == 1
+        assert value(samples, "lean_selector_reservations", origin="local") == 1
+        assert value(samples, "lean_selector_workers", lifecycle="registered") == 1
+        requests = "lean_selector_http_requests_total"
+        assert value(samples, requests, route="/add", status="201") == 1
+
+
+def test_labels_are_escaped() -> None:
+    assert labels(a='x"y', b="back\\slash", c="new\nline") == (
+        r'{a="x\"y",b="back\\slash",c="new\nline"}'
+    )
+    assert escaped("\ud800") == "?"
+
+
+# -- slices ---------------------------------------------------------------------------------------
+
+
+class Loop:
+    """Runs what it is given when told to, and moves its clock at every look."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now = 0.0
+        self.due: list[Callable[[], None]] = []
+        self._step_s = step_s
+
+    def clock(self) -> float:
+        self.now += self._step_s
+        return self.now
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.due.append(callback)
+
+    def run(self) -> int:
+        turns = 0
+        while self.due:
+            turns += 1
+            self.due.pop(0)()
+        return turns
+
+
+def answer_of(reply: object) -> bytes:
+    assert isinstance(reply, PendingReply)
+    assert reply.response is not None
+    return reply.response
+
+
+def many_samples(count: int) -> list[Family]:
+    return [Family("many", "gauge", "x", lambda: ((f'{{a="{i}"}}', i) for i in range(count)))]
+
+
+def test_a_large_scrape_gives_the_loop_back_after_every_slice() -> None:
+    loop = Loop(SLICE_S)  # every look at the clock is a slice's time
+    answers = MetricsAnswers(lambda: many_samples(1000), loop.call_soon, loop.clock)
+    reply = answers.answer()
+    assert isinstance(reply, PendingReply)
+    assert reply.response is None
+    assert loop.run() >= 1000 // PIECES_PER_LOOK
+    text = answer_of(reply).partition(b"\r\n\r\n")[2].decode()
+    assert len(parsed(text)["many"]) == 1000
+
+
+def test_a_small_scrape_is_answered_at_once() -> None:
+    loop = Loop(0.0)
+    answers = MetricsAnswers(lambda: many_samples(10), loop.call_soon, loop.clock)
+    assert b'many{a="9"} 9\n' in answer_of(answers.answer())
+    assert not loop.due
+
+
+def test_scrapes_are_made_one_after_the_other() -> None:
+    loop = Loop(SLICE_S)
+    answers = MetricsAnswers(lambda: many_samples(50), loop.call_soon, loop.clock)
+    replies = [answers.answer() for _ in range(3)]
+    assert len(loop.due) == 1
+    loop.run()
+    assert len({answer_of(reply).partition(b"process_")[0] for reply in replies}) == 1
+
+
+def test_a_scrape_that_fails_is_a_500_and_the_next_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = Loop(0.0)
+    families = [Family("x", "gauge", "x", lambda: [1 / 0])]  # type: ignore[list-item] # it raises
+    answers = MetricsAnswers(lambda: families, loop.call_soon, loop.clock)
+    assert answer_of(answers.answer()).startswith(b"HTTP/1.1 500")
+    assert "a scrape failed" in caplog.text
+    families[:] = many_samples(1)
+    assert answer_of(answers.answer()).startswith(b"HTTP/1.1 200")
+
+
+# -- deploy/ --------------------------------------------------------------------------------------
+
+
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
+    assert "SUCCESS" in promtool("check", "rules", str(RULES))
+    promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
+    promtool("test", "rules", str(DEPLOY / "prometheus" / "lean_selector.rules.test.yml"))
+
+
+def expressions() -> list[str]:
+    dashboard = json.loads((DEPLOY / "grafana" / "lean_selector.json").read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries = [variable.get("definition", "") for variable in dashboard["templating"]["list"]]
+    return [target["expr"] for target in targets] + queries
+
+
+def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape() -> None:
+    names = set(OWN_NAME.findall("\n".join(expressions()) + RULES.read_text()))
+    assert len(names) > 25
+    port = free_port()
+    flags = ["--replica-sync-port", str(free_port())]
+    with (
+        KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
+        RunningService(*flags) as service,
+    ):
+        service.post(
+            "/workers",
+            worker(1, kv_events_endpoint=f"tcp://127.0.0.1:{port}", total_kv_blocks=5),
+        )
+
+        def is_heard() -> bool:
+            engine.publish_all_cleared()
+            return "lean_selector_kv_source_last_message_age_seconds{" in scrape(service.port)
+
+        wait_until(is_heard, "the engine is heard")
+        missing = names - set(parsed(scrape(service.port)))
+    assert not missing
+
+
+def test_the_documents_queries_evaluate_on_a_real_prometheus(tmp_path: Path) -> None:
+    with (
+        RunningService("--use-kv-events", "false") as service,
+        RunningService(module=SLOT_TRACKER) as tracker,
+    ):
+        service.post("/workers", worker(1))
+        busy_tracker(tracker)
+        targets = {"lean-selector": service.port, "lean-slot-tracker": tracker.port}
+        with running_prometheus(tmp_path, targets, RULES) as prometheus:
+            counted = "count_over_time(dynamo_tasks_rejected_total[5m])"
+            wait_until(
+                lambda: (prometheus.number(f"min({counted})") or 0) >= 2, "zeros are scraped"
+            )
+            threshold = {"model": "default", "active_prefill_tokens_threshold": 0}
+            assert service.post("/busy_threshold", threshold)[0] == 200
+            for _ in range(3):
+                assert service.post("/select", prompt())[0] == 200
+            assert service.post("/select_and_reserve", prompt())[0] == 200
+            assert service.post("/select", prompt())[0] == 503
+
+            def issued() -> bool:
+                return prometheus.number("sum(dynamo_tasks_issued_total)") == 5
+
+            wait_until(issued, "the requests are scraped")
+            percentage = """
+                sum(rate(dynamo_tasks_rejected_total[5m])) /
+                sum(rate(dynamo_tasks_issued_total[5m])) * 100
+            """
+            assert prometheus.number(percentage) == pytest.approx(20.0)
+            rate = prometheus.number('rate(dynamo_tasks_rejected_total{route="/select"}[5m])')
+            assert rate is not None
+            assert 1 / 300 <= rate < 2 / 300  # one request, extrapolated a little
+            assert prometheus.number("sum(dynamo_queued_requests)") == 0
+            alert = """
+                sum(rate(dynamo_tasks_rejected_total[5m])) /
+                sum(rate(dynamo_tasks_issued_total[5m])) > 0.1
+            """
+            assert prometheus.number(alert) == pytest.approx(0.2)
+            for expression in expressions():
+                if expression and not expression.startswith("label_values"):
+                    text = expression.replace("$__rate_interval", "1m").replace("$job", ".*")
+                    prometheus.query(re.sub(r"\$(instance|model)", ".*", text))
+            for group in prometheus.get("/api/v1/rules")["groups"]:
+                assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"])
