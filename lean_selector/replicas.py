@@ -47,17 +47,17 @@ class PeerState(msgspec.Struct, frozen=True):
     retries: int  # attempts to reconnect meanwhile
 
 
-class PlaneState(msgspec.Struct, frozen=True, omit_defaults=True):
+class PlaneState(msgspec.Struct, frozen=True):
     """GET /replica_sync/peers?detail=true."""
 
-    router_id: int | None = None  # None while replica sync is off
-    peers: list[PeerState] = []
-    published: int = 0
-    queue_overflows: int = 0  # times that the queue of a peer began to drop what is published
-    received: int = 0
-    applied: dict[str, int] = {}  # by kind of event
-    dropped: dict[str, int] = {}  # by reason
-    catch_up: dict[str, int] | None = None  # how many reservations met which fate
+    router_id: int
+    peers: list[PeerState]
+    published: int
+    queue_overflows: int  # times that the queue of a peer began to drop what is published
+    received: int
+    applied: dict[str, int]  # by kind of event
+    dropped: dict[str, int]  # by reason
+    catch_up: dict[str, int] | msgspec.UnsetType  # how many reservations met which fate
 
 
 class ReplicaPlane:
@@ -178,5 +178,7 @@ class ReplicaPlane:
             self.sync.received,
             {name: counts[kind][Verdict.APPLIED] for kind, name in _KIND_NAMES.items()},
             dropped,
-            None if self._fates is None else {fate.name.lower(): n for fate, n in self._fates()},
+            msgspec.UNSET
+            if self._fates is None
+            else {fate.name.lower(): count for fate, count in self._fates()},
         )
