@@ -11,6 +11,7 @@ import msgspec
 from loadtest.duel import index_stages as index
 from loadtest.duel.results import Results
 
+NOT_MEASURED = "not measured"
 TRACE = "trace prompts at 16, 16 workers"
 MSGPACK = f"select as msgpack, {TRACE}"
 LARGE_FLEET = "process, 512 workers"
@@ -137,7 +138,7 @@ def verdicts(results: Results) -> list[Verdict]:
         value = values[0] if values else None
         if value is None:
             skipped = row.figure is _msgpack and MSGPACK in results.skipped
-            verdict = results.skipped[MSGPACK] if skipped else "not measured"
+            verdict = results.skipped[MSGPACK] if skipped else NOT_MEASURED
         elif not row.holds(value, row.bound):
             verdict = "does not hold"
         else:

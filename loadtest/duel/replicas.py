@@ -10,9 +10,8 @@ from typing import Self
 
 import msgspec
 
-from lean_selector.demo.service_process import check_port
 from loadtest.duel.prompts import MODEL_NAME
-from loadtest.duel.targets import Service, Target, TargetError
+from loadtest.duel.targets import Service, Target, TargetError, free_port
 
 _LINK_TIMEOUT_S = 20.0
 _POLL_S = 0.05
@@ -38,7 +37,7 @@ class Pair:
         if not replicated:
             self.main = Service(target, cpus=cpus)
             return
-        here, there = check_port(0), check_port(0)
+        here, there = free_port(), free_port()
         self.main = Service(target, _flags(here, there), cpus)
         try:
             self.peer = Service(target, _flags(there, here), cpus)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtest.duel.budget import Verdict, verdicts
+from loadtest.duel.budget import NOT_MEASURED, Verdict, verdicts
 from loadtest.duel.results import Results
 
 # Title, the metrics of its rows, and whether ours divided by theirs says something.
@@ -117,6 +117,7 @@ def _budget_table(rows: Sequence[Verdict], references: Sequence[str]) -> Table:
             row.verdict,
         ]
         for row in rows
+        if row.verdict != NOT_MEASURED
     ]
     return Table("Budget (x is ours over the reference)", head, body)
 

@@ -7,7 +7,9 @@ child dies with this process however that ends, SIGKILL included. Ask `accountin
 import contextlib
 import ctypes
 import http.client
+import itertools
 import os
+import random
 import re
 import shlex
 import signal
@@ -24,6 +26,7 @@ from typing import Self
 import msgspec
 
 from lean_selector import __version__
+from lean_selector.demo.http_client import ServiceError
 from lean_selector.demo.service_process import HOST, START_TIMEOUT_S, check_port, service_command
 from loadtest.duel.accounting import Footprint, cpu_ns, footprint
 
@@ -31,6 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "ai-dynamo-runtime"
 INSTALL_TIMEOUT_S = 900
 ANSWER_TIMEOUT_S = 60.0
+# Below those that the system hands out for connections and engines' sockets, from 32 768 on: one of
+# them could take a port between our look and the service's bind.
+PORTS = (21_000, 31_000)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -93,6 +99,18 @@ def installed(version: str) -> Path:
     return python
 
 
+# Runs at the same time begin at different places.
+_candidates = itertools.cycle(random.sample(range(*PORTS), PORTS[1] - PORTS[0]))
+
+
+def free_port() -> int:
+    """A port that nothing has, and that the system will not give to anyone by itself."""
+    for _ in range(*PORTS):
+        with contextlib.suppress(ServiceError):
+            return check_port(next(_candidates))
+    raise TargetError(f"no free port from {PORTS[0]} to {PORTS[1]}")
+
+
 def dies_with_us(cpus: Collection[int] = ()) -> Callable[[], None]:
     """For preexec_fn: the kernel kills the child when we end; it runs on these CPUs, if any."""
 
@@ -112,7 +130,7 @@ class Service:
     ) -> None:
         """Start it; `wait` for its first answer. Raises TargetError when it cannot be started."""
         self.target = target
-        self.port = check_port(0)
+        self.port = free_port()
         command = [part.replace("{port}", str(self.port)) for part in target.command]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
         if target.log is not None:
