@@ -57,6 +57,8 @@ class PeerFetch(Generic[T]):
         result: T | Exception
         try:
             result = self._read(self._fetch())
+        except PeerFailed as error:
+            result = error
         except Exception as error:  # whatever it is, it is the next peer's turn
             result = PeerFailed(str(error) or type(error).__name__)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
