@@ -6,8 +6,8 @@ reservation behind that the driver has not been told of. Knows nothing of httpx.
 """
 
 import random
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Container, Generator, Mapping, Sequence
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from lean_selector.client.errors import (
     NoWorkerAvailable,
     ServiceRefused,
     ServiceUnreachable,
+    WorkerError,
     WorkerRefused,
     WorkerUnreachable,
     WrongBlockSize,
@@ -268,7 +269,6 @@ class Routing:
 
         A worker that does not take it is avoided from then on, while there are others to ask.
         """
-        scope: Scope | None = None
         body = completion_body(
             prompt.token_ids,
             wanted.model,
@@ -276,42 +276,45 @@ class Routing:
             return_token_ids=wanted.return_token_ids,
             cache_salt=prompt.cache_salt,
         )
-        avoided: set[int] = set()
+        scope: Scope | None = None
+        avoided: dict[int, WorkerError] = {}  # worker_id -> why
         attempt = 0
         while True:
             try:
                 scope = scope or (yield from self.scope(wanted.model))
                 fields = self._fields(prompt, scope, terms)
                 if avoided:
-                    fields["allowed_worker_ids"] = yield from self._others(scope, avoided)
-                placed = yield from self._place_once(prompt, terms, scope, fields)
+                    alone = terms.worker_id is not None
+                    others = [] if alone else (yield from self._others(scope, avoided))
+                    if others:
+                        fields["allowed_worker_ids"] = others
+                    else:
+                        _, error = avoided.popitem()
+                        avoided.clear()  # they may be back after a while
+                        yield from self._pause(attempt, error)
+                        attempt += 1
+                selected, reservation = yield from self._place_once(prompt, terms, scope, fields)
             except (NoWorkerAvailable, ServiceUnreachable) as error:
                 yield from self._pause(attempt, error)
                 attempt += 1
                 continue
-            selected, reservation = placed
             try:
                 stream = yield _open_stream(selected, body)
-            except (WorkerUnreachable, WorkerRefused) as error:
+            except BaseException as error:
                 yield Release(reservation)
-                if isinstance(error, WorkerRefused) and error.status not in _WORKER_IS_NOT_FREE:
+                if not _is_passed_over(error):
                     raise
-                avoided.add(selected.worker_id)
-                alone = terms.worker_id is not None
-                if alone or not (yield from self._others(scope, avoided)):
-                    avoided.clear()  # it may be back after a while
-                    yield from self._pause(attempt, error)
-                    attempt += 1
-                continue
-            except BaseException:
-                yield Release(reservation)
-                raise
-            return selected, reservation, stream
+                avoided[selected.worker_id] = error
+            else:
+                return selected, reservation, stream
 
-    def _others(self, scope: Scope, avoided: set[int]) -> Flow[list[int]]:
+    def _others(self, scope: Scope, avoided: Container[int]) -> Flow[list[int]]:
         workers = yield from ask(service_calls.workers(scope.model_name, self._tenant_id))
-        schedulable = {w.worker_id for w in workers if w.lifecycle == "schedulable"}
-        return sorted(schedulable - avoided)
+        return [
+            worker.worker_id
+            for worker in workers
+            if worker.lifecycle == "schedulable" and worker.worker_id not in avoided
+        ]
 
     # -- inspection ----------------------------------------------------------------------------
 
@@ -372,6 +375,13 @@ class Routing:
                     return
                 attempt += 1
                 yield Pause(wait_s)
+
+
+def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
+    """True for a worker that did not take the request: another one may."""
+    if isinstance(error, WorkerRefused):
+        return error.status in _WORKER_IS_NOT_FREE
+    return isinstance(error, WorkerUnreachable)
 
 
 def _open_stream(selected: Selected, body: bytes) -> OpenStream:

@@ -1,6 +1,7 @@
 """The selection service and some fake workers registered with it."""
 
 import contextlib
+import signal
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +41,14 @@ class Fleet:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    def restart(self) -> None:
+        """The service is killed and starts anew, on the same port, with the same workers."""
+        workers = self.service.get("/workers")[1]
+        self.service.stop(signal.SIGKILL)
+        self.service.__enter__()
+        for worker in workers:
+            self.register(worker["worker_id"], worker["endpoint"])
 
     def register(self, worker_id: int, endpoint: str, **fields: Any) -> None:
         worker = {

@@ -1,0 +1,132 @@
+"""No reservation is left behind, whatever happens to calls, workers and the service.
+
+The full form is run by hand: `python -m tests.client.test_leaks --leaks 5000`.
+"""
+
+import argparse
+import asyncio
+import collections
+import random
+import signal
+import time
+from typing import Any
+
+from lean_selector.client import Backoff, ClientError, KvRouter, Timeouts, TokenStream
+from tests.client.fleet import MODEL, Fleet
+from tests.running_service import free_port
+
+CALLS = 400
+CONCURRENT = 32
+DEADLINE_S = 60.0
+# How the call of a cancelled task ends depends on the moment; about a fifth are cancelled.
+CANCELLED = 0.2
+FAKES: list[dict[str, Any]] = [
+    {},
+    {},
+    {},
+    {"step_s": 0.002},
+    {"status": 500},
+    {"break_after": 2},
+    {"error_after": 1},
+    {"without": ["token_ids", "usage", "done"]},
+]
+
+
+async def one_call(router: KvRouter, rng: random.Random) -> None:
+    """A generation that its user reads in one of the ways that users have."""
+    manner = rng.choice(["all", "all", "all", "some", "none", "reserve"])
+    tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
+    if manner == "reserve":
+        async with router.reserve(tokens) as placement:
+            await asyncio.sleep(0)
+            await placement.prefill_complete()
+        return
+    stream: TokenStream = await router.generate(
+        tokens,
+        MODEL,
+        {"max_tokens": rng.randrange(1, 12)},
+        extra_args={"fake": rng.choice(FAKES)},
+    )
+    if manner == "some":
+        async for _ in stream:
+            if rng.random() < 0.5:
+                break
+    elif manner == "all":
+        async for _ in stream:
+            pass
+
+
+async def storm(fleet: Fleet, calls: int, restarts: int, seed: int) -> collections.Counter[str]:
+    """Many calls, a fifth of them cancelled at a random moment; how they ended, by name."""
+    rng = random.Random(seed)
+    ends: collections.Counter[str] = collections.Counter()
+    todo = iter(range(calls))
+    restart_at = {calls * (n + 1) // (restarts + 1) for n in range(restarts)}
+
+    one_at_a_time = asyncio.Lock()
+
+    async def restart() -> None:
+        async with one_at_a_time:
+            await asyncio.to_thread(fleet.restart)
+
+    async def work(router: KvRouter) -> None:
+        for number in todo:
+            call = asyncio.create_task(one_call(router, rng))
+            if number in restart_at:
+                await restart()
+            if rng.random() < CANCELLED:
+                await asyncio.sleep(rng.random() * 0.03)
+                call.cancel()
+            try:
+                await call
+                ends["completed"] += 1
+            except asyncio.CancelledError:
+                ends["cancelled"] += 1
+            except ClientError as error:
+                ends[type(error).__name__] += 1
+
+    backoff = Backoff(max_retries=8, first_s=0.05)
+    timeouts = Timeouts(service_s=DEADLINE_S, queue_s=DEADLINE_S)
+    async with KvRouter(fleet.endpoint, 4, backoff=backoff, timeouts=timeouts, rng=rng) as router:
+        await asyncio.gather(*(work(router) for _ in range(CONCURRENT)))
+    return ends
+
+
+def test_a_storm_of_calls_leaves_no_load() -> None:
+    with Fleet(3) as fleet:
+        fleet.register(9, f"http://127.0.0.1:{free_port()}")  # nobody is there
+        ends = asyncio.run(storm(fleet, CALLS, restarts=0, seed=7))
+        assert fleet.total() == (0, 0, 0), ends
+    assert sum(ends.values()) == CALLS
+    assert ends["completed"] > CALLS * 0.3, ends
+    assert ends["cancelled"] > CALLS * 0.05, ends
+    assert ends["WorkerStreamBroken"] > 0, ends
+    assert ends["WorkerRefused"] > 0, ends
+
+
+def test_restarts_of_the_service_leave_no_load_either() -> None:
+    with Fleet(2) as fleet:
+        ends = asyncio.run(storm(fleet, CALLS // 2, restarts=2, seed=8))
+        assert fleet.total() == (0, 0, 0), ends
+    assert ends["completed"] > CALLS * 0.1, ends
+
+
+def main() -> None:
+    """The full form; prints how the calls ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaks", type=int, default=5000, metavar="N", help="calls to make")
+    parser.add_argument("--restarts", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with Fleet(4) as fleet:
+        fleet.register(9, f"http://127.0.0.1:{free_port()}")
+        started = time.monotonic()
+        ends = asyncio.run(storm(fleet, given.leaks, given.restarts, given.seed))
+        took = time.monotonic() - started
+        print(f"{given.leaks} calls in {took:.1f} s: {dict(ends)}; /loads: {fleet.total()}")  # noqa: T201
+        assert fleet.total() == (0, 0, 0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    main()
