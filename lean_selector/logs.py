@@ -22,6 +22,8 @@ MAX_KINDS = 1000  # a few dozen exist; messages made of data would pass for more
 
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 _PLAIN_VALUE = re.compile(r"[\w.:/*+@%,\[\]-]+")
+# What JSON need not escape: DEL and the C1 controls, line and paragraph ends, changes of direction.
+_CONTROLS = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -78,14 +80,20 @@ class TextLines(logging.Formatter):
 
 def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
-        return str(value).lower()
+        return _encode(value).decode()
     text = value if isinstance(value, str) else str(value)
     return text if _PLAIN_VALUE.fullmatch(text) else _quoted(text)
 
 
 def _quoted(text: str) -> str:
-    """As a JSON string, control characters escaped, so that it is one line."""
-    return _encode(text.encode("utf-8", "replace").decode()).decode()
+    """As a JSON string on one line."""
+    return _one_line(_encode(text.encode("utf-8", "replace").decode()))
+
+
+def _one_line(json: bytes) -> str:
+    """JSON with what a terminal or a reader of lines might act upon escaped, as it is in strings
+    only."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
 class JsonLines(logging.Formatter):
@@ -100,10 +108,10 @@ class JsonLines(logging.Formatter):
             **_fields(record),
         }
         try:
-            return _encode(line).decode()
+            return _one_line(_encode(line))
         except UnicodeEncodeError:  # a lone surrogate in what somebody sent
             safe = {name: str(value).encode("utf-8", "replace") for name, value in line.items()}
-            return _encode({name: value.decode() for name, value in safe.items()}).decode()
+            return _one_line(_encode({name: value.decode() for name, value in safe.items()}))
 
 
 class _Bucket(msgspec.Struct):

@@ -127,8 +127,8 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
     lifecycle = SelectorLog(selector)
 
     def tick(now: float) -> None:
-        log_expired(selector.expire(now, EXPIRY_STEPS))
         lifecycle.look()
+        log_expired(selector.expire(now, EXPIRY_STEPS))
         selector.admit_waiting(now)
 
     def refuse_new() -> None:

@@ -76,10 +76,10 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
     lifecycle = TrackerLog(trackers)
 
     def tick(now: float) -> None:
+        lifecycle.look()
         expired = trackers.expire(now, EXPIRY_STEPS)
         if expired:
             log.info("reservations expired", extra={"count": len(expired)})
-        lifecycle.look()
 
     async def close() -> None:
         if plane is not None:

@@ -199,7 +199,7 @@ def test_tokens_and_kv_events_of_a_working_engine() -> None:
         age = value(samples, "lean_selector_kv_source_last_message_age_seconds", **source)
         assert 0 <= age < DEADLINE_S
         gaps = value(samples, "lean_selector_kv_source_gaps_total", **source)
-        assert gaps == (published > 1)  # what came before the subscription
+        assert gaps in (0, 1)  # 1 when the first batch came before the subscription
         for name in ("restarts_total", "lag_batches"):
             assert value(samples, f"lean_selector_kv_source_{name}", **source) == 0
 

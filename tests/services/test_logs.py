@@ -1,0 +1,290 @@
+"""What the services log: start, lifecycle, shedding, expiry, and requests if they are asked to."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.running_service import RunningService, free_port, wait_until
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def worker(worker_id: int = 1, **fields: object) -> dict[str, object]:
+    return {"worker_id": worker_id, "endpoint": "http://w", "block_size": 16, **fields}
+
+
+def prompt(**fields: object) -> dict[str, object]:
+    return {"block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 16, **fields}
+
+
+def lines(log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.splitlines()]
+
+
+def events(log: str) -> list[str]:
+    return [line["event"] for line in lines(log)]
+
+
+def start(*flags: str, module: str = "lean_selector") -> RunningService:
+    own = ("--use-kv-events", "false") if module == "lean_selector" else ()
+    return RunningService(*own, "--log-format", "json", *flags, module=module)
+
+
+def let_it_tick(service: RunningService) -> None:
+    """Returns when the service has surely looked at what is to be logged."""
+
+    # The loop lag is sampled 20 times a second, the tick is every half second: 12 samples later.
+    def samples() -> int:
+        text = text_of(service)
+        line = next(x for x in text if x.startswith("lean_selector_loop_lag_seconds_count"))
+        return int(line.split()[-1])
+
+    enough = samples() + 12
+    wait_until(lambda: samples() >= enough, "the tick has run")
+
+
+def text_of(service: RunningService) -> list[str]:
+    from tests.prometheus_tools import scrape
+
+    return scrape(service.port).splitlines()
+
+
+def test_the_first_line_is_the_resolved_configuration() -> None:
+    with start("--active-prefill-tokens-threshold", "7", "--drain-secs", "2") as service:
+        port = service.port
+        _, log = service.stop()
+    first, second, last = lines(log)
+    assert first["event"] == "configuration"
+    assert first["listen.port"] == port
+    assert first["listen.drain_s"] == "2.0"
+    assert first["busy.active_prefill_tokens"] == 7
+    assert first["router.use_kv_events"] is False
+    assert (second["event"], second["port"]) == ("listening", port)
+    assert last["event"] == "stopped"
+    now = time.strftime("%Y-%m-%dT%H:", time.gmtime())
+    assert first["time"][:14] in (now, first["time"][:14])
+    assert first["time"].endswith("Z")
+
+
+def test_nothing_is_logged_per_request() -> None:
+    with start() as service:
+        for _ in range(5):
+            service.post("/select", prompt())
+            service.get("/nowhere")
+        _, log = service.stop()
+    assert events(log) == ["configuration", "listening", "stopped"]
+
+
+def test_the_level_decides_what_is_written() -> None:
+    with start("--log-level", "warning") as service:
+        service.post("/workers", worker())
+        let_it_tick(service)
+        _, log = service.stop()
+    assert log == ""
+
+
+def test_workers_come_change_and_go() -> None:
+    with start() as service:
+        service.post("/workers", worker(block_size=None))
+        let_it_tick(service)
+        service.post("/workers", worker())
+        service.post("/workers", worker())
+        let_it_tick(service)
+        service.post("/workers", worker())  # an identical one changes nothing
+        let_it_tick(service)
+        service.request("DELETE", "/workers/1")
+        let_it_tick(service)
+        _, log = service.stop()
+    found = [line for line in lines(log) if line["event"].startswith("worker ")]
+    assert [(line["event"], line.get("lifecycle")) for line in found] == [
+        ("worker registered", "incomplete"),
+        ("worker changed", "schedulable"),
+        ("worker removed", None),
+    ]
+    assert found[0]["reasons"] == ["block_size must be greater than 0"]
+    assert {line["worker_id"] for line in found} == {1}
+
+
+def test_shedding_is_logged_when_it_begins_and_when_it_ends() -> None:
+    with start("--active-prefill-tokens-threshold", "0") as service:
+        service.post("/workers", worker())
+        assert service.post("/select_and_reserve", prompt(reservation_id="r"))[0] == 200
+        for _ in range(3):
+            assert service.post("/select", prompt())[0] == 503
+            let_it_tick(service)
+        assert service.request("DELETE", "/reservations/r")[0] == 200
+        let_it_tick(service)
+        _, log = service.stop()
+    found = [line for line in lines(log) if line["event"].startswith("shedding")]
+    assert [line["event"] for line in found] == [
+        "shedding began: all workers are busy",
+        "shedding ended",
+    ]
+    assert found[1]["requests_shed"] == 3
+    assert found[0]["model"] == "default"
+
+
+def test_expiry_is_one_line_with_a_count() -> None:
+    with start("--reservation-expiry-secs", "0.1") as service:
+        service.post("/workers", worker())
+        for _ in range(3):
+            service.post("/select_and_reserve", prompt())
+        wait_until(
+            lambda: not service.get("/loads")[1][0]["loads"][0]["active_requests"], "they expire"
+        )
+        _, log = service.stop()
+    found = [line for line in lines(log) if line["event"] == "reservations expired"]
+    assert sum(line["count"] for line in found) == 3
+    assert len(found) <= 2  # a tick may fall between
+
+
+def test_sources_and_peers_have_a_life_too() -> None:
+    from lean_selector.publisher import KvEventPublisher
+
+    port = free_port()
+    flags = ("--replica-sync-port", str(free_port()))
+    with (
+        KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
+        RunningService("--log-format", "json", *flags) as service,
+    ):
+        service.post("/workers", worker(kv_events_endpoint=f"tcp://127.0.0.1:{port}"))
+
+        def is_heard() -> bool:
+            engine.publish_all_cleared()
+            return bool(service.get("/kv_sources")[1][0]["messages"])
+
+        wait_until(is_heard, "the engine is heard")
+        peer = {"endpoint": "tcp://127.0.0.1:9"}
+        service.post("/replica_sync/register_peer", peer)
+        service.post("/replica_sync/deregister_peer", peer)
+        _, log = service.stop()
+    found = lines(log)
+    (source,) = [line for line in found if "first message" in line["event"]]
+    assert (source["worker_id"], source["dp_rank"]) == (1, 0)
+    peers = [line["event"] for line in found if line.get("endpoint") == peer["endpoint"]]
+    assert peers == ["replica peer registered", "replica peer deregistered"]
+
+
+def test_the_slot_tracker_logs_its_workers_and_expiry() -> None:
+    module = "lean_selector.slot_tracker"
+    with start("--reservation-expiry-secs", "0.1", module=module) as service:
+        scope = {"model_name": "m", "tenant_id": "default", "worker_id": 1}
+        row = {**scope, "block_size": 16, "dp_start": 0, "dp_size": 1}
+        assert service.post("/register", row)[0] == 201
+        add = {**scope, "dp_rank": 0, "sequence_hashes": [1], "new_isl_tokens": 5}
+        assert service.post("/add", {**add, "request_id": "r"})[0] == 201
+        wait_until(lambda: not service.get("/loads")[1][0]["active_decode_blocks"], "it expires")
+        assert service.post("/unregister", scope)[0] == 200
+        let_it_tick(service)
+        _, log = service.stop()
+    assert events(log) == [
+        "configuration",
+        "listening",
+        "worker registered",
+        "reservations expired",
+        "worker removed",
+        "stopped",
+    ]
+
+
+# -- the access log -------------------------------------------------------------------------------
+
+
+def access(log: str) -> list[dict[str, Any]]:
+    found = [line for line in lines(log) if line["logger"] == "lean_selector.access"]
+    for line in found:
+        assert line["duration_us"] >= 0
+    return [line for line in found if line["route"] != "/health"]
+
+
+@pytest.mark.parametrize("flag", [["--access-log"], ["--access-log", "true"]])
+def test_the_access_log_has_route_status_and_every_id(flag: list[str]) -> None:
+    with start(*flag) as service:
+        service.post("/workers", worker())
+        service.request(
+            "POST",
+            "/select",
+            prompt(selection_id="s"),
+            headers={"content-type": "application/json", "traceparent": TRACEPARENT},
+        )
+        generated = service.post("/select_and_reserve", prompt())[1]["reservation_id"]
+        service.post("/select_and_reserve", prompt(reservation_id=generated))
+        service.request("POST", f"/reservations/{generated}/prefill_complete")
+        service.request("DELETE", "/reservations/a%20b")
+        service.request("DELETE", "/reservations/%ff")
+        service.request("PUT", "/select")
+        service.post("/select", [1])
+        service.request("POST", "/select", raw=b"nonsense")
+        _, log = service.stop()
+    found = access(log)
+    shown = [(line["method"], line["route"], line["status"]) for line in found]
+    assert shown == [
+        ("POST", "/workers", 201),
+        ("POST", "/select", 200),
+        ("POST", "/select_and_reserve", 200),
+        ("POST", "/select_and_reserve", 409),
+        ("POST", "/reservations/{reservation_id}/prefill_complete", 200),
+        ("DELETE", "/reservations/{reservation_id}", 404),
+        ("DELETE", "/reservations/{reservation_id}", 400),
+        ("PUT", None, 405),
+        ("POST", "/select", 422),
+        ("POST", "/select", 400),
+    ]
+    assert found[1]["selection_id"] == "s"
+    assert found[1]["traceparent"] == TRACEPARENT
+    assert "traceparent" not in found[2]
+    assert [line.get("reservation_id") for line in found[2:7]] == [
+        generated,
+        generated,
+        generated,
+        "a b",
+        "%ff",
+    ]
+    assert found[7]["path"] == "/select"
+
+
+def test_a_parked_request_is_logged_when_it_is_answered_or_given_up() -> None:
+    import http.client
+
+    with start("--access-log", "--queue-threshold", "0") as service:
+        service.post("/workers", worker(max_num_batched_tokens=10))
+        service.post("/select_and_reserve", prompt(reservation_id="r"))
+
+        def park(selection_id: str) -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
+            body = json.dumps(prompt(selection_id=selection_id))
+            connection.request("POST", "/select", body, {"content-type": "application/json"})
+            return connection
+
+        def pending() -> int:
+            return int(service.get("/loads")[1][0]["pending_count"])
+
+        leaves, stays = park("leaves"), park("stays")
+        wait_until(lambda: pending() == 2, "both are parked")
+        leaves.close()
+        wait_until(lambda: pending() == 1, "one has left")
+        service.request("DELETE", "/reservations/r")
+        assert stays.getresponse().status == 200
+        stays.close()
+        _, log = service.stop()
+    statuses = {
+        line["selection_id"]: line["status"] for line in access(log) if "selection_id" in line
+    }
+    assert statuses == {"leaves": 499, "stays": 200}
+
+
+def test_the_access_log_of_the_slot_tracker_has_request_ids() -> None:
+    with start("--access-log", module="lean_selector.slot_tracker") as service:
+        free = {"model_name": "m", "tenant_id": "default", "request_id": "r"}
+        service.post("/free", free)
+        _, log = service.stop()
+    (line,) = access(log)
+    assert (line["route"], line["status"], line["request_id"]) == ("/free", 404, "r")
+
+
+def test_text_is_the_default_format() -> None:
+    with RunningService() as service:
+        _, log = service.stop()
+    assert " INFO lean_selector.server listening service=lean-selector version=" in log
