@@ -1,7 +1,5 @@
 """A dump in slices, and events between them."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,11 +53,12 @@ def tell(index: KvIndex, event: Event) -> StoreResult | None:
     return None
 
 
-def copy_of(runs: Iterator[list[StoredRun]] | list[list[StoredRun]]) -> KvIndex:
+def copy_of(runs: list[list[StoredRun]], may_change: bool) -> KvIndex:
     index = KvIndex(16)
     for run in (run for some in runs for run in some):
         where = run.worker_id, run.dp_rank, run.tier, run.parent_hash
-        index.store(*where, run.block_hashes, pack(run.tokens_hashes))
+        result = index.store(*where, run.block_hashes, pack(run.tokens_hashes))
+        assert may_change or result is StoreResult.STORED
     return index
 
 
@@ -90,7 +89,7 @@ def dump_with_events(
                 came.append(to_come.pop(0))
                 if tell(index, came[-1]) is StoreResult.UNKNOWN_PARENT:
                     came.pop()
-    copy = copy_of(slices)
+    copy = copy_of(slices, may_change=bool(after))
     for event in came:
         tell(copy, event)
     return index, copy
@@ -131,21 +130,19 @@ def test_a_copy_matches_alike(before: list[Event], prompts: list[tuple[int, ...]
         assert held(copy, path) == held(index, path)
 
 
-def test_parents_come_before_children_whatever_was_stored_first() -> None:
+@pytest.mark.parametrize(("again", "told"), [(2, [(0, 0), (0, 0, 0)]), (1, [(0,)])])
+def test_parents_come_before_children_that_were_stored_first(
+    again: int, told: list[tuple[int, ...]]
+) -> None:
+    """As many blocks above the child come back as `again` says; 2 lead to it."""
     index = KvIndex(16)
-    for event in (
-        ("store", RANKS[0], Tier.DEVICE, (0,), 0),
-        ("store", RANKS[0], Tier.DEVICE, (0, 1, 0), 1),
-        ("store", RANKS[0], Tier.DEVICE, (0, 0), 1),
-        ("remove", RANKS[0], Tier.DEVICE, (0,), 0),
-        ("store", RANKS[0], Tier.DEVICE, (0,), 0),
-    ):
-        tell(index, event)
-    known: set[int | None] = {None}
-    for run in (run for runs in index.dump() for run in runs):
-        assert run.parent_hash in known
-        known.update(run.block_hashes)
-    assert len(known) == 5
+    tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0, 1), 0))
+    tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0, 0), 2))
+    for blocks in (3, 2, 1):
+        tell(index, ("remove", RANKS[0], Tier.DEVICE, (0, 0, 1)[:blocks], 0))
+    tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0)[:again], 0))
+    last = [run.block_hashes[-1] for runs in index.dump() for run in runs]
+    assert last == [name_of(path) for path in told]
 
 
 def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +154,18 @@ def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     slices = list(index.dump())
     assert max(map(len, slices)) == 100
     assert sum(map(len, slices)) == 4000
+
+
+def test_a_rank_that_takes_the_place_of_one_that_is_gone_is_not_told_as_that() -> None:
+    index = KvIndex(16)
+    for token in range(3):
+        tell(index, ("store", RANKS[0], Tier.DEVICE, (token,), 0))
+    dump = index.dump()
+    assert next(dump)
+    index.clear(*RANKS[0])
+    for token in range(3):
+        tell(index, ("store", RANKS[1], Tier.DEVICE, (token,), 0))
+    assert [run for runs in dump for run in runs] == []
 
 
 def test_a_rank_that_is_gone_is_told_no_further() -> None:
