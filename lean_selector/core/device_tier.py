@@ -313,7 +313,7 @@ class DeviceTier:
         was asked for, and what has been there all the time is not left out.
         """
         told: set[Run] = set()  # whole runs: what hangs on them is in reach
-        cut_off: set[Run] = set()
+        cut_off: set[Run] = set()  # runs that nothing leads to
         for strand in list(rank.names.rows):
             # A rank without a row holds nothing there now; its bit may even be another's.
             if strand in rank.names.rows:
@@ -331,18 +331,16 @@ class DeviceTier:
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
-            path.append(above)
             if above in cut_off or not (above is run or above.whole >> rank.bit & 1):
-                cut_off.update(path)
+                cut_off.update(path)  # without this one: its own start may be in reach
                 return
+            path.append(above)
             above = above.parent
         for step in reversed(path):
             held = step.held_by(rank.bit)
             leading = ((held + 1) & ~held).bit_length() - 1
             if leading << 3 == len(step.label):
                 told.add(step)
-            else:
-                cut_off.add(step)
             if leading:
                 names = rank.names.rows[step.strand][step.start << 3 : step.start + leading << 3]
                 yield (
