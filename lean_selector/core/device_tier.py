@@ -5,19 +5,21 @@ them) in step. Ranks are bits in the trie and records here. Knows nothing of low
 events. Spec: indexer.md sections 3.1, 3.2 and 7.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from struct import unpack
 
 import msgspec
 
-from lean_selector.core.engine_hashes import (
-    NOWHERE,
-    POSITION_BITS,
-    POSITION_MASK,
-    EngineHashes,
-)
+from lean_selector.core.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.rank_bits import RankBits, RankKey
-from lean_selector.core.runs import MAX_STRANDS, STRAND_BLOCKS, Run, RunTrie, common_prefix
+from lean_selector.core.runs import (
+    MAX_STRANDS,
+    POSITION_BITS,
+    STRAND_BLOCKS,
+    Run,
+    RunTrie,
+    common_prefix,
+)
 
 # A run grows at its end only if few others hold it: each of them becomes a partial holder, which
 # costs every match of that run a step. With more, the new blocks make a run of their own, which
@@ -155,8 +157,13 @@ class DeviceTier:
         rank.names = EngineHashes()
         rank.blocks = 0
 
-    def store(self, rank: DeviceRank, parent: int, names: bytes, local: bytes) -> None:
-        """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start)."""
+    def store(
+        self, rank: DeviceRank, parent: int, names: Sequence[int], packed: bytes, local: bytes
+    ) -> None:
+        """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
+
+        `packed` is the names, 8 bytes each.
+        """
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -168,9 +175,10 @@ class DeviceTier:
             if position << 3 < len(label):
                 same = common_prefix(label, position << 3, local, done)
                 if same:
-                    self._hold(rank, run, position, names[done : done + same])
+                    end = done + same
+                    self._hold(rank, run, position, names[done >> 3 : end >> 3], packed[done:end])
                     position += same >> 3
-                    done += same
+                    done = end
                 if done < len(local) and position << 3 < len(label):
                     run = self.trie.split(run, position)
                 continue
@@ -178,13 +186,21 @@ class DeviceTier:
             if child is not None:
                 run, position = child, 0
                 continue
-            run, done = self._extend(rank, run, names, local, done)
-            position = len(run.label) >> 3
+            run, position, end = self._extend(rank, run, local, done)
+            at = run.strand << POSITION_BITS | run.start + position
+            if done or end < len(local):
+                rank.names.add(at, names[done >> 3 : end >> 3], packed[done:end])
+            else:
+                rank.names.add(at, names, packed)
+            rank.blocks += end - done >> 3
+            position += end - done >> 3
+            done = end
 
-    def _extend(
-        self, rank: DeviceRank, run: Run, names: bytes, local: bytes, done: int
-    ) -> tuple[Run, int]:
-        """Add blocks after `run`, up to a strand's end; returns their run and the new `done`."""
+    def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
+        """Add blocks after `run`, up to a strand's end, and let the rank hold them.
+
+        Returns their run, where they begin in it, and the new `done`.
+        """
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -196,8 +212,7 @@ class DeviceTier:
             end = min(len(local), done + (STRAND_BLOCKS << 3))
             run = self.trie.add(run, local[done:end])
             run.whole = mine
-            self._name(rank, run, 0, names[done:end])
-            return run, end
+            return run, 0, end
         end = min(len(local), done + (room << 3))
         run.label += local[done:end]
         if run.whole != mine or run.partial:
@@ -206,59 +221,47 @@ class DeviceTier:
             for bit in _bits(whole & ~mine):
                 run.set_held(bit, (1 << length) - 1)
             run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
-        self._name(rank, run, length, names[done:end])
-        return run, end
+        return run, length, end
 
-    def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes) -> None:
+    def _hold(
+        self, rank: DeviceRank, run: Run, position: int, names: Sequence[int], packed: bytes
+    ) -> None:
         """Let the rank hold blocks that exist, from `position` of `run` on."""
-        blocks = len(names) >> 3
         held = run.held_by(rank.bit)
-        span = (1 << blocks) - 1 << position
+        span = (1 << len(names)) - 1 << position
         both = held & span
+        place = run.strand << POSITION_BITS | run.start + position
         if not both:
-            self._name(rank, run, position, names)
+            rank.names.add(place, names, packed)
+            rank.blocks += len(names)
         else:
-            place = run.strand << POSITION_BITS | run.start + position
-            for at in range(blocks):
-                name = names[at << 3 : (at + 1) << 3]
+            for at, name in enumerate(names):
+                eight = packed[at << 3 : (at + 1) << 3]
                 if not both >> (position + at) & 1:
-                    self._name(rank, run, position + at, name)
-                elif rank.names.name_at(place + at) != name:
+                    rank.names.add(place + at, names[at : at + 1], eight)
+                    rank.blocks += 1
+                elif rank.names.name_at(place + at) != eight:
                     rank.names.alias(place + at, name)
         if both != span:
             run.set_held(rank.bit, held | span)
 
-    def _name(self, rank: DeviceRank, run: Run, position: int, names: bytes) -> None:
-        rank.names.add(run.strand << POSITION_BITS | run.start + position, names)
-        rank.blocks += len(names) >> 3
-
-    def remove(self, rank: DeviceRank, names: list[bytes]) -> int:
+    def remove(self, rank: DeviceRank, names: Sequence[int]) -> int:
         """Drop the blocks with these names; returns how many there were."""
-        places = rank.names.take(names)
-        if places:
-            self._drop_places(rank, places)
-        return len(places)
+        before = rank.blocks
+        for strand, positions in rank.names.take(names).items():
+            self._drop_positions(rank, strand, positions)
+        return before - rank.blocks
 
-    def _drop_places(self, rank: DeviceRank, places: list[int]) -> None:
-        """Drop the blocks at `places`, whose names are forgotten already."""
-        gone: dict[int, int] = {}  # strand -> positions: a run is visited once, not per block
-        low, high = min(places), max(places)
-        if high - low == len(places) - 1 and low >> POSITION_BITS == high >> POSITION_BITS:
-            # One stretch, as engines evict: a mask per block would be most of the work.
-            gone[low >> POSITION_BITS] = (1 << len(places)) - 1 << (low & POSITION_MASK)
-            places = []
-        for place in places:
-            strand = place >> POSITION_BITS
-            gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
-        for strand, positions in gone.items():
-            first = self.trie.strands[strand]
-            if first.after is None:
-                self._drop_blocks(rank, first, positions >> first.start)
-                continue
-            for run in self.trie.pieces(strand):
-                here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
-                if here:
-                    self._drop_blocks(rank, run, here)
+    def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
+        """Drop the blocks at these positions (a bit mask), whose names are forgotten already."""
+        first = self.trie.strands[strand]
+        if first.after is None:
+            self._drop_blocks(rank, first, positions >> first.start)
+            return
+        for run in self.trie.pieces(strand):
+            here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
+            if here:
+                self._drop_blocks(rank, run, here)
 
     def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
         """The same for blocks of one run, `gone` being their positions in it."""
@@ -294,14 +297,12 @@ class DeviceTier:
         while blocks:
             strand = next(iter(rank.names.rows))
             for run in reversed(self.trie.pieces(strand)):
-                base = run.strand << POSITION_BITS | run.start
-                places = [base + at for at in _bits(run.held_by(rank.bit))]
+                places = [run.start + at for at in _bits(run.held_by(rank.bit))]
                 places = places[max(0, len(places) - blocks) :]
-                if not places:
-                    continue
-                for place in places:
-                    rank.names.discard(place)
-                self._drop_places(rank, places)
+                for position in places:
+                    rank.names.discard(strand << POSITION_BITS | position)
+                if places:
+                    self._drop_blocks(rank, run, sum(1 << at - run.start for at in places))
                 blocks -= len(places)
 
     def reachable(

@@ -1,111 +1,148 @@
 """The engine's names of the blocks that one rank holds: engine hash -> place, and back.
 
-A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place
-order (one row of bytes per strand) and a hash table over them. Both are bytes: 16 bytes per block
-instead of the 110 of a dict of integers, nothing for the collector to visit, and growth in small
-steps. Knows nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
+A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place order
+(one row of bytes per strand, 0 where nothing is held) and dicts that lead from a hash to the part
+of a row that has it. Knows nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2
+and 7.4.
 
-The table is a multimap, newest first: an engine that uses one hash for two blocks has the hash
-name the newer one, and the older one again after that is removed. Hashes are taken to differ in
-their low 32 bits, as digests and counters do; if they do not, all stays right but is slow.
+A hash that stands for two blocks names the newer one, and the older one again after that is
+removed; such hashes have lists of places beside the dicts.
 """
 
-from array import array
-from struct import Struct
+from collections.abc import Sequence
+from struct import pack
 
-POSITION_BITS = 10  # positions in a strand; 22 bits are left for strands (see runs.py)
-POSITION_MASK = (1 << POSITION_BITS) - 1
+from lean_selector.core.runs import POSITION_BITS, POSITION_MASK, common_prefix
+
 NOWHERE = -1
 
-# A bucket is a bytearray of 8-byte entries: the low half of the hash, then the place. At this size
-# on average, each splits into four. Searching 128 takes 0.2-0.3 us; adding to fewer, larger buckets
-# is what the caches like (0.37 us per block against 0.45 with 64; measured).
-_ENTRIES_PER_BUCKET = 128
-_SPLIT = 4
-_PLACE = Struct("=I")
-_CUT = [Struct("8s" * count) for count in range(65)]  # n entries in one call: a third of the time
+# A dict of 100 000 entries takes 3 ms to grow, one of 1 000 000 takes 50 (measured); so each rank
+# has this many, a power of 2, chosen by the hash.
+_SHARDS = 32
+# Dicts tell a segment of a row, not a place: its int is shared by the blocks in it, and finding a
+# hash among 64 others takes 0.1 us.
+_SEGMENT_BITS = 6
+_STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
+_SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
+_SEGMENT_BYTES = 8 << _SEGMENT_BITS
+_RECENT_SEGMENTS = 256  # ints kept to be shared by events that fill a segment bit by bit
+_LISTED = -1  # in a dict: the places are in `_places`
+_NO_NAME = bytes(8)
 
 
 class EngineHashes:
-    """Names and places of one rank's blocks. Every place in the table has its hash in the row."""
+    """Names and places of one rank's blocks. A name that is not 0 stands in a row where it is held,
+    and nowhere else."""
 
-    __slots__ = (
-        "_alias_at",
-        "_aliases",
-        "_count",
-        "_directory",
-        "_select",
-        "_unsplit",
-        "_width",
-        "rows",
-    )
+    __slots__ = ("_alias_at", "_aliases", "_places", "_recent", "_shards", "rows")
 
     def __init__(self) -> None:
         self.rows: dict[int, bytearray] = {}  # strand -> 8 bytes per position, oldest strand first
-        # directory[byte 0 of the hash][byte 1 % width] is a bucket; one for all until it is full.
-        self._directory: list[list[bytearray]] = [[bytearray()]] * 256
-        self._width = 0  # a power of 4; 0 while there is one bucket
-        self._select = bytes(256)  # byte 1 of a hash -> index in a directory line
-        self._unsplit = 0  # directory lines still to be split after the last growth
-        self._count = 0
+        # Flat dicts of ints: nothing for the collector to visit. A name -> its segment.
+        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._shards[0][0] = _LISTED  # a row cannot tell a block named 0 from none
+        self._places: dict[int, list[int]] = {}  # names of several blocks, and 0; newest last
+        self._recent: dict[int, int] = {}  # segment -> the int in use for it
         # A second name for a block that has one. At most one per block: the newest.
-        self._aliases: dict[bytes, int] = {}
-        self._alias_at: dict[int, bytes] = {}
+        self._aliases: dict[int, int] = {}
+        self._alias_at: dict[int, int] = {}
 
-    def find(self, name: bytes) -> int:
-        """The place that `name` (8 bytes) stands for, or NOWHERE."""
+    def find(self, name: int) -> int:
+        """The place that `name` stands for, or NOWHERE."""
         if self._aliases and name in self._aliases:
             return self._aliases[name]
-        tag, bucket = name[:4], self._directory[name[0]][self._select[name[1]]]
-        at = bucket.rfind(tag)
-        while at >= 0:
-            if not at & 7:
-                place: int = _PLACE.unpack_from(bucket, at + 4)[0]
-                start = (place & POSITION_MASK) << 3
-                if self.rows[place >> POSITION_BITS].startswith(name, start):
-                    return place
-            at = bucket.rfind(tag, 0, at + 3)
-        return NOWHERE
+        segment = self._shards[name & (_SHARDS - 1)].get(name)
+        if segment is None:
+            return NOWHERE
+        if segment == _LISTED:
+            places = self._places.get(name)
+            return places[-1] if places else NOWHERE
+        return self._locate(name.to_bytes(8, "little"), segment)
 
-    def take(self, names: list[bytes]) -> list[int]:
-        """Forget the blocks that these names stand for; returns the places of those known."""
-        places = []
-        if self._aliases:
+    def _locate(self, name: bytes, segment: int) -> int:
+        strand = segment >> _STRAND_SHIFT
+        row = self.rows[strand]
+        start = (segment & _SEGMENT_MASK) * _SEGMENT_BYTES
+        if row.endswith(name):  # as the parent of what is stored next does
+            at = len(row) - 8
+        else:
+            at = row.find(name, start, start + _SEGMENT_BYTES)
+            while at & 7:
+                at = row.find(name, at + 1, start + _SEGMENT_BYTES)
+        assert at >= start, "a name in a dict has its entry in the row"
+        return strand << POSITION_BITS | at >> 3
+
+    def take(self, names: Sequence[int]) -> dict[int, int]:
+        """Forget the blocks that these names stand for.
+
+        Returns strand -> the positions (a bit mask) of those known.
+        """
+        gone: dict[int, int] = {}
+        if self._aliases or self._places:
             for name in names:
                 if (place := self.find(name)) != NOWHERE:
                     self.discard(place)
-                    places.append(place)
-            return places
-        directory, select, rows, place_at = self._directory, self._select, self.rows, _PLACE
-        for name in names:
-            tag, bucket = name[:4], directory[name[0]][select[name[1]]]
-            at = bucket.rfind(tag)
-            while at >= 0:
-                # The loop of find again: a call per block costs a fifth of the removal.
-                if not at & 7:
-                    place = place_at.unpack_from(bucket, at + 4)[0]
-                    start = (place & POSITION_MASK) << 3
-                    if rows[place >> POSITION_BITS].startswith(name, start):
-                        del bucket[at : at + 8]  # keeps the order: newest last
-                        places.append(place)
-                        break
-                at = bucket.rfind(tag, 0, at + 3)
-        self._count -= len(places)
-        return places
+                    strand = place >> POSITION_BITS
+                    gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+            return gone
+        shards, mask = self._shards, _SHARDS - 1
+        segments = [shards[name & mask].pop(name, None) for name in names]
+        if 0 not in shards[0]:  # 0 was among the names, and no block has it
+            shards[0][0] = _LISTED
+            segments = [None if segment == _LISTED else segment for segment in segments]
+        known = [segment for segment in segments if segment is not None]
+        if len(known) < len(names):
+            pairs = zip(names, segments, strict=True)
+            names = [name for name, segment in pairs if segment is not None]
+        if names:
+            self._empty_rows(names, known, gone)
+        return gone
+
+    def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
+        """Empty the rows of these names, all in a dict a moment ago; adds to `gone`.
+
+        Engines evict neighbours together, mostly from the end of a prompt: each stretch is found by
+        one search and one comparison.
+        """
+        count = len(names)
+        place = self._locate(names[0].to_bytes(8, "little"), segments[0])
+        if count == 1:
+            start = (place & POSITION_MASK) << 3
+            self.rows[place >> POSITION_BITS][start : start + 8] = _NO_NAME
+            gone[place >> POSITION_BITS] = 1 << (place & POSITION_MASK)
+            return
+        if place & POSITION_MASK and names[1] == int.from_bytes(self.name_at(place - 1), "little"):
+            names = names[::-1]
+            segments.reverse()
+        packed = pack(f"<{count}Q", *names)
+        at = 0
+        while at < count:
+            place = self._locate(packed[at << 3 : (at + 1) << 3], segments[at])
+            strand, position = place >> POSITION_BITS, place & POSITION_MASK
+            row = self.rows[strand]
+            same = common_prefix(row, position << 3, packed, at << 3)
+            row[position << 3 : (position << 3) + same] = bytes(same)
+            gone[strand] = gone.get(strand, 0) | (1 << (same >> 3)) - 1 << position
+            at += same >> 3
 
     def discard(self, place: int) -> None:
         """Forget the names of the block at `place`; it must have one."""
         start = (place & POSITION_MASK) << 3
-        tag = self.rows[place >> POSITION_BITS][start : start + 4]
-        bucket = self._directory[tag[0]][self._select[tag[1]]]
-        entry = tag + _PLACE.pack(place)
-        at = bucket.rfind(entry)
-        while at > 0 and at & 7:
-            at = bucket.rfind(entry, 0, at + 7)
-        assert at >= 0, "a place in a row has its entry in the table"
-        del bucket[at : at + 8]
-        self._count -= 1
-        if self._alias_at and (alias := self._alias_at.pop(place, None)):
+        row = self.rows[place >> POSITION_BITS]
+        name = int.from_bytes(row[start : start + 8], "little")
+        row[start : start + 8] = _NO_NAME
+        shard = self._shards[name & (_SHARDS - 1)]
+        if shard[name] != _LISTED:
+            del shard[name]
+        else:
+            places = self._places[name]
+            places.remove(place)
+            if not places:  # only 0 is listed when it has one place
+                del self._places[name]
+            elif name and len(places) == 1:
+                shard[name] = places[0] >> _SEGMENT_BITS
+                del self._places[name]
+        if self._alias_at and (alias := self._alias_at.pop(place, None)) is not None:
             del self._aliases[alias]
 
     def name_at(self, place: int) -> bytes:
@@ -113,35 +150,49 @@ class EngineHashes:
         start = (place & POSITION_MASK) << 3
         return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
 
-    def add(self, place: int, names: bytes) -> None:
-        """Name the blocks at `place` and the following positions, none of which has a name."""
+    def add(self, place: int, names: Sequence[int], packed: bytes) -> None:
+        """Name the blocks at `place` and the following positions, none of which has a name.
+
+        `packed` is the names, 8 bytes each. They differ.
+        """
+        if self._aliases:
+            for name in names:
+                self._forget_alias(name)
+        shards, mask, recent = self._shards, _SHARDS - 1, self._recent
+        first, end = place, place + len(names)
+        while first < end:
+            segment = recent.setdefault(first >> _SEGMENT_BITS, first >> _SEGMENT_BITS)
+            last = min(end, (segment + 1) << _SEGMENT_BITS)
+            here = names if last - first == len(names) else names[first - place : last - place]
+            for name in here:
+                shard = shards[name & mask]
+                if name in shard:
+                    self._add_another(name, place + names.index(name))
+                else:
+                    shard[name] = segment
+            first = last
+        if len(recent) > _RECENT_SEGMENTS:
+            recent.clear()
+        # Only now: a name that is in a row already was to be found there, not here.
         strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
         row = self.rows.get(strand)
         if row is None:
             row = self.rows[strand] = bytearray()
         assert len(row) >= start, "the block before, in the same strand, was held when it was named"
-        row[start : start + len(names)] = names
-        if self._aliases:
-            for at in range(0, len(names), 8):
-                self._forget_alias(names[at : at + 8])
-        count = len(names) >> 3
-        if count == 1:
-            entry = names[:4] + _PLACE.pack(place)
-            self._directory[entry[0]][self._select[entry[1]]] += entry
-        else:
-            entries = array("I", names)
-            entries[1::2] = array("I", range(place, place + count))
-            self._insert(entries.tobytes())
-        self._count += count
-        if self._unsplit:
-            self._split_line()
-        elif self._count > _ENTRIES_PER_BUCKET * (self._width * 256 or 1) and self._width < 256:
-            self._grow()
+        row[start : start + len(packed)] = packed
 
-    def alias(self, place: int, name: bytes) -> None:
+    def _add_another(self, name: int, place: int) -> None:
+        shard = self._shards[name & (_SHARDS - 1)]
+        if shard[name] != _LISTED:
+            self._places[name] = [self._locate(name.to_bytes(8, "little"), shard[name])]
+            shard[name] = _LISTED
+        self._places.setdefault(name, []).append(place)
+
+    def alias(self, place: int, name: int) -> None:
         """Let `name` stand for the block at `place` too, in the stead of an earlier second name."""
         self._forget_alias(name)
-        if earlier := self._alias_at.get(place):
+        earlier = self._alias_at.get(place)
+        if earlier is not None:
             del self._aliases[earlier]
         self._aliases[name] = place
         self._alias_at[place] = name
@@ -153,44 +204,7 @@ class EngineHashes:
         else:
             del self.rows[strand]
 
-    def _forget_alias(self, name: bytes) -> None:
+    def _forget_alias(self, name: int) -> None:
         place = self._aliases.pop(name, None)
         if place is not None:
             del self._alias_at[place]
-
-    def _insert(self, entries: bytes) -> None:
-        directory, columns = self._directory, entries[1::8].translate(self._select)
-        for line, column, entry in zip(entries[::8], columns, cut(entries), strict=True):
-            directory[line][column] += entry
-
-    def _grow(self) -> None:
-        """Widen the directory. A line's new places are the old buckets again until it is split."""
-        if not self._width:
-            entries = bytes(self._directory[0][0])
-            self._directory = [[bytearray()] for _ in range(256)]
-            self._width = 1
-            self._insert(entries)
-            return
-        for line in self._directory:
-            line *= _SPLIT
-        self._width *= _SPLIT
-        self._select = bytes(index % self._width for index in range(256))
-        self._unsplit = 256
-
-    def _split_line(self) -> None:
-        # One line of 256 per call, so that no call meets the whole table.
-        self._unsplit -= 1
-        line = self._directory[self._unsplit]
-        old = line[: self._width // _SPLIT]
-        line[:] = [bytearray() for _ in line]
-        for bucket in old:
-            self._insert(bytes(bucket))
-
-
-def cut(names: bytes) -> list[bytes]:
-    """Hashes, 8 bytes each, one by one."""
-    size, pieces = _CUT[-1].size, list[bytes]()
-    for start in range(0, len(names), size):
-        chunk = names[start : start + size]
-        pieces += _CUT[len(chunk) >> 3].unpack(chunk)
-    return pieces

@@ -22,7 +22,7 @@ import msgspec
 
 from lean_selector.core.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.device_tier import Matched as Matched
-from lean_selector.core.engine_hashes import NOWHERE, cut
+from lean_selector.core.engine_hashes import NOWHERE
 from lean_selector.core.lower_tiers import ROOT, LowerTier
 from lean_selector.core.rank_bits import RankBits
 from lean_selector.core.rank_bits import RankKey as RankKey
@@ -173,34 +173,35 @@ class KvIndex:
         Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the oldest
         holdings of the rank beyond its bound.
         """
-        blocks = min(len(block_hashes), len(local_hashes) >> 3)
-        if not blocks:
+        blocks = len(local_hashes) >> 3
+        if not blocks or not block_hashes:
             return StoreResult.EMPTY
         if len(block_hashes) == 1:  # a decoding engine sends most of its blocks one by one
             if block_hashes[0] == parent_hash:
                 return StoreResult.SELF_REFERENCE
-            names = block_hashes[0].to_bytes(8, "little")
         else:
             distinct = set(block_hashes)
             if parent_hash in distinct or len(distinct) != len(block_hashes):
                 return StoreResult.SELF_REFERENCE
-            names = pack(f"<{len(block_hashes)}Q", *block_hashes)[: blocks << 3]
+        if len(block_hashes) != blocks:
+            blocks = min(len(block_hashes), blocks)
+            block_hashes, local_hashes = block_hashes[:blocks], local_hashes[: blocks << 3]
+        packed = pack(f"<{blocks}Q", *block_hashes)
         key = (worker_id, dp_rank)
-        rank = self._ranks.get(key)
-        local = local_hashes[: blocks << 3]
-        parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
         if tier != Tier.DEVICE:
-            self._store_lower(key, tier, parent, names, local)
+            parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
+            self._store_lower(key, tier, parent, packed, local_hashes)
             return StoreResult.STORED
+        rank = self._ranks.get(key)
         place = NOWHERE
         if parent_hash is not None:
-            place = rank.device.names.find(parent) if rank else NOWHERE
+            place = rank.device.names.find(parent_hash) if rank else NOWHERE
             if place == NOWHERE:
                 return StoreResult.UNKNOWN_PARENT
         if not self._device.has_room(blocks):
             return StoreResult.FULL
         rank = rank or self._admit(key)
-        self._device.store(rank.device, place, names, local)
+        self._device.store(rank.device, place, block_hashes, packed, local_hashes)
         bound = self._bounds.get(key, self._default_bound)[0]
         if rank.device.blocks > bound:
             self._evict_device(rank, bound)
@@ -213,11 +214,13 @@ class KvIndex:
         rank = self._ranks.get(key)
         if rank is None:
             return 0
-        names = cut(pack(f"<{len(block_hashes)}Q", *block_hashes))
         if tier == Tier.DEVICE:
-            removed = self._device.remove(rank.device, names)
+            removed = self._device.remove(rank.device, block_hashes)
+        elif rank.lower:
+            held = rank.lower[tier - 1]
+            removed = sum(held.remove(name.to_bytes(8, "little")) for name in block_hashes)
         else:
-            removed = sum(map(rank.lower[tier - 1].remove, names)) if rank.lower else 0
+            removed = 0
         self._release_if_empty(key, rank)
         return removed
 

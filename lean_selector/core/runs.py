@@ -11,8 +11,8 @@ a place, (strand, position), means the same block before and after a split, for 
 it.
 """
 
-from lean_selector.core.engine_hashes import POSITION_BITS, POSITION_MASK
-
+POSITION_BITS = 10  # positions in a strand; 22 bits are left for strands
+POSITION_MASK = (1 << POSITION_BITS) - 1
 STRAND_BLOCKS = 1 << POSITION_BITS
 MAX_STRANDS = 1 << (32 - POSITION_BITS)
 

@@ -9,7 +9,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core import device_tier, engine_hashes
+from lean_selector.core import device_tier
 from lean_selector.core.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -294,8 +294,7 @@ def test_many_ranks_with_one_prefix_all_match() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 40], ids=["spread hashes", "hashes with equal low bits"])
-def test_any_order_of_removal_ends_at_nothing(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_hashes, "_ENTRIES_PER_BUCKET", 4)  # so that the table grows twice
+def test_any_order_of_removal_ends_at_nothing(shift: int) -> None:
     rng = random.Random(5)
     index, names = KvIndex(16), []
     for start in range(0, 200 if shift else 6_000, 10):
@@ -306,6 +305,50 @@ def test_any_order_of_removal_ends_at_nothing(shift: int, monkeypatch: pytest.Mo
     for count, name in enumerate(names):
         assert index.blocks(*A, Tier.DEVICE) == len(names) - count
         assert index.remove(*A, Tier.DEVICE, [name]) == 1
+    assert_pristine(index)
+
+
+def test_events_about_any_stretches_of_long_prompts_remove_just_those() -> None:
+    # Long enough for several strands and many segments of their rows.
+    rng = random.Random(6)
+    index = KvIndex(16)
+    prompts = []
+    for start in (0, 10_000, 20_000):
+        names = [rng.getrandbits(64) for _ in range(2_600)]
+        local = list(range(start, start + 2_600))
+        at = 0
+        while at < 2_600:
+            end = at + rng.choice([1, 1, 8, 64, 700])
+            parent = names[at - 1] if at else None
+            store(index, A, local[at:end], parent, names[at:end])
+            at = end
+        prompts.append((local, names))
+    held = {name for _, names in prompts for name in names}
+    while held:
+        local, names = rng.choice(prompts)
+        start, length = rng.randrange(2_600), rng.choice([1, 2, 8, 64, 700])
+        some = names[start : start + length][:: rng.choice([1, -1, -1, 2])]
+        some += rng.choice([[], [0], some[:1], rng.choice(prompts)[1][-5:]])
+        if rng.random() < 0.2:
+            rng.shuffle(some)
+        assert index.remove(*A, Tier.DEVICE, some) == len(held.intersection(some))
+        held.difference_update(some)
+        leading = next((at for at, name in enumerate(names) if name not in held), len(names))
+        assert device(index, local) == ({A: leading} if leading else {})
+    assert_pristine(index)
+
+
+def test_a_block_may_be_named_0() -> None:
+    index = KvIndex(16)
+    assert index.remove(*A, Tier.DEVICE, [0]) == 0
+    store(index, A, [1, 2, 3], names=[101, 0, 103])
+    store(index, A, [4, 5], 0, names=[104, 105])
+    assert device(index, [1, 2, 4, 5]) == {A: 4}
+    store(index, A, [6], None, names=[0])
+    assert index.remove(*A, Tier.DEVICE, [0, 101, 7]) == 2
+    assert device(index, [6]) == {}
+    assert index.remove(*A, Tier.DEVICE, [0, 0]) == 1
+    assert index.remove(*A, Tier.DEVICE, [103, 0, 104, 105]) == 3
     assert_pristine(index)
 
 

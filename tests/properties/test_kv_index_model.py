@@ -110,7 +110,7 @@ class RankModel:
 RANK = st.sampled_from(RANKS[:2] * 3 + RANKS)  # mostly two, so that they share runs
 TIER = st.sampled_from([Tier.DEVICE] * 4 + [Tier.HOST_PINNED, Tier.DISK, Tier.EXTERNAL])
 # Names differ by rank and by tokens, as real ones do, or are drawn from a few that clash.
-NAME = st.integers(1, 12)
+NAME = st.integers(0, 12)
 LOCAL = st.lists(st.integers(1, 2), min_size=0, max_size=7).map(tuple)
 # Prompts of 8 blocks that share beginnings; an event is about the blocks from `start` to `end`.
 PROMPT = st.integers(0, 255).map(lambda bits: tuple(1 + (bits >> at & 1) for at in range(8)))
@@ -171,11 +171,14 @@ def test_the_index_does_what_the_model_does(
     operations: list[tuple[Any, ...]], at_every_step: bool, tight: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if tight:  # strands, buckets and dead ends so short that a few blocks fill them
+        if tight:  # strands, segments and dead ends so short that a few blocks fill them
             patch.setattr(device_tier, "STRAND_BLOCKS", 3)
             patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
             patch.setattr(device_tier, "_MAX_OTHERS_TO_GROW", 1)
-            patch.setattr(engine_hashes, "_ENTRIES_PER_BUCKET", 1 / 256)
+            for name, value in {"BITS": 1, "MASK": (1 << 9) - 1, "BYTES": 16}.items():
+                patch.setattr(engine_hashes, f"_SEGMENT_{name}", value)
+            patch.setattr(engine_hashes, "_STRAND_SHIFT", 9)
+            patch.setattr(engine_hashes, "_RECENT_SEGMENTS", 1)
         run_against_model(operations, at_every_step)
 
 
