@@ -22,6 +22,7 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 LATENCY_BOUNDS_S = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 0.1, 0.5, 1.0, 5.0, 30.0,
 )  # fmt: skip
+FASTEST_S = LATENCY_BOUNDS_S[0]
 LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
 LAG_EVERY_S = 0.05  # 20 wake-ups a second cost 0.01 % of a core
 
@@ -51,25 +52,32 @@ class RouteMeter:
     it is used, because a call costs as much as the rest: see `Gate`.
     """
 
-    __slots__ = ("buckets", "label", "method", "others", "route", "seconds", "shed")
+    __slots__ = ("fastest", "label", "method", "others", "route", "seconds", "shed", "slower")
 
     def __init__(self, method: str, route: str) -> None:
         self.method = method
         self.route = route
         self.label = labels(method=method, route=route)
-        self.buckets = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self.fastest = 0  # answers in the first bucket
+        self.slower = [0] * (len(LATENCY_BOUNDS_S) + 1)  # by bucket, the first of them empty
         self.seconds = 0.0
         self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
         self.shed = 0  # of those, the requests that were shed
 
     def add(self, seconds: float, status: bytes) -> None:
-        self.buckets[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        if seconds <= FASTEST_S:
+            self.fastest += 1
+        else:
+            self.slower[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         self.seconds += seconds
         if status != b"200":
             self.others[status] = self.others.get(status, 0) + 1
 
     def requests(self) -> int:
-        return sum(self.buckets)
+        return self.fastest + sum(self.slower)
+
+    def buckets(self) -> list[int]:
+        return [self.fastest, *self.slower[1:]]
 
     def by_status(self) -> dict[str, int]:
         others = {status.decode(): count for status, count in sorted(self.others.items())}
@@ -197,7 +205,7 @@ def http_families(meters: Iterable[RouteMeter]) -> list[Family | HistogramFamily
             "lean_selector_http_request_duration_seconds",
             "From the complete request to its answer, time in the queue included.",
             lambda: (
-                (meter.label, LATENCY_BOUNDS_S, meter.buckets, meter.seconds) for meter in meters
+                (meter.label, LATENCY_BOUNDS_S, meter.buckets(), meter.seconds) for meter in meters
             ),
         ),
     ]
