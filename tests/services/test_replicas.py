@@ -3,146 +3,42 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
-from urllib.parse import quote
 
 import pytest
 import zmq
 
 from lean_selector.core.replication import EventKind, ReplicaEvent
 from lean_selector.wire.replica import TOPIC, encode_event
-from tests.running_service import RunningService, free_port, wait_until
-
-TRACKER = "lean_selector.slot_tracker"
-HASHES = [101, -22, 303]
-
-
-class Member:
-    """A service of ours in a mesh, spoken to as its kind is; all have the same worker 7."""
-
-    def __init__(self, kind: str, *flags: str, peers: tuple[str, ...] = (), port: int = 0) -> None:
-        self.kind = kind
-        self.endpoint = f"tcp://127.0.0.1:{port or free_port()}"
-        module = TRACKER if kind == "tracker" else "lean_selector"
-        bind = ["--replica-sync-bind", self.endpoint]
-        told = ["--replica-sync-peers", ",".join(peers)] if peers else []
-        self.service = RunningService(
-            *bind, *told, *flags, module=module, env={"DYN_USE_KV_EVENTS": "false"}
-        )
-
-    def __enter__(self) -> "Member":
-        self.service.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.service.stop()
-
-    def register(self) -> None:
-        if self.kind == "tracker":
-            ranks = {"dp_start": 0, "dp_size": 2}
-            path, body = "/register", {"worker_id": 7, "model_name": "m", **ranks}
-        else:
-            ranks = {"data_parallel_start_rank": 0, "data_parallel_size": 2}
-            path = "/workers"
-            body = {"worker_id": 7, "model_name": "m", "endpoint": "http://w", **ranks}
-        status, answer = self.service.post(path, {**body, "block_size": 16})
-        assert status == 201, answer
-
-    def add(self, request_id: str, dp_rank: int = 0) -> None:
-        where = {"model_name": "m", "worker_id": 7, "dp_rank": dp_rank, "sequence_hashes": HASHES}
-        if self.kind == "tracker":
-            path, body = "/add", {**where, "request_id": request_id, "new_isl_tokens": 48}
-        else:
-            ours = {"isl_tokens": 48, "effective_prefill_tokens": 48}
-            path, body = "/reservations", {**where, **ours, "reservation_id": request_id}
-        status, answer = self.service.post(path, body)
-        assert status == 201, answer
-
-    def complete(self, request_id: str) -> None:
-        if self.kind == "tracker":
-            body = {"model_name": "m", "request_id": request_id}
-            assert self.service.post("/prefill_complete", body)[0] == 200
-        else:
-            path = f"/reservations/{quote(request_id)}/prefill_complete"
-            assert self.service.request("POST", path)[0] == 200
-
-    def free(self, request_id: str) -> None:
-        if self.kind == "tracker":
-            body = {"model_name": "m", "request_id": request_id}
-            assert self.service.post("/free", body)[0] == 200
-        else:
-            path = f"/reservations/{quote(request_id)}"
-            assert self.service.request("DELETE", path)[0] == 200
-
-    def loads(self) -> list[tuple[int, int]]:
-        """Prefill tokens and decode blocks of each rank of worker 7."""
-        status, body = self.service.get("/loads")
-        assert status == 200
-        if self.kind == "tracker":
-            return [(row["active_prefill_tokens"], row["active_decode_blocks"]) for row in body]
-        rows = body[0]["loads"] if body else []
-        return [(row["potential_prefill_tokens"], row["potential_decode_blocks"]) for row in rows]
-
-    def detail(self) -> dict[str, Any]:
-        status, body = self.service.get("/replica_sync/peers?detail=true")
-        assert status == 200
-        assert isinstance(body, dict)
-        return body
-
-    def hears(self, *others: "Member") -> None:
-        """Waits until what the others publish arrives here."""
-        wait_until(
-            lambda: all(peer["state"] == "connected" for peer in self.detail()["peers"]),
-            "connections",
-        )
-        for other in others:
-
-            def heard(other: Member = other) -> bool:
-                before = self.detail()["received"]
-                other.add("are you there", 1)
-                other.free("are you there")
-                time.sleep(0.01)
-                return bool(self.detail()["received"] > before)
-
-            wait_until(heard, f"{other.endpoint} is heard")
-            wait_until(lambda: self.loads() == [(0, 0), (0, 0)], "what was tried is gone")
+from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
+from tests.running_service import free_port, wait_until
 
 
 @contextmanager
-def mesh(*kinds: str) -> Iterator[list[Member]]:
-    """Members that all hear each other, worker 7 registered everywhere."""
-    ports = [free_port() for _ in kinds]
-    endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
-    members: list[Member] = []
-    try:
-        for at, kind in enumerate(kinds):
-            others = tuple(endpoint for endpoint in endpoints if endpoint != endpoints[at])
-            members.append(Member(kind, peers=others, port=ports[at]).__enter__())
-            members[-1].register()
+def ours(*kinds: str) -> Iterator[list[Member]]:
+    """Members of ours that all hear each other."""
+    with mesh(*((kind, None) for kind in kinds)) as members:
         for member in members:
-            member.hears(*(other for other in members if other is not member))
+            for other in members:
+                if other is not member:
+                    member.hears(other)
         yield members
-    finally:
-        for member in members:
-            member.service.stop()
 
 
-def shown_everywhere(members: list[Member], loads: list[tuple[int, int]]) -> None:
+def shown_everywhere(members: list[Member], loads: Loads) -> None:
     for member in members:
-        wait_until(lambda member=member: member.loads() == loads, f"{loads} on {member.endpoint}")  # type: ignore[misc] # bound at once
+        member.shows(loads)
 
 
 def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> None:
-    with mesh("selector", "tracker", "tracker") as members:
+    with ours("selector", "tracker", "tracker") as members:
         for booking in members:
             for completing in members:
                 for freeing in members:
                     booking.add("r")
-                    shown_everywhere(members, [(48, 3), (0, 0)])
+                    shown_everywhere(members, [BOOKED, (0, 0)])
                     completing.complete("r")
                     shown_everywhere(members, [(0, 3), (0, 0)])
                     freeing.free("r")
@@ -150,18 +46,18 @@ def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> N
 
 
 def test_unregistering_ends_what_was_admitted_there_on_every_replica() -> None:
-    with mesh("tracker", "selector") as members:
+    with ours("tracker", "selector") as members:
         tracker, selector = members
         tracker.add("of the tracker")
         selector.add("of the selector", 1)
-        shown_everywhere(members, [(48, 3), (48, 3)])
-        body = {"worker_id": 7, "model_name": "m"}
-        assert tracker.service.post("/unregister", body)[0] == 200
-        wait_until(lambda: selector.loads() == [(0, 0), (48, 3)], "the tracker's request is gone")
+        shown_everywhere(members, [BOOKED, BOOKED])
+        body = {**SCOPE, "worker_id": 7}
+        assert tracker.post("/unregister", body)[0] == 200
+        wait_until(lambda: selector.loads() == [(0, 0), BOOKED], "the tracker's request is gone")
 
 
 def test_details_of_peers_tell_connections_and_what_was_dropped_why() -> None:
-    with mesh("tracker", "selector") as members:
+    with ours("tracker", "selector") as members:
         tracker, selector = members
         before = selector.detail()
         assert [peer["endpoint"] for peer in before["peers"]] == [tracker.endpoint]
@@ -169,16 +65,16 @@ def test_details_of_peers_tell_connections_and_what_was_dropped_why() -> None:
         assert before["dropped"]["unknown_partition"] == 0
         ranks = {"dp_start": 0, "dp_size": 1}
         other = {"worker_id": 7, "model_name": "other", "block_size": 16, **ranks}
-        assert tracker.service.post("/register", other)[0] == 201
+        assert tracker.post("/register", other)[0] == 201
         where = {"model_name": "other", "worker_id": 7, "dp_rank": 0, "sequence_hashes": []}
-        assert tracker.service.post("/add", {**where, "request_id": "r"})[0] == 201
+        assert tracker.post("/add", {**where, "request_id": "r"})[0] == 201
         wait_until(
             lambda: selector.detail()["dropped"]["unknown_partition"] == 1, "a drop is counted"
         )
         assert tracker.detail()["published"] > 0
         assert selector.detail()["received"] > before["received"]
-        assert tracker.service.get("/replica_sync/peers?detail=false") == (200, [selector.endpoint])
-        tracker.service.stop()
+        assert tracker.get("/replica_sync/peers?detail=false") == (200, [selector.endpoint])
+        tracker.stop()
         wait_until(
             lambda: selector.detail()["peers"][0]["state"] == "disconnected",
             "it is seen to be gone",
@@ -196,7 +92,7 @@ def test_replicated_prefill_hints_wear_off_in_the_loads() -> None:
 
             def tell(request_id: str, kind: EventKind, duration_s: float | None = None) -> None:
                 event = ReplicaEvent(
-                    *(kind, "m", "default", 16, request_id, 7, 0, 99),
+                    *(kind, MODEL, "t1", 16, request_id, 7, 0, 99),
                     prefill_tokens=1_000_000 if kind is EventKind.ADD else None,
                     prefill_duration_s=duration_s,
                 )
@@ -210,8 +106,8 @@ def test_replicated_prefill_hints_wear_off_in_the_loads() -> None:
             first = tracker.loads()[0][0]
             assert 0 < first <= 1_000_000  # 278 tokens a second
             wait_until(lambda: tracker.loads()[0][0] < first, "it wears off")
-            projection = {"model_name": "m", "sequence_hashes": [], "new_isl_tokens": 5}
-            status, rows = tracker.service.post("/potential_loads", projection)
+            projection = {**SCOPE, "sequence_hashes": [], "new_isl_tokens": 5}
+            status, rows = tracker.post("/potential_loads", projection)
             assert status == 200
             assert 5 < rows[0]["potential_prefill_tokens"] < first + 5
             tell("quick", EventKind.ADD, 0.0)
@@ -228,19 +124,19 @@ def test_replicated_prefill_hints_wear_off_in_the_loads() -> None:
 
 @pytest.mark.parametrize("kind", ["tracker", "selector"])
 def test_a_restarted_replica_catches_up_fully(kind: str) -> None:
-    with mesh("selector", "tracker") as members:
+    with ours("selector", "tracker") as members:
         selector, tracker = members
         for number in range(150):  # more than are answered at once
             members[number % 2].add(f"r{number}")
         selector.complete("r0")
         tracker.add("on rank 1", 1)
-        loads = [(149 * 48, 3), (48, 3)]
+        loads = [(149 * 48, 3), BOOKED]
         shown_everywhere(members, loads)
         port = free_port()
-        urls = [f"http://127.0.0.1:{member.service.port}" for member in (selector, tracker)]
+        urls = [f"http://127.0.0.1:{member.port}" for member in (selector, tracker)]
         catch_up = ["--replica-sync-catch-up", ",".join(urls)]
         peers = (selector.endpoint, tracker.endpoint)
-        with Member(kind, *catch_up, peers=peers, port=port) as late:
+        with Member(kind, *catch_up, peers=peers, sync_port=port) as late:
             wait_until(lambda: late.detail()["catch_up"] == {"waiting": 151}, "all of them wait")
             selector.free("r2")  # ends while it waits
             wait_until(lambda: late.detail()["catch_up"].get("ended") == 1, "its end was heard")
@@ -250,8 +146,8 @@ def test_a_restarted_replica_catches_up_fully(kind: str) -> None:
             assert late.detail()["catch_up"] == {"booked": 150, "ended": 1}
             for member in members:
                 peer = {"endpoint": late.endpoint}
-                assert member.service.post("/replica_sync/register_peer", peer)[0] == 201
-                member.hears()
+                assert member.post("/replica_sync/register_peer", peer)[0] == 201
+                member.hears(late)
             for number in range(150):
                 if number != 2:
                     members[number % 2].free(f"r{number}")
@@ -296,7 +192,7 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
         line = {
-            **{"model_name": "m", "tenant_id": "default", "block_size": 16, "worker_id": 7},
+            **{"model_name": MODEL, "tenant_id": "t1", "block_size": 16, "worker_id": 7},
             **{"request_id": "r", "dp_rank": 0, "router_id": 9, "age_s": 1.0},
             **{"prefill_tokens": 48, "prefill_done": False, "prefill_duration_s": None},
             **{"expected_output_tokens": None, "lora_name": None, "sequence_hashes": HASHES},
@@ -312,9 +208,9 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
             urls = [flag, f"{nobody},{reference}/", flag, f"{broken},{usable}"]
             with Member("tracker", *urls) as late:
                 late.register()
-                wait_until(lambda: late.loads() == [(48, 3), (0, 0)], "the usable one is used")
+                wait_until(lambda: late.loads() == [BOOKED, (0, 0)], "the usable one is used")
                 assert asked == ["/replica_sync/snapshot"]
-                _, log = late.service.stop()
+                _, log = late.stop()
     assert f"{reference} has no snapshot" in log
     assert f"nothing from {nobody}" in log
     assert f"nothing from {broken}" in log
@@ -326,7 +222,7 @@ def test_a_replica_starts_and_serves_though_no_peer_answers() -> None:
     with Member("selector", "--replica-sync-catch-up", nobody) as late:
         late.register()
         late.add("r")
-        assert late.loads() == [(48, 3), (0, 0)]
-        status, log = late.service.stop()
+        assert late.loads() == [BOOKED, (0, 0)]
+        status, log = late.stop()
         assert status == 0
     assert "Traceback" not in log

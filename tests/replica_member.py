@@ -1,0 +1,220 @@
+"""A member of a mesh of replicas, ours or the reference's, spoken to as its kind is.
+
+Both kinds of service and both generations of the reference take the same bodies, so that a test
+can say "add" and "loads" to any of them. All have worker 7 with ranks 0 and 1.
+"""
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tests.running_service import DEADLINE_S, free_port, wait_until
+
+OURS = {"selector": "lean_selector", "tracker": "lean_selector.slot_tracker"}
+THEIRS = {"selector": "dynamo.select_service", "tracker": "dynamo.slot_tracker"}
+MODEL = "llama"
+SCOPE = {"model_name": MODEL, "tenant_id": "t1", "routing_group": "t1"}
+HASHES = [101, -22, 303]
+TOKENS = 48
+BOOKED = (TOKENS, len(HASHES))
+IDLE = [(0, 0), (0, 0)]
+
+Loads = list[tuple[int, int]]  # prefill tokens and decode blocks of each rank of worker 7
+
+
+class Member:
+    """One process; `python` is that of a reference, ours without. Starts on entering."""
+
+    def __init__(
+        self,
+        kind: str,
+        *flags: str,
+        python: Path | None = None,
+        peers: Sequence[str] = (),
+        sync_port: int | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.kind = kind
+        self.is_ours = python is None
+        self.port = port or free_port()
+        sync_port = sync_port or free_port()
+        self.endpoint = f"tcp://127.0.0.1:{sync_port}"
+        module = OURS[kind] if python is None else THEIRS[kind]
+        told = ["--replica-sync-peers", ",".join(peers)] if peers else []
+        self._command = [
+            *(str(python or sys.executable), "-m", module, "--port", str(self.port)),
+            *("--replica-sync-port", str(sync_port), *told, *flags),
+        ]
+        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+
+    def __enter__(self) -> "Member":
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
+        self.process = subprocess.Popen(
+            self._command,
+            env={**env, "DYN_LOG": "error"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if self.is_ours else subprocess.DEVNULL,
+            text=True,
+        )
+
+        def is_up() -> bool:
+            assert self.process.poll() is None, "the service ended"
+            with contextlib.suppress(OSError):
+                return self.request("GET", "/health")[0] == 200
+            return False
+
+        try:
+            wait_until(is_up, f"{self._command[2]} is up")
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Exit status, and what one of ours logged (only the first time)."""
+        self._connection.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+            if not self.is_ours:
+                self.process.kill()  # it may wait for its connections
+        log = ""
+        if self.process.stderr is not None and not self.process.stderr.closed:
+            _, log = self.process.communicate(timeout=DEADLINE_S)
+        self.process.wait(DEADLINE_S)
+        return self.process.returncode, log
+
+    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """One request on the member's connection, once more where that had been closed."""
+        content = None if body is None else json.dumps(body).encode()
+        for last in (False, True):
+            try:
+                headers = {} if content is None else {"content-type": "application/json"}
+                self._connection.request(method, path, body=content, headers=headers)
+                answer = self._connection.getresponse()
+                text = answer.read()
+                return answer.status, json.loads(text) if text else None
+            except (http.client.HTTPException, ConnectionError):
+                self._connection.close()
+                if last:
+                    raise
+        raise AssertionError("unreachable")
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self.request("GET", path)
+
+    def post(self, path: str, body: object = None) -> tuple[int, Any]:
+        return self.request("POST", path, body)
+
+    def _done(self, method: str, path: str, body: object = None) -> None:
+        status, answer = self.request(method, path, body)
+        assert status in (200, 201), (path, status, answer)
+
+    def register(self) -> None:
+        body: dict[str, object] = {**SCOPE, "worker_id": 7, "block_size": 16}
+        if self.kind == "tracker":
+            self._done("POST", "/register", {**body, "dp_start": 0, "dp_size": 2})
+        else:
+            ranks = {"data_parallel_start_rank": 0, "data_parallel_size": 2}
+            sizes = {"max_num_batched_tokens": 8192, "total_kv_blocks": 1000}
+            events = {"kv_events_endpoints": {"0": "tcp://127.0.0.1:1", "1": "tcp://127.0.0.1:1"}}
+            where = {"endpoint": "http://worker:8000"}
+            self._done("POST", "/workers", {**body, **ranks, **sizes, **events, **where})
+
+    def add(self, request_id: str, dp_rank: int = 0, hashes: Sequence[int] = HASHES) -> None:
+        where = {**SCOPE, "worker_id": 7, "dp_rank": dp_rank, "sequence_hashes": list(hashes)}
+        if self.kind == "tracker":
+            body = {**where, "request_id": request_id, "new_isl_tokens": TOKENS}
+            self._done("POST", "/add", body)
+        else:
+            tokens = {"isl_tokens": TOKENS, "effective_prefill_tokens": TOKENS}
+            names = {"reservation_id": request_id, "selection_id": request_id}
+            self._done("POST", "/reservations", {**where, **tokens, **names})
+
+    def complete(self, request_id: str) -> None:
+        if self.kind == "tracker":
+            self._done("POST", "/prefill_complete", {**SCOPE, "request_id": request_id})
+        else:
+            self._done("POST", f"/reservations/{quote(request_id)}/prefill_complete", {})
+
+    def free(self, request_id: str) -> None:
+        if self.kind == "tracker":
+            self._done("POST", "/free", {**SCOPE, "request_id": request_id})
+        else:
+            self._done("DELETE", f"/reservations/{quote(request_id)}")
+
+    def loads(self) -> Loads:
+        status, rows = self.get(f"/loads?model_name={MODEL}")
+        assert status == 200
+        kind = "active"
+        if self.kind == "selector":
+            rows, kind = rows[0]["loads"] if rows else [], "potential"
+        return [
+            (row[f"{kind}_prefill_tokens"], row[f"{kind}_decode_blocks"])
+            for row in sorted(rows, key=lambda row: int(row["dp_rank"]))
+        ]
+
+    def shows(self, loads: Loads) -> None:
+        """Waits until it does."""
+        try:
+            wait_until(lambda: self.loads() == loads, f"{loads}")
+        except AssertionError:
+            raise AssertionError(f"{self._command[2]}: {self.loads()}, not {loads}") from None
+
+    def detail(self) -> dict[str, Any]:
+        """Of one of ours: the state of its peers, and what was dropped why."""
+        status, body = self.get("/replica_sync/peers?detail=true")
+        assert status == 200
+        assert isinstance(body, dict)
+        return body
+
+    def hears(self, other: "Member") -> None:
+        """Waits until what another publishes arrives here; leaves no load behind."""
+        tries = itertools.count()
+        before = self.loads()
+
+        def heard() -> bool:
+            request_id = f"{self.port}-hears-{next(tries)}"  # an end without a beginning is kept
+            other.add(request_id, 1)
+            deadline = time.monotonic() + 0.2
+            seen = False
+            while not seen and time.monotonic() < deadline:
+                seen = self.loads() != before
+            other.free(request_id)
+            return seen
+
+        wait_until(heard, f"{other.endpoint} is heard")
+        self.shows(before)
+
+
+@contextmanager
+def mesh(*members: tuple[str, Path | None], flags: Sequence[str] = ()) -> Iterator[list[Member]]:
+    """Members (kind, python of the reference) that know all others, worker 7 registered with each.
+
+    Who cannot hear whom is for the caller to know: nothing is waited for.
+    """
+    ports = [free_port() for _ in members]
+    endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for (kind, python), port, own in zip(members, ports, endpoints, strict=True):
+            others = [endpoint for endpoint in endpoints if endpoint != own]
+            member = Member(
+                kind, *(() if python else flags), python=python, peers=others, sync_port=port
+            )
+            running.append(stack.enter_context(member))
+            running[-1].register()
+        yield running
