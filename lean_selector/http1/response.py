@@ -89,9 +89,9 @@ class GrowingResponse:
 
     _WIDTH = 20  # digits of 2**64; blanks before a field's value do not count (RFC 9110, 5.5)
 
-    def __init__(self) -> None:
-        blank = b" " * self._WIDTH
-        self._data = bytearray(_start_of_head(200, JSON) + b"content-length:%b\r\n\r\n" % blank)
+    def __init__(self, content_type: bytes = JSON) -> None:
+        start, blank = _start_of_head(200, content_type), b" " * self._WIDTH
+        self._data = bytearray(start + b"content-length:%b\r\n\r\n" % blank)
         self._head_bytes = len(self._data)
 
     def add(self, part: bytes) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lean_selector.http1.protocol import PendingReply
-from lean_selector.http1.response import GrowingResponse, encode_response
+from lean_selector.http1.response import JSON, GrowingResponse, encode_response
 from lean_selector.services.gate import Answer, error_reply
 
 SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
@@ -23,12 +23,19 @@ class SlicedAnswers:
     """Only from the thread of the loop."""
 
     def __init__(
-        self, name: str, parts: Callable[[], Iterator[bytes]], call_soon: CallSoon
+        self,
+        name: str,
+        parts: Callable[[], Iterator[bytes]],
+        call_soon: CallSoon,
+        content_type: bytes = JSON,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`parts` begins a JSON body; `name` is for the log; `call_soon` is the loop's."""
+        """`parts` begins a body; `name` is for the log; `call_soon` is the loop's."""
         self._name = name
         self._new_parts = parts
         self._call_soon = call_soon
+        self._content_type = content_type
+        self._clock = clock
         self._waiting: set[PendingReply] = set()  # for one that has not begun
         self._served: set[PendingReply] = set()  # for the one that is being made
         self._parts: Iterator[bytes] | None = None
@@ -37,7 +44,7 @@ class SlicedAnswers:
     def answer(self, *, at_once: bool) -> Answer:
         """`at_once`: the body is known to be small."""
         if at_once:
-            return encode_response(200, b"".join(self._new_parts()))
+            return encode_response(200, b"".join(self._new_parts()), self._content_type)
         pending = PendingReply()
         pending.on_disconnect = lambda: self._hung_up(pending)
         self._waiting.add(pending)
@@ -52,7 +59,7 @@ class SlicedAnswers:
     def _begin(self) -> None:
         if self._parts is None and self._waiting:
             self._served, self._waiting = self._waiting, set()
-            self._made = GrowingResponse()
+            self._made = GrowingResponse(self._content_type)
             self._parts = self._new_parts()
             self._go_on()
 
@@ -60,11 +67,11 @@ class SlicedAnswers:
         """Encode for one slice, then let the loop look at its other sockets."""
         assert self._parts is not None
         assert self._made is not None
-        slice_ends = time.perf_counter() + SLICE_S
+        slice_ends = self._clock() + SLICE_S
         try:
             for part in self._parts if self._served else ():
                 self._made.add(part)
-                if time.perf_counter() >= slice_ends:
+                if self._clock() >= slice_ends:
                     self._call_soon(self._go_on)
                     return
             response = self._made.finish()

@@ -209,18 +209,18 @@ def scrape(workers: int, ranks: int) -> None:
         *http_families(service.gate.meters),
         *process_families("selector", __version__, lag, lambda: 0),
     ]
-    answers = MetricsAnswers(lambda: families, due.append)
+    ((_, _, ask),) = MetricsAnswers(lambda: families, due.append).routes()
     slices: list[list[float]] = []
     size = 0
     for _ in range(20):
         slices.append([])
-        started = time.perf_counter()
-        reply = answers.answer()
-        slices[-1].append(time.perf_counter() - started)
+        started = time.thread_time()
+        reply = ask(None, None)  # type: ignore[arg-type] # it is not looked at
+        slices[-1].append(time.thread_time() - started)
         while due:
-            started = time.perf_counter()
+            started = time.thread_time()
             due.pop(0)()
-            slices[-1].append(time.perf_counter() - started)
+            slices[-1].append(time.thread_time() - started)
         assert isinstance(reply, PendingReply)
         assert reply.response is not None
         size = reply.response.count(b"\n")

@@ -5,13 +5,16 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.reader import Request
 from lean_selector.metrics import Family, escaped, labels
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.services.metrics_answers import PIECES_PER_LOOK, SLICE_S, MetricsAnswers
+from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers
+from lean_selector.services.sliced_answers import SLICE_S
 from tests.prometheus_tools import Samples, parsed, promtool, running_prometheus, scrape, value
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -374,8 +377,19 @@ class Loop:
         return turns
 
 
-def answer_of(reply: object) -> bytes:
-    assert isinstance(reply, PendingReply)
+def metrics(families: list[Family], loop: Loop) -> Callable[[], PendingReply]:
+    """What asks for a scrape."""
+    ((_, _, endpoint),) = MetricsAnswers(lambda: families, loop.call_soon, loop.clock).routes()
+
+    def ask() -> PendingReply:
+        reply = endpoint(cast(Request, None), None)
+        assert isinstance(reply, PendingReply)
+        return reply
+
+    return ask
+
+
+def response(reply: PendingReply) -> bytes:
     assert reply.response is not None
     return reply.response
 
@@ -386,29 +400,21 @@ def many_samples(count: int) -> list[Family]:
 
 def test_a_large_scrape_gives_the_loop_back_after_every_slice() -> None:
     loop = Loop(SLICE_S)  # every look at the clock is a slice's time
-    answers = MetricsAnswers(lambda: many_samples(1000), loop.call_soon, loop.clock)
-    reply = answers.answer()
-    assert isinstance(reply, PendingReply)
-    assert reply.response is None
-    assert loop.run() >= 1000 // PIECES_PER_LOOK
-    text = answer_of(reply).partition(b"\r\n\r\n")[2].decode()
+    reply = metrics(many_samples(1000), loop)()
+    assert loop.run() >= 1000 // PIECES_PER_PART
+    text = response(reply).partition(b"\r\n\r\n")[2].decode()
     assert len(parsed(text)["many"]) == 1000
 
 
-def test_a_small_scrape_is_answered_at_once() -> None:
-    loop = Loop(0.0)
-    answers = MetricsAnswers(lambda: many_samples(10), loop.call_soon, loop.clock)
-    assert b'many{a="9"} 9\n' in answer_of(answers.answer())
-    assert not loop.due
-
-
-def test_scrapes_are_made_one_after_the_other() -> None:
+def test_who_asks_during_a_scrape_shares_the_next() -> None:
     loop = Loop(SLICE_S)
-    answers = MetricsAnswers(lambda: many_samples(50), loop.call_soon, loop.clock)
-    replies = [answers.answer() for _ in range(3)]
-    assert len(loop.due) == 1
+    ask = metrics(many_samples(100), loop)
+    first = ask()
+    loop.due.pop(0)()
+    second, third = ask(), ask()
     loop.run()
-    assert len({answer_of(reply).partition(b"process_")[0] for reply in replies}) == 1
+    assert response(first) != b""
+    assert response(second) is response(third)
 
 
 def test_a_scrape_that_fails_is_a_500_and_the_next_works(
@@ -416,11 +422,15 @@ def test_a_scrape_that_fails_is_a_500_and_the_next_works(
 ) -> None:
     loop = Loop(0.0)
     families = [Family("x", "gauge", "x", lambda: [1 / 0])]  # type: ignore[list-item] # it raises
-    answers = MetricsAnswers(lambda: families, loop.call_soon, loop.clock)
-    assert answer_of(answers.answer()).startswith(b"HTTP/1.1 500")
+    ask = metrics(families, loop)
+    failed = ask()
+    loop.run()
+    assert response(failed).startswith(b"HTTP/1.1 500")
     assert "a scrape failed" in caplog.text
     families[:] = many_samples(1)
-    assert answer_of(answers.answer()).startswith(b"HTTP/1.1 200")
+    works = ask()
+    loop.run()
+    assert response(works).startswith(b"HTTP/1.1 200")
 
 
 # -- deploy/ --------------------------------------------------------------------------------------
