@@ -15,6 +15,7 @@ from collections.abc import Callable
 SLICE_S = 0.001
 
 Drain = Callable[[float], bool]  # works until the deadline (perf_counter); True when more is left
+Done = Callable[[Exception | None], None]  # nothing is left, or drain raised this
 
 
 class IngestTurns:
@@ -22,19 +23,27 @@ class IngestTurns:
 
     def __init__(self, slice_s: float = SLICE_S) -> None:
         self._slice_s = slice_s
-        self._waiting: deque[tuple[Drain, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[Drain, Done]] = deque()
         self._is_scheduled = False
 
-    async def run(self, drain: Drain) -> None:
-        """Call drain in turns until it says that nothing is left; raises what it raises.
-
-        Cancelled, it is not called again.
-        """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+    def start(self, drain: Drain, done: Done) -> None:
+        """Call drain in turns until it says that nothing is left, or raises; then done."""
         self._waiting.append((drain, done))
-        self._schedule(loop)
-        await done
+        if not self._is_scheduled:
+            self._schedule(asyncio.get_running_loop())
+
+    async def run(self, drain: Drain) -> None:
+        """The same for a task; raises what drain raises. Cancelled, drain is not called again."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(error: Exception | None) -> None:
+            if error is not None:
+                ended.set_exception(error)
+            elif not ended.done():
+                ended.set_result(None)
+
+        self.start(lambda deadline: not ended.done() and drain(deadline), done)
+        await ended
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._waiting and not self._is_scheduled:
@@ -46,17 +55,15 @@ class IngestTurns:
         deadline = time.perf_counter() + self._slice_s
         for _ in range(len(self._waiting)):
             drain, done = self._waiting.popleft()
-            if done.done():  # its source has closed
-                continue
             try:
                 more = drain(deadline)
             except Exception as error:  # a bug of ours, for the source to report
-                done.set_exception(error)
+                done(error)
             else:
                 if more:
                     self._waiting.append((drain, done))
                 else:
-                    done.set_result(None)
+                    done(None)
             if time.perf_counter() >= deadline:
                 break
         self._schedule(loop)

@@ -1,8 +1,9 @@
 """One engine rank's KV events: a SUB socket feeding the index, and the replay of what was missed.
 
 The cursor decides what each batch means, the ingest applies it; here are the sockets, the time-outs
-and the log. The sockets are zmq.asyncio ones, awaited for readability only: messages are then taken
-through the socket's plain shadow, which costs a tenth, in bounded turns. The state of a source is
+and the log. The sockets are zmq.asyncio ones; messages are taken through the socket's plain shadow,
+which costs a tenth, in bounded turns. The live socket's descriptor wakes the listener itself: a
+future and two tasks' turns per wake-up would cost more than a small batch. The state of a source is
 read from what arrives; a socket monitor would cost two more descriptors per engine.
 Spec: indexer.md 1.
 """
@@ -24,6 +25,7 @@ from lean_selector.sockets.kv_sockets import (
     live_frames,
     open_live,
     open_replay,
+    received,
     replay_frames,
     replay_request,
 )
@@ -93,7 +95,7 @@ class KvListener:
         # from start() to close()
         self._sub: zmq.asyncio.Socket | None = None
         self._live: zmq.Socket[bytes] | None = None  # the shadow of _sub
-        self._receiving: asyncio.Task[None] | None = None
+        self._is_draining = False  # waiting for a turn, or in it
         # while batches are missing that a replay may bring
         self._replaying: asyncio.Task[None] | None = None
         # what was seen
@@ -111,18 +113,21 @@ class KvListener:
             self._report("connect", logging.ERROR, f"cannot connect: {error}")
             return
         self._live = zmq.Socket.shadow(self._sub)
-        self._receiving = asyncio.get_running_loop().create_task(self._receive(self._sub))
+        # zmq.asyncio reads the descriptor only of sockets that are awaited.
+        asyncio.get_running_loop().add_reader(self._sub.fileno(), self._wake)
+        self._wake()
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
         """Unsubscribe: nothing more is applied once this returns. The index keeps what it has.
 
         Returns what to await for the tasks to be gone.
         """
-        if self._sub is not None:
+        if self._sub is not None and not self._sub.closed:
+            asyncio.get_running_loop().remove_reader(self._sub.fileno())
             self._sub.close()
             self._live = None
-        tasks = [task for task in (self._receiving, self._replaying) if task is not None]
-        self._receiving = self._replaying = None
+        tasks = [task for task in (self._replaying,) if task is not None]
+        self._replaying = None
         for task in tasks:
             task.cancel()
         return asyncio.gather(*tasks, return_exceptions=True)
@@ -154,15 +159,18 @@ class KvListener:
 
     # Live batches
 
-    async def _receive(self, sub: zmq.asyncio.Socket) -> None:
-        while True:
-            try:
-                await sub.poll()
-                await self._turns.run(self._drain_live)
-            except Exception as error:
-                # Our bug, not the engine's: no payload raises. Carry on with the next message.
-                self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
-                await asyncio.sleep(self._retry_first_s)
+    def _wake(self) -> None:
+        """Take what has arrived. The descriptor tells only of changes: a drain goes to the end."""
+        if self._live is not None and not self._is_draining:
+            self._is_draining = True
+            self._turns.start(self._drain_live, self._drained)
+
+    def _drained(self, error: Exception | None) -> None:
+        self._is_draining = False
+        if error is not None:
+            # Our bug, not the engine's: no payload raises. Carry on with the next message.
+            self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
+            asyncio.get_running_loop().call_later(self._retry_first_s, self._wake)
 
     def _drain_live(self, deadline: float) -> bool:
         live = self._live
@@ -170,7 +178,7 @@ class KvListener:
             return False
         for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = live.recv_multipart(zmq.NOBLOCK)
+                frames = received(live)
             except zmq.Again:
                 return False
             self._on_live(frames)
@@ -270,7 +278,7 @@ class KvListener:
             nonlocal has_ended
             for _ in range(MESSAGES_PER_TURN):
                 try:
-                    frames = replies.recv_multipart(zmq.NOBLOCK)
+                    frames = received(replies)
                 except zmq.Again:
                     return False
                 has_ended = self._on_reply(frames)
