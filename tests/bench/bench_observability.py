@@ -1,16 +1,22 @@
 """What is paid for metrics and for shedding, in CPU; and the longest slice of a scrape.
 
 Run by hand: `python tests/bench/bench_observability.py`. Each line compares two services in one
-process, in turns, without sockets: requests go through the protocol into the core. Ratios hold on
-a busy machine, absolutes do not.
+process, in turns: requests go through the protocol into the core, without sockets but where said.
+Ratios hold on a busy machine, absolutes do not.
 """
 
 import asyncio
 import json
+import multiprocessing
 import random
+import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
+
+import uvloop
 
 from lean_selector import __version__
 from lean_selector.core.busy import BusyThreshold
@@ -200,6 +206,57 @@ def compare(name: str, base: Service, other: Service, requests: list[bytes]) -> 
     print(f"{100 * (ratio - 1):+6.1f} %  {min(times) * 1e6:6.1f} us  {name}")
 
 
+def client(path: str, requests: list[bytes], go: Any) -> None:
+    """Sends the requests one after the other whenever it is told to; a process of its own."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        while go.recv():
+            for each in requests:
+                connection.sendall(each)
+                connection.recv(65536)
+            go.send(True)
+
+
+async def over_sockets(base: Service, other: Service, requests: list[bytes]) -> None:
+    """The same comparison with everything that a request costs the service's thread."""
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory() as home:
+        gos, servers = [], []
+        for number, service in enumerate((base, other)):
+            path = f"{home}/{number}"
+            app, connections = service.gate, Connections(loop.call_soon)
+            server = await loop.create_unix_server(
+                lambda app=app, connections=connections: HttpProtocol(app, connections),  # type: ignore[misc] # bound now
+                path,
+            )
+            ours, theirs = multiprocessing.Pipe()
+            process = multiprocessing.get_context("spawn").Process(
+                target=client, args=(path, requests, theirs), daemon=True
+            )
+            process.start()
+            gos.append(ours)
+            servers.append(server)  # one that nobody holds is closed
+        ratios, times = [], []
+        for turn in range(ROUNDS):
+            took = [0.0, 0.0]
+            for which in (0, 1) if turn % 2 else (1, 0):
+                done = asyncio.Event()
+                loop.add_reader(gos[which].fileno(), done.set)
+                started = time.thread_time()
+                gos[which].send(True)
+                await done.wait()
+                took[which] = time.thread_time() - started
+                loop.remove_reader(gos[which].fileno())
+                gos[which].recv()
+            if turn:
+                ratios.append(took[1] / took[0])
+                times.append(took[1] / len(requests))
+        for go in gos:
+            go.send(False)
+        ratio = statistics.median(ratios)
+        print(f"{100 * (ratio - 1):+6.1f} %  {min(times) * 1e6:6.1f} us  16 workers, over a socket")
+
+
 def scrape(workers: int, ranks: int) -> None:
     service = Service(workers, ranks=ranks)
     due: list[Callable[[], None]] = []
@@ -239,6 +296,8 @@ def main() -> None:
     for workers in (16, 128):
         bare = Service(workers, gate=BareGate, selector=BareSelector)
         compare(f"{workers} workers", bare, Service(workers), reads)
+    bare = Service(16, gate=BareGate, selector=BareSelector)
+    uvloop.run(over_sockets(bare, Service(16), reads))
     print("shedding against none, 128 workers, 8 blocks")
     none_busy = BusyThreshold(active_decode_blocks=0.9, active_prefill_tokens=100_000)
     half_busy = BusyThreshold(active_decode_blocks=0.9, active_prefill_tokens=500)
