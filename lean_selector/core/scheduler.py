@@ -68,6 +68,15 @@ def _eligible_workers(
         yield worker
 
 
+def all_busy(partition: Partition) -> bool:
+    """True when every rank is known to be busy; with loads that wear off each has to be asked."""
+    return (
+        not partition.order.everyone
+        and bool(partition.busy_ranks)
+        and not partition.slots.decaying_ranks
+    )
+
+
 def not_busy(partition: Partition, ranks: list[Candidate], now: float) -> list[Candidate]:
     """Those of `ranks` to choose from: the free ones, or else, as for a request pinned to one rank,
     busy ones of a worker that has others free. Raises AllWorkersBusy when some were and none are.

@@ -33,6 +33,7 @@ from lean_selector.core.replication import republish_after_s
 from lean_selector.core.scheduler import (
     Candidate,
     Matches,
+    all_busy,
     cached_tokens,
     candidates,
     check_pin,
@@ -240,6 +241,8 @@ class Selector:
     ) -> list[Candidate]:
         check_pin(request)
         try:
+            if all_busy(partition) and request.takes_any_rank():
+                raise AllWorkersBusy  # at once: an overloaded service has no time to look at ranks
             return not_busy(partition, candidates(partition, request), now)
         except AllWorkersBusy:
             if request.books:

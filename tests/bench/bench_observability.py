@@ -305,6 +305,8 @@ def main() -> None:
         shedding = Service(128, threshold=threshold)
         compare(f"select, {name}", Service(128), shedding, reads)
         compare(f"lifecycle, {name}", Service(128), shedding, books)
+    all_busy = Service(128, threshold=BusyThreshold(active_decode_blocks=0.0))
+    compare("a select that is shed, against one that is not", Service(128), all_busy, reads)
     print("a scrape")
     scrape(64, 8)
     scrape(512, 8)

@@ -3,6 +3,8 @@
 import http.client
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,6 +276,33 @@ def test_the_flags_of_the_document_hold_for_every_model(by_environment: bool) ->
                 "active_prefill_tokens_threshold_frac": 1.5,
             }
         ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--active-decode-blocks-threshold", "1.5"),
+        ("--active-decode-blocks-threshold", "nan"),
+        ("--active-prefill-tokens-threshold", "-1"),
+        ("--active-prefill-tokens-threshold", "many"),
+        ("--active-prefill-tokens-threshold-frac", "inf"),
+        ("--active-prefill-tokens-threshold-frac", "-0.1"),
+        ("--overload-status", "200"),
+    ],
+)
+def test_a_bad_flag_ends_the_start_with_one_line(flag: str, value: str) -> None:
+    command = [sys.executable, "-m", "lean_selector", f"{flag}={value}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert flag in line
+
+
+def test_the_word_none_leaves_a_threshold_off() -> None:
+    with start("--active-prefill-tokens-threshold", "None") as service:
+        register(service, worker())
+        row = service.get("/busy_threshold")[1]["thresholds"][0]
+        assert row["active_prefill_tokens_threshold"] is None
 
 
 def test_without_thresholds_everything_is_accepted(service: RunningService) -> None:
