@@ -44,30 +44,38 @@ def local_hashes(
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
-    blocks = max(0, len(tokens) - is_eagle) // block_size
-    used = blocks * block_size + is_eagle if blocks else 0
     try:
-        data = struct.pack(f"<{len(tokens)}I", *tokens)
+        data = _tokens(len(tokens)).pack(*tokens)
     except struct.error as error:
         raise ValueError("token ids must be integers from 0 to 4294967295") from error
+    if len(tokens) == block_size and not (is_eagle or mm_hashes):
+        # One block, which is what a decoding engine mostly tells about.
+        return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
+    blocks = max(0, len(tokens) - is_eagle) // block_size
     if is_eagle or mm_hashes:
+        used = blocks * block_size + is_eagle if blocks else 0
         slices = _odd_slices(data[: 4 * used], 4 * block_size, 4 * is_eagle, mm_hashes or ())
         return _pack(xxh3_64_intdigest(block, seed) for block in slices)
     width, digests = 4 * block_size, list[int]()
-    step = _step(width)
-    whole = blocks - blocks % _BLOCKS_PER_STEP
-    for start in range(0, whole * width, step.size):
-        digests += map(xxh3_64_intdigest, step.unpack_from(data, start), repeat(seed))
-    digests += [
-        xxh3_64_intdigest(data[start : start + width], seed)
-        for start in range(whole * width, blocks * width, width)
-    ]
-    return struct.pack(f"<{blocks}Q", *digests)
+    for start in range(0, blocks, _BLOCKS_PER_STEP):
+        step = _step(width, min(_BLOCKS_PER_STEP, blocks - start))
+        digests += map(xxh3_64_intdigest, step.unpack_from(data, start * width), repeat(seed))
+    return _hashes(blocks).pack(*digests)
 
 
-@functools.lru_cache(maxsize=64)  # by block size, of which a fleet has one or two
-def _step(width: int) -> struct.Struct:
-    return struct.Struct(f"{width}s" * _BLOCKS_PER_STEP)
+@functools.lru_cache(maxsize=256)  # prompts have any length, events mostly one of a few
+def _tokens(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}I")
+
+
+@functools.lru_cache(maxsize=256)
+def _hashes(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
+@functools.lru_cache(maxsize=256)  # by block size, of which a fleet has one or two, and count
+def _step(width: int, count: int) -> struct.Struct:
+    return struct.Struct(f"{width}s" * count)
 
 
 def sequence_hashes_bytes(local: bytes) -> bytes:
