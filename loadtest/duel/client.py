@@ -66,7 +66,7 @@ class Run:
         self._count = count
         self._connections = [Connection(port) for _ in range(connections)]
         self.latencies_us: list[int] = []
-        self.late_us: list[int] = []  # how much later than due a request was sent
+        self.late_us: list[int] = []  # how much later than due we noticed: our own failing
         self.bad = 0  # answers that were not 2xx
 
     def _send(self, connection: Connection, number: int, due: float) -> None:
@@ -106,11 +106,11 @@ class Run:
             now = time.perf_counter()
             while due_count < self._count and (due := started + due_count / rate) <= now:
                 waiting.append(due)
+                self.late_us.append(round((now - due) * 1e6))
                 due_count += 1
             while waiting and idle:
                 connection, due = idle.pop(), waiting.popleft()
                 self._send(connection, sent, due)
-                self.late_us.append(round((time.perf_counter() - due) * 1e6))
                 busy.append(connection)
                 sent += 1
             last = due_count == self._count

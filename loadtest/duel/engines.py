@@ -22,10 +22,11 @@ from loadtest.replay_trace import prompt_tokens
 
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
 _SETTLE_TIMEOUT_S = 120.0
+_CONNECT_S = 0.02  # for each engine, until a service that was told of it listens to it
 _POLL_S = 0.02  # 50 polls a second of some 30 us each: below the noise of what is measured
 _MARKER_TOKENS = 1 << 31  # above every token of the trace
 _PACE_S = 0.002
-# Above what 384 reservations of the trace need: the reference parks requests while every rank has
+# Above what 512 reservations of the trace need: the reference parks requests while every rank has
 # 16 times this much prefill (its default), ours never does by default. Neither shall.
 _BATCHED_TOKENS = 1_000_000
 
@@ -117,11 +118,11 @@ class Engines:
             )
             if b'"schedulable"' not in record:
                 raise TargetError(f"{service.target.name}: {record.decode()[:300]}")
+        # What is told before the service listens is lost: tell again, the more seldom the larger.
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-        while not self._heard(service, self.mark()):
+        while not self._is_heard_by(service, self.mark(), _CONNECT_S * self.count):
             if time.monotonic() > deadline:
                 raise TargetError(f"{service.target.name}: not all engines are heard")
-            time.sleep(5 * _POLL_S)
 
     # -- what the engines do -------------------------------------------------------------------
 
@@ -214,18 +215,23 @@ class Engines:
         rows = _decode_scores(service.call("POST", "/overlap_scores", body)).workers
         return sum(row.device_blocks > 0 for row in rows) == self.count
 
+    def _is_heard_by(self, service: Service, tokens: list[int], within_s: float) -> bool:
+        deadline = time.monotonic() + within_s
+        while not self._heard(service, tokens):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
     def settle(self, *services: Service) -> None:
         """Return when the services have applied all that was sent. Raises TargetError.
 
         Events of an engine are applied in order, so a block that is told last is enough to ask for.
         """
         tokens = self.mark()
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         for service in services:
-            while not self._heard(service, tokens):
-                if time.monotonic() > deadline:
-                    raise TargetError(f"{service.target.name}: events are not applied")
-                time.sleep(_POLL_S)
+            if not self._is_heard_by(service, tokens, _SETTLE_TIMEOUT_S):
+                raise TargetError(f"{service.target.name}: events are not applied")
 
     @contextmanager
     def paced(self, messages: Sequence[Message], blocks_per_s: float) -> Iterator[None]:

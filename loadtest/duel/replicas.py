@@ -57,7 +57,7 @@ class Pair:
         if self.peer is None:
             return
         deadline, number = time.monotonic() + _LINK_TIMEOUT_S, 0
-        while not self._active():
+        while not _active(self.peer):
             if time.monotonic() > deadline:
                 raise TargetError(f"{self.main.target.name}: the replicas do not hear each other")
             self.main.call(
@@ -77,20 +77,18 @@ class Pair:
             time.sleep(_POLL_S)
         for at in range(number):
             self.main.call("DELETE", f"/reservations/link-{at}")
-        self.wait_until_idle()
+        self.wait_until_equal()
 
-    def wait_until_idle(self) -> None:
-        """Return when the peer knows of no active request. Raises TargetError."""
+    def wait_until_equal(self) -> None:
+        """Return when the peer counts as many active requests as main does. Raises TargetError."""
+        if self.peer is None:
+            return
         deadline = time.monotonic() + _LINK_TIMEOUT_S
-        while self._active():
+        while (here := _active(self.main)) != (there := _active(self.peer)):
             if time.monotonic() > deadline:
-                raise TargetError(f"{self.main.target.name}: the peer missed that requests ended")
+                name = self.main.target.name
+                raise TargetError(f"{name}: {here} requests are active, its peer says {there}")
             time.sleep(_POLL_S)
-
-    def _active(self) -> int:
-        assert self.peer is not None
-        parts = _decode_loads(self.peer.call("GET", "/loads"))
-        return sum(row.active_requests for part in parts for row in part.loads)
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +101,11 @@ class Pair:
     ) -> None:
         for service in self.services:
             service.stop()
+
+
+def _active(service: Service) -> int:
+    parts = _decode_loads(service.call("GET", "/loads"))
+    return sum(row.active_requests for part in parts for row in part.loads)
 
 
 def _flags(port: int, peer_port: int) -> list[str]:

@@ -31,9 +31,7 @@ OPEN_RATE = 1_000.0  # selections a second
 EVENTS_PER_S = 20_000.0  # blocks stored a second; about as many are evicted meanwhile
 _SPARE = 1.05  # of the caches, so that round-robin fills them without evicting much
 _CLOSED_S = 300e-6  # of closed load per request, at most, for as long as events must last
-_LEAST_PROMPTS = (
-    64  # twice the connections: a reservation is answered before its completion is sent
-)
+_LEAST_PROMPTS = 64  # two for each connection
 _LEAST_CAPACITY = 8_192  # blocks; the longest prompts of the trace have 7 900 of 16 tokens
 
 
@@ -250,7 +248,7 @@ class StageRun:
             self._pooled.setdefault((case.name, name), []).extend(load.latencies_us)
             metrics["client_late_p999_us"] = latencies(load.late_us)["open_p999_us"]
         if pair.peer is not None:
-            pair.wait_until_idle()
+            pair.wait_until_equal()
             metrics["peer_cpu_us"] = (pair.peer_cpu_ns() - peer_before) / 1e3 / file.count
         if case.events:
             engines.settle(service)

@@ -1,0 +1,111 @@
+"""The figures of the comparison: medians, ratios, the budget, tables and the drawing."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from loadtest.duel import budget, report
+from loadtest.duel.budget import ROWS, Row, verdicts
+from loadtest.duel.drawing import draw
+from loadtest.duel.results import Results, latencies
+
+
+@pytest.fixture
+def results() -> Results:
+    results = Results("ours", ["ref warn", "ref default log"])
+    for own, other in ((9.0, 10.0), (50.0, 20.0), (8.0, 20.0)):  # medians 9 and 20
+        results.add("select, 8 blocks, 16 workers", "ours", cpu_us=own)
+        results.add("select, 8 blocks, 16 workers", "ref warn", cpu_us=other)
+        results.add("select, 8 blocks, 16 workers", "ref default log", cpu_us=2 * other)
+    results.add("process, after start", "ours", rss_mb=46.0)
+    return results
+
+
+def test_medians_and_ratios(results: Results) -> None:
+    case = "select, 8 blocks, 16 workers"
+    assert results.value(case, "ours", "cpu_us") == 9.0
+    assert results.ratio(case, "cpu_us", "ref warn") == 0.45
+    assert results.ratio(case, "rps", "ref warn") is None
+    assert results.value("no such case", "ours", "cpu_us") is None
+
+
+def test_percentiles_of_single_latencies() -> None:
+    found = latencies(range(1_000, 0, -1))
+    assert found == {
+        "open_p50_us": 501,
+        "open_p99_us": 991,
+        "open_p999_us": 1_000,
+        "open_max_us": 1_000,
+    }
+
+
+def test_every_row_of_the_budget_says_whether_it_holds(results: Results) -> None:
+    results.skipped[budget.MSGPACK] = "skipped: the service answers 415 to application/msgpack"
+    found = {row.title: row for row in verdicts(results)}
+    assert len(found) == len(ROWS) == 21
+    select = found["CPU, select, 8 blocks, 16 workers"]
+    assert select.values == [0.45, 0.225]
+    assert select.verdict == "holds, the aim too"
+    assert found["resident memory after start"].verdict == "does not hold"
+    assert found["CPU, msgpack body over the reference's JSON, trace prompts"].verdict.endswith(
+        "415 to application/msgpack"
+    )
+    assert found["threads at 512 workers"].verdict == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("at_least", "inside"), [(False, [True, True, False]), (True, [False, True, True])]
+)
+def test_a_bound_itself_is_inside(at_least: bool, inside: list[bool]) -> None:
+    row = Row("r", lambda results, reference: None, 2.0, at_least=at_least)
+    assert [row.holds(value, 2.0) for value in (1.9, 2.0, 2.1)] == inside
+
+
+def test_budget_cases_are_names_of_cases_that_are_run() -> None:
+    from loadtest.duel import index_stages
+    from loadtest.duel.stages import Plan, stages
+
+    names = {name for stage in stages(Plan([], None, 1)) for name in stage.names()}
+    names |= {*index_stages.NAMES, "process, after start"}
+    results = Results("ours", ["ref"])
+    for name in names:
+        for target in results.targets:
+            metrics = dict.fromkeys(
+                ["cpu_us", "rps", "open_p999_us", "open_max_us", "threads"], 1.0
+            )
+            more = ["descriptors", "rss_mb", "block_cpu_us", "holding_bytes", "match_us"]
+            results.add(name, target, **metrics, **dict.fromkeys(more, 1.0))
+    assert [row.title for row in verdicts(results) if row.verdict == "not measured"] == []
+
+
+def test_the_report_shows_figures_ratios_and_verdicts(results: Results) -> None:
+    text = report.lines(results, {"machine": "m"}, markdown=False)
+    row = next(line for line in text.splitlines() if line.startswith("  select, 8 blocks"))
+    assert row.split()[-5:] == ["9.00", "20.0", "40.0", "0.45", "0.23"]
+    assert "≤ 45 MB" in text
+    assert "not measured" not in text
+    document = report.lines(results, {"machine": "m"}, markdown=True)
+    assert "| select, 8 blocks, 16 workers | 9.00 | 20.0 | 40.0 | 0.45 | 0.23 |" in document
+    assert "- machine: m" in document
+
+
+def test_json_has_every_round(results: Results) -> None:
+    found = json.loads(report.as_json(results, {"machine": "m"}))
+    case = found["cases"]["select, 8 blocks, 16 workers"]
+    assert case["ours"]["cpu_us"] == {"median": 9.0, "rounds": [9.0, 50.0, 8.0]}
+    assert found["ratios"]["select, 8 blocks, 16 workers"]["ref warn"] == {"cpu_us": 0.45}
+    assert found["about"] == {"machine": "m"}
+    assert len(found["budget"]) == 21
+
+
+def test_the_drawing_has_a_bar_for_every_target_in_proportion(results: Results) -> None:
+    root = ET.fromstring(draw(results, "a <machine>"))
+    bars = [
+        (element.get("fill"), int(element.get("width", "")))
+        for element in root.iter("{http://www.w3.org/2000/svg}rect")
+        if element.get("x") == "330"
+    ]
+    assert [width for _, width in bars] == [135, 300, 420]  # 9, 20, and 40 cut at 1.4 times 20
+    assert len({colour for colour, _ in bars}) == 3
+    assert "a <machine>" in [element.text for element in root.iter()]

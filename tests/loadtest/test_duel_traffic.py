@@ -1,0 +1,180 @@
+"""The prompts of the comparison, the requests made of them, and the engines that hold them."""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from lean_selector.core.hashing import sequence_hashes_bytes
+from loadtest.duel.engines import Engines
+from loadtest.duel.prompts import (
+    FREE_LAG,
+    PREFILL_LAG,
+    Prompts,
+    lifecycle_requests,
+    msgpack_select_request,
+    select_request,
+)
+from loadtest.duel.targets import Target
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Six prompts of two or three 512-token blocks over one first block."""
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": at, "input_length": 1_024 + at, "output_length": 9, "hash_ids": [0, at, 100]}
+        for at in range(1, 7)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def body_of(request: bytes) -> bytes:
+    head, _, body = request.partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    return body
+
+
+def test_prompts_keep_the_trace_s_order_and_count_what_is_used_twice(trace: Path) -> None:
+    prompts = Prompts(trace, 16)
+    assert [prompts.at(number).isl_tokens for number in range(6)] == list(range(1_025, 1_031))
+    assert prompts.repeats(6) == 0
+    assert prompts.at(7) is prompts.at(1)
+    assert prompts.repeats(8) == 2
+
+
+def test_a_prompt_is_hashed_as_the_engines_and_the_service_do(trace: Path) -> None:
+    prompt = Prompts(trace, 16).at(0)
+    assert prompt.blocks == 64
+    assert prompt.sequence == sequence_hashes_bytes(prompt.local)
+    fields = json.loads(body_of(select_request(prompt)))
+    assert struct.pack("<64q", *fields["block_hashes"]) == prompt.local
+    assert struct.pack("<64q", *fields["sequence_hashes"]) == prompt.sequence
+    packed = msgspec.msgpack.decode(body_of(msgpack_select_request(prompt)))
+    assert packed == {
+        "model_name": fields["model_name"],
+        "isl_tokens": 1_025,
+        "block_hashes": prompt.local,
+        "sequence_hashes": prompt.sequence,
+    }
+
+
+def test_prompts_of_a_chosen_length_all_differ_and_half_begin_as_a_known_one(trace: Path) -> None:
+    prompts = Prompts(trace, 16)
+    cut = [prompts.cut(number, 8, known=2) for number in range(40)]
+    assert len({prompt.sequence for prompt in cut}) == 40
+    assert {prompt.blocks for prompt in cut} == {8}
+    shared = [prompt.local[:32] == prompts.at(0).local[:32] for prompt in cut]
+    assert shared == [bool(number % 2) for number in range(40)]
+    assert cut == [Prompts(trace, 16).cut(number, 8, known=2) for number in range(40)]
+
+
+def test_without_a_trace_prompts_are_made_up_and_always_the_same() -> None:
+    one, other = Prompts(None, 64), Prompts(None, 64)
+    assert [one.at(n).sequence for n in range(20)] == [other.at(n).sequence for n in range(20)]
+    assert len({one.at(n).sequence for n in range(20)}) == 20
+
+
+@pytest.mark.parametrize("count", [64, FREE_LAG + 5])
+def test_a_reservation_is_sent_well_before_its_completion_and_that_before_its_end(
+    trace: Path, count: int
+) -> None:
+    prompts = Prompts(trace, 16)
+    requests = lifecycle_requests([prompts.at(n) for n in range(count)], "r")
+    if count > FREE_LAG:
+        assert len(requests) == 3 * count
+    places = dict[str, list[int]]()
+    for place, request in enumerate(requests):
+        if request.startswith(b"GET /health "):
+            continue
+        if request.startswith(b"POST /select_and_reserve "):
+            name = json.loads(body_of(request))["reservation_id"]
+        else:
+            name = request.split(b"/")[2].split()[0].decode()
+        places.setdefault(name, []).append(place)
+    assert len(places) == count
+    for found in places.values():
+        assert len(found) == 3
+        assert all(later - earlier >= PREFILL_LAG for earlier, later in pairwise(found))
+
+
+@pytest.fixture
+def engines(trace: Path) -> Iterator[Engines]:
+    with Engines(Prompts(trace, 16), 2, 10_000) as engines:
+        yield engines
+
+
+def test_a_fleet_fills_in_turns_and_tells_each_block_once_per_engine(engines: Engines) -> None:
+    messages = list(engines.fill(200))
+    assert engines.holdings == sum(message.stored for message in messages)
+    assert engines.holdings >= 200
+    assert {message.engine for message in messages} == {0, 1}
+
+
+def test_batches_have_vllm_s_layout(engines: Engines, trace: Path) -> None:
+    first, *_ = engines.fill(1)
+    _, events, rank = msgspec.msgpack.decode(first.payload)
+    kind, hashes, parent, tokens, block_size, lora_id, medium = events[0]
+    assert (kind, parent, block_size, lora_id, medium, rank) == (
+        "BlockStored",
+        None,
+        16,
+        None,
+        "GPU",
+        0,
+    )
+    assert len(tokens) == 16 * len(hashes) == 16 * first.stored
+    removed = list(engines.empty([0, 1], 1))
+    _, events, _ = msgspec.msgpack.decode(removed[0].payload)
+    assert events[0] == ["BlockRemoved", hashes[-1:], "GPU"]  # a chain goes from its end
+    assert sum(message.removed for message in removed) == first.stored
+
+
+def test_full_caches_evict_as_much_as_they_store(trace: Path) -> None:
+    with Engines(Prompts(trace, 16), 1, 100) as engines:
+        list(engines.fill(90))
+        before = engines.holdings
+        messages = engines.churn(300)
+        stored = sum(message.stored for message in messages)
+        removed = sum(message.removed for message in messages)
+        assert stored >= 300
+        assert stored - removed == engines.holdings - before
+
+
+def test_messages_carry_consecutive_numbers_from_0(engines: Engines) -> None:
+    registered = dict[str, object]()
+
+    class Listening:
+        """A service that notes its registration and hears everything."""
+
+        target = Target("t", [])
+
+        def call(self, method: str, path: str, body: dict[str, object]) -> bytes:
+            if path == "/workers":
+                registered.update(body)
+                return b'{"lifecycle":"schedulable"}'
+            return b'{"workers":[{"device_blocks":1},{"device_blocks":1}]}'
+
+    engines.register(Listening())  # type: ignore[arg-type]  # as much of a service as is used
+    endpoints = registered["kv_events_endpoints"]
+    assert isinstance(endpoints, dict)
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.subscribe(b"")
+        reader.rcvtimeo = 100
+        reader.connect(endpoints["0"])
+        numbers = list[int]()
+        deadline = time.monotonic() + 10
+        while len(numbers) < 3 and time.monotonic() < deadline:
+            engines.mark()
+            while reader.poll(20):
+                _, number, _ = reader.recv_multipart()
+                numbers.append(int.from_bytes(number, "big"))
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert len(numbers) >= 3

@@ -1,0 +1,145 @@
+"""Whole runs of the comparison, with tiny rounds; we ourselves play the reference, but for one."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running_service import wait_until
+
+LIMIT_S = 240.0
+OURSELVES = shlex.join([sys.executable, "-m", "lean_selector", "--port", "{port}"])
+SELECT = "select, 8 blocks, 16 workers"
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "loadtest/versus.py", "--quick", *flags]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "LEAN_SELECTOR_TRACE"}
+
+
+def versus(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*flags),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def bad_answers(notes: list[str]) -> list[tuple[str, int]]:
+    """What the notes say of answers that were not 2xx, but for a few that a busy machine explains.
+
+    A completion overtakes its reservation when a connection starves while 192 others are answered.
+    """
+    found = [re.match(r"(.*): (\d+) answers of .* were not 2xx", note) for note in notes]
+    bad = [(match[1], int(match[2])) for match in found if match]
+    return [(case, count) for case, count in bad if count > 4 or not case.startswith("lifecycle")]
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # whoever inherits it has not looked yet
+
+
+def test_all_cases_run_and_are_told_as_tables_json_and_a_drawing(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("f.json", "f.md", "f.svg")]
+    flags = ["--json", str(files[0]), "--markdown", str(files[1]), "--svg", str(files[2])]
+    run = versus("--reference", OURSELVES, *flags)
+    assert run.returncode == 0, run.stderr
+    figures: dict[str, Any] = json.loads(files[0].read_text())
+    listed = versus("--list").stdout.splitlines()
+    assert set(listed) - set(figures["skipped"]) <= set(figures["cases"])
+    targets = {figures["ours"], *figures["references"]}
+    assert len(targets) == 3
+    for case, by_target in figures["cases"].items():
+        if case.startswith(("select, ", "lifecycle")):
+            assert set(by_target) == targets, case
+            for found in by_target.values():
+                assert found["cpu_us"]["median"] > 0
+                assert found["rps"]["median"] > 0
+    fixed = next(found for case, found in figures["cases"].items() if "fixed rate" in case)
+    assert all(found["open_p999_us"]["median"] > 0 for found in fixed.values())
+    assert bad_answers(figures["notes"]) == []
+    # The verdict is in the table and never in the exit status.
+    assert {row["verdict"] for row in figures["budget"]} & {"holds", "does not hold"}
+    assert f"  {SELECT}" in run.stdout
+    assert f"| {SELECT} |" in files[1].read_text()
+    assert ET.fromstring(files[2].read_text()).tag.endswith("svg")
+
+
+@pytest.mark.reference
+def test_the_reference_takes_the_same_fleet_and_requests(
+    reference_131: Path, tmp_path: Path
+) -> None:
+    given = shlex.join([str(reference_131), "-m", "dynamo.select_service", "--port", "{port}"])
+    path = tmp_path / "f.json"
+    cases = f"^({SELECT}|lifecycle with a replica|index, (ingest|removal))"
+    run = versus("--reference", given, "--cases", cases, "--json", str(path))
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(path.read_text())
+    assert bad_answers(figures["notes"]) == []
+    assert SELECT in figures["cases"]
+    assert all(found for found in figures["ratios"].values())
+
+
+def test_only_the_cases_that_are_named_are_run() -> None:
+    run = versus("--reference", OURSELVES, "--cases", f"^{SELECT}$", "--rounds", "2")
+    assert run.returncode == 0, run.stderr
+    told = [line.split("s  ", 1)[1] for line in run.stderr.splitlines()]
+    assert told == [f"{SELECT}: round 1", f"{SELECT}: round 2"]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_it_however_it_ends(sign: signal.Signals) -> None:
+    flags = ["--reference", OURSELVES, "--cases", f"^{SELECT}$", "--rounds", "1000"]
+    with subprocess.Popen(
+        command(*flags), env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "round 1" in process.stderr.readline()
+        started = children(process.pid)
+        assert len(started) >= 3
+        process.send_signal(sign)
+        words = process.stderr.read()
+        status = process.wait(LIMIT_S)
+    for pid in started:
+        wait_until(lambda pid=pid: not is_running(pid), f"process {pid} has ended")  # type: ignore[misc]  # a default
+    if sign != signal.SIGKILL:
+        assert status == 1
+        assert words.endswith("versus: interrupted\n")
+
+
+def test_a_reference_that_does_not_start_is_one_line_and_exit_1() -> None:
+    run = versus("--reference", "/no/such --port {port}", "--cases", SELECT)
+    assert run.returncode == 1
+    assert run.stderr == "versus: such warn: cannot start /no/such: [Errno 2] No such file or" + (
+        " directory: '/no/such'\n"
+    )
+
+
+def test_a_trace_that_is_not_there_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    trace = str(tmp_path / "none.jsonl")
+    run = versus("--reference", OURSELVES, "--trace", trace, "--cases", SELECT)
+    assert run.returncode == 1
+    assert "versus: [Errno 2]" in run.stderr
+    assert "Traceback" not in run.stderr
