@@ -10,7 +10,7 @@ from loadtest.duel.report import figure
 from loadtest.duel.results import Results
 
 METRIC = "cpu_us"
-WIDTH, LABEL, BAR, GAP = 860, 330, 13, 10  # pixels; LABEL is the width of the words on the left
+WIDTH, LABEL, BAR, GAP = 920, 430, 13, 10  # pixels; LABEL is the width of the words on the left
 UNIT = 300  # pixels of a bar as long as the first reference's
 LONGEST = 1.4  # bars beyond this many times the reference are cut
 COLOURS = ("#2f6fb3", "#c8743c", "#dcb08c", "#8a8a8a", "#b5b5b5")

@@ -6,6 +6,7 @@ over real PUB sockets in vLLM's layout. Does not know how figures are shown.
 
 import gc
 import multiprocessing
+import re
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ NAMES = [
     PAUSE,
 ]
 
+LAG = "lean_selector_loop_lag_seconds"
 CHURN_PER_S = 50_000.0  # blocks stored a second, and as many evicted
 PING_RATE = 1_000.0
 SMALL_HOLDINGS = 10_000
@@ -174,12 +176,26 @@ def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> N
         with RequestFile([b"GET /health HTTP/1.1\r\nhost: versus\r\n\r\n"]) as file:
             count = round(PING_RATE * plan.churn_seconds)
             calm = open_load(service.port, file, PING_RATE, max(100, count // 4))
+            before = _loop_lag(service)
             with engines.paced(events, CHURN_PER_S):
                 load = open_load(service.port, file, PING_RATE, count)
-        results.add(
-            PAUSE,
-            target.name,
-            **latencies(load.latencies_us),
-            calm_max_us=float(max(calm.latencies_us)),
-            client_late_max_us=float(max(load.late_us)),
-        )
+            after = _loop_lag(service)
+        metrics = latencies(load.latencies_us)
+        metrics["calm_max_us"] = float(max(calm.latencies_us))
+        metrics["client_late_max_us"] = float(max(load.late_us))
+        if reached := [bound for bound, samples in after.items() if samples > before.get(bound, 0)]:
+            metrics["loop_lag_us"] = max(reached) * 1e6
+        results.add(PAUSE, target.name, **metrics)
+
+
+def _loop_lag(service: Service) -> dict[float, int]:
+    """Samples of the event loop's lag that were above each bound, in seconds, if it tells them."""
+    status, text = service.request("GET", "/metrics")
+    if status != 200:
+        return {}
+    below = {
+        bound: int(float(samples))
+        for bound, samples in re.findall(rf'^{LAG}_bucket{{le="(.*)"}} (.*)$', text.decode(), re.M)
+    }
+    total = below.get("+Inf", 0)
+    return {float(bound): total - samples for bound, samples in below.items() if bound != "+Inf"}

@@ -24,6 +24,7 @@ SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
             "open_p999_us": "p99.9",
             "open_max_us": "max",
             "calm_max_us": "max without events",
+            "loop_lag_us": "lag of its loop by its own account, above",
             "client_late_p999_us": "client late, p99.9",
             "client_late_max_us": "client late, max",
         },

@@ -7,7 +7,7 @@ import pytest
 
 from loadtest.duel import budget, report
 from loadtest.duel.budget import ROWS, Row, verdicts
-from loadtest.duel.drawing import draw
+from loadtest.duel.drawing import LABEL, draw
 from loadtest.duel.results import Results, latencies
 
 
@@ -104,7 +104,7 @@ def test_the_drawing_has_a_bar_for_every_target_in_proportion(results: Results) 
     bars = [
         (element.get("fill"), int(element.get("width", "")))
         for element in root.iter("{http://www.w3.org/2000/svg}rect")
-        if element.get("x") == "330"
+        if element.get("x") == str(LABEL)
     ]
     assert [width for _, width in bars] == [135, 300, 420]  # 9, 20, and 40 cut at 1.4 times 20
     assert len({colour for colour, _ in bars}) == 3
