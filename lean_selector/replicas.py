@@ -53,6 +53,7 @@ class PlaneState(msgspec.Struct, frozen=True):
     router_id: int
     peers: list[PeerState]
     published: int
+    refused: int  # not published: too many waited
     queue_overflows: int  # times that the queue of a peer began to drop what is published
     received: int
     applied: dict[str, int]  # by kind of event
@@ -174,6 +175,7 @@ class ReplicaPlane:
                 for peer in self.sync.peer_states()
             ],
             self.sync.published,
+            self.sync.refused,
             self.sync.overflows,
             self.sync.received,
             {name: counts[kind][Verdict.APPLIED] for kind, name in _KIND_NAMES.items()},

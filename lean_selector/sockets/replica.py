@@ -3,10 +3,12 @@
 Owns the sockets, the peer list and the state of each connection (slot_tracker.md 3.1 and 3.6). Does
 not know what an event does: hands decoded events to `on_event`, and publishes those it is given.
 
-Both sockets are zmq.asyncio ones, but `publish` goes through the PUB's own plain shadow, DONTWAIT.
-A PUB never has to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes
-and stays synchronous, events leave in the order of the calls, and it costs a tenth of the awaitable
-send. Reading does the same: the first message of a burst is awaited, the rest come from the shadow.
+Both sockets are zmq.asyncio ones, but events leave through the PUB's own plain shadow, DONTWAIT. A
+PUB never has to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes
+and stays synchronous, and it costs a tenth of the awaitable send. What one turn of the loop brings
+is sent at its end, in the order of the calls: the answers go first, and libzmq's thread, which has
+to be woken through a pipe, is woken once. Reading does the same: the first message of a burst is
+awaited, the rest come from the shadow.
 
 What libzmq drops for a peer that does not read cannot be counted message by message. With
 XPUB_NODROP a send that meets a full queue fails (EAGAIN), for all peers; it is then repeated
@@ -18,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -36,9 +39,11 @@ log = logging.getLogger("lean_selector.replica")
 # 100 000 before it. All peers' queues share a message's bytes, and the heartbeat cuts off a peer
 # that is stuck altogether after 15-20 s.
 HIGH_WATER_MARK = 100_000
+# Events that wait to be sent, as in the reference: a burst that 256 a turn cannot carry off.
+MAX_OUTBOX = 100_000
 # Replicas of one service are a handful; each peer may queue HIGH_WATER_MARK events here.
 MAX_PEERS = 256
-# Inbound work per turn of the loop, as the reference's batches: HTTP waits a millisecond at most.
+# Inbound, and outbound, work per turn of the loop, as the reference's batches: HTTP waits a millisecond at most.
 MAX_EVENTS_PER_TURN = 256
 MAX_TURN_S = 0.001
 # Above any request body that a replica takes; a peer that sends more is cut off.
@@ -115,6 +120,7 @@ class ReplicaSync:
     ) -> None:
         self.published = 0
         self.overflows = 0
+        self.refused = 0  # never sent: the outbox was full
         self.received = 0
         self.undecodable = 0
         self._on_event = on_event
@@ -123,6 +129,9 @@ class ReplicaSync:
         self._resolved: dict[str, str] = {}  # libzmq's name of a peer after a reconnect -> peer
         self._last_lost: str | None = None
         self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
+        self._outbox: deque[ReplicaEvent] = deque()
+        self._is_flushing = False
+        self._call_soon = asyncio.get_running_loop().call_soon
         self._tasks: list[asyncio.Task[None]] = []
         self._pub = context.socket(zmq.PUB)
         self._sub = context.socket(zmq.SUB)
@@ -182,6 +191,7 @@ class ReplicaSync:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        self._outbox.clear()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -194,7 +204,34 @@ class ReplicaSync:
     # publishing ---------------------------------------------------------------------------------
 
     def publish(self, event: ReplicaEvent) -> None:
-        """Send one event to all peers that are connected; never waits, never fails."""
+        """Send one event to all peers that are connected, at the end of this turn of the loop, and
+        in the order of the calls; never waits, never fails.
+        """
+        if len(self._outbox) >= MAX_OUTBOX:
+            self.refused += 1
+            self._warn(time.monotonic(), "the outbox is full", _name(event))
+            return
+        self._outbox.append(event)
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._call_soon(self._flush)
+
+    def _flush(self) -> None:
+        outbox = self._outbox
+        ends = time.monotonic() + MAX_TURN_S
+        for _ in range(min(len(outbox), MAX_EVENTS_PER_TURN)):
+            event = outbox.popleft()
+            try:
+                self._send(event)
+            except Exception:
+                log.exception("replica event not sent: %s", _name(event))
+            if time.monotonic() >= ends:
+                break
+        self._is_flushing = bool(outbox)
+        if self._is_flushing:
+            self._call_soon(self._flush)
+
+    def _send(self, event: ReplicaEvent) -> None:
         payload = encode_event(event)
         send = self._plain_pub.send
         try:
