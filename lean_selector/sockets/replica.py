@@ -43,7 +43,8 @@ HIGH_WATER_MARK = 100_000
 MAX_OUTBOX = 100_000
 # Replicas of one service are a handful; each peer may queue HIGH_WATER_MARK events here.
 MAX_PEERS = 256
-# Inbound, and outbound, work per turn of the loop, as the reference's batches: HTTP waits a millisecond at most.
+# Work per turn of the loop, inbound and outbound, as the reference's batches: HTTP waits a
+# millisecond at most.
 MAX_EVENTS_PER_TURN = 256
 MAX_TURN_S = 0.001
 # Above any request body that a replica takes; a peer that sends more is cut off.
