@@ -491,8 +491,11 @@ def selector_config(
             "the overlap score weight is deprecated: set the prefill load scale "
             "and the overlap score credit instead"
         )
-        values["router_prefill_load_scale"] = weight
-        if weight == 0.0:
+        # From the environment it gives way to a flag, from the command line to nothing (D15).
+        by_flag = args.router_kv_overlap_score_weight is not None
+        if by_flag or args.router_prefill_load_scale is None:
+            values["router_prefill_load_scale"] = weight
+        if weight == 0.0 and (by_flag or args.router_kv_overlap_score_credit is None):
             values["router_kv_overlap_score_credit"] = 0.0
     refresh = values["router_overlap_refresh_after_secs"]
     assert isinstance(refresh, float)

@@ -163,6 +163,14 @@ def test_the_old_overlap_weight_sets_two_terms_and_warns(
     assert "deprecated" in warning
 
 
+def test_the_old_weight_in_the_environment_gives_way_to_a_flag() -> None:
+    flags = ("--router-prefill-load-scale", "5", "--router-kv-overlap-score-credit", "0.5")
+    config = configured(*flags, DYN_OVERLAP_SCORE_WEIGHT="0")
+    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (5.0, 0.5)
+    config = configured(*flags, "--router-kv-overlap-score-weight", "0")
+    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "-0.5"])
 def test_no_refresh_at_zero_or_below(text: str) -> None:
     config = configured("--router-overlap-refresh-after-secs", text)
