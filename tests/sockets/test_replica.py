@@ -14,7 +14,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from lean_selector.core.errors import BadRequest
+from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication import EventKind, ReplicaEvent, Verdict
 from lean_selector.sockets.replica import (
     HIGH_WATER_MARK,
@@ -529,3 +529,43 @@ def test_a_new_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
     uvloop.run(scenario())
     assert "replica peer registered" in caplog.text
+
+
+def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lean_selector.sockets.replica.MAX_OUTBOX", 300)
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            before = a.sync.published
+            for n in range(310):
+                a.sync.publish(msgspec.structs.replace(EVENT, request_id=str(n)))
+            assert a.sync.published == before  # nothing is sent before the turn ends
+            assert a.sync.refused == 10
+            await until(lambda: len(b.heard) == 300)
+            assert [event.request_id for event in b.heard] == [str(n) for n in range(300)]
+            assert a.sync.published == before + 300
+            a.sync.publish(EVENT)
+            await until(lambda: len(b.heard) == 301)
+
+    uvloop.run(scenario())
+    assert "the outbox is full" in caplog.text
+
+
+def test_there_is_a_limit_to_the_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lean_selector.sockets.replica.MAX_PEERS", 2)
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            for port in (1, 2, 2):
+                a.sync.register_peer(f"tcp://127.0.0.1:{port}")
+            with pytest.raises(Conflict, match="no more than 2 replica peers"):
+                a.sync.register_peer("tcp://127.0.0.1:3")
+            assert a.sync.deregister_peer("tcp://127.0.0.1:1")
+            assert a.sync.register_peer("tcp://127.0.0.1:3")
+
+    uvloop.run(scenario())
