@@ -1,11 +1,17 @@
 """What the services log: start, lifecycle, shedding, expiry, and requests if they are asked to."""
 
+import http.client
 import json
+import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from lean_selector.logs import BURST
+from lean_selector.publisher import KvEventPublisher
+from tests.prometheus_tools import parsed, scrape, value
 from tests.running_service import RunningService, free_port, wait_until
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -46,8 +52,6 @@ def let_it_tick(service: RunningService) -> None:
 
 
 def text_of(service: RunningService) -> list[str]:
-    from tests.prometheus_tools import scrape
-
     return scrape(service.port).splitlines()
 
 
@@ -141,8 +145,6 @@ def test_expiry_is_one_line_with_a_count() -> None:
 
 
 def test_sources_and_peers_have_a_life_too() -> None:
-    from lean_selector.publisher import KvEventPublisher
-
     port = free_port()
     flags = ("--replica-sync-port", str(free_port()))
     with (
@@ -246,8 +248,6 @@ def test_the_access_log_has_route_status_and_every_id(flag: list[str]) -> None:
 
 
 def test_a_parked_request_is_logged_when_it_is_answered_or_given_up() -> None:
-    import http.client
-
     with start("--access-log", "--queue-threshold", "0") as service:
         service.post("/workers", worker(max_num_batched_tokens=10))
         service.post("/select_and_reserve", prompt(reservation_id="r"))
@@ -288,3 +288,29 @@ def test_text_is_the_default_format() -> None:
     with RunningService() as service:
         _, log = service.stop()
     assert " INFO lean_selector.server listening service=lean-selector version=" in log
+
+
+def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:
+    with start("--replica-sync-port", str(free_port())) as service:
+        stderr = service.process.stderr
+        assert stderr is not None
+        log: list[str] = []  # read meanwhile: it is more than a pipe holds
+        reader = threading.Thread(target=lambda: log.extend(stderr))
+        reader.start()
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
+        body = json.dumps({"endpoint": "tcp://127.0.0.1:9"})
+        for _ in range(BURST + 50):
+            for path in ("register_peer", "deregister_peer"):
+                headers = {"content-type": "application/json"}
+                connection.request("POST", f"/replica_sync/{path}", body, headers)
+                assert connection.getresponse().read()
+        connection.close()
+        samples = parsed(scrape(service.port))
+        suppressed = value(samples, "lean_selector_log_lines_suppressed_total")
+        service.process.terminate()
+        reader.join()
+    counts = Counter(events("".join(log)))
+    assert counts["replica peer registered"] >= BURST
+    assert suppressed > 0
+    written = 2 * (BURST + 50) - suppressed
+    assert counts["replica peer registered"] + counts["replica peer deregistered"] == written
