@@ -168,6 +168,18 @@ class DeviceTier:
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
             position += 1
+            if (
+                position << 3 == len(run.label)
+                and run.whole == 1 << rank.bit
+                and run.partial is None
+                and run.children is None
+                and run.after is None
+                and run.start + position + len(names) <= STRAND_BLOCKS
+            ):  # The end of a prompt that no other rank holds: what a decoding engine extends.
+                run.label += local
+                rank.names.add(parent + 1, names, packed)
+                rank.blocks += len(names)
+                return
         # Walk down the trie; hold the blocks that are there, add the others.
         done = 0
         while done < len(local):
@@ -337,6 +349,10 @@ class DeviceTier:
                 return
             path.append(above)
             above = above.parent
+        if above in told and not above.whole >> rank.bit & 1:  # not any more
+            told.remove(above)
+            cut_off.update(path)
+            return
         for step in reversed(path):
             held = step.held_by(rank.bit)
             leading = ((held + 1) & ~held).bit_length() - 1

@@ -10,8 +10,8 @@ removed; such hashes have lists of places beside the dicts.
 """
 
 from collections.abc import Sequence
-from struct import pack
 
+from lean_selector.core.hashing import u64s
 from lean_selector.core.runs import POSITION_BITS, POSITION_MASK, common_prefix
 
 NOWHERE = -1
@@ -57,18 +57,20 @@ class EngineHashes:
         if segment == _LISTED:
             places = self._places.get(name)
             return places[-1] if places else NOWHERE
-        return self._locate(name.to_bytes(8, "little"), segment)
+        eight = name.to_bytes(8, "little")
+        strand = segment >> _STRAND_SHIFT
+        row = self.rows[strand]
+        if row.endswith(eight):  # as the parent of what is stored next does
+            return strand << POSITION_BITS | (len(row) >> 3) - 1
+        return self._locate(eight, segment)
 
     def _locate(self, name: bytes, segment: int) -> int:
         strand = segment >> _STRAND_SHIFT
         row = self.rows[strand]
         start = (segment & _SEGMENT_MASK) * _SEGMENT_BYTES
-        if row.endswith(name):  # as the parent of what is stored next does
-            at = len(row) - 8
-        else:
-            at = row.find(name, start, start + _SEGMENT_BYTES)
-            while at & 7:
-                at = row.find(name, at + 1, start + _SEGMENT_BYTES)
+        at = row.find(name, start, start + _SEGMENT_BYTES)
+        while at & 7:
+            at = row.find(name, at + 1, start + _SEGMENT_BYTES)
         assert at >= start, "a name in a dict has its entry in the row"
         return strand << POSITION_BITS | at >> 3
 
@@ -114,7 +116,7 @@ class EngineHashes:
         if place & POSITION_MASK and names[1] == int.from_bytes(self.name_at(place - 1), "little"):
             names = names[::-1]
             segments.reverse()
-        packed = pack(f"<{count}Q", *names)
+        packed = u64s(count).pack(*names)
         at = 0
         while at < count:
             place = self._locate(packed[at << 3 : (at + 1) << 3], segments[at])
@@ -161,9 +163,11 @@ class EngineHashes:
         shards, mask, recent = self._shards, _SHARDS - 1, self._recent
         first, end = place, place + len(names)
         while first < end:
-            segment = recent.setdefault(first >> _SEGMENT_BITS, first >> _SEGMENT_BITS)
-            last = min(end, (segment + 1) << _SEGMENT_BITS)
-            here = names if last - first == len(names) else names[first - place : last - place]
+            segment = first >> _SEGMENT_BITS
+            segment = recent.setdefault(segment, segment)
+            last = (segment + 1) << _SEGMENT_BITS
+            is_all = first == place and end <= last
+            here = names if is_all else names[first - place : last - place]
             for name in here:
                 shard = shards[name & mask]
                 if name in shard:
@@ -179,7 +183,10 @@ class EngineHashes:
         if row is None:
             row = self.rows[strand] = bytearray()
         assert len(row) >= start, "the block before, in the same strand, was held when it was named"
-        row[start : start + len(packed)] = packed
+        if len(row) == start:
+            row += packed
+        else:
+            row[start : start + len(packed)] = packed
 
     def _add_another(self, name: int, place: int) -> None:
         shard = self._shards[name & (_SHARDS - 1)]

@@ -16,13 +16,14 @@ Rules where the spec leaves a choice:
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import chain
-from struct import pack, unpack
+from struct import unpack
 
 import msgspec
 
 from lean_selector.core.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.device_tier import Matched as Matched
 from lean_selector.core.engine_hashes import NOWHERE
+from lean_selector.core.hashing import u64s
 from lean_selector.core.lower_tiers import ROOT, LowerTier
 from lean_selector.core.rank_bits import RankBits
 from lean_selector.core.rank_bits import RankKey as RankKey
@@ -42,6 +43,9 @@ class Tier(IntEnum):
     EXTERNAL = 3
 
 
+_DEVICE = Tier.DEVICE  # a look-up in an enum takes as long as three others
+
+
 class StoreResult(IntEnum):
     """What became of a stored event. Only STORED may have changed anything."""
 
@@ -50,6 +54,9 @@ class StoreResult(IntEnum):
     SELF_REFERENCE = 2
     UNKNOWN_PARENT = 3
     FULL = 4  # as many runs as can be numbered, some 4 million
+
+
+_STORED = StoreResult.STORED
 
 
 class StoredRun(msgspec.Struct, frozen=True, gc=False):
@@ -179,16 +186,18 @@ class KvIndex:
         if len(block_hashes) == 1:  # a decoding engine sends most of its blocks one by one
             if block_hashes[0] == parent_hash:
                 return StoreResult.SELF_REFERENCE
+            packed = block_hashes[0].to_bytes(8, "little")
         else:
             distinct = set(block_hashes)
             if parent_hash in distinct or len(distinct) != len(block_hashes):
                 return StoreResult.SELF_REFERENCE
-        if len(block_hashes) != blocks:
+            packed = u64s(len(block_hashes)).pack(*block_hashes)
+        if len(packed) != len(local_hashes):
             blocks = min(len(block_hashes), blocks)
-            block_hashes, local_hashes = block_hashes[:blocks], local_hashes[: blocks << 3]
-        packed = pack(f"<{blocks}Q", *block_hashes)
+            block_hashes = block_hashes[:blocks]
+            packed, local_hashes = packed[: blocks << 3], local_hashes[: blocks << 3]
         key = (worker_id, dp_rank)
-        if tier != Tier.DEVICE:
+        if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
             self._store_lower(key, tier, parent, packed, local_hashes)
             return StoreResult.STORED
@@ -206,7 +215,7 @@ class KvIndex:
         if rank.device.blocks > bound:
             self._evict_device(rank, bound)
             self._release_if_empty(key, rank)
-        return StoreResult.STORED
+        return _STORED
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
         """Apply a `removed` event; unknown blocks are skipped. Returns the blocks removed."""
@@ -214,7 +223,7 @@ class KvIndex:
         rank = self._ranks.get(key)
         if rank is None:
             return 0
-        if tier == Tier.DEVICE:
+        if tier is _DEVICE:
             removed = self._device.remove(rank.device, block_hashes)
         elif rank.lower:
             held = rank.lower[tier - 1]
@@ -330,6 +339,8 @@ class KvIndex:
         return rank
 
     def _release_if_empty(self, key: RankKey, rank: _Rank) -> None:
+        if rank.device.blocks and not rank.lower:
+            return
         if not any(rank.lower):
             rank.lower = []
             self._lower.pop(key, None)

@@ -106,8 +106,11 @@ class RunTrie:
 
     def resolve(self, place: int) -> tuple[Run, int]:
         """The run at a place, and the block's position in that run. The block is held."""
-        run: Run | None = self.strands[place >> POSITION_BITS]
+        first = self.strands[place >> POSITION_BITS]
         position = place & POSITION_MASK
+        if first.after is None:
+            return first, position - first.start
+        run: Run | None = first
         while run is not None:
             offset = position - run.start
             if offset < len(run.label) >> 3:

@@ -1,7 +1,7 @@
 """A dump in slices, and events between them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core import kv_index
@@ -110,6 +110,18 @@ def test_stores_between_slices_are_never_lost(
 
 
 @given(MANY, MANY, PAUSES, st.lists(PATHS))
+@example(  # a run that was told is removed, then one below it is told
+    [
+        ("store", (1, 0), Tier.DEVICE, (0,), 0),
+        ("store", (1, 0), Tier.DEVICE, (1, 1), 0),
+        ("store", (1, 1), Tier.DEVICE, (1, 0), 0),
+        ("remove", (1, 0), Tier.DEVICE, (1,), 0),
+        ("store", (2, 0), Tier.DEVICE, (1, 0), 0),
+    ],
+    [("store", (1, 0), Tier.DEVICE, (0,), 0)] * 6 + [("remove", (2, 0), Tier.DEVICE, (1,), 0)],
+    [0, 3],
+    [],
+)
 @settings(max_examples=300, deadline=None)
 def test_a_copy_never_claims_what_is_gone(
     before: list[Event], after: list[Event], pauses: list[int], prompts: list[tuple[int, ...]]
