@@ -15,6 +15,7 @@ except ImportError as error:
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.errors import (
     AlreadyExists,
+    ClientClosed,
     ClientError,
     InvalidRequest,
     ModelNotNamed,
@@ -37,6 +38,7 @@ from lean_selector.client.transport import Timeouts
 __all__ = [
     "AlreadyExists",
     "Backoff",
+    "ClientClosed",
     "ClientError",
     "InvalidRequest",
     "KvPushRouter",

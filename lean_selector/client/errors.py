@@ -11,6 +11,7 @@
         WorkerUnreachable    it did not take the request; another worker may
         WorkerRefused        .status and .error, its own words
         WorkerStreamBroken   it began to answer and did not finish
+      ClientClosed           the client was closed before, or while, it was asked
       ModelNotNamed          the selector serves several models, the router was told none
       WrongBlockSize         the router hashes blocks of another size than the workers
 
@@ -92,6 +93,10 @@ class WorkerRefused(WorkerError):
 
 
 class WorkerStreamBroken(WorkerError):
+    pass
+
+
+class ClientClosed(ClientError):
     pass
 
 

@@ -15,6 +15,7 @@ from lean_selector.client import service_calls
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.completions import Option, completion_body
 from lean_selector.client.errors import (
+    ClientClosed,
     ClientError,
     ModelNotNamed,
     NotFound,
@@ -350,7 +351,7 @@ class Routing:
                     return
                 failures += 1
                 yield Pause(wait_s)
-            except ServiceRefused:
+            except (ServiceRefused, ClientClosed):
                 return  # it expired, or the service was restarted; the free will tell
             else:
                 reservation.reported()
@@ -364,6 +365,8 @@ class Routing:
             try:
                 yield Ask(service_calls.free(reservation.id))
                 return
+            except ClientClosed:
+                return  # close() has waited as long as it could
             except NotFound:
                 if not may_appear:
                     return

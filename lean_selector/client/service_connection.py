@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import httpx
 
+from lean_selector.client.errors import ClientClosed
 from lean_selector.client.service_calls import Call
 from lean_selector.client.transport import SERVICE_LIMITS, ServiceAddress, Timeouts
 
@@ -23,7 +24,9 @@ class ServiceConnection:
         self._http = httpx.AsyncClient(transport=transport, trust_env=False)
 
     async def exchange(self, call: Call[T]) -> T:
-        """Raises ServiceUnreachable and ServiceRefused."""
+        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        if self._http.is_closed:
+            raise ClientClosed(f"{self._address.endpoint}: the client is closed")
         try:
             response = await self._http.send(self._address.request(call, self._timeouts))
         except httpx.HTTPError as error:
@@ -44,7 +47,9 @@ class SyncServiceConnection:
         self._http = httpx.Client(transport=transport, trust_env=False)
 
     def exchange(self, call: Call[T]) -> T:
-        """Raises ServiceUnreachable and ServiceRefused."""
+        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        if self._http.is_closed:
+            raise ClientClosed(f"{self._address.endpoint}: the client is closed")
         try:
             response = self._http.send(self._address.request(call, self._timeouts))
         except httpx.HTTPError as error:

@@ -371,5 +371,5 @@ def test_every_error_of_the_client_is_a_client_error() -> None:
 
     errors = [kind for kind in vars(client).values() if isinstance(kind, type)]
     raised = [kind for kind in errors if issubclass(kind, Exception)]
-    assert len(raised) == 13
+    assert len(raised) == 14
     assert all(issubclass(kind, ClientError) for kind in raised)
