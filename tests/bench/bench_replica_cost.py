@@ -3,7 +3,7 @@
     python tests/bench/bench_replica_cost.py [--reference PYTHON] [--requests N] [--rounds N]
 
 Publishing: the CPU of a selector per /select_and_reserve and DELETE, without replica sync and with
-it on and one peer reading, divided by the events. Applying: the CPU per event that a peer publishes,
+it on and one peer reading, divided by the events. Applying: the CPU per event that a peer sends,
 beside that of accepting the same bookings over HTTP. CPU is that of all threads, from the kernel.
 """
 
