@@ -88,6 +88,15 @@ class EngineHashes:
                     gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
             return gone
         shards, mask = self._shards, _SHARDS - 1
+        if len(names) == 1:  # an engine that makes room for the block it decodes
+            segment = shards[names[0] & mask].get(names[0], _LISTED)
+            if segment != _LISTED:
+                del shards[names[0] & mask][names[0]]
+                place = self._locate(names[0].to_bytes(8, "little"), segment)
+                strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+                self.rows[strand][start : start + 8] = _NO_NAME
+                gone[strand] = 1 << (place & POSITION_MASK)
+            return gone
         segments = [shards[name & mask].pop(name, None) for name in names]
         if 0 not in shards[0]:  # 0 was among the names, and no block has it
             shards[0][0] = _LISTED
@@ -108,12 +117,8 @@ class EngineHashes:
         """
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
-        if count == 1:
-            start = (place & POSITION_MASK) << 3
-            self.rows[place >> POSITION_BITS][start : start + 8] = _NO_NAME
-            gone[place >> POSITION_BITS] = 1 << (place & POSITION_MASK)
-            return
-        if place & POSITION_MASK and names[1] == int.from_bytes(self.name_at(place - 1), "little"):
+        before = place & POSITION_MASK and count > 1
+        if before and names[1] == int.from_bytes(self.name_at(place - 1), "little"):
             names = names[::-1]
             segments.reverse()
         packed = u64s(count).pack(*names)

@@ -17,6 +17,8 @@ from lean_selector.core.kv_index import KvIndex, StoreResult, Tier
 # mamba, ...) keep blocks by rules of their own.
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
 
+_STORED = StoreResult.STORED
+
 MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
 MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
 MAX_SALTED_BLOCKS = 1 << 20  # per rank and tier; 16 M tokens of 16-token blocks, oldest go first
@@ -134,12 +136,13 @@ class KvIngest:
             return
         parent_hash = event.parent_hash
         result = self._index.store(self.worker_id, dp_rank, tier, parent_hash, hashes, local)
-        if result is not StoreResult.STORED:
+        if result is not _STORED:
             self.counts.skip("stored", result.name.lower())
             return
-        self.counts.stored += 1
-        blocks = len(local) // 8  # fewer than hashes when the tokens ran out
-        self.counts.blocks_stored += blocks
+        counts = self.counts
+        counts.stored += 1
+        blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
+        counts.blocks_stored += blocks
         if salt is not None:
             _remember_salt(rank.salts.setdefault(tier, {}), hashes[:blocks], salt)
 

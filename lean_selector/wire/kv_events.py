@@ -101,7 +101,7 @@ def _decode(payload: bytes | memoryview) -> EventBatch:
     skipped: list[SkippedEvent] = []
     for event in batch.events:
         try:
-            record = _record(event)
+            record = _stored(event, None, None) if type(event) is ArrayStored else _record(event)
         except ValueError as error:
             skipped.append(_skipped("BlockStored", error))
         else:
@@ -206,12 +206,15 @@ def _stored(
         mm_hashes = _mm_hashes_of_keys(event.extra_keys)
     if infos is not None:
         mm_hashes = _mm_hashes_of_infos(infos)
+    if parent is not None and (isinstance(parent, bytes) or parent < 0):
+        parent = _u64(parent)
+    medium = event.medium
     return BlockStored(
         _u64s(event.block_hashes),
-        None if parent is None else _u64(parent),
+        cast("int | None", parent),
         tokens,
         event.block_size,
-        _tier(event.medium),
+        _TIERS[medium] if medium in _TIERS else _tier(medium),
         event.lora_name or None,
         salt or None,
         mm_hashes,
@@ -230,7 +233,7 @@ def _u64(value: Hash) -> int:
 def _u64s(values: list[Hash]) -> list[int]:
     numbers = cast("list[int]", values)
     try:
-        if min(numbers, default=0) >= 0:
+        if (min(numbers) if len(numbers) > 1 else numbers[0] if numbers else 0) >= 0:
             return numbers
     except TypeError:
         pass  # bytes among them
