@@ -5,18 +5,20 @@ request is due at its own time whatever happened to those before it, and its lat
 then, so that a stalled service is charged for all whom it kept waiting (no coordinated omission).
 Plain sockets and select(2), whose time-outs are finer than those of an event loop.
 
-    client.py PORT REQUESTS LENGTHS --connections 32 [--rate 1000] [--count 5000]
+    client.py PORT FOLDER LANES --connections 32 [--rate 1000] [--count 5000]
 """
 
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import select
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +35,7 @@ class Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self.due = 0.0
+        self.lane: Iterator[bytes] = iter(())
         self._received = b""
 
     def fileno(self) -> int:
@@ -59,18 +62,18 @@ class Connection:
 
 
 class Run:
-    """Requests sent in order over some connections, and what came of them."""
+    """Requests sent in order over some connections, and what came of them.
 
-    def __init__(self, port: int, requests: list[bytes], count: int, connections: int) -> None:
-        self._requests = requests
+    Closed, connections share a lane, or each has its own; open, there is one lane.
+    """
+
+    def __init__(self, port: int, lanes: list[list[bytes]], count: int, connections: int) -> None:
+        self._lanes = lanes
         self._count = count
         self._connections = [Connection(port) for _ in range(connections)]
         self.latencies_us: list[int] = []
         self.late_us: list[int] = []  # how much later than due we noticed: our own failing
         self.bad = 0  # answers that were not 2xx
-
-    def _send(self, connection: Connection, number: int, due: float) -> None:
-        connection.send(self._requests[number % len(self._requests)], due)
 
     def _answered(self, connection: Connection) -> bool:
         status = connection.receive()
@@ -82,24 +85,27 @@ class Run:
 
     def closed(self) -> None:
         poll, by_descriptor = select.epoll(), {c.fileno(): c for c in self._connections}
-        sent = 0
-        for connection in self._connections[: self._count]:
+        lanes = list(map(iter, self._lanes))
+        for number, connection in enumerate(self._connections):
+            connection.lane = lanes[number % len(lanes)]
             poll.register(connection, select.EPOLLIN)
-            self._send(connection, sent, time.perf_counter())
-            sent += 1
+            if (request := next(connection.lane, None)) is not None:
+                connection.send(request, time.perf_counter())
         while len(self.latencies_us) < self._count:
             events = poll.poll(_ANSWER_TIMEOUT_S)
             if not events:
                 raise SystemExit(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s")
             for descriptor, _ in events:
                 connection = by_descriptor[descriptor]
-                if self._answered(connection) and sent < self._count:
-                    self._send(connection, sent, time.perf_counter())
-                    sent += 1
+                if not self._answered(connection):
+                    continue
+                if (request := next(connection.lane, None)) is not None:
+                    connection.send(request, time.perf_counter())
 
     def open(self, rate: float) -> None:
         idle, busy = list(self._connections), list[Connection]()
-        started, sent = time.perf_counter() + 0.01, 0
+        requests = itertools.cycle(self._lanes[0])
+        started = time.perf_counter() + 0.01
         waiting: deque[float] = deque()  # times of those that are due and found no connection
         due_count = 0
         while len(self.latencies_us) < self._count:
@@ -110,9 +116,8 @@ class Run:
                 due_count += 1
             while waiting and idle:
                 connection, due = idle.pop(), waiting.popleft()
-                self._send(connection, sent, due)
+                connection.send(next(requests), due)
                 busy.append(connection)
-                sent += 1
             last = due_count == self._count
             next_s = _ANSWER_TIMEOUT_S if last else started + due_count / rate - time.perf_counter()
             ready, _, _ = select.select(busy, [], [], max(0.0, next_s))
@@ -124,25 +129,31 @@ class Run:
                     idle.append(connection)
 
 
+def read_lane(folder: Path, number: int) -> list[bytes]:
+    """The requests of one lane, in order."""
+    data, at, requests = (folder / f"requests.{number}").read_bytes(), 0, []
+    for line in (folder / f"lengths.{number}").read_text().splitlines():
+        requests.append(data[at : at + int(line)])
+        at += int(line)
+    return requests
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
-    parser.add_argument("requests", type=Path)
-    parser.add_argument("lengths", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("lanes", type=int)
     parser.add_argument("--connections", type=int, required=True)
     parser.add_argument("--rate", type=float)
     parser.add_argument("--count", type=int)
     args = parser.parse_args()
-    data, at, requests = args.requests.read_bytes(), 0, []
-    for line in args.lengths.read_text().splitlines():
-        requests.append(data[at : at + int(line)])
-        at += int(line)
+    lanes = [read_lane(args.folder, number) for number in range(args.lanes)]
     if args.rate:  # keep the time of a busy machine out of the latencies, where that is allowed
         with suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     gc.disable()
-    run = Run(args.port, requests, args.count or len(requests), args.connections)
+    run = Run(args.port, lanes, args.count or sum(map(len, lanes)), args.connections)
     began = time.perf_counter()
     if args.rate:
         run.open(args.rate)

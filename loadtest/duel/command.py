@@ -43,6 +43,7 @@ QUICK = {
     "open_seconds": 0.2,
     "open_rounds": 1,
     "churn_seconds": 0.3,
+    "idle_seconds": 0.05,
     "index_rounds": 1,
 }
 

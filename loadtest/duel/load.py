@@ -19,25 +19,39 @@ import msgspec
 from lean_selector.demo.player import percentile
 from loadtest.duel.targets import dies_with_us
 
-CONNECTIONS = 32  # enough to keep either service busy; fewer than prompts.PREFILL_LAG
+CONNECTIONS = 32  # enough to keep either service busy
 OPEN_CONNECTIONS = 64  # at 1 000 requests a second: none waits for one unless all of 64 ms are slow
 _LIMIT_S = 120  # of one run; each is made for about a second
 
-# wrk ends by the clock, not by a count. This script hands every request out once, in order, and
-# lets a connection sleep when there is none left for it: when all of them sleep, all requests are
-# answered, and the script stops wrk. Its very first call is wrk's own look at a request.
+# wrk ends by the clock, not by a count. This script hands every request of its lane out once, in
+# order, and lets a connection sleep when there is none left for it: when all of its thread sleep,
+# the lane is answered, and with the last lane the script ends wrk. Threads share no Lua state, so
+# they count each other in a file. The first call of all is wrk's own look at a request.
 _WRK_SCRIPT = """
 local ffi = require("ffi")
 ffi.cdef[[int getpid(void); int kill(int, int);]]
-local requests, looked, at, given, asleep = {}, false, 0, 0, 0
+local folder, requests, looked, at, given, asleep = "", {}, true, 0, 0, 0
+local lanes = 0
+setup = function(thread) thread:set("lane", lanes) lanes = lanes + 1 end
 init = function(args)
-  local file = assert(io.open(args[1], "rb"))
-  for length in io.lines(args[2]) do requests[#requests + 1] = file:read(tonumber(length)) end
+  folder, looked = args[1], lane ~= 0
+  local file = assert(io.open(folder .. "/requests." .. lane, "rb"))
+  for length in io.lines(folder .. "/lengths." .. lane) do
+    requests[#requests + 1] = file:read(tonumber(length))
+  end
+end
+local function ended()
+  local file = assert(io.open(folder .. "/ended", "a"))
+  file:write("x")
+  file:close()
+  file = assert(io.open(folder .. "/ended", "r"))
+  if file:seek("end") >= LANES then ffi.C.kill(ffi.C.getpid(), 2) end
+  wrk.thread:stop()
 end
 delay = function()
   if given < #requests then given = given + 1 return 0 end
   asleep = asleep + 1
-  if asleep == CONNECTIONS then wrk.thread:stop() ffi.C.kill(ffi.C.getpid(), 2) end
+  if asleep == CONNECTIONS then ended() end
   return 3600000
 end
 request = function()
@@ -75,17 +89,29 @@ class LoadFailed(Exception):
 
 
 class RequestFile:
-    """Requests in a file, as the senders read them; gone when the context ends."""
+    """Requests in files, as the senders read them; gone when the context ends.
 
-    def __init__(self, requests: Sequence[bytes]) -> None:
+    One lane is shared by all connections, so that its requests are sent in order, but may be
+    answered in another. Of several lanes each has a connection of its own.
+    """
+
+    def __init__(self, *lanes: Sequence[bytes]) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="versus-")
-        folder = Path(self._directory.name)
-        self.count = len(requests)
-        self.requests, self.lengths = folder / "requests", folder / "lengths"
-        self.script = folder / "replay.lua"
-        self.requests.write_bytes(b"".join(requests))
-        self.lengths.write_text("".join(f"{len(request)}\n" for request in requests))
-        self.script.write_text(_WRK_SCRIPT.replace("CONNECTIONS", str(CONNECTIONS)))
+        self.folder = Path(self._directory.name)
+        self.count = sum(map(len, lanes))
+        self.lanes = len(lanes)
+        self.connections = CONNECTIONS if self.lanes == 1 else self.lanes
+        for number, requests in enumerate(lanes):
+            (self.folder / f"requests.{number}").write_bytes(b"".join(requests))
+            lengths = "".join(f"{len(request)}\n" for request in requests)
+            (self.folder / f"lengths.{number}").write_text(lengths)
+        script = _WRK_SCRIPT.replace("LANES", str(self.lanes))
+        script = script.replace("CONNECTIONS", str(self.connections // self.lanes))
+        self.script.write_text(script)
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "replay.lua"
 
     def __enter__(self) -> Self:
         return self
@@ -100,12 +126,13 @@ class RequestFile:
 
 
 def closed_load(port: int, file: RequestFile, cpus: Collection[int] = ()) -> Load:
-    """Send all requests over CONNECTIONS connections, as fast as they are answered."""
+    """Send all requests, each connection's next one as soon as its last one is answered."""
     wrk = shutil.which("wrk")
     if wrk is None:
-        return _client(port, file, ["--connections", str(CONNECTIONS)], cpus)
-    command = [wrk, "-t1", f"-c{CONNECTIONS}", f"-d{_LIMIT_S}s", "-s", str(file.script)]
-    command += [f"http://127.0.0.1:{port}/", "--", str(file.requests), str(file.lengths)]
+        return _client(port, file, ["--connections", str(file.connections)], cpus)
+    (file.folder / "ended").unlink(missing_ok=True)
+    command = [wrk, f"-t{file.lanes}", f"-c{file.connections}", f"-d{_LIMIT_S}s"]
+    command += ["-s", str(file.script), f"http://127.0.0.1:{port}/", "--", str(file.folder)]
     output = _run(command, cpus)
     result = output.partition("\nRESULT ")[2].partition("\n")[0]
     if not result:
@@ -126,7 +153,7 @@ def open_load(port: int, file: RequestFile, rate: float, count: int | None = Non
 
 def _client(port: int, file: RequestFile, flags: list[str], cpus: Collection[int]) -> Load:
     program = str(Path(__file__).with_name("client.py"))
-    command = [sys.executable, program, str(port), str(file.requests), str(file.lengths), *flags]
+    command = [sys.executable, program, str(port), str(file.folder), str(file.lanes), *flags]
     load = _decode(_run(command, cpus))
     ordered = sorted(load.latencies_us)
     load.p50_us, load.p99_us = percentile(ordered, 0.5), percentile(ordered, 0.99)

@@ -150,20 +150,18 @@ def msgpack_select_request(prompt: Prompt) -> bytes:
     return head + b"\r\naccept: application/msgpack\r\n" + rest
 
 
-# A request waits its turn by this many others, several times as many as there are connections: its
-# predecessor is then answered before it is sent, but for a connection that starves meanwhile. Also
-# how much is active at once: 32 requests on each of 16 ranks, 12 of them in prefill.
-PREFILL_LAG, FREE_LAG = 192, 512
+# On each connection a reservation's completion comes this many prompts later, and its end so many.
+# With 32 connections 512 are alive at a time, on 16 ranks 32 on each, 12 of them in prefill.
+PREFILL_LAG, FREE_LAG = 6, 16
 
 
 def lifecycle_requests(prompts: Sequence[Prompt], prefix: str) -> list[bytes]:
     """select_and_reserve, prefill_complete and DELETE of every prompt, as much later as above.
 
-    Fewer prompts than FREE_LAG leave gaps, which are filled with /health to keep the distance.
+    For one connection: each request needs the answers to those before it.
     """
-    count, requests = len(prompts), list[bytes]()
+    count, requests = len(prompts), []
     for step in range(count + FREE_LAG):
-        before = len(requests)
         if step < count:
             body = {"reservation_id": f"{prefix}-{step}", **fields(prompts[step])}
             requests.append(http("POST", "/select_and_reserve", encode_json(body)))
@@ -171,6 +169,4 @@ def lifecycle_requests(prompts: Sequence[Prompt], prefix: str) -> list[bytes]:
             requests.append(http("POST", f"/reservations/{prefix}-{at}/prefill_complete"))
         if (at := step - FREE_LAG) >= 0:
             requests.append(http("DELETE", f"/reservations/{prefix}-{at}"))
-        if len(requests) == before:
-            requests.append(http("GET", "/health"))
     return requests

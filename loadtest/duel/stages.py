@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from loadtest.duel.engines import Engines
-from loadtest.duel.load import RequestFile, closed_load, open_load
+from loadtest.duel.load import CONNECTIONS, RequestFile, closed_load, open_load
 from loadtest.duel.prompts import (
     Prompt,
     Prompts,
@@ -26,7 +26,6 @@ from loadtest.duel.replicas import Pair
 from loadtest.duel.results import Results, latencies
 from loadtest.duel.targets import Service, Target
 
-IDLE_S = 0.5
 OPEN_RATE = 1_000.0  # selections a second
 EVENTS_PER_S = 20_000.0  # blocks stored a second; about as many are evicted meanwhile
 _SPARE = 1.05  # of the caches, so that round-robin fills them without evicting much
@@ -48,6 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     open_seconds: float = 3.5  # of each round; times 1 000 a second: 10 500 requests in 3 rounds
     open_rounds: int = 3
     churn_seconds: float = 6.0
+    idle_seconds: float = 0.5  # in which a process has nothing to do
     index_rounds: int = 3
 
 
@@ -160,7 +160,7 @@ class StageRun:
             services = [service for pair in pairs for service in pair.services]
             for service in services:
                 service.wait()
-            time.sleep(IDLE_S)  # for what a start leaves to the background
+            time.sleep(plan.idle_seconds)  # for what a start leaves to the background
             if stage.process and wanted(stage.process_case):
                 self._account("process, after start", services)
             engines = stack.enter_context(Engines(self._prompts, self._workers, capacity))
@@ -187,7 +187,7 @@ class StageRun:
 
     def _account(self, name: str, services: Sequence[Service]) -> None:
         before = [service.cpu_ns() for service in services]
-        time.sleep(IDLE_S)
+        time.sleep(self._plan.idle_seconds)
         for service, cpu in zip(services, before, strict=True):
             taken = service.footprint()
             self._results.add(
@@ -197,25 +197,26 @@ class StageRun:
                 pss_mb=taken.pss / 1e6,
                 threads=taken.threads,
                 descriptors=taken.descriptors,
-                idle_cpu_ms_per_s=(service.cpu_ns() - cpu) / 1e6 / IDLE_S,
+                idle_cpu_ms_per_s=(service.cpu_ns() - cpu) / 1e6 / self._plan.idle_seconds,
             )
 
     def _round(self, case: Case, number: int, pairs: Sequence[Pair], engines: Engines) -> None:
         if case.name in self._results.skipped:
             return
         self._say(f"{case.name}: round {number + 1}")
-        requests = self._requests(case, number)
+        lanes = self._requests(case, number)
         asked = [pair for pair in pairs if case.kind != "msgpack" or pair.main.target.is_ours]
-        if case.kind == "msgpack" and (reason := _refusal(asked[0].main, requests[0])):
+        if case.kind == "msgpack" and (reason := _refusal(asked[0].main, lanes[0][0])):
             self._results.skipped[case.name] = reason
             return
         first = number % len(asked)  # the targets take turns in going first
-        with RequestFile(requests) as file:
+        with RequestFile(*lanes) as file:
             for pair in asked[first:] + asked[:first]:
                 pair.main.empty_log()
                 self._measure(case, pair, file, engines)
 
-    def _requests(self, case: Case, number: int) -> list[bytes]:
+    def _requests(self, case: Case, number: int) -> list[list[bytes]]:
+        """One lane of requests that need nothing of each other, or one for each connection."""
         count = max(_LEAST_PROMPTS, round(case.prompts * self._plan.share))
         prompts: list[Prompt]
         if case.blocks is None:
@@ -226,9 +227,12 @@ class StageRun:
             prompts = [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
             self._next_cut += count
         if case.kind == "lifecycle":
-            return lifecycle_requests(prompts, f"r{number}")
+            return [
+                lifecycle_requests(prompts[lane::CONNECTIONS], f"r{number}-{lane}")
+                for lane in range(CONNECTIONS)
+            ]
         one = msgpack_select_request if case.kind == "msgpack" else select_request
-        return [one(prompt) for prompt in prompts]
+        return [[one(prompt) for prompt in prompts]]
 
     def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:
         service, name = pair.main, pair.main.target.name

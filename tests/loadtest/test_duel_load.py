@@ -1,5 +1,6 @@
 """What drives and starts the services in the comparison, and what the system says of them."""
 
+import json
 import os
 import shutil
 import socket
@@ -77,6 +78,25 @@ def test_closed_load_sends_every_request_once(
     assert (load.requests, load.bad) == (305, 5)
     assert 0 < load.p50_us <= load.p99_us
     assert load.seconds > 0
+
+
+@pytest.mark.parametrize("program", ["wrk", "our own"])
+def test_each_lane_has_a_connection_of_its_own_and_keeps_its_order(
+    service: RunningService, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program == "our own":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    elif shutil.which("wrk") is None:
+        pytest.skip("wrk is not installed")
+    lanes = []
+    for number in range(1, 9):  # a worker that is registered and deleted can be deleted only then
+        worker = {"worker_id": number, "model_name": "m", "endpoint": "http://e", "block_size": 16}
+        registered = http("POST", "/workers", json.dumps(worker).encode())
+        lanes.append([registered, http("DELETE", f"/workers/{number}")] * (5 * number))
+    with RequestFile(*lanes) as file:
+        for _ in range(2):
+            load = closed_load(service.port, file)
+            assert (load.requests, load.bad) == (360, 0)
 
 
 def test_open_load_takes_the_time_of_its_rate(service: RunningService) -> None:
