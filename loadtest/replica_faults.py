@@ -22,8 +22,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.wire.replica import TOPIC
-from tests.replica_member import MODEL, SCOPE, TOKENS, Loads, Member
-from tests.running_service import free_port
+from tests.replica_member import MODEL, SCOPE, TOKENS, Loads, Member, free_port
 
 CONNECTIONS = 8
 FAULTS = 0.1

@@ -9,7 +9,9 @@ import http.client
 import itertools
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tests.running_service import DEADLINE_S, free_port, wait_until
+from tests.running_service import DEADLINE_S, wait_until
 
 OURS = {"selector": "lean_selector", "tracker": "lean_selector.slot_tracker"}
 THEIRS = {"selector": "dynamo.select_service", "tracker": "dynamo.slot_tracker"}
@@ -30,7 +32,19 @@ TOKENS = 48
 BOOKED = (TOKENS, len(HASHES))
 IDLE = [(0, 0), (0, 0)]
 
+# Below what the system gives to outgoing connections, which here come and go all the time.
+_PORTS = range(12_000, 32_000)
+
 Loads = list[tuple[int, int]]  # prefill tokens and decode blocks of each rank of worker 7
+
+
+def free_port() -> int:
+    """A port that nobody listens on, nor is given to a connection meanwhile."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Member:

@@ -12,8 +12,8 @@ import zmq
 
 from lean_selector.core.replication import EventKind, ReplicaEvent
 from lean_selector.wire.replica import TOPIC, encode_event
-from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
-from tests.running_service import free_port, wait_until
+from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, free_port, mesh
+from tests.running_service import wait_until
 
 
 @contextmanager
