@@ -85,8 +85,9 @@ def prompt_fields(
 ) -> dict[str, object]:
     """The prompt as hashes, or as token ids while the block size is not known.
 
-    Hashing costs the client what writing the token ids as JSON would (1 ms for 13 000 tokens), and
-    spares the service both the reading and the hashing. Raises ValueError for tokens outside u32.
+    Of 13 000 tokens, hashing costs the client 0.2 ms more than sending them would (1.0 against
+    0.8 ms a request) and saves the service two thirds of its time (0.17 against 0.50 ms). Raises
+    ValueError for tokens outside u32.
     """
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
     if scope.block_size is None:

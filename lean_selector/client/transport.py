@@ -42,7 +42,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     worker_s: float | None = 300.0  # for the next piece of a worker's answer
 
     def of_call(self, waits: bool) -> httpx.Timeout:
-        return httpx.Timeout(self.service_s, read=self.queue_s if waits else self.service_s)
+        read_s = self.queue_s if waits else self.service_s
+        return httpx.Timeout(self.service_s, connect=self.connect_s, read=read_s)
 
     def of_stream(self) -> httpx.Timeout:
         return httpx.Timeout(self.connect_s, read=self.worker_s, write=self.worker_s)

@@ -120,11 +120,14 @@ def test_an_answer_that_is_not_the_expected_one_is_an_error() -> None:
 
 
 def test_only_a_selection_may_take_long() -> None:
-    address, timeouts = ServiceAddress("http://s"), Timeouts(service_s=2.0, queue_s=None)
+    address, timeouts = (
+        ServiceAddress("http://s"),
+        Timeouts(connect_s=1.0, service_s=2.0, queue_s=None),
+    )
     waits = address.request(service_calls.select({}), timeouts).extensions["timeout"]
     prompt = address.request(service_calls.free("r"), timeouts).extensions["timeout"]
-    assert (waits["read"], waits["connect"]) == (None, 2.0)
-    assert set(prompt.values()) == {2.0}
+    assert (waits["connect"], waits["read"]) == (1.0, None)
+    assert (prompt["connect"], prompt["read"], prompt["write"]) == (1.0, 2.0, 2.0)
 
 
 def test_a_reservation_id_is_escaped_in_the_path() -> None:
