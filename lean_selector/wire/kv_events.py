@@ -211,7 +211,7 @@ def _stored(
     medium = event.medium
     return BlockStored(
         _u64s(event.block_hashes),
-        cast("int | None", parent),
+        parent,
         tokens,
         event.block_size,
         _TIERS[medium] if medium in _TIERS else _tier(medium),
