@@ -10,14 +10,17 @@ removed; such hashes have lists of places beside the dicts.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 
 from lean_selector.core.hashing import u64s
 from lean_selector.core.runs import POSITION_BITS, POSITION_MASK, common_prefix
 
 NOWHERE = -1
 
-# A dict of 100 000 entries takes 3 ms to grow, one of 1 000 000 takes 50 (measured); so each rank
-# has this many, a power of 2, chosen by the hash.
+# A dict of 40 000 entries takes 1 ms to grow, one of 100 000 takes 3, one of 1 000 000 takes 50
+# (measured). So a rank's first dict takes so many blocks; then there are others, a power of 2,
+# chosen by the hash, which costs 0.1 us more per block.
+_FRONT_BLOCKS = 40_000
 _SHARDS = 32
 # Dicts tell a segment of a row, not a place: its int is shared by the blocks in it, and finding a
 # hash among 64 others takes 0.1 us.
@@ -34,13 +37,13 @@ class EngineHashes:
     """Names and places of one rank's blocks. A name that is not 0 stands in a row where it is held,
     and nowhere else."""
 
-    __slots__ = ("_alias_at", "_aliases", "_places", "_recent", "_shards", "rows")
+    __slots__ = ("_alias_at", "_aliases", "_front", "_places", "_recent", "_shards", "rows")
 
     def __init__(self) -> None:
         self.rows: dict[int, bytearray] = {}  # strand -> 8 bytes per position, oldest strand first
         # Flat dicts of ints: nothing for the collector to visit. A name -> its segment.
-        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
-        self._shards[0][0] = _LISTED  # a row cannot tell a block named 0 from none
+        self._front: dict[int, int] = {0: _LISTED}  # a row cannot tell a block named 0 from none
+        self._shards: list[dict[int, int]] = []  # none until the front is full
         self._places: dict[int, list[int]] = {}  # names of several blocks, and 0; newest last
         self._recent: dict[int, int] = {}  # segment -> the int in use for it
         # A second name for a block that has one. At most one per block: the newest.
@@ -51,9 +54,12 @@ class EngineHashes:
         """The place that `name` stands for, or NOWHERE."""
         if self._aliases and name in self._aliases:
             return self._aliases[name]
-        segment = self._shards[name & (_SHARDS - 1)].get(name)
+        segment = self._front.get(name)
         if segment is None:
-            return NOWHERE
+            if self._shards:
+                segment = self._shards[name & (_SHARDS - 1)].get(name)
+            if segment is None:
+                return NOWHERE
         if segment == _LISTED:
             places = self._places.get(name)
             return places[-1] if places else NOWHERE
@@ -63,6 +69,12 @@ class EngineHashes:
         if row.endswith(eight):  # as the parent of what is stored next does
             return strand << POSITION_BITS | (len(row) >> 3) - 1
         return self._locate(eight, segment)
+
+    def _dict_of(self, name: int) -> dict[int, int] | None:
+        if name not in self._front and self._shards:
+            shard = self._shards[name & (_SHARDS - 1)]
+            return shard if name in shard else None
+        return self._front if name in self._front else None
 
     def _locate(self, name: bytes, segment: int) -> int:
         strand = segment >> _STRAND_SHIFT
@@ -87,19 +99,24 @@ class EngineHashes:
                     strand = place >> POSITION_BITS
                     gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
             return gone
-        shards, mask = self._shards, _SHARDS - 1
+        front, shards, mask = self._front, self._shards, _SHARDS - 1
         if len(names) == 1:  # an engine that makes room for the block it decodes
-            segment = shards[names[0] & mask].get(names[0], _LISTED)
-            if segment != _LISTED:
-                del shards[names[0] & mask][names[0]]
-                place = self._locate(names[0].to_bytes(8, "little"), segment)
+            holder = self._dict_of(names[0])
+            if holder is not None and names[0]:
+                place = self._locate(names[0].to_bytes(8, "little"), holder.pop(names[0]))
                 strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
                 self.rows[strand][start : start + 8] = _NO_NAME
                 gone[strand] = 1 << (place & POSITION_MASK)
             return gone
-        segments = [shards[name & mask].pop(name, None) for name in names]
-        if 0 not in shards[0]:  # 0 was among the names, and no block has it
-            shards[0][0] = _LISTED
+        segments = list(map(front.pop, names, repeat(None)))
+        if shards:
+            pairs = zip(names, segments, strict=True)
+            segments = [
+                shards[name & mask].pop(name, None) if segment is None else segment
+                for name, segment in pairs
+            ]
+        if 0 not in front:  # 0 was among the names, and no block has it
+            front[0] = _LISTED
             segments = [None if segment == _LISTED else segment for segment in segments]
         known = [segment for segment in segments if segment is not None]
         if len(known) < len(names):
@@ -138,16 +155,17 @@ class EngineHashes:
         row = self.rows[place >> POSITION_BITS]
         name = int.from_bytes(row[start : start + 8], "little")
         row[start : start + 8] = _NO_NAME
-        shard = self._shards[name & (_SHARDS - 1)]
-        if shard[name] != _LISTED:
-            del shard[name]
+        holder = self._dict_of(name)
+        assert holder is not None
+        if holder[name] != _LISTED:
+            del holder[name]
         else:
             places = self._places[name]
             places.remove(place)
             if not places:  # only 0 is listed when it has one place
                 del self._places[name]
             elif name and len(places) == 1:
-                shard[name] = places[0] >> _SEGMENT_BITS
+                holder[name] = places[0] >> _SEGMENT_BITS
                 del self._places[name]
         if self._alias_at and (alias := self._alias_at.pop(place, None)) is not None:
             del self._aliases[alias]
@@ -165,7 +183,7 @@ class EngineHashes:
         if self._aliases:
             for name in names:
                 self._forget_alias(name)
-        shards, mask, recent = self._shards, _SHARDS - 1, self._recent
+        front, shards, mask, recent = self._front, self._shards, _SHARDS - 1, self._recent
         first, end = place, place + len(names)
         while first < end:
             segment = first >> _SEGMENT_BITS
@@ -173,15 +191,22 @@ class EngineHashes:
             last = (segment + 1) << _SEGMENT_BITS
             is_all = first == place and end <= last
             here = names if is_all else names[first - place : last - place]
+            if not shards and front.keys().isdisjoint(here):
+                for name in here:
+                    front[name] = segment
+                first = last
+                continue
             for name in here:
-                shard = shards[name & mask]
-                if name in shard:
+                holder = shards[name & mask] if shards else front
+                if name in front or name in holder:
                     self._add_another(name, place + names.index(name))
                 else:
-                    shard[name] = segment
+                    holder[name] = segment
             first = last
         if len(recent) > _RECENT_SEGMENTS:
             recent.clear()
+        if not shards and len(front) > _FRONT_BLOCKS:
+            self._shards = [{} for _ in range(_SHARDS)]
         # Only now: a name that is in a row already was to be found there, not here.
         strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
         row = self.rows.get(strand)
@@ -194,10 +219,11 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def _add_another(self, name: int, place: int) -> None:
-        shard = self._shards[name & (_SHARDS - 1)]
-        if shard[name] != _LISTED:
-            self._places[name] = [self._locate(name.to_bytes(8, "little"), shard[name])]
-            shard[name] = _LISTED
+        holder = self._dict_of(name)
+        assert holder is not None
+        if holder[name] != _LISTED:
+            self._places[name] = [self._locate(name.to_bytes(8, "little"), holder[name])]
+            holder[name] = _LISTED
         self._places.setdefault(name, []).append(place)
 
     def alias(self, place: int, name: int) -> None:

@@ -9,7 +9,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core import device_tier
+from lean_selector.core import device_tier, engine_hashes
 from lean_selector.core.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -308,7 +308,11 @@ def test_any_order_of_removal_ends_at_nothing(shift: int) -> None:
     assert_pristine(index)
 
 
-def test_events_about_any_stretches_of_long_prompts_remove_just_those() -> None:
+@pytest.mark.parametrize("front", [engine_hashes._FRONT_BLOCKS, 1_000], ids=["one dict", "many"])
+def test_events_about_any_stretches_of_long_prompts_remove_just_those(
+    front: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_hashes, "_FRONT_BLOCKS", front)
     # Long enough for several strands and many segments of their rows.
     rng = random.Random(6)
     index = KvIndex(16)

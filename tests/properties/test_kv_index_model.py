@@ -179,6 +179,7 @@ def test_the_index_does_what_the_model_does(
                 patch.setattr(engine_hashes, f"_SEGMENT_{name}", value)
             patch.setattr(engine_hashes, "_STRAND_SHIFT", 9)
             patch.setattr(engine_hashes, "_RECENT_SEGMENTS", 1)
+            patch.setattr(engine_hashes, "_FRONT_BLOCKS", 4)
         run_against_model(operations, at_every_step)
 
 
