@@ -26,6 +26,7 @@ from loadtest.duel.replicas import Pair
 from loadtest.duel.results import Results, latencies
 from loadtest.duel.targets import Service, Target
 
+BLOCK_SIZE = 16  # tokens, where a stage does not say otherwise
 OPEN_RATE = 1_000.0  # selections a second
 EVENTS_PER_S = 20_000.0  # blocks stored a second; about as many are evicted meanwhile
 _SPARE = 1.05  # of the caches, so that round-robin fills them without evicting much
@@ -40,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
     targets: list[Target]
     trace: Path | None
     rounds: int
-    holdings: int = 500_000  # block-holdings in the index
+    holdings: int = 500_000  # blocks of BLOCK_SIZE in the index, each engine's counted
     many_holdings: int = 1_000_000
     share: float = 1.0  # of the requests of a round
     most_workers: int = 512
@@ -75,7 +76,7 @@ class Stage(msgspec.Struct, frozen=True):
 
     workers: int
     cases: list[Case]
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     one_core: bool = False
     replicas: bool = False
     process: bool = False
@@ -92,7 +93,7 @@ class Stage(msgspec.Struct, frozen=True):
 def stages(plan: Plan) -> list[Stage]:
     """All stages over HTTP. The requests of a round are a tenth of a second of work or more."""
 
-    def select(blocks: int | None, workers: int, prompts: int, size: int = 16) -> Case:
+    def select(blocks: int | None, workers: int, prompts: int, size: int = BLOCK_SIZE) -> Case:
         what = f"{blocks} blocks" if blocks else f"trace prompts at {size}"
         return Case(f"select, {what}, {workers} workers", "select", blocks, prompts)
 
@@ -151,7 +152,8 @@ class StageRun:
         """Start, fill, and run the cases whose names are wanted."""
         stage, plan = self._stage, self._plan
         cases = [case for case in stage.cases if wanted(case.name)]
-        capacity = max(_LEAST_CAPACITY, round(plan.holdings * _SPARE / self._workers))
+        holdings = plan.holdings * BLOCK_SIZE // stage.block_size  # as many tokens are held
+        capacity = max(_LEAST_CAPACITY, round(holdings * _SPARE / self._workers))
         with ExitStack() as stack:
             pairs = [
                 stack.enter_context(Pair(target, stage.replicas, self._service_cpus))
@@ -166,7 +168,7 @@ class StageRun:
             engines = stack.enter_context(Engines(self._prompts, self._workers, capacity))
             for service in services:
                 engines.register(service)
-            engines.send(engines.fill(plan.holdings))
+            engines.send(engines.fill(holdings))
             engines.settle(*services)
             for pair in pairs:
                 pair.wait_until_linked()

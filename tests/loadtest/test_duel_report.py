@@ -5,10 +5,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from loadtest.duel import budget, report
+from loadtest.duel import budget, index_stages, report
 from loadtest.duel.budget import ROWS, Row, verdicts
 from loadtest.duel.drawing import LABEL, draw
 from loadtest.duel.results import Results, latencies
+from loadtest.duel.stages import Plan, stages
 
 
 @pytest.fixture
@@ -63,9 +64,6 @@ def test_a_bound_itself_is_inside(at_least: bool, inside: list[bool]) -> None:
 
 
 def test_budget_cases_are_names_of_cases_that_are_run() -> None:
-    from loadtest.duel import index_stages
-    from loadtest.duel.stages import Plan, stages
-
     names = {name for stage in stages(Plan([], None, 1)) for name in stage.names()}
     names |= {*index_stages.NAMES, "process, after start"}
     results = Results("ours", ["ref"])
@@ -77,6 +75,17 @@ def test_budget_cases_are_names_of_cases_that_are_run() -> None:
             more = ["descriptors", "rss_mb", "block_cpu_us", "holding_bytes", "match_us"]
             results.add(name, target, **metrics, **dict.fromkeys(more, 1.0))
     assert [row.title for row in verdicts(results) if row.verdict == "not measured"] == []
+
+
+def test_no_stage_uses_more_prompts_than_the_published_trace_has() -> None:
+    plan = Plan([], None, 5)
+    for stage in stages(plan):
+        used = sum(
+            case.prompts * (plan.open_rounds if case.rate else plan.rounds)
+            for case in stage.cases
+            if case.blocks is None
+        )
+        assert used <= 12_031 - 1_000  # of which the engines hold the first 600 to 900
 
 
 def test_the_report_shows_figures_ratios_and_verdicts(results: Results) -> None:
