@@ -17,11 +17,13 @@ from lean_selector.core.errors import (
     SelectorError,
 )
 from lean_selector.core.replication import (
+    REPUBLISH_AFTER_S,
     EventKind,
     ReplicaApplier,
     ReplicaEvent,
     ReplicaEvents,
     Verdict,
+    republish_after_s,
 )
 from lean_selector.core.trackers import (
     MAX_DP_SIZE,
@@ -443,3 +445,30 @@ class TrackerModel(RuleBasedStateMachine):
 
 TrackerModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestTrackerModel = TrackerModel.TestCase
+
+
+def test_an_owner_that_only_repeats_its_prefill_completion_says_now_and_then_that_it_lives() -> (
+    None
+):
+    owner, peer = Replica(1), Replica(2)
+    owner.trackers.add(*SCOPE, "r", 7, 0, b"", 5, 0.0)
+    for now in (10.0, 100.0, 10.0 + REPUBLISH_AFTER_S, 200.0):
+        owner.trackers.prefill_complete(*SCOPE, "r", now)
+    add, complete, alive = owner.published
+    assert [event.kind for event in owner.published] == [
+        EventKind.ADD,
+        EventKind.PREFILL_COMPLETE,
+        EventKind.ADD,
+    ]
+    assert alive.prefill_tokens is None
+    peer.applier.apply(add, 0.0)
+    peer.applier.apply(complete, 10.0)
+    assert peer.applier.apply(alive, 130.0) is Verdict.DUPLICATE
+    peer.trackers.prefill_complete(*SCOPE, "r", 400.0)
+    assert len(peer.published) == 0  # a copy is its owner's to keep alive
+
+
+def test_signs_of_life_come_sooner_where_reservations_expire_sooner() -> None:
+    assert republish_after_s(300.0) == REPUBLISH_AFTER_S == 120.0
+    assert republish_after_s(10.0) == pytest.approx(4.0)
+    assert republish_after_s(3600.0) == 120.0

@@ -1,5 +1,6 @@
 """Replicas as their users see them: what one is told shows on the others, over real sockets."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -11,7 +12,7 @@ import pytest
 import zmq
 
 from lean_selector.core.replication import EventKind, ReplicaEvent
-from lean_selector.wire.replica import TOPIC, encode_event
+from lean_selector.wire.replica import TOPIC, decode_event, encode_event
 from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, free_port, mesh
 from tests.running_service import wait_until
 
@@ -117,6 +118,49 @@ def test_replicated_prefill_hints_wear_off_in_the_loads() -> None:
     finally:
         pub.close()
         context.term()
+
+
+@pytest.mark.parametrize(
+    ("body", "tracks", "tokens"),
+    [
+        ({"effective_prefill_tokens": 48}, True, 48),
+        ({"effective_prefill_tokens": 48, "override": False}, True, 48),
+        ({}, True, None),
+        ({"override": False}, False, None),
+        ({"override": True}, True, None),
+    ],
+)
+def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
+    body: dict[str, object], tracks: bool, tokens: int | None
+) -> None:
+    """As Dynamo 1.3.1 publishes the same requests."""
+    context = zmq.Context()
+    sub = context.socket(zmq.SUB)
+    sub.linger, sub.rcvtimeo = 0, 50
+    sub.subscribe(TOPIC)
+    try:
+        with Member("selector") as selector:
+            selector.register()
+            sub.connect(selector.endpoint)
+            fields = {"worker_id": 7, "isl_tokens": 48, "sequence_hashes": HASHES, **body}
+            if "override" in fields:
+                override = fields.pop("override")
+                fields["router_config_override"] = {"track_prefill_tokens": override}
+            events: list[ReplicaEvent] = []
+
+            def heard() -> bool:
+                request = {**SCOPE, **fields, "reservation_id": f"r{len(events)}"}
+                assert selector.post("/reservations", request)[0] == 201
+                assert selector.request("DELETE", f"/reservations/r{len(events)}")[0] == 200
+                with contextlib.suppress(zmq.Again):
+                    events.append(decode_event(sub.recv_multipart()[1]))
+                return bool(events)
+
+            wait_until(heard, "an event")
+    finally:
+        sub.close()
+        context.term()
+    assert (events[0].track_prefill_tokens, events[0].prefill_tokens) == (tracks, tokens)
 
 
 # -- catch-up -------------------------------------------------------------------------------------
