@@ -1,5 +1,6 @@
 """The README tells the truth: examples are run, flags and routes are those of the program."""
 
+import http.client
 import json
 import re
 import shlex
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 
 from lean_selector.config import SELECTOR_OPTIONS
+from lean_selector.services.selection import SelectionService
+from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.slot_tracker_config import SLOT_TRACKER_OPTIONS
 from tests.running_service import RunningService
 
 README = Path(__file__).parent.parent / "README.md"
@@ -44,39 +48,76 @@ def requests_of(script: str) -> Iterator[tuple[str, str, bytes | None, dict[str,
             elif word == "-d":
                 body = next(rest).encode()
             else:
-                path = word.removeprefix("localhost:8092")
+                path = word.removeprefix("localhost:8092").removeprefix("localhost:8091")
         yield method, path, body, headers
 
 
-def test_every_example_of_the_api_answers_as_printed() -> None:
+def section(title: str) -> str:
+    return TEXT.split(f"\n{title}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "played", "compared"),
+    [
+        pytest.param(
+            "lean_selector", API + section("### Load shedding"), 12, 8, id="lean-selector"
+        ),
+        pytest.param(
+            "lean_selector.slot_tracker", section("## The slot tracker"), 7, 4, id="slot tracker"
+        ),
+    ],
+)
+def test_every_example_answers_as_printed(
+    module: str, text: str, played: int, compared: int
+) -> None:
     answer: Any = None
-    played = compared = 0
-    with RunningService() as service:
-        for language, content in blocks(API):
+    with RunningService(module=module) as service:
+        for language, content in blocks(text):
             if language == "sh":
                 for method, path, body, headers in requests_of(content):
                     status, answer = service.request(method, path, raw=body, headers=headers)
-                    played += 1
+                    played -= 1
                     assert status is not None
                     assert status < 500, (path, answer)
             elif language == "json":
                 assert answer == json.loads(content)
-                compared += 1
-    assert played >= 9
-    assert compared >= 5
+                compared -= 1
+    assert played <= 0, "fewer requests than the README is known to show"
+    assert compared <= 0, "fewer answers than the README is known to show"
 
 
-@pytest.mark.parametrize("flag", sorted(set(re.findall(r"`(--[a-z-]+)`", TEXT))))
+@pytest.mark.parametrize("flag", sorted(set(re.findall(r"`(--[a-z-]+)[` ]", TEXT))))
 def test_flags_named_in_the_readme_exist(flag: str) -> None:
-    known = {option.flag for option in SELECTOR_OPTIONS} | {"--seconds"}
+    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS)
+    known = {option.flag for option in options} | {"--seconds", "--trace"}
     assert flag in known
 
 
-def test_the_route_table_of_the_readme_is_that_of_the_service() -> None:
-    from lean_selector.services.selection import SelectionService
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        pytest.param("lean_selector", API, id="lean-selector"),
+        pytest.param("lean_selector.slot_tracker", section("## The slot tracker"), id="tracker"),
+    ],
+)
+def test_the_methods_of_each_route_in_the_readme_are_those_that_are_allowed(
+    module: str, text: str
+) -> None:
+    table = text.split("| route |")[1].split("\n\n")[0]
+    printed: dict[str, set[str]] = {}
+    for method, path in re.findall(r"`(GET|POST|PATCH|DELETE) (/[^`]*)`", table):
+        printed.setdefault(re.sub(r"{\w+}", "1", path), set()).add(method)
+    with RunningService(module=module) as service:
+        for path, methods in printed.items():
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
+            connection.request("TRACE", path)
+            answer = connection.getresponse()
+            assert answer.status == 405, path
+            assert set(answer.headers["allow"].split(",")) - {"HEAD"} == methods, path
+            connection.close()
 
-    table = API.split("| route |")[1].split("\n\n")[0]
-    printed = set(re.findall(r"`(GET|POST|PATCH|DELETE) (/[^`]*)`", table))
-    service = SelectionService.__new__(SelectionService)
-    served = {(method, path) for method, path, _ in service.routes()}
-    assert printed == served
+
+def test_no_route_is_missing_in_the_readme() -> None:
+    for service in (SelectionService, SlotTrackerService):
+        for method, path, _ in service.routes(service.__new__(service)):
+            assert f"`{method} {path}`" in TEXT
