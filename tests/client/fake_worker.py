@@ -100,7 +100,7 @@ class FakeWorker:
         stream = asyncio.create_task(_stream(writer, body, fake))
         try:
             await asyncio.wait({gone, stream}, return_when=asyncio.FIRST_COMPLETED)
-            if not stream.done():
+            if not stream.done() or isinstance(stream.exception(), ConnectionError):
                 self.hung_up += 1
                 return False
             # A connection whose next request has begun would have lost a byte: not kept.
