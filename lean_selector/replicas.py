@@ -26,7 +26,7 @@ from lean_selector.core.replication import (
 from lean_selector.core.trackers import REPLICA_GRACE_S
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
-from lean_selector.sockets.catch_up import run_catch_up
+from lean_selector.sockets.catch_up import CatchingUp
 from lean_selector.sockets.replica import ReplicaSync
 from lean_selector.wire.snapshot import encode_snapshot
 
@@ -82,6 +82,7 @@ class ReplicaPlane:
         self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
         self._catch_up_urls = config.catch_up
         self._catch_up: CatchUp | None = None  # until it has ended
+        self._catch_up_again = asyncio.Event()
         self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
         self._catching_up: asyncio.Task[None] | None = None
         self._snapshots = SlicedAnswers(
@@ -103,19 +104,30 @@ class ReplicaPlane:
         )
 
         if self._catch_up_urls:
-            self._catch_up = CatchUp(
+            catch_up = CatchUp(
                 self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
             )
-            self._fates = self._catch_up.fates
-            self._catching_up = asyncio.create_task(self._run_catch_up(self._catch_up))
+            self._catch_up, self._fates = catch_up, catch_up.fates
+            self.sync.on_reconnect = self._catch_up_again.set
+            self._catching_up = asyncio.create_task(self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
-        try:
-            await run_catch_up(catch_up, self.sync, self._catch_up_urls)
-        except Exception:
-            log.exception("catch-up failed; going on with what there is")
-        finally:
-            self._catch_up = None
+        """At start, and again whenever a subscription came back."""
+        running = CatchingUp(
+            catch_up, self.sync, self._catch_up_urls, self._targets, self._on_event
+        )
+        from_all = False
+        while True:
+            try:
+                await running.run(self._catch_up_again, from_all=from_all)
+            except Exception:
+                log.exception("catch-up failed; going on with what there is")
+            if not self._catch_up_again.is_set():
+                self._catch_up = None
+                await self._catch_up_again.wait()
+            from_all = True
+            self._catch_up = catch_up
+            catch_up.begin_again(time.monotonic())
 
     async def close(self) -> None:
         if self._catching_up is not None:

@@ -1,11 +1,11 @@
-"""What a replica that has just started takes over from a peer: live bookings, each id once.
+"""What a replica takes over from its peers, at start or after a gap: live bookings, each id once.
 
 Owns the bookings that wait for their rank to be registered here, and what was heard meanwhile of
 bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md section 5,
 number 7. Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
 import msgspec
@@ -58,7 +58,7 @@ class Fate(IntEnum):
 
 
 class CatchUp:
-    """One catch-up, from the start of a replica until `ends_at`. Books, and publishes nothing.
+    """Catches up until `ends_at`, and after `begin_again` once more. Books, and publishes nothing.
 
     Every event heard or published meanwhile must be shown to `note`, after it was applied.
     `counts[fate]` is how many bookings met a fate; one that waited met two.
@@ -72,12 +72,16 @@ class CatchUp:
         now: float,
     ) -> None:
         self.counts = [0] * len(Fate)
-        self.ends_at = now + HOLD_S
         self._router_id = router_id
         self._lookup = lookup
         self._copies_expire_s = copies_expire_s
         self._waiting: dict[_Id, LiveBooking] = {}
         self._by_rank: dict[_Rank, list[LiveBooking]] = {}  # with those that ended since
+        self.begin_again(now)
+
+    def begin_again(self, now: float) -> None:
+        """A snapshot will come; what waits for its rank goes on waiting."""
+        self.ends_at = now + HOLD_S
         # Until the snapshot is in: ends and prefill completions heard, the oldest first.
         self._noted: dict[tuple[_Id, int, int], EventKind] | None = {}
 
@@ -189,6 +193,33 @@ class CatchUp:
             slots.prefill_complete(booking.request_id, now)
         slots.backdate(copy, booking.touched_at)
         return Fate.BOOKED
+
+
+def ended_meanwhile(
+    targets: Iterable[ReplicaTarget], router_id: int, live: list[LiveBooking], asked_at: float
+) -> Iterator[ReplicaEvent]:
+    """What a replica would have told of requests that it admitted, had it been heard.
+
+    `live` is its snapshot, asked for at `asked_at`: what it does not list has ended, since whatever
+    was heard of before was admitted before. PREFILL_COMPLETE for those that are past that.
+    """
+    listed = {_id_of(booking): booking for booking in live if booking.router_id == router_id}
+    for target in targets:
+        for held in list(target.slots.reservations.values()):
+            if held.router_id != router_id or held.touched_at >= asked_at:
+                continue
+            booking = listed.get((target.model_name, target.tenant_id, held.request_id))
+            if booking is not None and (held.prefill_done or not booking.prefill_done):
+                continue
+            yield ReplicaEvent(
+                EventKind.FREE if booking is None else EventKind.PREFILL_COMPLETE,
+                target.model_name,
+                target.tenant_id,
+                target.block_size,
+                held.request_id,
+                *held.rank.key,
+                router_id,
+            )
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:

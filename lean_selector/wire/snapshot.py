@@ -80,16 +80,16 @@ def encode_snapshot(
     yield b"\n]}"
 
 
-def split_snapshot(text: bytes) -> list[bytes]:
-    """The lines of the reservations; raises BadSnapshot."""
+def split_snapshot(text: bytes) -> tuple[int, list[bytes]]:
+    """The router id, and the lines of the reservations; raises BadSnapshot."""
     head, *lines = text.rstrip().split(b"\n")
     try:
-        _decode_head(head + b"]}")
+        router_id = _decode_head(head + b"]}").router_id
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadSnapshot(f"not a snapshot: {error}") from None
     if not lines or lines.pop() != b"]}":
         raise BadSnapshot("not a snapshot: its end is missing")
-    return lines
+    return router_id, lines
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:
