@@ -24,6 +24,7 @@ import zmq.asyncio
 from lean_selector import __version__, logs
 from lean_selector.config import Listen, SelectorConfig
 from lean_selector.core.errors import Unavailable
+from lean_selector.core.inspection import established
 from lean_selector.core.kv_index import KvIndex
 from lean_selector.core.replication import ReplicaEvent
 from lean_selector.core.selector import Selector
@@ -90,7 +91,7 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
                 context,
                 config.replica,
                 selector.scheduling_partition,
-                lambda: selector.established(None, None),
+                lambda: established(selector.catalog, None, None),
                 on_applied,
                 config.router.reservation_expiry_s,
             )

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+from lean_selector.core import inspection
 from lean_selector.core.catalog import Source, Worker, WorkerSpec
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.parking import Parked
@@ -141,7 +142,7 @@ class DrivenSelector:
 
     def pending(self) -> tuple[int, int]:
         """pending_count and pending_isl_tokens of the default partition."""
-        (entry,) = self.selector.loads("default", "default", self.now)
+        (entry,) = inspection.loads(self.selector.catalog, "default", "default", self.now)
         return entry.pending_count, entry.pending_isl_tokens
 
     def loads(self) -> dict[tuple[str, str], dict[tuple[int, int], tuple[int, int, int]]]:
@@ -155,5 +156,5 @@ class DrivenSelector:
                 )
                 for row in entry.loads
             }
-            for entry in self.selector.loads(None, None, self.now)
+            for entry in inspection.loads(self.selector.catalog, None, None, self.now)
         }

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lean_selector.core import inspection
 from lean_selector.core.catalog import WorkerRecord
 from lean_selector.core.errors import SelectorError, Unavailable
 from lean_selector.core.parking import Parked
@@ -284,19 +285,20 @@ class SelectionService(ReplicaHandlers):
     # -- inspection ----------------------------------------------------------------------------
 
     def loads(self, query: Query) -> list[PartitionLoads]:
-        return self.selector.loads(query.get("model_name"), query.get("tenant_id"), self._clock())
+        model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
+        return inspection.loads(self.selector.catalog, model_name, tenant_id, self._clock())
 
     def potential_loads(self, body: ProjectionRequest) -> list[RankLoadRow]:
         partition = self.selector.ready_partition(body.model_name, body.group())
         prompt = prompt_to_select(body, partition.block_size, partition.is_eagle)
         track = self._terms(body.router_config_override).track_prefill
-        return self.selector.potential_loads(partition, prompt, track, self._clock())
+        return inspection.potential_loads(partition, prompt, track, self._clock())
 
     def overlap_scores(self, body: ProjectionRequest) -> OverlapScores:
         partition = self.selector.ready_partition(body.model_name, body.group())
         prompt = prompt_to_select(body, partition.block_size, partition.is_eagle)
         credit = self._terms(body.router_config_override).credit
-        return self.selector.overlap_scores(partition, prompt.local_hashes, credit)
+        return inspection.overlap_scores(partition, prompt.local_hashes, credit)
 
     def dump(self) -> bytes | PendingReply:
         if self.recovering:

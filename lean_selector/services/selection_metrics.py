@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+from lean_selector.core.inspection import established
 from lean_selector.core.kv_ingest import EventCounts
 from lean_selector.core.partition import Partition
 from lean_selector.core.selector import Selector
@@ -64,7 +65,7 @@ def selection_families(
     issued = [selections[SELECT], selections[SELECT_AND_RESERVE]]
 
     def partitions() -> list[Partition]:
-        return list(selector.established(None, None))
+        return list(established(selector.catalog, None, None))
 
     def of_partition(value: Callable[[Partition], float]) -> Callable[[], Iterator[Sample]]:
         return lambda: ((scope_labels(each), value(each)) for each in partitions())

@@ -1,9 +1,11 @@
 """The selector as its callers see it: the queue, ids, expiry, and what peers are told."""
 
+import functools
 from typing import Any
 
 import pytest
 
+from lean_selector.core import inspection
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
 from lean_selector.core.kv_index import Tier
 from lean_selector.core.parking import Parked
@@ -674,7 +676,7 @@ def test_potential_loads_add_the_prompt_to_every_rank() -> None:
     driven.partition.index.store(1, 1, Tier.DEVICE, None, [91], pack([1]))
     prompt = prompt_of([1, 2, 3], 12)
     for track, tokens in ((True, (7 + 12, 12 - 4)), (False, (7, 0))):
-        rows = driven.selector.potential_loads(driven.partition, prompt, track, 0.0)
+        rows = inspection.potential_loads(driven.partition, prompt, track, 0.0)
         assert [
             (row.dp_rank, row.potential_prefill_tokens, row.potential_decode_blocks) for row in rows
         ] == [(0, tokens[0], 2 + 3 - 2), (1, tokens[1], 3)]
@@ -687,7 +689,7 @@ def test_overlap_scores_show_every_tier_and_the_credit() -> None:
     index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
     index.store(1, 0, Tier.HOST_PINNED, 92, [93], pack([3]))
     index.store(1, 0, Tier.DISK, 93, [94, 95], pack([4, 5]))
-    scores = driven.selector.overlap_scores(driven.partition, pack([1, 2, 3, 4, 5, 6]), 0.5)
+    scores = inspection.overlap_scores(driven.partition, pack([1, 2, 3, 4, 5, 6]), 0.5)
     assert (scores.block_size, scores.num_blocks) == (4, 6)
     first, second = scores.workers
     assert (first.device_blocks, first.host_pinned_blocks, first.disk_blocks) == (2, 3, 5)
@@ -701,7 +703,7 @@ def test_loads_are_filtered_exactly_and_sorted() -> None:
     for worker_id, model, tenant in ((3, "b", "t"), (2, "a", "t"), (1, "b", "default")):
         driven.register(worker_id, model_name=model, tenant_id=tenant)
     assert list(driven.loads()) == [("a", "t"), ("b", "default"), ("b", "t")]
-    loads = driven.selector.loads
+    loads = functools.partial(inspection.loads, driven.selector.catalog)
     assert [entry.tenant_id for entry in loads("b", None, 0.0)] == ["default", "t"]
     assert [entry.model_name for entry in loads(None, "t", 0.0)] == ["a", "b"]
     assert loads("b", "", 0.0) == []

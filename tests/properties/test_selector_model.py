@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from lean_selector.core import inspection
 from lean_selector.core.catalog import Source, WorkerSpec
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.parking import Parked
@@ -99,7 +100,7 @@ class SelectorMachine(RuleBasedStateMachine):
                     for row in entry.loads
                 ],
             )
-            for entry in self.selector.loads(None, None, self.now)
+            for entry in inspection.loads(self.selector.catalog, None, None, self.now)
             if entry.loads  # the only worker of a partition may be incomplete for a while
         ]
 
