@@ -26,7 +26,7 @@ from lean_selector.core.replication import (
 from lean_selector.core.trackers import REPLICA_GRACE_S
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
-from lean_selector.sockets.catch_up import CatchingUp
+from lean_selector.sockets.catch_up import AGAIN_S, CatchingUp
 from lean_selector.sockets.replica import ReplicaSync
 from lean_selector.wire.snapshot import encode_snapshot
 
@@ -108,15 +108,16 @@ class ReplicaPlane:
                 self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
             )
             self._catch_up, self._fates = catch_up, catch_up.fates
-            self.sync.on_reconnect = self._catch_up_again.set
+            self.sync.on_connected = self._catch_up_again.set
             self._catching_up = asyncio.create_task(self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
-        """At start, and again whenever a subscription came back."""
+        """At start, and again whenever a subscription came or came back."""
         running = CatchingUp(
             catch_up, self.sync, self._catch_up_urls, self._targets, self._on_event
         )
         from_all = False
+        began = time.monotonic()
         while True:
             try:
                 await running.run(self._catch_up_again, from_all=from_all)
@@ -126,6 +127,8 @@ class ReplicaPlane:
                 self._catch_up = None
                 await self._catch_up_again.wait()
             from_all = True
+            await asyncio.sleep(max(0.0, began + AGAIN_S - time.monotonic()))
+            began = time.monotonic()
             self._catch_up = catch_up
             catch_up.begin_again(time.monotonic())
 

@@ -197,19 +197,23 @@ class CatchUp:
 
 def ended_meanwhile(
     targets: Iterable[ReplicaTarget], router_id: int, live: list[LiveBooking], asked_at: float
-) -> Iterator[ReplicaEvent]:
+) -> Iterator[ReplicaEvent | None]:
     """What a replica would have told of requests that it admitted, had it been heard.
 
     `live` is its snapshot, asked for at `asked_at`: what it does not list has ended, since whatever
-    was heard of before was admitted before. PREFILL_COMPLETE for those that are past that.
+    was heard of before was admitted before. PREFILL_COMPLETE for those that are past that; None for
+    each that nothing is to be said of, so that the caller may pause.
     """
     listed = {_id_of(booking): booking for booking in live if booking.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):
-            if held.router_id != router_id or held.touched_at >= asked_at:
-                continue
             booking = listed.get((target.model_name, target.tenant_id, held.request_id))
-            if booking is not None and (held.prefill_done or not booking.prefill_done):
+            if (
+                held.router_id != router_id
+                or held.touched_at >= asked_at
+                or (booking is not None and (held.prefill_done or not booking.prefill_done))
+            ):
+                yield None
                 continue
             yield ReplicaEvent(
                 EventKind.FREE if booking is None else EventKind.PREFILL_COMPLETE,

@@ -1,17 +1,20 @@
 """Runs a catch-up: fetches peers' live reservations and hands them to `core.catch_up`.
 
-At start from the first peer that has a snapshot; after a subscription came back from all of them,
-for each knows best what has become of the requests that it admitted itself. Waits for the subscriptions first, so that nothing ends unheard after the snapshot was taken. A peer
-that has no snapshot (404: a reference) is passed over. Reads and books in slices of the loop's
-turns, and looks on for ranks that are registered later, until the catch-up ends.
+At start from the first peer that has a snapshot; after a subscription came (back) from all of them,
+for each knows best what has become of the requests that it admitted itself. Waits for the
+subscriptions first, so that nothing ends unheard after a snapshot was taken. A peer that has none
+(404: a reference) is passed over. Reads and books in slices of the loop's turns, and looks on for
+ranks that are registered later, until the catch-up ends.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from lean_selector.core.catch_up import CatchUp, Fate
+from lean_selector.core.catch_up import CatchUp, Fate, ended_meanwhile
+from lean_selector.core.replication import ReplicaEvent, ReplicaTarget
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica import ReplicaSync
 from lean_selector.wire.snapshot import BadSnapshot, decode_line, split_snapshot
@@ -28,6 +31,7 @@ SETTLE_S = 0.25
 SLICE_S = 0.001
 STEPS = 16  # bookings between looks at the clock
 LOOK_AGAIN_S = 0.1
+AGAIN_S = 5.0  # at least between two: a peer that comes and goes must not cost more than that
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
 
@@ -53,9 +57,9 @@ class CatchingUp:
         """Returns when the catch-up has ended, with everything booked or given up; or when it is
         to begin `again`.
         """
-        again.clear()
         try:
             await _connected(self._sync)
+            again.clear()
             await self._take_from(self._urls, from_all)
         finally:
             self._catch_up.snapshot_is_in()
@@ -115,8 +119,9 @@ class CatchingUp:
         ended = 0
         if not problems:  # what could not be read may be what is missing
             for event in ended_meanwhile(self._targets(), router_id, live, asked_at):
-                self._tell(event, time.monotonic())
-                ended += 1
+                if event is not None:
+                    self._tell(event, time.monotonic())
+                    ended += 1
                 await pause()
         counts = {fate.name.lower(): count for fate, count in self._catch_up.fates()}
         text = "catch-up: %d reservations from %s: %s; %d had changed unheard"
@@ -135,62 +140,9 @@ class _Pauses:
             self._slice_ends = time.monotonic() + SLICE_S
 
 
-async def _removed(catch_up: CatchUp) -> None:
-    while (now := time.monotonic()) < catch_up.ends_at:
-        slice_ends = now + SLICE_S
-        while catch_up.admit_waiting(now, STEPS):
-            if time.monotonic() >= slice_ends:
-                await asyncio.sleep(0)
-                slice_ends = time.monotonic() + SLICE_S
-        await asyncio.sleep(LOOK_AGAIN_S)
-    catch_up.admit_waiting(time.monotonic(), 0)
-    if dropped := catch_up.counts[Fate.NOT_REGISTERED]:
-        log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
-
-
 async def _connected(sync: ReplicaSync) -> None:
     for _ in range(_LOOKS):
         if all(peer.state == "connected" for peer in sync.peer_states()):
             break
         await asyncio.sleep(CONNECT_S / _LOOKS)
     await asyncio.sleep(SETTLE_S)
-
-
-async def _take_from_first(catch_up: CatchUp, urls: Sequence[str]) -> None:
-    ends = time.monotonic() + TIMEOUT_S
-    for at, url in enumerate(urls):
-        left_s = ends - time.monotonic()
-        try:
-            if left_s <= 0:
-                raise PeerFailed("no time left")
-            fetch = PeerFetch(url, PATH, left_s, MAX_SNAPSHOT_BYTES, split_snapshot)
-            lines = await fetched(fetch, left_s, len(urls) - at)
-        except PeerFailed as error:
-            if error.status == 404:
-                log.info("catch-up: %s has no snapshot, as the reference; passed over", url)
-            else:
-                log.warning("catch-up: nothing from %s: %s", url, error)
-            continue
-        await _take(catch_up, url, lines)
-        return
-    log.warning("catch-up: no peer had a snapshot; starting without")
-
-
-async def _take(catch_up: CatchUp, url: str, lines: list[bytes]) -> None:
-    fetched_at = time.monotonic()
-    slice_ends = fetched_at + SLICE_S
-    problems = 0
-    for line in lines:
-        try:
-            booking = decode_line(line, fetched_at)
-        except BadSnapshot as error:
-            problems += 1
-            if problems <= _LOGGED_PROBLEMS:
-                log.warning("catch-up: a reservation of %s skipped: %s", url, error)
-        else:
-            catch_up.take(booking, time.monotonic())
-        if time.monotonic() >= slice_ends:
-            await asyncio.sleep(0)
-            slice_ends = time.monotonic() + SLICE_S
-    counts = {fate.name.lower(): count for fate, count in catch_up.fates()}
-    log.info("catch-up: %d reservations from %s: %s", len(lines), url, counts)

@@ -130,7 +130,7 @@ class ReplicaSync:
         self._resolved: dict[str, str] = {}  # libzmq's name of a peer after a reconnect -> peer
         self._last_lost: str | None = None
         self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
-        self.on_reconnect: Callable[[], None] | None = None  # a lost peer is there again
+        self.on_connected: Callable[[], None] | None = None  # a subscription came, or came back
         self._outbox: deque[ReplicaEvent] = deque()
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
@@ -318,9 +318,9 @@ class ReplicaSync:
             return
         state = "connected" if event == zmq.Event.HANDSHAKE_SUCCEEDED else "disconnected"
         self._last_lost = endpoint if state == "disconnected" else None
-        if state == "connected" and peer.state == "disconnected" and self.on_reconnect is not None:
-            self.on_reconnect()
         if state != peer.state:
+            if state == "connected" and self.on_connected is not None:
+                self.on_connected()
             peer.state, peer.since, peer.retries = state, time.monotonic(), 0
             fields = {"endpoint": endpoint, "state": state}
             log.info("replica peer %s is %s", endpoint, state, extra=fields)

@@ -270,3 +270,35 @@ def test_a_replica_starts_and_serves_though_no_peer_answers() -> None:
         status, log = late.stop()
         assert status == 0
     assert "Traceback" not in log
+
+
+def test_a_replica_that_was_cut_off_catches_up_again() -> None:
+    """What was admitted, completed or ended meanwhile shows here, though none of it was heard."""
+    with ours("tracker", "selector") as (first, second):
+        urls = ",".join(f"http://127.0.0.1:{member.port}" for member in (first, second))
+        peers = [first.endpoint, second.endpoint]
+        with Member("tracker", "--replica-sync-catch-up", urls, peers=peers) as late:
+            late.register()
+            for member in (first, second):
+                late.hears(member)
+            for member in (first, second):
+                member.add(f"kept-{member.kind}")
+                member.add(f"ended-{member.kind}")
+            late.shows([(4 * 48, 3), (0, 0)])
+            for endpoint in peers:
+                peer = {"endpoint": endpoint}
+                assert late.post("/replica_sync/deregister_peer", peer)[0] == 200
+            for member in (first, second):
+                member.complete(f"kept-{member.kind}")
+                member.free(f"ended-{member.kind}")
+                member.add(f"new-{member.kind}", 1)
+            before = [(0, 3), (2 * 48, 3)]
+            shown_everywhere([first, second], before)
+            assert late.loads() == [(4 * 48, 3), (0, 0)]
+            for endpoint in peers:
+                assert late.post("/replica_sync/register_peer", {"endpoint": endpoint})[0] == 201
+            late.shows(before)
+            for member in (first, second):
+                member.free(f"kept-{member.kind}")
+                member.free(f"new-{member.kind}")
+            shown_everywhere([first, second, late], [(0, 0), (0, 0)])

@@ -33,7 +33,9 @@ def test_what_was_written_is_read_back(bookings: list[LiveBooking]) -> None:
     whole = json.loads(text)
     assert (whole["version"], whole["router_id"]) == (1, 2**64 - 1)
     assert len(whole["reservations"]) == len(bookings)
-    back = [decode_line(line, CLOCK) for line in split_snapshot(text)]
+    router_id, lines = split_snapshot(text)
+    assert router_id == 2**64 - 1
+    back = [decode_line(line, CLOCK) for line in lines]
     for booking, read in zip(bookings, back, strict=True):
         assert read.touched_at == pytest.approx(booking.touched_at, abs=0.001)
         read.touched_at = booking.touched_at
@@ -81,7 +83,7 @@ def test_other_text_is_refused(text: bytes) -> None:
 )
 def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None:
     booking = LiveBooking("m", "t", 16, "r", 7, 0, 5, b"", 48, None, False, 0.0)
-    line = json.loads(split_snapshot(text_of([booking]))[0])
+    line = json.loads(split_snapshot(text_of([booking]))[1][0])
     assert decode_line(json.dumps(line).encode(), CLOCK).request_id == "r"
     with pytest.raises(BadSnapshot):
         decode_line(json.dumps({**line, **change}).encode(), CLOCK)
