@@ -6,6 +6,7 @@ child dies with this process however that ends, SIGKILL included. Ask `accountin
 
 import contextlib
 import ctypes
+import fcntl
 import http.client
 import itertools
 import os
@@ -135,8 +136,9 @@ class Service:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
         if target.log is not None:
             environ["DYN_LOG"] = target.log
-        # A file, as a log has; appended to, so that it can be emptied under way.
-        self._log = tempfile.NamedTemporaryFile("a+b", prefix="versus-log-")  # noqa: SIM115
+        # A file, as logs have, but without a name; appended to, so that it can be emptied under way.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
+        fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
         try:
             self._process = subprocess.Popen(
                 [*command, *flags],

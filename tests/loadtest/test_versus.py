@@ -100,10 +100,13 @@ def test_only_the_cases_that_are_named_are_run() -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_it_however_it_ends(sign: signal.Signals) -> None:
+def test_no_process_outlives_it_however_it_ends(sign: signal.Signals, tmp_path: Path) -> None:
     flags = ["--reference", OURSELVES, "--cases", f"^{SELECT}$", "--rounds", "1000"]
     with subprocess.Popen(
-        command(*flags), env=environment(), stderr=subprocess.PIPE, text=True
+        command(*flags),
+        env={**environment(), "TMPDIR": str(tmp_path)},  # SIGKILL leaves files behind
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         assert "round 1" in process.stderr.readline()
