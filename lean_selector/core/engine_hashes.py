@@ -11,6 +11,7 @@ removed; such hashes have lists of places beside the dicts.
 
 from collections.abc import Sequence
 from itertools import repeat
+from typing import cast
 
 from lean_selector.core.hashing import u64s
 from lean_selector.core.runs import POSITION_BITS, POSITION_MASK, common_prefix
@@ -118,12 +119,13 @@ class EngineHashes:
         if 0 not in front:  # 0 was among the names, and no block has it
             front[0] = _LISTED
             segments = [None if segment == _LISTED else segment for segment in segments]
-        known = [segment for segment in segments if segment is not None]
-        if len(known) < len(names):
+        if not all(segments):  # segment 0 only looks unknown
             pairs = zip(names, segments, strict=True)
-            names = [name for name, segment in pairs if segment is not None]
+            known = [(name, segment) for name, segment in pairs if segment is not None]
+            names = [name for name, _ in known]
+            segments = [segment for _, segment in known]
         if names:
-            self._empty_rows(names, known, gone)
+            self._empty_rows(names, cast("list[int]", segments), gone)
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
