@@ -31,7 +31,7 @@ SETTLE_S = 0.25
 SLICE_S = 0.001
 STEPS = 16  # bookings between looks at the clock
 LOOK_AGAIN_S = 0.1
-AGAIN_S = 5.0  # at least between two: a peer that comes and goes must not cost more than that
+AGAIN_S = 2.0  # at least between two: a peer that comes and goes must not cost more than that
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
 

@@ -277,10 +277,12 @@ def test_a_replica_that_was_cut_off_catches_up_again() -> None:
     with ours("tracker", "selector") as (first, second):
         urls = ",".join(f"http://127.0.0.1:{member.port}" for member in (first, second))
         peers = [first.endpoint, second.endpoint]
+        first.add("early", 1)
         with Member("tracker", "--replica-sync-catch-up", urls, peers=peers) as late:
             late.register()
-            for member in (first, second):
-                late.hears(member)
+            late.shows([(0, 0), BOOKED])  # the first catch-up is over
+            first.free("early")
+            late.shows([(0, 0), (0, 0)])
             for member in (first, second):
                 member.add(f"kept-{member.kind}")
                 member.add(f"ended-{member.kind}")
