@@ -3,7 +3,7 @@
     python loadtest/replica_faults.py [--fault stop|kill|mute|wire ...] [--seconds N] [--rate N]
 
 Two slot trackers hear each other and a third member, the one that fails: stopped (SIGSTOP), killed
-and started again with and without catch-up, or a subscriber that never reads. Reports the latency
+and started again, each with and without catch-up, or a subscriber that never reads. Reports the latency
 of the two before, during and after, their memory, and when the loads agree again. `wire` puts a
 proxy between two replicas that duplicates, reorders and drops a tenth of the events.
 """
@@ -108,9 +108,15 @@ async def member_fault(fault: str, seconds: float, rate: float) -> None:
     endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
     quiet = ("--log-level", "error")
 
-    def member(at: int, *flags: str) -> Member:
+    http_ports = [free_port() for _ in range(3)]
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in http_ports[:2])
+    catch_up = ["--replica-sync-catch-up", urls] if fault.endswith("+catch-up") else []
+
+    def member(at: int) -> Member:
         others = [endpoint for endpoint in endpoints if endpoint != endpoints[at]]
-        return Member("tracker", *quiet, *flags, peers=others, sync_port=ports[at])
+        flags = (*quiet, *(catch_up if at == 2 else ()))
+        addresses = {"sync_port": ports[at], "port": http_ports[at]}
+        return Member("tracker", *flags, peers=others, **addresses)
 
     context = zmq.asyncio.Context()
     with contextlib.ExitStack() as stack:
@@ -131,7 +137,7 @@ async def member_fault(fault: str, seconds: float, rate: float) -> None:
         running = [asyncio.create_task(client.run(rate, lambda: stopping)) for client in clients]
         await phase("warm-up", clients, 2.0)
         await phase("before", clients, seconds)
-        if fault == "stop":
+        if fault.startswith("stop"):
             third.process.send_signal(signal.SIGSTOP)
         elif fault == "mute":
             mute = context.socket(zmq.SUB)
@@ -142,14 +148,12 @@ async def member_fault(fault: str, seconds: float, rate: float) -> None:
         else:
             third.stop(signal.SIGKILL)
         await phase("during", clients, seconds)
-        if fault == "stop":
+        if fault.startswith("stop"):
             third.process.send_signal(signal.SIGCONT)
         elif fault == "mute":
             mute.close()
         else:
-            urls = ",".join(f"http://127.0.0.1:{each.port}" for each in (a, b))
-            flags = ("--replica-sync-catch-up", urls) if fault == "kill+catch-up" else ()
-            third = stack.enter_context(member(2, *flags))
+            third = stack.enter_context(member(2))
             third.register()
         await phase("after", clients, seconds)
         stopping = True
@@ -247,7 +251,7 @@ async def wire_fault(lifecycles: int, rate: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    faults = ["stop", "kill", "kill+catch-up", "mute", "wire"]
+    faults = ["stop", "stop+catch-up", "kill", "kill+catch-up", "mute", "wire"]
     parser.add_argument("--fault", action="append", choices=faults)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each phase")
     parser.add_argument("--rate", type=float, default=200.0, help="lifecycles per second, each")
