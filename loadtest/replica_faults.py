@@ -3,9 +3,9 @@
     python loadtest/replica_faults.py [--fault stop|kill|mute|wire ...] [--seconds N] [--rate N]
 
 Two slot trackers hear each other and a third member, the one that fails: stopped (SIGSTOP), killed
-and started again, each with and without catch-up, or a subscriber that never reads. Reports the latency
-of the two before, during and after, their memory, and when the loads agree again. `wire` puts a
-proxy between two replicas that duplicates, reorders and drops a tenth of the events.
+and started again, each with and without catch-up, or a subscriber that never reads. Reports the
+latency of the two before, during and after, their memory, and when the loads agree again. `wire`
+puts a proxy between two replicas that duplicates, reorders and drops a tenth of the events.
 """
 
 import argparse
@@ -115,8 +115,7 @@ async def member_fault(fault: str, seconds: float, rate: float) -> None:
     def member(at: int) -> Member:
         others = [endpoint for endpoint in endpoints if endpoint != endpoints[at]]
         flags = (*quiet, *(catch_up if at == 2 else ()))
-        addresses = {"sync_port": ports[at], "port": http_ports[at]}
-        return Member("tracker", *flags, peers=others, **addresses)
+        return Member("tracker", *flags, peers=others, sync_port=ports[at], port=http_ports[at])
 
     context = zmq.asyncio.Context()
     with contextlib.ExitStack() as stack:
