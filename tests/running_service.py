@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -38,31 +40,50 @@ class RunningService:
         self, *flags: str, module: str = "lean_selector", env: dict[str, str] | None = None
     ) -> None:
         self.port = free_port()
-        self._command = [sys.executable, "-m", module, "--port", str(self.port), *flags]
+        self._module = module
+        self._flags = flags
+        self._log = ""
         self._env = {
             **{k: v for k, v in os.environ.items() if not k.startswith("DYN_")},
             **(env or {}),
         }
 
     def __enter__(self) -> "RunningService":
-        self.process = subprocess.Popen(
-            self._command, env=self._env, stderr=subprocess.PIPE, text=True
-        )
-
-        def is_up() -> bool:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the service ended: {self.process.communicate()[1]}")
-            with contextlib.suppress(OSError):
-                return self.request("GET", "/health")[0] == 200
-            return False
-
+        self._start()
         try:
-            wait_until(is_up, "the service is up")
+            wait_until(self._is_up, "the service is up")
         except BaseException:
             self.process.kill()
-            self.process.communicate()
+            self.stop()
             raise
         return self
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", self._module, "--port", str(self.port), *self._flags]
+        # Into a file: a pipe that nobody reads fills, and then the service waits for its reader.
+        handle, self._log_path = tempfile.mkstemp(prefix="lean-selector-test-")
+        self.process = subprocess.Popen(command, env=self._env, stderr=handle)
+        os.close(handle)
+
+    def _is_up(self) -> bool:
+        if self.process.poll() is not None:
+            log = self.log()
+            if f"Address already in use (os error 98): 0.0.0.0:{self.port}" not in log:
+                raise AssertionError(f"the service ended: {log}")
+            self._forget_log()
+            self.port = free_port()  # somebody was faster
+            self._start()
+        with contextlib.suppress(OSError):
+            return self.request("GET", "/health")[0] == 200
+        return False
+
+    def log(self) -> str:
+        """All that the service has logged so far."""
+        return Path(self._log_path).read_text() if self._log_path else self._log
+
+    def _forget_log(self) -> None:
+        os.unlink(self._log_path)
+        self._log_path = ""
 
     def __exit__(
         self,
@@ -77,11 +98,14 @@ class RunningService:
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
         try:
-            _, log = self.process.communicate(timeout=DEADLINE_S)
-        except (subprocess.TimeoutExpired, ValueError):
+            self.process.wait(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-            _, log = self.process.communicate()
-        return self.process.returncode, log
+            self.process.wait()
+        if self._log_path:
+            self._log = self.log()
+            self._forget_log()
+        return self.process.returncode, self._log
 
     def request(
         self,

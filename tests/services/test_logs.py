@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import threading
 import time
 from collections import Counter
 from typing import Any
@@ -292,11 +291,6 @@ def test_text_is_the_default_format() -> None:
 
 def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:
     with start("--replica-sync-port", str(free_port())) as service:
-        stderr = service.process.stderr
-        assert stderr is not None
-        log: list[str] = []  # read meanwhile: it is more than a pipe holds
-        reader = threading.Thread(target=lambda: log.extend(stderr))
-        reader.start()
         connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
         body = json.dumps({"endpoint": "tcp://127.0.0.1:9"})
         for _ in range(BURST + 50):
@@ -307,9 +301,8 @@ def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:
         connection.close()
         samples = parsed(scrape(service.port))
         suppressed = value(samples, "lean_selector_log_lines_suppressed_total")
-        service.process.terminate()
-        reader.join()
-    counts = Counter(events("".join(log)))
+        _, log = service.stop()
+    counts = Counter(events(log))
     assert counts["replica peer registered"] >= BURST
     assert suppressed > 0
     written = 2 * (BURST + 50) - suppressed
