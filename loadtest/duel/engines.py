@@ -4,6 +4,7 @@ Owns which blocks each engine holds and the messages that tell it. Prompts go to
 turn; evictions are the cache's own. Does not decide when messages are sent, but for `paced`.
 """
 
+import signal
 import struct
 import threading
 import time
@@ -17,7 +18,7 @@ import zmq
 
 from lean_selector.demo.block_cache import BlockCache
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
-from loadtest.duel.targets import Service, TargetError
+from loadtest.duel.targets import ENDING_SIGNALS, Service, TargetError
 from loadtest.replay_trace import prompt_tokens
 
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
@@ -249,6 +250,7 @@ class Engines:
     def _send_paced(
         self, messages: Sequence[Message], blocks_per_s: float, stop: threading.Event
     ) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # they are for the main thread
         started, stored = time.monotonic(), 0
         for at, message in enumerate(messages):
             while stored > (time.monotonic() - started) * blocks_per_s:

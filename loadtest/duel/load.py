@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from lean_selector.demo.player import percentile
-from loadtest.duel.targets import dies_with_us
+from loadtest.duel.targets import start
 
 CONNECTIONS = 32  # enough to keep either service busy
 OPEN_CONNECTIONS = 64  # at 1 000 requests a second: none waits for one unless all of 64 ms are slow
@@ -161,14 +161,7 @@ def _client(port: int, file: RequestFile, flags: list[str], cpus: Collection[int
 
 
 def _run(command: list[str], cpus: Collection[int]) -> str:
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=dies_with_us(cpus),
-        start_new_session=True,
-    ) as process:
+    with start(command, cpus, output=subprocess.PIPE, errors=subprocess.PIPE) as process:
         try:
             output, errors = process.communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired as error:
@@ -177,5 +170,6 @@ def _run(command: list[str], cpus: Collection[int]) -> str:
             with suppress(ProcessLookupError):
                 process.kill()
     if process.returncode:
-        raise LoadFailed(f"{command[0]}: {(errors or output)[-300:].strip()}")
-    return output
+        words = (errors or output).decode(errors="replace")
+        raise LoadFailed(f"{command[0]}: {words[-300:].strip()}")
+    return output.decode()

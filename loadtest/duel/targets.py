@@ -19,10 +19,10 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import msgspec
 
@@ -39,6 +39,7 @@ ANSWER_TIMEOUT_S = 60.0
 # them could take a port between our look and the service's bind.
 PORTS = (21_000, 31_000)
 _PR_SET_PDEATHSIG = 1
+ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _libc = ctypes.CDLL(None)
 
 
@@ -112,15 +113,39 @@ def free_port() -> int:
     raise TargetError(f"no free port from {PORTS[0]} to {PORTS[1]}")
 
 
-def dies_with_us(cpus: Collection[int] = ()) -> Callable[[], None]:
-    """For preexec_fn: the kernel kills the child when we end; it runs on these CPUs, if any."""
+def start(
+    command: Sequence[str],
+    cpus: Collection[int] = (),
+    *,
+    output: int | IO[bytes],
+    errors: int | IO[bytes],
+    env: dict[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Run a program in ROOT, in a session of its own, on these CPUs if any; it dies with us.
+
+    Signals wait meanwhile: Python drops an exception that comes from its own hooks after a fork.
+    """
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
         if cpus:
             os.sched_setaffinity(0, cpus)
 
-    return prepare
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
 
 class Service:
@@ -136,19 +161,12 @@ class Service:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
         if target.log is not None:
             environ["DYN_LOG"] = target.log
-        # A file, as logs have, but without a name; appended to, so that it can be emptied under way.
+        # A file, as logs are, but without a name; appended to, so that it can be emptied meanwhile.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
         try:
-            self._process = subprocess.Popen(
-                [*command, *flags],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-                preexec_fn=dies_with_us(cpus),
+            self._process = start(
+                [*command, *flags], cpus, output=self._log, errors=self._log, env=environ
             )
         except OSError as error:
             self._log.close()
