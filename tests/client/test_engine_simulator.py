@@ -20,11 +20,11 @@ import random
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lean_selector.client import KvRouter
+from tests.client.tiny_model import VOCABULARY, write_model
 from tests.running_service import RunningService, free_port, wait_until
 
 MOCKER = os.environ.get("LEAN_SELECTOR_MOCKER", "")
@@ -35,53 +35,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not MOCKER, reason="LEAN_SELECTOR_MOCKER names no interpreter"),
 ]
-
-
-def write_model(folder: Path) -> None:
-    """A model without weights: a tokenizer of whole words, and the sizes of a tiny Llama."""
-    folder.mkdir()
-    special = ["<unk>", "<s>", "</s>"]
-    vocabulary = {word: n for n, word in enumerate([*special, *(f"t{n}" for n in range(3, 4096))])}
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": n, "content": word, "special": True, **added} for n, word in enumerate(special)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
-    files: dict[str, dict[str, Any]] = {
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
-        },
-        "config.json": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
-            "num_key_value_heads": 2,
-            "vocab_size": 4096,
-            "max_position_embeddings": 8192,
-        },
-        "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2},
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
 
 
 class Mocker:
@@ -177,7 +130,7 @@ def test_repeated_prompts_go_where_they_are_cached(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_model(model)
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, 4096) for _ in range(12 * BLOCK_SIZE + 3)] for _ in range(8)]
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(12 * BLOCK_SIZE + 3)] for _ in range(8)]
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(RunningService())
         mockers = [Mocker(number, model, tmp_path) for number in (1, 2)]
