@@ -18,13 +18,37 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Call(msgspec.Struct, Generic[T], frozen=True):
-    """One request. `waits`: the service may hold the answer back until a worker is free."""
+    """One request. `waits`: the service may hold the answer back until a worker is free.
+
+    `has_prompt`: the route takes MessagePack too, and hash lists in `fields` are bytes.
+    """
 
     method: str
     path: str
     read: Callable[[bytes], T]
-    body: bytes | None = None
+    fields: Mapping[str, object] | None = None
     waits: bool = False
+    has_prompt: bool = False
+
+    def json(self) -> bytes | None:
+        """The body as any service takes it: hashes are signed integers there."""
+        if self.fields is None:
+            return None
+        return _encode(
+            {
+                name: _signed(value) if isinstance(value, bytes) else value
+                for name, value in self.fields.items()
+            }
+        )
+
+    def msgpack(self) -> bytes:
+        """The body of a prompt as this project's service takes it, with nothing to decode."""
+        assert self.has_prompt
+        return msgspec.msgpack.encode(self.fields)
+
+
+def _signed(hashes: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(hashes) // 8}q", hashes)
 
 
 class Overlap(msgspec.Struct, frozen=True):
@@ -76,17 +100,22 @@ def nothing(_: bytes) -> None:
     """The reader of an answer that only says that it worked."""
 
 
-def post(path: str, body: object, read: Callable[[bytes], T], *, waits: bool = False) -> Call[T]:
-    return Call("POST", path, read, _encode(body), waits)
+def post(path: str, fields: Mapping[str, object], read: Callable[[bytes], T]) -> Call[T]:
+    return Call("POST", path, read, fields)
+
+
+def post_prompt(
+    path: str, fields: Mapping[str, object], read: Callable[[bytes], T], *, waits: bool = False
+) -> Call[T]:
+    return Call("POST", path, read, fields, waits, has_prompt=True)
 
 
 def prompt_fields(
     token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
 ) -> dict[str, object]:
-    """The prompt as hashes, or as token ids while the block size is not known.
+    """The prompt as packed hashes, or as token ids while the block size is not known.
 
-    Of 13 000 tokens, hashing costs the client 0.2 ms more than sending them would (1.0 against
-    0.8 ms a request) and saves the service two thirds of its time (0.17 against 0.50 ms). Raises
+    Hashing is work that the service would have to do otherwise, in its one thread. Raises
     ValueError for tokens outside u32.
     """
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
@@ -97,9 +126,8 @@ def prompt_fields(
         return fields
     seed = hash_seed(lora_name, cache_salt)
     local = local_hashes(token_ids, scope.block_size, seed, is_eagle=scope.is_eagle)
-    signed = struct.Struct(f"<{len(local) // 8}q").unpack
-    fields["block_hashes"] = signed(local)
-    fields["sequence_hashes"] = signed(sequence_hashes_bytes(local))
+    fields["block_hashes"] = local
+    fields["sequence_hashes"] = sequence_hashes_bytes(local)
     fields["isl_tokens"] = len(token_ids)
     return fields
 
@@ -114,12 +142,12 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 def select(fields: Mapping[str, object]) -> Call[Selected]:
     """Choose without booking."""
-    return post("/select", fields, _read_selected, waits=True)
+    return post_prompt("/select", fields, _read_selected, waits=True)
 
 
 def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Call[Selected]:
     body = {**fields, "reservation_id": reservation_id}
-    return post("/select_and_reserve", body, _read_selected, waits=True)
+    return post_prompt("/select_and_reserve", body, _read_selected, waits=True)
 
 
 def workers(model_name: str | None, tenant_id: str) -> Call[list[Worker]]:
@@ -130,11 +158,11 @@ def workers(model_name: str | None, tenant_id: str) -> Call[list[Worker]]:
 
 
 def potential_loads(fields: Mapping[str, object]) -> Call[list[dict[str, int]]]:
-    return post("/potential_loads", fields, _read_rows)
+    return post_prompt("/potential_loads", fields, _read_rows)
 
 
 def overlap_scores(fields: Mapping[str, object]) -> Call[dict[str, Any]]:
-    return post("/overlap_scores", fields, _read_object)
+    return post_prompt("/overlap_scores", fields, _read_object)
 
 
 def dump() -> Call[dict[str, Any]]:

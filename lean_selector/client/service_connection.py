@@ -29,6 +29,8 @@ class ServiceConnection:
             raise ClientClosed(f"{self._address.endpoint}: the client is closed")
         try:
             response = await self._http.send(self._address.request(call, self._timeouts))
+            if self._address.wants_json(response):
+                response = await self._http.send(self._address.request(call, self._timeouts))
         except httpx.HTTPError as error:
             raise self._address.lost(error) from error
         return self._address.answer(call, response)
@@ -52,6 +54,8 @@ class SyncServiceConnection:
             raise ClientClosed(f"{self._address.endpoint}: the client is closed")
         try:
             response = self._http.send(self._address.request(call, self._timeouts))
+            if self._address.wants_json(response):
+                response = self._http.send(self._address.request(call, self._timeouts))
         except httpx.HTTPError as error:
             raise self._address.lost(error) from error
         return self._address.answer(call, response)

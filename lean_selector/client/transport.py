@@ -49,12 +49,16 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         return httpx.Timeout(self.connect_s, read=self.worker_s, write=self.worker_s)
 
 
+MSGPACK = "application/msgpack"
+
+
 class ServiceAddress:
     """`http://host:port`, or `unix:PATH` for a UNIX socket."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises ValueError for anything else."""
         self.endpoint = endpoint
+        self.takes_msgpack = True  # until it says otherwise
         self.uds: str | None = None
         self.base_url = endpoint.rstrip("/")
         if endpoint.startswith("unix:"):
@@ -69,14 +73,27 @@ class ServiceAddress:
     def request(self, call: Call[T], timeouts: Timeouts) -> httpx.Request:
         timeout = timeouts.of_call(call.waits)
         # The body goes out as it is; a POST without one has no content type either.
-        headers = {} if call.body is None else {"content-type": "application/json"}
+        if call.has_prompt and self.takes_msgpack:
+            body: bytes | None = call.msgpack()
+            headers = {"content-type": MSGPACK}
+        else:
+            body = call.json()
+            headers = {} if body is None else {"content-type": "application/json"}
         return httpx.Request(
             call.method,
             self.base_url + call.path,
-            content=call.body,
+            content=body,
             headers=headers,
             extensions={"timeout": timeout.as_dict()},
         )
+
+    def wants_json(self, response: httpx.Response) -> bool:
+        """True when the service knows no MessagePack, as the reference does not: ask again."""
+        if response.status_code != 415:
+            return False
+        was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
+        self.takes_msgpack = self.takes_msgpack and not was_msgpack
+        return was_msgpack
 
     def lost(self, error: httpx.HTTPError) -> ServiceUnreachable:
         never_sent = isinstance(
