@@ -195,10 +195,10 @@ class Member:
         assert isinstance(body, dict)
         return body
 
-    def hears(self, other: "Member") -> None:
-        """Waits until what another publishes arrives here; leaves no load behind."""
+    def hears(self, other: "Member", loads: Loads = IDLE) -> None:
+        """Waits until what another publishes arrives here; before and after it shows `loads`."""
         tries = itertools.count()
-        before = self.loads()
+        self.shows(loads)
 
         def heard() -> bool:
             request_id = f"{self.port}-hears-{next(tries)}"  # an end without a beginning is kept
@@ -206,12 +206,12 @@ class Member:
             deadline = time.monotonic() + 0.2
             seen = False
             while not seen and time.monotonic() < deadline:
-                seen = self.loads() != before
+                seen = self.loads() != loads
             other.free(request_id)
             return seen
 
         wait_until(heard, f"{other.endpoint} is heard")
-        self.shows(before)
+        self.shows(loads)
 
 
 @contextmanager

@@ -74,14 +74,13 @@ def test_a_killed_replica_agrees_again_fully_only_by_catching_up(
     with Member("tracker", *flags, peers=peers, sync_port=sync_port) as again:
         again.register()
         if catches_up:
-            again.shows([STAYS[0], BOOKED])
-            again.hears(others[0])
+            loads = [STAYS[0], BOOKED]
+            again.hears(others[0], loads)
             for member in others:
-                member.hears(again)
+                member.hears(again, loads)
             again.free("of the dead")
         else:
-            again.hears(others[0])
-            again.shows(IDLE)  # best effort: history is gone until it ends
+            again.hears(others[0], IDLE)  # best effort: history is gone until it ends
             others[0].free("of the dead")
         others[0].free("killed-0-stays")
         others[1].free("killed-1-stays")

@@ -191,7 +191,7 @@ def test_a_restarted_replica_catches_up_fully(kind: str) -> None:
             for member in members:
                 peer = {"endpoint": late.endpoint}
                 assert member.post("/replica_sync/register_peer", peer)[0] == 201
-                member.hears(late)
+                member.hears(late, loads)
             for number in range(150):
                 if number != 2:
                     members[number % 2].free(f"r{number}")
