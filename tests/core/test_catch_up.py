@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core import catch_up as module
-from lean_selector.core.catch_up import HOLD_S, CatchUp, Fate, LiveBooking, live_booking
+from lean_selector.core.catch_up import (
+    HOLD_S,
+    CatchUp,
+    Fate,
+    LiveBooking,
+    ended_meanwhile,
+    live_booking,
+)
 from lean_selector.core.replication import (
     EventKind,
     ReplicaApplier,
@@ -282,6 +289,28 @@ def test_copies_expire_by_their_true_age() -> None:
         expired = here.slots.expire(now, 300.0, COPIES_EXPIRE_S, 100)
         assert [reservation.request_id for reservation in expired] == gone
     assert set(here.slots.reservations) == {"heard"}
+
+
+def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
+    owner, here = Replica(PEER), Replica(HERE)
+    for request_id in ("lives", "past its prefill", "ended"):
+        owner.add(request_id)
+    for told in owner.published:
+        here.hear(told)
+    here.hear(event(EventKind.ADD, "of a third", router_id=THIRD))
+    here.add("ours")
+    here.now = 5.0
+    here.hear(event(EventKind.ADD, "heard since"))
+    owner.complete("past its prefill")
+    owner.free("ended")
+    told_now = list(ended_meanwhile([here], PEER, owner.snapshot(), asked_at=5.0))
+    events = [said for said in told_now if said is not None]
+    assert len(told_now) == len(here.slots.reservations) == 6
+    assert [(said.kind, said.request_id) for said in events] == [
+        (EventKind.PREFILL_COMPLETE, "past its prefill"),
+        (EventKind.FREE, "ended"),
+    ]
+    assert [here.hear(said) for said in events] == [Verdict.APPLIED] * 2
 
 
 @given(st.integers(0, 2**32), st.integers(5, 80))
