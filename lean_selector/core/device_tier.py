@@ -106,6 +106,8 @@ class DeviceTier:
             label = run.label
             if local_hashes.startswith(label, at):
                 same = len(label)
+            elif label.startswith(local_hashes[at:]):
+                same = len(local_hashes) - at
             else:
                 same = common_prefix(label, 0, local_hashes, at)
             stay = alive & run.whole

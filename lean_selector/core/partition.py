@@ -29,6 +29,7 @@ class SchedulableWorker:
         "loads",
         "max_num_batched_tokens",
         "no_overlap",
+        "rank_name",
         "ranks",
         "taints",
         "total_kv_blocks",
@@ -41,6 +42,7 @@ class SchedulableWorker:
         self.taints = spec.taints
         self.ranks = spec.ranks
         self.loads = loads  # one per rank, in rank order
+        self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
         self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
         tokens = spec.max_num_batched_tokens

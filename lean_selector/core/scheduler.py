@@ -148,36 +148,56 @@ def place_by_order(
             least, tied = cost, [rank.mask]
         elif cost == least:
             tied.append(rank.mask)
-    idle = order.least_key()
-    for device, ranks in [*reversed(matched), (0, rest)]:
+    matched.reverse()
+    matched.append((0, rest))
+    # No rank is less loaded than the first, so a set may be too dear to be looked at.
+    idle = order.least_key() + new_blocks
+    for device, ranks in matched:
         alike = ranks & rest
         if not alike:
             continue
         rest ^= alike
-        tokens = max(isl, device * block_size)
+        cached = device * block_size
+        tokens = cached if cached > isl else isl
         credit = terms.credit * device
-        # No rank is less loaded than `idle`, so a set may be too dear to be looked at.
-        floor = terms.scale * (tokens / block_size - credit) + idle + new_blocks
-        for shared, sharing in [*active, (0, alike)]:
+        floor = terms.scale * (tokens / block_size - credit) + idle
+        for shared, sharing in active:
             if floor - shared > least + 1e-9 * (1.0 + least):
                 break  # and those that follow share less
             cell = alike & sharing
-            if not cell:
-                continue
-            alike ^= cell
-            cost, ties = order.least(cell, tokens, credit, new_blocks - shared)
+            if cell:
+                alike ^= cell
+                cost, ties = order.least(cell, tokens, credit, new_blocks - shared)
+                if cost < least:
+                    least, tied = cost, ties
+                elif cost == least:
+                    tied += ties
+        if alike and floor <= least + 1e-9 * (1.0 + least):
+            cost, ties = order.least(alike, tokens, credit, new_blocks)
             if cost < least:
                 least, tied = cost, ties
             elif cost == least:
                 tied += ties
     load = order.rank(_drawn(tied, rng))
     worker = partition.workers[load.worker_id]
-    matches = extended
+    if len(worker.loads) > 1 or extended:
+        matches = extended
+        for device, ranks in matched:
+            for rank in worker.loads:
+                if device and rank.mask & ranks:
+                    matches[rank.key] = Matched(device)
+        return load, placement(partition, worker, load, isl, matches)
+    cached = 0
     for device, ranks in matched:
-        for rank in worker.loads:
-            if rank.mask & ranks:
-                matches[rank.key] = Matched(device)
-    return load, placement(partition, worker, load, isl, matches)
+        if ranks & load.mask:
+            cached = device * block_size
+            break
+    if not cached:
+        overlap = worker.no_overlap
+    else:
+        overlap = Overlap(cached, cached, {worker.rank_name: cached}, cached, cached)
+        isl = max(0, isl - cached)
+    return load, Placement(load.worker_id, load.dp_rank, worker.endpoint, block_size, overlap, isl)
 
 
 def _drawn(tied: list[int], rng: random.Random) -> int:
