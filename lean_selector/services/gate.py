@@ -27,7 +27,7 @@ from lean_selector.http1.router import (
 )
 from lean_selector.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.wire.busy import overload_body
-from lean_selector.wire.prompt import PromptFields, binary_form, cutting_decoder
+from lean_selector.wire.prompt import PromptFields, binary_form, prompt_decoder
 from lean_selector.wire.scalars import U64_MAX
 from lean_selector.wire.selection import ErrorBody
 
@@ -107,7 +107,8 @@ class Gate:
         if answer[9] != _TWO or answer[11] != _ZERO:  # not 200, and no 2?0 else is used
             status = answer[9:12]
             meter.others[status] = meter.others.get(status, 0) + 1
-        return as_msgpack(answer) if _is_msgpack(request.accept) else answer
+        accept = request.headers.accept
+        return as_msgpack(answer) if accept is not None and _is_msgpack(accept) else answer
 
     def _failed(self, request: Request, meter: RouteMeter, error: Exception) -> bytes:
         """The answer to a request that a handler did not take."""
@@ -184,8 +185,11 @@ def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 
     read_binary = _binary_reader(binary) if binary is not body_type else None
 
     def answer(request: Request, param: bytes | None) -> Answer:
-        is_binary = read_binary is not None and _is_msgpack(request.content_type)
-        body = read_binary(request) if is_binary and read_binary else read(request)
+        kind = request.headers.content_type
+        if kind != JSON and read_binary is not None and _is_msgpack(kind):
+            body = read_binary(request)
+        else:
+            body = read(request)
         if isinstance(body, bytes):
             return body
         try:
@@ -223,12 +227,14 @@ def _reader(body_type: type[T]) -> Callable[[Request], T | bytes]:
     """
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
-        decode = cutting_decoder(decode)
+        decode = prompt_decoder(body_type)
 
     def read(request: Request) -> T | bytes:
-        refusal = _refused(request)
-        if refusal is not None:
-            return refusal
+        content_type = request.headers.content_type
+        if content_type != JSON or request.body_too_large or not request.body.isascii():
+            refusal = _refused(request)
+            if refusal is not None:
+                return refusal
         try:
             return decode(request.body)
         except msgspec.ValidationError:

@@ -7,7 +7,7 @@ their shape and otherwise ignored. Knows nothing of workers.
 
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -23,6 +23,7 @@ from lean_selector.wire.scalars import (
     check_u64,
     hashes_from_integers,
     hashes_from_json,
+    hashes_from_signed,
 )
 from lean_selector.wire.scope import Scoped
 
@@ -37,16 +38,18 @@ _CUT = b'"%b"' % secrets.token_hex(16).encode()
 _SHORT_LIST_BYTES = 1024  # some 50 hashes: decoding so few costs less than putting it off
 
 
-HashList = Raw | bytes | list[int] | None  # JSON text; packed; as MessagePack has it; null
-
-
-def _hash_list(fields: "PromptFields", name: str) -> HashList:
-    hashes: HashList = getattr(fields, name)
-    return hashes
+# How a body's form gives a hash list: as JSON text, a JSON list, MessagePack's array, or its bin.
+HashList = Raw | list[int] | tuple[int, ...] | bytes | None
+if TYPE_CHECKING:
+    _HashListField = HashList
+else:
+    _HashListField = Raw  # of a long JSON body; the other forms have types of their own
 
 
 def _packed(name: str, hashes: HashList) -> bytes:
     """The hashes, 8 bytes each; raises msgspec.ValidationError for what is no list of them."""
+    if isinstance(hashes, list):
+        return hashes_from_signed(name, hashes)
     if isinstance(hashes, Raw):
         return hashes_from_json(name, hashes)
     if isinstance(hashes, bytes):
@@ -90,8 +93,8 @@ class PromptFields(Scoped, kw_only=True):
     token_ids: list[U32] | None = None
     mm_routing_info: MmRoutingInfo | None = None
     block_mm_infos: list[BlockMmInfo | None] | None = None
-    block_hashes: Raw = _ABSENT  # read both through `_hash_list`: another form has another type
-    sequence_hashes: Raw = _ABSENT
+    block_hashes: _HashListField = _ABSENT
+    sequence_hashes: _HashListField = _ABSENT
     isl_tokens: NonNegative | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
@@ -108,26 +111,35 @@ class PromptFields(Scoped, kw_only=True):
 
 def binary_form(body_type: type[Any]) -> type[Any]:
     """The same body as MessagePack: hash lists are arrays of integers of either sign, or `bin`."""
-    hashes = bytes | list[int] | None
+    return _with_hash_lists(body_type, "Binary", bytes | tuple[int, ...] | None)
+
+
+def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[Any]:
     return msgspec.defstruct(
-        f"Binary{body_type.__name__}",
+        f"{prefix}{body_type.__name__}",
         [("block_hashes", hashes, None), ("sequence_hashes", hashes, None)],
         bases=(body_type,),
         kw_only=True,
     )
 
 
-def cutting_decoder(decode: Callable[[bytes | bytearray], T]) -> Callable[[bytes | bytearray], T]:
-    """`decode`, a decoder of PromptFields, made to read the block hashes of a long body once.
+def prompt_decoder(body_type: type[T]) -> Callable[[bytes | bytearray], T]:
+    """A JSON decoder for PromptFields that does what suits the length of the body.
 
-    They are cut out of the text before the rest is decoded, and decoded when the prompt is made;
-    otherwise the JSON parser walks over half of the body only to find its end. What stands in
-    their place is known to this process alone, so that nothing else can be taken for it.
+    The lists of a short one are decoded with it. The block hashes of a long one are cut out of the
+    text before the rest is parsed, and decoded when the prompt is made; otherwise the parser walks
+    over half of the body only to find its end. What stands in their place is known to this process
+    alone, so that nothing else can be taken for it.
     """
+    decode = msgspec.json.Decoder(body_type).decode
+    short_type: type[T] = _with_hash_lists(body_type, "Short", list[int] | None)
+    decode_short = msgspec.json.Decoder(short_type).decode
 
     def decode_cut(body: bytes | bytearray) -> T:
+        if len(body) < _LONG_BODY_BYTES:
+            return decode_short(body)
         start = body.find(_BLOCK_HASHES_KEY) + len(_BLOCK_HASHES_KEY)
-        if len(body) < _LONG_BODY_BYTES or start < len(_BLOCK_HASHES_KEY):
+        if start < len(_BLOCK_HASHES_KEY):
             return decode(body)
         if body[start] == 0x20:
             start += 1
@@ -139,6 +151,7 @@ def cutting_decoder(decode: Callable[[bytes | bytearray], T]) -> Callable[[bytes
         except (msgspec.DecodeError, UnicodeDecodeError):
             return decode(body)  # raises the same with the positions that the client knows
         assert isinstance(fields, PromptFields)
+        assert isinstance(fields.block_hashes, Raw)
         if bytes(fields.block_hashes) != _CUT:
             return decode(body)  # it was another field's part, or the key stands there again
         fields.block_hashes = Raw(bytes(body[start:end]))
@@ -155,12 +168,13 @@ def prompt_to_select(
     `whole` decodes the sequence hashes at once instead of on demand. Raises BadRequest in the
     documented words; msgspec.ValidationError for a wrong shape.
     """
-    prompt = _from_tokens(fields, block_size, is_eagle)
-    if prompt is not None:
-        if prompt.isl_tokens == 0:
-            raise BadRequest("isl_tokens must be greater than 0")
-        return prompt
-    hashes = _hash_list(fields, "block_hashes")
+    if fields.token_ids is not None or fields.mm_routing_info is not None:
+        prompt = _from_tokens(fields, block_size, is_eagle)
+        if prompt is not None:
+            if prompt.isl_tokens == 0:
+                raise BadRequest("isl_tokens must be greater than 0")
+            return prompt
+    hashes = fields.block_hashes
     if _is_absent(hashes):
         _check_ignored(fields, "sequence_hashes")
         raise BadRequest("block_hashes is required without token_ids")
@@ -187,7 +201,7 @@ def prompt_to_book(fields: PromptFields, block_size: int, is_eagle: bool) -> Pro
 
 def _hash_prompt(fields: PromptFields, local: bytes, whole: bool) -> Prompt:
     """The prompt of the hash form, with its sequence hashes decoded or to be decoded."""
-    hashes = _hash_list(fields, "sequence_hashes")
+    hashes = fields.sequence_hashes
     if _is_absent(hashes):
         raise BadRequest("sequence_hashes is required without token_ids")
     if whole or not isinstance(hashes, Raw) or len(memoryview(hashes)) < _SHORT_LIST_BYTES:
@@ -243,6 +257,6 @@ def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Promp
 
 def _check_ignored(fields: PromptFields, name: str) -> None:
     """A hash list that another form makes irrelevant must still be one."""
-    hashes = _hash_list(fields, name)
+    hashes: HashList = getattr(fields, name)
     if not _is_absent(hashes):
         _packed(name, hashes)

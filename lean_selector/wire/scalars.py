@@ -6,7 +6,7 @@ little-endian (the same bit pattern signed or unsigned). Conversion happens here
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -55,13 +55,18 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     except msgspec.DecodeError as error:
         text, path, rest = str(error).partition(" - at `$")
         raise msgspec.ValidationError(f"{text} - at `$.{field}{rest if path else '`'}") from None
+    return hashes_from_signed(field, hashes)
+
+
+def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
+    """Signed 64-bit hashes, packed; raises msgspec.ValidationError for one out of range."""
     try:
         return _packer(len(hashes))(*hashes)
     except struct.error:
         raise _out_of_range(field, hashes, 2**63) from None
 
 
-def hashes_from_integers(field: str, hashes: list[int]) -> bytes:
+def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
     """64-bit hashes of either sign, packed; raises msgspec.ValidationError for one out of range."""
     try:
         return _packer(len(hashes))(*hashes)
@@ -73,7 +78,7 @@ def hashes_from_integers(field: str, hashes: list[int]) -> bytes:
     )
 
 
-def _out_of_range(field: str, hashes: list[int], top: int) -> msgspec.ValidationError:
+def _out_of_range(field: str, hashes: Sequence[int], top: int) -> msgspec.ValidationError:
     at = next(i for i, value in enumerate(hashes) if not -(2**63) <= value < top)
     kind = "i64" if top == 2**63 else "i64 or u64"
     return msgspec.ValidationError(
