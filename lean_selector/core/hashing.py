@@ -14,6 +14,8 @@ from itertools import repeat
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 BASE_SEED = 1337
+# Marks a salt given to an engine: vLLM's events list it among other keys, as it was given.
+ENGINE_SALT_PREFIX = "dynamo-cache-salt:"
 _U64_MASK = (1 << 64) - 1
 # A step's slices are made by one unpack call; 64 keeps them in the first cache.
 _BLOCKS_PER_STEP = 64

@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 from msgspec.msgpack import Decoder
 
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 from lean_selector.core.kv_batch import (
     AllBlocksCleared,
     BlockRemoved,
@@ -45,7 +46,6 @@ from lean_selector.wire.kv_event_layouts import (
 _U64 = 2**64 - 1
 _DP_RANK_MAX = 2**32 - 1
 _DETAIL_CHARACTERS = 200  # of a peer's text, in what people are shown
-_SALT_PREFIX = "dynamo-cache-salt:"
 _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 # msgspec's only word about bytes after the first value; a test holds it to this text.
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
@@ -201,6 +201,8 @@ def _stored(
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
     mm_hashes = None
+    if salt is not None:  # its engine keeps it apart, but was given it marked all the same
+        salt = salt.removeprefix(ENGINE_SALT_PREFIX)
     if event.extra_keys:
         salt = salt or _salt_of(event.extra_keys[0])
         mm_hashes = _mm_hashes_of_keys(event.extra_keys)
@@ -265,8 +267,8 @@ def _is_remote(locality: object) -> bool:
 
 def _salt_of(keys: list[object] | None) -> str | None:
     for key in keys or ():
-        if isinstance(key, str) and key.startswith(_SALT_PREFIX):
-            return key[len(_SALT_PREFIX) :]
+        if isinstance(key, str) and key.startswith(ENGINE_SALT_PREFIX):
+            return key.removeprefix(ENGINE_SALT_PREFIX)
     return None
 
 

@@ -297,6 +297,7 @@ def test_media_are_tiers(medium: str | bytes | None, tier: Tier | None) -> None:
         ({"cache_salt": "s"}, "s"),
         ({"cache_salt": b"s"}, "s"),
         ({"cache_salt": ""}, None),
+        ({"cache_salt": "dynamo-cache-salt:s"}, "s"),
         ({"extra_keys": [["x", "dynamo-cache-salt:s"], None]}, "s"),
         ({"extra_keys": [["dynamo-cache-salt:s"]], "cache_salt": "t"}, "t"),
         ({"extra_keys": [["dynamo-cache-salt:"]]}, None),
