@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX
+
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # far above any chunk an engine writes, logprobs included
 DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
@@ -33,7 +35,11 @@ def completion_body(
     return_token_ids: bool = True,
     cache_salt: str | None = None,
 ) -> bytes:
-    """A streaming request. Later options win; those that are None are left out."""
+    """A streaming request. Later options win; those that are None are left out.
+
+    The salt goes out marked: from vLLM's events it could not be told from other keys otherwise,
+    and its blocks would be taken for blocks without a salt.
+    """
     body: dict[str, object] = {
         "model": model,
         "prompt": list(token_ids),
@@ -42,8 +48,8 @@ def completion_body(
     }
     if return_token_ids:
         body["return_token_ids"] = True
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
+    if cache_salt:
+        body["cache_salt"] = ENGINE_SALT_PREFIX + cache_salt
     for option in options:
         for name, value in (option or {}).items():
             if value is not None:

@@ -14,6 +14,7 @@ from lean_selector.client.completions import (
     MAX_EVENT_BYTES,
     CompletionStream,
     MalformedStream,
+    completion_body,
     error_text,
 )
 from lean_selector.client.errors import (
@@ -366,6 +367,10 @@ def test_discovery_asks_once_it_has_found_workers() -> None:
     fields = service_calls.prompt_fields([1] * 17, scope, None, None)
     assert fields["isl_tokens"] == 17
     assert len(fields["block_hashes"]) == 8  # type: ignore[arg-type] # bytes of one hash
+
+
+def test_an_empty_salt_is_no_salt() -> None:
+    assert "cache_salt" not in json.loads(completion_body([1], "m", cache_salt=""))
 
 
 def test_every_error_of_the_client_is_a_client_error() -> None:

@@ -103,7 +103,7 @@ def test_generate_sends_what_the_engine_understands(fleet: Fleet) -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "cache_salt": "s",
+            "cache_salt": "dynamo-cache-salt:s",
             "max_tokens": 1,
             "ignore_eos": True,
             "stop_token_ids": [2],
