@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from lean_selector import __version__
-from lean_selector.config import SELECTOR_OPTIONS, OneLineParser, add_options, selector_config
+from lean_selector.config import SELECTOR_OPTIONS, selector_config
+from lean_selector.options import OneLineParser, add_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

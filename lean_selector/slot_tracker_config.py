@@ -13,13 +13,11 @@ from lean_selector.config import (
     LISTEN_OPTIONS,
     REPLICA_OPTIONS,
     Listen,
-    Option,
     ReplicaConfig,
-    integer,
     listen_of,
     replica_of,
-    resolve,
 )
+from lean_selector.options import Option, integer, resolve
 
 SLOT_TRACKER_OPTIONS = (
     Option("--port", integer(0, 65535), 8091, "HTTP port; 0 takes a free one"),

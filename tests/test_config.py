@@ -7,13 +7,11 @@ import pytest
 
 from lean_selector.config import (
     SELECTOR_OPTIONS,
-    OneLineParser,
-    Option,
     SelectorConfig,
-    add_options,
     selector_config,
 )
 from lean_selector.core.settings import RouterSettings
+from lean_selector.options import OneLineParser, Option, add_options
 
 
 def configured(*flags: str, **environ: str) -> SelectorConfig:

@@ -81,7 +81,8 @@ ALLOWED: dict[str, set[str]] = {
     "sockets": {"sockets", "core", "wire", "metrics", "client"},
     "client": {"client", "wire", "core"},
     "publisher": {"wire", "core"},
-    "config": {"config", "core"},
+    "config": {"config", "core", "options"},
+    "options": {"core"},
     "metrics": {"metrics"},
 }
 

@@ -126,8 +126,12 @@ def start(
     Signals wait meanwhile: Python drops an exception that comes from its own hooks after a fork.
     """
 
+    parent = os.getpid()
+
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before it was asked for
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
         if cpus:
             os.sched_setaffinity(0, cpus)

@@ -51,6 +51,8 @@ def test_a_stopped_replica_holds_up_nobody_and_agrees_when_it_goes_on(
     finally:
         failing.process.send_signal(signal.SIGCONT)
     failing.shows(STAYS)
+    for member in others:
+        member.hears(failing, STAYS)  # a long stop may have cost a connection
     failing.free("stopped-0-stays")
     failing.free("stopped-1-stays")
     for member in members:
