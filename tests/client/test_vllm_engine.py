@@ -41,6 +41,7 @@ CACHED = BLOCKS * BLOCK_SIZE
 CAPACITY = 256  # blocks of each engine: more than one test fills by the way
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 START_S = 180.0
+STOP_S = 20.0
 
 pytestmark = [
     pytest.mark.engine,
@@ -74,6 +75,7 @@ class Engine:
         ]
         self._env = {
             **os.environ,
+            "TMPDIR": str(folder),  # its sockets stay behind
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -94,6 +96,10 @@ class Engine:
         try:
             yield self
         finally:
+            # Asked first: a killed engine leaves its shared memory behind.
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
