@@ -113,7 +113,7 @@ def percent_decode(segment: bytes) -> str:
     """A path parameter as text. Malformed escapes stay as they are; ValueError if it is not
     UTF-8.
     """
-    return unquote_to_bytes(segment).decode()
+    return (unquote_to_bytes(segment) if b"%" in segment else segment).decode()
 
 
 class RepeatedQueryField(ValueError):
