@@ -89,7 +89,7 @@ def test_every_example_answers_as_printed(
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"`(--[a-z-]+)[` ]", TEXT))))
 def test_flags_named_in_the_readme_exist(flag: str) -> None:
     options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS)
-    known = {option.flag for option in options} | {"--seconds", "--trace"}
+    known = {option.flag for option in options} | {"--seconds", "--trace", "--load-format"}
     assert flag in known
 
 

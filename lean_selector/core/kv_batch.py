@@ -27,13 +27,18 @@ class BlockStored(msgspec.Struct, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
-    """Blocks that the engine no longer holds on one tier."""
+    """Blocks that the engine no longer holds on one tier.
+
+    `events` in a row that differ in their blocks alone are one record: engines tell evictions
+    block by block.
+    """
 
     block_hashes: list[int]
     tier: Tier | None
     group_idx: int | None = None
     kind: str | None = None
     is_remote: bool = False
+    events: int = 1
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False):

@@ -150,10 +150,10 @@ class KvIngest:
         tier = event.tier
         reason = _objection(rank, event)
         if tier is None or reason is not None:
-            self.counts.skip("removed", reason or "unknown_medium")
+            self.counts.skip("removed", reason or "unknown_medium", event.events)
             return
         removed = self._index.remove(self.worker_id, dp_rank, tier, event.block_hashes)
-        self.counts.removed += 1
+        self.counts.removed += event.events
         self.counts.blocks_removed += removed
         salts = rank.salts.get(tier)
         if salts:

@@ -99,15 +99,36 @@ def _decode(payload: bytes | memoryview) -> EventBatch:
         return _decode_apart(payload)
     events: list[Event] = []
     skipped: list[SkippedEvent] = []
+    removal: BlockRemoved | None = None  # the last record, if it is one that may grow
+    medium: str | None = None  # and its
     for event in batch.events:
+        plain = _plain_removal(event)
+        if plain is not None and removal is not None and plain.medium == medium:
+            removal.block_hashes += _u64s(plain.block_hashes)
+            removal.events += 1
+            continue
         try:
             record = _stored(event, None, None) if type(event) is ArrayStored else _record(event)
         except ValueError as error:
             skipped.append(_skipped("BlockStored", error))
         else:
+            removal = None
             if record is not None:
                 events.append(record)
+            if plain is not None and isinstance(record, BlockRemoved):
+                removal, medium = record, plain.medium
     return EventBatch(_checked_rank(batch.dp_rank), events, skipped)
+
+
+def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
+    """The event, if it is a removal that says nothing but which blocks, and where they were."""
+    if isinstance(event, ArrayRemoved):
+        is_plain = event.group_idx is None and event.kind_or_locality is None
+        return event if is_plain else None
+    if isinstance(event, MapRemoved):
+        says_more = event.group_idx is not None or event.kv_cache_spec_kind is not None
+        return None if says_more or event.locality is not None else event
+    return None
 
 
 def _first_event_is_array(payload: bytes | memoryview) -> bool:

@@ -404,7 +404,21 @@ def test_arrays_and_maps_may_be_mixed() -> None:
 
 @pytest.mark.parametrize("events", [1, 15, 16, 17, 70_000])
 def test_batches_of_any_length_are_read(events: int) -> None:
-    assert len(decode(*[["BlockRemoved", []]] * events).events) == events
+    assert len(decode(*[["AllBlocksCleared"]] * events).events) == events
+
+
+def test_removals_in_a_row_that_differ_in_their_blocks_alone_are_one_record() -> None:
+    others = ["BlockRemoved", [9], None, 1], ["BlockRemoved", [9], "CPU"], ARRAY
+    for other in others:
+        batch = [["BlockRemoved", [1]], ["BlockRemoved", [2, -1]], other, ["BlockRemoved", [3]]]
+        first, between, last = decode(*batch).events
+        assert first == BlockRemoved([1, 2, 2**64 - 1], Tier.DEVICE, events=2)
+        assert between != first
+        assert last == BlockRemoved([3], Tier.DEVICE)
+    maps = [{**REMOVED, "block_hashes": [n]} for n in range(5)]
+    assert decode(*maps).events == [BlockRemoved(list(range(5)), Tier.DEVICE, events=5)]
+    local = {**REMOVED, "locality": "LOCAL"}
+    assert len(decode(REMOVED, local, REMOVED).events) == 3
 
 
 @given(st.sampled_from(PAYLOADS["payloads"]), st.data())
