@@ -1,6 +1,6 @@
 """Replicas under load while one of them fails, or while the wire between them does.
 
-    python loadtest/replica_faults.py [--fault stop|kill|mute|wire ...] [--seconds N] [--rate N]
+    python -m loadtest.replica_faults [--fault stop|kill|mute|wire ...] [--seconds N] [--rate N]
 
 Two slot trackers hear each other and a third member, the one that fails: stopped (SIGSTOP), killed
 and started again, each with and without catch-up, or a subscriber that never reads. Reports the

@@ -1,6 +1,6 @@
 """What replica sync costs: CPU per published and per applied event, ours beside the reference's.
 
-    python tests/bench/bench_replica_cost.py [--reference PYTHON] [--requests N] [--rounds N]
+    python -m tests.bench.bench_replica_cost [--reference PYTHON] [--requests N] [--rounds N]
 
 Publishing: the CPU of a selector per /select_and_reserve and DELETE, without replica sync and with
 it on and one peer reading, divided by the events. Applying: the CPU per event that a peer sends,
