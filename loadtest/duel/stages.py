@@ -111,15 +111,15 @@ def stages(plan: Plan) -> list[Stage]:
         return Case(f"select, {what}, {workers} workers", "select", blocks, prompts)
 
     traced = "trace prompts at 16"
-    # The trace has 12 031 requests; the index takes the first 600 or so, and no case may use one
-    # twice: prompts x rounds of a stage stay below 11 400, at 5 rounds (3 under open load).
+    # The trace has 12 031 requests; the index takes the first 600 to 900, and no case may use one
+    # twice: prompts x rounds of a stage stay below 11 000, at 5 rounds (3 under open load).
     short = [select(8, 16, 20_000), select(64, 16, 10_000), select(512, 16, 2_000)]
     long = [select(4_096, 16, 300), select(None, 16, 2_000)]
     mixed = [
         Case("lifecycle, 8 blocks, 16 workers", "lifecycle", 8, 8_000),
-        Case(f"lifecycle, {traced}, 16 workers", "lifecycle", None, 750),
-        Case(f"select while ingesting, {traced}, 16 workers", "select", None, 750, events=True),
-        Case(f"select as msgpack, {traced}, 16 workers", "msgpack", None, 750),
+        Case(f"lifecycle, {traced}, 16 workers", "lifecycle", None, 730),
+        Case(f"select while ingesting, {traced}, 16 workers", "select", None, 730, events=True),
+        Case(f"select as msgpack, {traced}, 16 workers", "msgpack", None, 730),
     ]
     fixed_name = f"select at a fixed rate while ingesting, {traced}, 16 workers"
     open_prompts = round(OPEN_RATE * plan.open_seconds)
