@@ -16,13 +16,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from lean_selector.core.replication import EventKind, ReplicaEvent
+from lean_selector.wire.messagepack import Hashes, Map, Reader, Value, turned_round
 
 TOPIC = b"dynamo.slot-tracker.v1"
 
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
 
-_MAX_DEPTH = 32  # of nested values; the schema needs 6, unknown keys may hold more
 _NANOS = 1_000_000_000
 
 
@@ -196,7 +196,7 @@ def _packed_hashes(raw: msgspec.Raw) -> bytes | None:
     if len(data) > 3 and data[0] == 0xDC:
         count = data[1] << 8 | data[2]
         if len(data) == 3 + 9 * count and data[3::9] == b"\xcf" * count:
-            return _turned_round(data, 3, count)
+            return turned_round(data, 3, count)
     if data == b"\xc0":
         return b""
     try:
@@ -206,126 +206,8 @@ def _packed_hashes(raw: msgspec.Raw) -> bytes | None:
     return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
-def _turned_round(data: bytes, start: int, count: int) -> bytes:
-    """`count` elements of `cf` and 8 bytes BE at `start`, as 8 bytes LE each."""
-    out = bytearray(8 * count)
-    end = start + 9 * count
-    for i in range(8):
-        out[i::8] = data[start + 8 - i : end : 9]
-    return bytes(out)
-
-
 # The tolerant path ------------------------------------------------------------------------------
 
-
-class _Map(msgspec.Struct):
-    pairs: list[tuple["_Value", "_Value"]]
-
-
-class _Hashes(msgspec.Struct):
-    """A long array of 9-byte integers, kept as 8 bytes LE each."""
-
-    packed: bytes
-
-
-class _Extension(msgspec.Struct):
-    """An ext value: only good for being ignored."""
-
-
-_Value = None | bool | int | float | str | bytes | list["_Value"] | _Map | _Hashes | _Extension
-
-
-class _Reader:
-    """Takes one MessagePack value apart, keeping repeated keys and telling str from bin."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
-
-    def value(self, depth: int = 0) -> "_Value":
-        """The next value; raises IndexError, struct.error or ValueError when there is none."""
-        if depth > _MAX_DEPTH:
-            raise ValueError("nested too deep")
-        tag = self.data[self.at]
-        self.at += 1
-        if tag < 0x80:
-            return tag
-        if tag >= 0xE0:
-            return tag - 256
-        if tag < 0x90:
-            return self._map(tag & 15, depth)
-        if tag < 0xA0:
-            return self._array(tag & 15, depth)
-        if tag < 0xC0:
-            return self._text(tag & 31)
-        if tag in _FIXED:
-            form = _FIXED[tag]
-            number: int | float = form.unpack_from(self.data, self.at)[0]
-            self.at += form.size
-            return number
-        if tag in _CONSTANTS:
-            return _CONSTANTS[tag]
-        if tag in (0xC4, 0xC5, 0xC6):
-            return self._take(self._size(tag - 0xC4))
-        if tag in (0xC7, 0xC8, 0xC9):
-            self._take(self._size(tag - 0xC7) + 1)
-            return _Extension()
-        if 0xD4 <= tag <= 0xD8:
-            self._take((1 << (tag - 0xD4)) + 1)
-            return _Extension()
-        if tag in (0xD9, 0xDA, 0xDB):
-            return self._text(self._size(tag - 0xD9))
-        if tag in (0xDC, 0xDD):
-            return self._array(self._size(tag - 0xDB), depth)
-        if tag in (0xDE, 0xDF):
-            return self._map(self._size(tag - 0xDD), depth)
-        raise ValueError("reserved tag c1")
-
-    def _size(self, power: int) -> int:
-        return int.from_bytes(self._take(1 << power), "big")
-
-    def _take(self, count: int) -> bytes:
-        taken = self.data[self.at : self.at + count]
-        if len(taken) != count:
-            raise ValueError("truncated")
-        self.at += count
-        return taken
-
-    def _text(self, count: int) -> str | bytes:
-        taken = self._take(count)
-        try:
-            return taken.decode()
-        except UnicodeDecodeError:
-            return taken  # harmless in a key or value that nobody reads
-
-    def _array(self, count: int, depth: int) -> "list[_Value] | _Hashes":
-        end = self.at + 9 * count
-        fits = count > 15 and end <= len(self.data)
-        if fits and self.data[self.at : end : 9] == b"\xcf" * count:
-            start, self.at = self.at, end
-            return _Hashes(_turned_round(self.data, start, count))
-        return [self.value(depth + 1) for _ in range(count)]
-
-    def _map(self, count: int, depth: int) -> _Map:
-        return _Map([(self.value(depth + 1), self.value(depth + 1)) for _ in range(count)])
-
-
-_FIXED = {
-    tag: struct.Struct(form)
-    for tag, form in {
-        0xCA: ">f",
-        0xCB: ">d",
-        0xCC: ">B",
-        0xCD: ">H",
-        0xCE: ">I",
-        0xCF: ">Q",
-        0xD0: ">b",
-        0xD1: ">h",
-        0xD2: ">i",
-        0xD3: ">q",
-    }.items()
-}
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 # Declaration orders: positional arrays and integer keys count in them.
 _ENVELOPE = ("model_name", "tenant_id", "block_size", "event")
@@ -344,12 +226,12 @@ _DURATION = ("secs", "nanos")
 
 def _tolerant_event(payload: bytes) -> ReplicaEvent:
     try:
-        return _event_from(_Reader(payload).value())  # bytes after the map are not looked at
+        return _event_from(Reader(payload).value())  # bytes after the map are not looked at
     except (ValueError, IndexError, KeyError, struct.error) as error:
         raise UndecodableFrames(f"{type(error).__name__}: {error}") from None
 
 
-def _event_from(value: "_Value") -> ReplicaEvent:
+def _event_from(value: Value) -> ReplicaEvent:
     envelope = _fields(value, _ENVELOPE, also=("routing_group",))
     event = _fields(envelope["event"], _EVENT)
     worker = _fields(event["worker"], _WORKER)
@@ -384,17 +266,15 @@ def _event_from(value: "_Value") -> ReplicaEvent:
     )
 
 
-def _fields(
-    value: "_Value", names: tuple[str, ...], also: tuple[str, ...] = ()
-) -> dict[str, "_Value"]:
+def _fields(value: Value, names: tuple[str, ...], also: tuple[str, ...] = ()) -> dict[str, Value]:
     """The known fields of a struct, which is a map or an array of exactly `names`."""
     if isinstance(value, list):
         if len(value) != len(names):
             raise ValueError(f"{len(value)} elements instead of {len(names)}")
         return dict(zip(names, value, strict=True))
-    if not isinstance(value, _Map):
+    if not isinstance(value, Map):
         raise ValueError("neither a map nor an array")
-    found: dict[str, _Value] = {}
+    found: dict[str, Value] = {}
     for key, item in value.pairs:
         name = _name(key, names)
         if name in found:
@@ -404,7 +284,7 @@ def _fields(
     return found
 
 
-def _name(key: "_Value", names: tuple[str, ...]) -> str:
+def _name(key: Value, names: tuple[str, ...]) -> str:
     """A key as text: an integer stands for the field or variant of that index."""
     if type(key) is int and key >= 0:
         return names[key] if key < len(names) else ""
@@ -415,9 +295,9 @@ def _name(key: "_Value", names: tuple[str, ...]) -> str:
     raise ValueError("a key that is no string")
 
 
-def _variant(value: "_Value") -> tuple[EventKind, "_Value"]:
-    payload: _Value = None
-    if isinstance(value, _Map):
+def _variant(value: Value) -> tuple[EventKind, Value]:
+    payload: Value = None
+    if isinstance(value, Map):
         if len(value.pairs) != 1:
             raise ValueError(f"{len(value.pairs)} keys in data")
         value, payload = value.pairs[0]
@@ -429,7 +309,7 @@ def _variant(value: "_Value") -> tuple[EventKind, "_Value"]:
     return _KIND[name], None
 
 
-def _hint(value: "_Value") -> tuple[int | None, float | None]:
+def _hint(value: Value) -> tuple[int | None, float | None]:
     """Tokens and expected duration in seconds of a prefill hint."""
     if value is None:
         return None, None
@@ -442,17 +322,17 @@ def _hint(value: "_Value") -> tuple[int | None, float | None]:
     return tokens, _unsigned(parts["secs"]) + _unsigned(parts["nanos"], 2**32) / _NANOS
 
 
-def _token_sequence(value: "_Value") -> bytes:
+def _token_sequence(value: Value) -> bytes:
     if value is None:
         return b""
-    if isinstance(value, _Hashes):
+    if isinstance(value, Hashes):
         return value.packed
     if not isinstance(value, bytes | list):  # in a bin, each byte is a hash
         raise ValueError("token_sequence is no array")
     return struct.pack(f"<{len(value)}Q", *(_unsigned(item) for item in value))
 
 
-def _string(value: "_Value") -> str:
+def _string(value: Value) -> str:
     if isinstance(value, bytes):
         return value.decode()
     if not isinstance(value, str):
@@ -460,7 +340,7 @@ def _string(value: "_Value") -> str:
     return value
 
 
-def _unsigned(value: "_Value", bound: int = 2**64) -> int:
+def _unsigned(value: Value, bound: int = 2**64) -> int:
     if type(value) is not int or not 0 <= value < bound:
         raise ValueError("not an unsigned integer in range")
     return value
