@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
+from lean_selector.http1.header_block import HeaderBlocks
 from lean_selector.http1.limits import HttpError, Limits
-from lean_selector.http1.reader import HeaderBlocks, Request, RequestReader
+from lean_selector.http1.reader import Request, RequestReader
 from lean_selector.http1.response import encode_response, with_connection, without_body
 
 log = logging.getLogger(__name__)

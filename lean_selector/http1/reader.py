@@ -15,13 +15,15 @@ exactly two spaces.
 """
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
-import httptools
-
 from lean_selector.http1.body import ChunkedBody, SizedBody
+from lean_selector.http1.header_block import (
+    CHUNKED,
+    HeaderBlock,
+    HeaderBlocks,
+    parse_header_block,
+)
 from lean_selector.http1.limits import HttpError as HttpError
 from lean_selector.http1.limits import Limits as Limits
 
@@ -33,7 +35,6 @@ _REQUEST_LINE: Final = re.compile(
 )
 _ABSOLUTE_FORM: Final = re.compile(rb"(?i:https?)://[^/]*+")
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)++")
-_VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 _METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
 
 # Header lines that differ from request to request, in the spellings that clients use, with a value
@@ -43,122 +44,8 @@ _VARYING: Final = re.compile(
     rb"([0-9A-Za-z._-]{1,128})(?=\r\n)"
 )
 
-_MAX_HEADERS = 100  # as hyper, under the reference, has it
 _MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
 _MAX_REMEMBERED_BLOCK_BYTES = 2048
-
-_CHUNKED = -1  # in place of a content length
-
-
-class HeaderBlock:
-    """What a version and a header section say. Read only: requests that repeat it share it."""
-
-    __slots__ = (
-        "accept",
-        "content_length",
-        "content_type",
-        "expects_continue",
-        "is_http10",
-        "keep_alive",
-        "traceparent",
-    )
-
-    def __init__(self, fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> None:
-        """`fields` by lower-case name, as llhttp let them through: lengths are digits."""
-        options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
-        self.is_http10 = is_http10
-        self.keep_alive = (
-            b"close" not in options
-            and (not is_http10 or b"keep-alive" in options)
-            and not is_upgrade  # not granted: answered as if it had not been asked for, then closed
-        )
-        self.content_type = fields.get(b"content-type")
-        self.accept = fields.get(b"accept")
-        self.traceparent = fields.get(b"traceparent")
-        is_chunked = b"transfer-encoding" in fields
-        self.content_length = _CHUNKED if is_chunked else int(fields.get(b"content-length", b"0"))
-        expect = fields.get(b"expect")
-        # RFC 9110 section 10.1.1: never of an HTTP/1.0 client.
-        self.expects_continue = (
-            expect is not None and not is_http10 and expect.lower() == b"100-continue"
-        )
-
-    def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
-        """The same section with other values in its varying lines; None if they need judging."""
-        block = HeaderBlock.__new__(HeaderBlock)
-        block.is_http10 = self.is_http10
-        block.keep_alive = self.keep_alive
-        block.content_type = self.content_type
-        block.accept = self.accept
-        block.traceparent = self.traceparent
-        block.content_length = self.content_length
-        block.expects_continue = self.expects_continue
-        for name, value in values:
-            if name[0] in b"cC":
-                if not value.isdigit() or len(value) > 15:
-                    return None
-                block.content_length = int(value)
-            elif name[0] in b"tT":
-                block.traceparent = value
-        return block
-
-
-# Judged sections: whole ones by their bytes, and what is left of one without its varying lines by
-# the pieces around those and their names, so that no two sections share a key.
-HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
-
-
-class _Collector:
-    """What httptools calls: it looks the callback up by name, as an attribute."""
-
-    __slots__ = ("on_header",)
-
-    def __init__(self, on_header: Callable[[bytes, bytes], object]) -> None:
-        self.on_header = on_header
-
-
-def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
-    """Judge `1.1 CRLF name: value CRLF ... CRLF CRLF`, the rest of a head after `HTTP/`."""
-    if not text.startswith((b"1.1\r\n", b"1.0\r\n")):
-        if _VERSION.match(text) is None:
-            return HttpError(400, "malformed request line")
-        return HttpError(505, "only HTTP/1.0 and HTTP/1.1 are supported")
-    is_http10 = text.startswith(b"1.0")
-    header_count = text.count(b"\r\n") - 2
-    if header_count > _MAX_HEADERS:
-        return HttpError(431, f"more than {_MAX_HEADERS} request headers")
-    first_values: dict[bytes, bytes] = {}
-    is_upgrade = False
-    head = b"POST / HTTP/" + text
-    try:
-        httptools.HttpRequestParser(_Collector(first_values.setdefault)).feed_data(head)
-    except httptools.HttpParserUpgrade:
-        is_upgrade = True
-    except httptools.HttpParserError as error:
-        return HttpError(400, f"malformed request header: {error}".replace('"', "'"))
-    fields = {name.lower(): value for name, value in first_values.items()}
-    if len(fields) != header_count:
-        fields = _merged_fields(head)
-    coding = fields.get(b"transfer-encoding")
-    if coding is not None:
-        if is_http10:  # RFC 9112 section 6.1: such framing is faulty
-            return HttpError(400, "transfer-encoding in an HTTP/1.0 request")
-        if coding.lower() != b"chunked":
-            return HttpError(501, "transfer-encoding is not supported, except chunked")
-    return HeaderBlock(fields, is_http10, is_upgrade)
-
-
-def _merged_fields(head: bytes) -> dict[bytes, bytes]:
-    """Fields of a head that repeats a name: the values are one list (RFC 9110 section 5.3)."""
-    fields: dict[bytes, bytes] = {}
-
-    def merge(name: bytes, value: bytes) -> None:
-        name = name.lower()
-        fields[name] = fields[name] + b", " + value if name in fields else value
-
-    with suppress(httptools.HttpParserUpgrade):
-        httptools.HttpRequestParser(_Collector(merge)).feed_data(head)
-    return fields
 
 
 class Request:
@@ -367,7 +254,7 @@ class RequestReader:
             # known.
             return self._cut_short(request, data, requests)
         self._request = request
-        self._body = ChunkedBody(limits) if length == _CHUNKED else SizedBody(length, limits)
+        self._body = ChunkedBody(limits) if length == CHUNKED else SizedBody(length, limits)
         self.is_unfinished = True
         self.wants_continue = self.notice = is_held_back
         return self._continue_body(data, at, requests)

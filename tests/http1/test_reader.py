@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.http1.reader import HeaderBlocks, Limits, Request, RequestReader
+from lean_selector.http1.header_block import HeaderBlocks
+from lean_selector.http1.reader import Limits, Request, RequestReader
 
 LIMITS = Limits(max_body_bytes=100, max_head_bytes=1000, max_discard_bytes=400)
 
