@@ -330,6 +330,8 @@ def selector_config(
             values["router_prefill_load_scale"] = weight
         if weight == 0.0 and (by_flag or args.router_kv_overlap_score_credit is None):
             values["router_kv_overlap_score_credit"] = 0.0
+    if values["indexer_peers"] and not values["use_kv_events"]:
+        warnings.append("--indexer-peers has no effect while KV events are off: there is no index")
     refresh = values["router_overlap_refresh_after_secs"]
     assert isinstance(refresh, float)
     router = {

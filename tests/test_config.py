@@ -161,6 +161,13 @@ def test_the_old_overlap_weight_sets_two_terms_and_warns(
     assert "deprecated" in warning
 
 
+def test_peers_to_recover_from_are_no_use_without_kv_events_and_that_is_said() -> None:
+    flags = ("--indexer-peers", "http://a:1")
+    assert configured(*flags).warnings == []
+    (warning,) = configured(*flags, "--use-kv-events", "false").warnings
+    assert "--indexer-peers" in warning
+
+
 def test_the_old_weight_in_the_environment_gives_way_to_a_flag() -> None:
     flags = ("--router-prefill-load-scale", "5", "--router-kv-overlap-score-credit", "0.5")
     config = configured(*flags, DYN_OVERLAP_SCORE_WEIGHT="0")
