@@ -1,4 +1,10 @@
-"""Session fixtures shared by all tests: interpreters that can run the reference services."""
+"""For all tests: how property tests draw, and interpreters that can run the reference services.
+
+A run of the suite draws the same examples each time, so that green means green wherever it is run:
+nothing is random, nothing is remembered from an earlier run, and no example is late. `--explore`
+is the other run, for finding things: fresh examples every time, many more of them. What it finds
+is mended and becomes an `@example` of its test.
+"""
 
 import os
 import subprocess
@@ -6,8 +12,56 @@ import venv
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 INSTALL_TIMEOUT_S = 600
+EXPLORE_TIMES = 20  # as many examples in an exploring run
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # it asks the clock
+)
+settings.register_profile(
+    "explore", settings.get_profile("repeatable"), derandomize=False, print_blob=True
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--explore",
+        action="store_true",
+        help=f"property tests draw fresh examples, {EXPLORE_TIMES} times as many as otherwise",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test is imported: what its `@settings(...)` leaves open comes from the profile.
+    settings.load_profile("explore" if config.getoption("--explore") else "repeatable")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test's own `max_examples` beats a profile's, so in an exploring run it is multiplied."""
+    if not config.getoption("--explore"):
+        return
+    grown: set[object] = set()
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.obj in grown:
+            continue
+        if not getattr(item.obj, "is_hypothesis_test", False):
+            continue
+        grown.add(item.obj)
+        if item.cls is not None and hasattr(item.cls, "settings"):  # a state machine's test case
+            item.cls.settings = _more(item.cls.settings)
+        else:
+            given = item.obj
+            given._hypothesis_internal_use_settings = _more(given._hypothesis_internal_use_settings)
+
+
+def _more(own: settings) -> settings:
+    return settings(own, max_examples=EXPLORE_TIMES * own.max_examples)
 
 
 def _reference(config: pytest.Config, version: str) -> Path:

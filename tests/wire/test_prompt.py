@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
@@ -428,8 +428,25 @@ def what_it_says(
     return plain(fields.block_hashes), plain(fields.sequence_hashes), fields.isl_tokens
 
 
+def plainly(parts: list[str], body: bytes) -> tuple[object, object, int | None] | str:
+    """What a body says that is read in the plainest way.
+
+    Of a member that is given again the last one counts. In a short body, where all hashes are read,
+    the earlier ones must still have the right shape.
+    """
+    said = what_it_says(decode, body)
+    if said != "not JSON" and len(body) < len(PAD):
+        alone = [what_it_says(decode, f"{{{part}}}".encode()) for part in parts]
+        return "wrong shape" if "wrong shape" in alone else said
+    return said
+
+
 @given(st.lists(members, max_size=4), st.sampled_from([PAD, "}"]))
+@example(['"block_hashes":"[1]"', '"block_hashes":[]'], "}")
+@example(['"block_hashes":"[1]"', '"block_hashes":[]'], PAD)
+@example(['"block_hashes":[1]', '"block_hashes":[1,2,3]'], PAD)
 def test_a_body_says_the_same_however_its_hashes_are_read(parts: list[str], end: str) -> None:
     body = ("{" + ",".join([*parts, '"y":1']) + end).encode()
-    assert what_it_says(prompt_decoder(PromptFields), body) == what_it_says(decode, body)
-    assert what_it_says(prompt_decoder(PromptFields), bytearray(body)) == what_it_says(decode, body)
+    expected = plainly(parts, body)
+    assert what_it_says(prompt_decoder(PromptFields), body) == expected
+    assert what_it_says(prompt_decoder(PromptFields), bytearray(body)) == expected
