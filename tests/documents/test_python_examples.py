@@ -1,4 +1,4 @@
-"""The examples of the README's section on the Python router API, run as printed.
+"""The Python examples of the documents, run as printed.
 
 Only the addresses are changed to those of the test. The five patterns are those of the router
 examples document: automatic, manual state, hierarchical probing, custom load-based, and least time
@@ -9,17 +9,31 @@ import ast
 import asyncio
 import inspect
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lean_selector.client import KvPushRouter, KvRouter
 from tests.client.fleet import MODEL, Fleet
+from tests.documents.pages import OURS, blocks
 from tests.running_service import RunningService
 
-README = Path(__file__).parents[2] / "README.md"
+FIRST = """\
+import asyncio
+from lean_selector import KvRouter
 
+async def main():
+    async with KvRouter("http://localhost:8092", block_size=16) as router:
+        stream = await router.generate(
+            token_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+            model="model-name",
+            stop_conditions={"max_tokens": 20},
+        )
+        async for chunk in stream:
+            print(chunk.get("text", ""), end="")
+
+asyncio.run(main())
+"""
 AUTOMATIC = """\
 import asyncio
 from lean_selector import KvPushRouter, KvRouterConfig
@@ -149,6 +163,7 @@ assert sequence_hashes(local) == [14643705804678351452, 4945711292740353085]
 assert block_hashes([1, 2, 3, 4], 4, lora_name="adapter") != local[:1]
 """
 EXAMPLES = [
+    FIRST,
     AUTOMATIC,
     MANUAL,
     HIERARCHICAL,
@@ -171,7 +186,7 @@ def fleet() -> Iterator[Fleet]:
 def code(example: str, **addresses: str) -> Any:
     for port, address in addresses.items():
         example = example.replace(f"http://localhost:{port[1:]}", address)
-    return compile(example, "<README>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    return compile(example, "<document>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 async def fragment(example: str, names: dict[str, Any], **addresses: str) -> dict[str, Any]:
@@ -183,7 +198,12 @@ async def fragment(example: str, names: dict[str, Any], **addresses: str) -> dic
 
 
 @pytest.mark.parametrize(
-    ("example", "says"), [(AUTOMATIC, "Generated 20 tokens: [1000, "), (TTFT, "Selected worker ")]
+    ("example", "says"),
+    [
+        (FIRST, " t0 t1 t2"),
+        (AUTOMATIC, "Generated 20 tokens: [1000, "),
+        (TTFT, "Selected worker "),
+    ],
 )
 def test_scripts(fleet: Fleet, example: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(code(example, _8092=fleet.endpoint), {})
@@ -265,6 +285,6 @@ def test_the_hashes() -> None:
     exec(code(HASHES), {})
 
 
-def test_the_readme_prints_these_examples() -> None:
-    text = README.read_text()
-    assert [example for example in EXAMPLES if example not in text] == []
+def test_every_example_of_a_document_is_one_of_these() -> None:
+    printed = [text for page in OURS.values() for kind, text in blocks(page) if kind == "python"]
+    assert sorted(printed) == sorted(EXAMPLES)

@@ -1,0 +1,171 @@
+"""What the documents and the code refer to is there: laws, sections, pages, routes, figures."""
+
+import http.client
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lean_selector.services.selection import SelectionService
+from lean_selector.services.slot_tracker import SlotTrackerService
+from tests.documents.pages import OURS, PAGES, ROOT
+from tests.running_service import RunningService
+
+TEXTS = {
+    **PAGES,
+    **{
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for part in ("lean_selector", "tests", "loadtest", "deploy", ".ci")
+        for path in sorted((ROOT / part).rglob("*"))
+        if path.suffix in {".py", ".md", ".yml", ".lua", ".sh", ""} and path.is_file()
+    },
+    "CHANGELOG.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+    "setup.cfg": (ROOT / "setup.cfg").read_text(encoding="utf-8"),
+    "tests/data/deviations.json": (ROOT / "tests/data/deviations.json").read_text(encoding="utf-8"),
+}
+SPEC = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/spec").glob("*.md")}
+ROUTE_PAGES = {
+    "README.md": "lean_selector",
+    "docs/reference/http-api.md": "lean_selector",
+    "docs/reference/slot-tracker-api.md": "lean_selector.slot_tracker",
+}
+
+
+# -- laws -----------------------------------------------------------------------------------------
+
+
+def decisions() -> list[int]:
+    return [int(n) for n in re.findall(r"^### D(\d+) ", PAGES["docs/decisions.md"], re.M)]
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    assert decisions() == list(range(1, len(decisions()) + 1))
+
+
+def cited_decisions() -> Iterator[tuple[str, int]]:
+    for name, text in TEXTS.items():
+        for found in re.finditer(r"\bD([1-9]\d?)\b(?! ?=)", text):
+            yield name, int(found[1])
+
+
+def test_every_decision_that_is_cited_is_written_down() -> None:
+    known = set(decisions())
+    cited = list(cited_decisions())
+    assert len(cited) > 100
+    assert sorted({(name, n) for name, n in cited if n not in known}) == []
+
+
+def sections(page: str) -> set[str]:
+    """Numbers of a page's headings, and of the items of its numbered lists below them."""
+    numbers, heading = set(), ""
+    for line in SPEC[page].split("\n"):
+        if found := re.match(r"#+ (?:Appendix )?([0-9A-Z](?:\.?\d+)*)[. ]", line):
+            heading = found[1]
+            numbers.add(heading)
+        elif found := re.match(r"(\d+)\. ", line):
+            numbers.add(f"{heading}.{found[1]}")
+    return numbers
+
+
+CITATION = re.compile(
+    r"\b(selection|indexer|slot_tracker|selection_16)\.md`?,? (?:sections? )?"
+    r"((?:\d+(?:\.\d+)*)(?:(?:, | and )\d+(?:\.\d+)*)*)"
+)
+
+
+def test_every_section_of_the_specification_that_is_cited_exists() -> None:
+    missing, seen = [], 0
+    for name, text in TEXTS.items():
+        for page, numbers in CITATION.findall(text):
+            for number in re.findall(r"\d+(?:\.\d+)*", numbers):
+                seen += 1
+                if number not in sections(f"{page}.md"):
+                    missing.append((name, f"{page}.md", number))
+    assert seen > 40
+    assert missing == []
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, "CHANGELOG.md", "loadtest/README.md"}))
+def test_links_lead_somewhere(page: str) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (ROOT / page).parent / path if path else ROOT / page
+        if not there.exists() or (
+            anchor and anchor not in anchors(there.read_text(encoding="utf-8"))
+        ):
+            dead.append(target)
+    assert dead == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page not in PAGES:
+            continue
+        reached.add(page)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", PAGES[page]):
+            there = ((ROOT / page).parent / target).resolve()
+            waiting.append(str(there.relative_to(ROOT)))
+    assert reached == set(PAGES)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", sorted(OURS))
+def test_files_named_in_the_documents_exist(page: str) -> None:
+    """`core/cost.py` is one of the package, `loadtest/versus.py` one of the project."""
+    named = set(re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+\.(?:py|md|json|yml|lua))`", OURS[page]))
+    homes = (ROOT, ROOT / "lean_selector", ROOT / "docs")
+    assert sorted(n for n in named if not any((home / n).exists() for home in homes)) == []
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", sorted(ROUTE_PAGES))
+def test_the_methods_of_each_route_are_those_that_are_allowed(page: str) -> None:
+    table = OURS[page].split("| route |")[1].split("\n\n")[0]
+    printed: dict[str, set[str]] = {}
+    for method, path in re.findall(r"`(GET|POST|PATCH|DELETE) (/[^`]*)`", table):
+        printed.setdefault(re.sub(r"{\w+}", "1", path), set()).add(method)
+    with RunningService(module=ROUTE_PAGES[page]) as service:
+        for path, methods in printed.items():
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
+            connection.request("TRACE", path)
+            answer = connection.getresponse()
+            assert answer.status == 405, path
+            assert set(answer.headers["allow"].split(",")) - {"HEAD"} == methods, path
+            connection.close()
+
+
+@pytest.mark.parametrize("page", sorted(ROUTE_PAGES))
+def test_no_route_is_missing(page: str) -> None:
+    if ROUTE_PAGES[page] == "lean_selector":
+        routes = SelectionService.__new__(SelectionService).routes()
+    else:
+        routes = SlotTrackerService.__new__(SlotTrackerService).routes()
+    assert [path for method, path, _ in routes if f"`{method} {path}`" not in OURS[page]] == []
+
+
+def test_no_document_names_a_path_of_a_machine() -> None:
+    private = re.compile(r"(?<![\w.])/(?:home|root|work)/")
+    assert [name for name, text in PAGES.items() if private.search(text)] == []
+
+
+def test_the_drawings_are_there() -> None:
+    assert Path(ROOT / "loadtest/figures.svg").is_file()
