@@ -6,6 +6,7 @@ Knows nothing of MessagePack or sockets. The applier has no way to publish and t
 apply, so an event cannot go round in circles.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
@@ -81,6 +82,9 @@ class ReplicaTarget(Protocol):
     def slots(self) -> Slots: ...
 
 
+_EarlyKey = tuple[str, str, str, int, int]  # model, tenant, request id, worker id, rank
+
+
 class _Early(msgspec.Struct, frozen=True, gc=False):
     kind: EventKind
     at: float
@@ -97,8 +101,9 @@ class ReplicaApplier:
         self.router_id = router_id
         self.counts = [[0] * len(Verdict) for _ in EventKind]
         self._lookup = lookup
-        # FREEs and PREFILL_COMPLETEs of unknown ids, oldest first; at most MAX_EARLY.
-        self._early: dict[tuple[str, str, int, str, int, int], _Early] = {}
+        # FREEs and PREFILL_COMPLETEs of unknown ids, oldest first; at most MAX_EARLY. An
+        # OrderedDict, because the oldest of a plain dict is behind all the holes of older ones.
+        self._early: OrderedDict[_EarlyKey, _Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
         """Apply one event heard at `now`; the first booking of an id wins."""
@@ -175,14 +180,16 @@ class ReplicaApplier:
         kind = before.kind if before is not None and before.kind is EventKind.FREE else event.kind
         early[key] = _Early(kind, now)
         while len(early) > MAX_EARLY or now - next(iter(early.values())).at > EARLY_MEMORY_S:
-            del early[next(iter(early))]
+            early.popitem(last=False)
 
 
-def _early_key(event: ReplicaEvent) -> tuple[str, str, int, str, int, int]:
+def _early_key(event: ReplicaEvent) -> _EarlyKey:
+    """Without the sender: whoever is called says that a request has ended, and its event comes by
+    another connection than the ADD of the replica that admitted the request.
+    """
     return (
         event.model_name,
         event.tenant_id,
-        event.router_id,
         event.request_id,
         event.worker_id,
         event.dp_rank,

@@ -3,6 +3,7 @@
 import itertools
 import random
 import struct
+from collections import OrderedDict
 
 import msgspec
 import pytest
@@ -210,15 +211,31 @@ def test_early_events_are_forgotten_after_a_while() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        changed(ADD, router_id=OTHER_PEER),
         changed(ADD, request_id="s"),
         changed(ADD, dp_rank=1),
     ],
 )
-def test_an_early_end_speaks_only_of_its_sender_request_and_worker(other: ReplicaEvent) -> None:
+def test_an_early_end_speaks_only_of_its_request_and_worker(other: ReplicaEvent) -> None:
     here = Replica()
     here.apply(FREE)
     assert here.apply(other) is Verdict.APPLIED
+
+
+def test_an_end_called_for_elsewhere_may_overtake_the_owners_admission() -> None:
+    owner, caller, third = Replica(OURS), Replica(PEER), Replica(OTHER_PEER)
+    owner.add()
+    caller.apply(owner.published[0])
+    caller.free()
+    assert third.apply(caller.published[0]) is Verdict.UNKNOWN_REQUEST
+    assert third.apply(owner.published[0]) is Verdict.FREED_EARLY
+    assert third.loads() == IDLE
+
+
+def test_a_completion_called_for_elsewhere_may_overtake_the_owners_admission() -> None:
+    here = Replica()
+    here.apply(changed(MARK, router_id=OTHER_PEER))
+    assert here.apply(ADD) is Verdict.APPLIED
+    assert here.loads() == (0, 3, 1)
 
 
 def test_early_events_delivered_twice_drop_the_admission_twice() -> None:
@@ -236,6 +253,11 @@ def test_the_memory_of_early_events_is_bounded_and_forgets_the_oldest() -> None:
     assert here.apply(changed(ADD, request_id="1")) is Verdict.FREED_EARLY
     here.apply(FREE, now=2 * EARLY_MEMORY_S)
     assert len(here.applier._early) == 1  # old ones go as new ones come
+
+
+def test_the_oldest_early_event_is_at_hand_however_many_went_before_it() -> None:
+    """Of a plain dict it is not: its first entry is sought behind the holes of all that went."""
+    assert isinstance(Replica().applier._early, OrderedDict)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([ADD, MARK, FREE])))
