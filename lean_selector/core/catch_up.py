@@ -5,6 +5,7 @@ bookings that have not arrived yet. Beyond the reference (decision D22); slot_tr
 number 7. Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
@@ -13,9 +14,9 @@ import msgspec
 from lean_selector.core.replication import EventKind, ReplicaEvent, ReplicaTarget, Verdict
 from lean_selector.core.slots import Reservation
 
-# How long after the start a booking may wait for its rank. Registration follows a start within
-# seconds where a control plane does it; after a minute it is a fault, and clients had time to end
-# what waits, unheard of where it is not booked.
+# How long a booking may wait for its rank. Registration follows a start within seconds where a
+# control plane does it; after a minute it is a fault, and clients had time to end what waits,
+# unheard of where it is not booked.
 HOLD_S = 60.0
 # Bookings that wait, and ids heard of: a 60 s backlog of 3 000 bookings a second. With prompts of
 # 64 blocks 150 MB when full.
@@ -43,6 +44,11 @@ class LiveBooking(msgspec.Struct, gc=False):
     touched_at: float  # in the clock of whoever holds this record
     lora_name: str | None = None
     expected_output_tokens: int | None = None
+
+
+class _Waiting(msgspec.Struct, frozen=True, gc=False):
+    booking: LiveBooking
+    until: float
 
 
 class Fate(IntEnum):
@@ -75,15 +81,17 @@ class CatchUp:
         self._router_id = router_id
         self._lookup = lookup
         self._copies_expire_s = copies_expire_s
-        self._waiting: dict[_Id, LiveBooking] = {}
-        self._by_rank: dict[_Rank, list[LiveBooking]] = {}  # with those that ended since
+        # Oldest first. OrderedDicts, because the oldest of a plain dict is behind all the holes of
+        # older ones.
+        self._waiting: OrderedDict[_Id, _Waiting] = OrderedDict()
+        self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; none is empty
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """A snapshot will come; what waits for its rank goes on waiting."""
+        """A snapshot will come; what waits for its rank goes on waiting, each for its own time."""
         self.ends_at = now + HOLD_S
         # Until the snapshot is in: ends and prefill completions heard, the oldest first.
-        self._noted: dict[tuple[_Id, int, int], EventKind] | None = {}
+        self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
 
     def fates(self) -> Iterator[tuple[Fate, int]]:
         """How many bookings met each fate that any met; WAITING are those that wait now."""
@@ -94,21 +102,24 @@ class CatchUp:
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
         """An event of a peer, with what became of it, or (None) one of ours."""
         booking_id = event.model_name, event.tenant_id, event.request_id
-        held = self._waiting.get(booking_id)
+        waiting = self._waiting.get(booking_id)
         if event.kind is EventKind.ADD:
-            if verdict in (Verdict.UNKNOWN_PARTITION, Verdict.RANK) and held is None:
-                self._wait(_booking_of(event, now))
+            if verdict in (Verdict.UNKNOWN_PARTITION, Verdict.RANK) and waiting is None:
+                self._wait(_booking_of(event, now), now)
             return
         if self._noted is not None:
             key = booking_id, event.worker_id, event.dp_rank
             if self._noted.get(key) is not EventKind.FREE:
                 self._noted[key] = event.kind
             if len(self._noted) > MAX_NOTED:
-                del self._noted[next(iter(self._noted))]
-        if held is None or (held.worker_id, held.dp_rank) != (event.worker_id, event.dp_rank):
+                self._noted.popitem(last=False)
+        if waiting is None:
+            return
+        held = waiting.booking
+        if (held.worker_id, held.dp_rank) != (event.worker_id, event.dp_rank):
             return
         if event.kind is EventKind.FREE:
-            del self._waiting[booking_id]
+            self._wait_no_more(held)
             self.counts[Fate.ENDED] += 1
         else:
             held.prefill_tokens, held.prefill_done, held.touched_at = 0, True, now
@@ -124,26 +135,38 @@ class CatchUp:
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Book what waits for ranks that are registered by now, at most `max_steps`; True: there
-        is more. Once `ends_at` has passed, what still waits is dropped.
+        """Book what waits for ranks that are registered by now, and drop what waited too long, at
+        most `max_steps` of them; True: there is more.
         """
+        steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)
             if target is None or (worker_id, dp_rank) not in target.slots.ranks:
                 continue
             while bookings:
-                if not max_steps:
+                if not steps_left:
                     return True
-                max_steps -= 1
-                booking = bookings.pop()
-                if self._waiting.get(_id_of(booking)) is booking:
-                    del self._waiting[_id_of(booking)]
-                    self.counts[self._book(target, booking, now)] += 1
+                steps_left -= 1
+                booking_id, booking = bookings.popitem()
+                del self._waiting[booking_id]
+                self.counts[self._book(target, booking, now)] += 1
             del self._by_rank[model_name, tenant_id, worker_id, dp_rank]
-        if now >= self.ends_at:
-            self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
-            self._waiting, self._by_rank = {}, {}
+        while self._waiting:
+            oldest = next(iter(self._waiting.values()))
+            if now < oldest.until:
+                break
+            if not steps_left:
+                return True
+            steps_left -= 1
+            self._wait_no_more(oldest.booking)
+            self.counts[Fate.NOT_REGISTERED] += 1
         return False
+
+    def give_up_waiting(self) -> None:
+        """Drop what waits: what becomes of it is not noted any longer."""
+        self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
+        self._waiting.clear()
+        self._by_rank.clear()
 
     def _take(self, booking: LiveBooking, now: float) -> Fate:
         if booking.router_id == self._router_id:
@@ -158,16 +181,24 @@ class CatchUp:
             return Fate.HELD
         target = self._lookup(booking.model_name, booking.tenant_id)
         if target is None or (booking.worker_id, booking.dp_rank) not in target.slots.ranks:
-            return self._wait(booking)
+            return self._wait(booking, now)
         return self._book(target, booking, now)
 
-    def _wait(self, booking: LiveBooking) -> Fate:
+    def _wait(self, booking: LiveBooking, now: float) -> Fate:
         if len(self._waiting) >= MAX_WAITING:
             return Fate.NOT_REGISTERED
-        self._waiting[_id_of(booking)] = booking
-        rank = booking.model_name, booking.tenant_id, booking.worker_id, booking.dp_rank
-        self._by_rank.setdefault(rank, []).append(booking)
+        booking_id = _id_of(booking)
+        self._waiting[booking_id] = _Waiting(booking, now + HOLD_S)
+        self._by_rank.setdefault(_rank_of(booking), {})[booking_id] = booking
         return Fate.WAITING
+
+    def _wait_no_more(self, booking: LiveBooking) -> None:
+        booking_id, rank = _id_of(booking), _rank_of(booking)
+        del self._waiting[booking_id]
+        of_rank = self._by_rank[rank]
+        del of_rank[booking_id]
+        if not of_rank:
+            del self._by_rank[rank]
 
     def _book(self, target: ReplicaTarget, booking: LiveBooking, now: float) -> Fate:
         if booking.block_size != target.block_size:
@@ -268,3 +299,7 @@ def _booking_of(event: ReplicaEvent, now: float) -> LiveBooking:
 
 def _id_of(booking: LiveBooking) -> _Id:
     return booking.model_name, booking.tenant_id, booking.request_id
+
+
+def _rank_of(booking: LiveBooking) -> _Rank:
+    return booking.model_name, booking.tenant_id, booking.worker_id, booking.dp_rank

@@ -67,7 +67,8 @@ class CatchingUp:
             await self._admit_waiting()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(again.wait(), LOOK_AGAIN_S)
-        self._catch_up.admit_waiting(time.monotonic(), 0)
+        if not again.is_set():
+            self._catch_up.give_up_waiting()
         if dropped := self._catch_up.counts[Fate.NOT_REGISTERED]:
             log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
 

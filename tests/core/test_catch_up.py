@@ -2,6 +2,7 @@
 
 import random
 import struct
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -257,11 +258,55 @@ def test_what_waited_too_long_is_dropped_and_counted() -> None:
     catch_up.take(booking("r"), 0.0)
     assert not catch_up.admit_waiting(HOLD_S - 1.0, 100)
     assert dict(catch_up.fates()) == {Fate.WAITING: 1}
-    assert not catch_up.admit_waiting(HOLD_S, 0)
+    assert catch_up.admit_waiting(HOLD_S, 0)
+    assert not catch_up.admit_waiting(HOLD_S, 1)
     assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
     here.register(1)
     catch_up.admit_waiting(HOLD_S, 100)
     assert not here.slots.reservations
+
+
+def test_a_catch_up_that_begins_again_prolongs_no_wait() -> None:
+    here, catch_up = starting(ranks=0)
+    catch_up.take(booking("old"), 0.0)
+    catch_up.begin_again(HOLD_S / 2)
+    catch_up.take(booking("young"), HOLD_S / 2)
+    assert not catch_up.admit_waiting(HOLD_S, 100)
+    assert dict(catch_up.fates()) == {Fate.WAITING: 1, Fate.NOT_REGISTERED: 1}
+    here.register(1)
+    catch_up.admit_waiting(HOLD_S, 100)
+    assert set(here.slots.reservations) == {"young"}
+
+
+def test_nothing_waits_once_ends_are_not_noted_any_longer() -> None:
+    here, catch_up = starting(ranks=0)
+    catch_up.take(booking("r"), 0.0)
+    catch_up.give_up_waiting()
+    here.register(1)
+    catch_up.admit_waiting(1.0, 100)
+    assert not here.slots.reservations
+    assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
+
+
+def test_a_booking_that_ends_while_it_waits_leaves_nothing_behind() -> None:
+    """On a worker that is never registered here, while peers come and go."""
+    here, catch_up = starting()
+    for n in range(1_000):
+        here.hear(event(EventKind.ADD, f"r{n}", worker_id=9, sequence_hashes=PROMPT))
+        here.hear(event(EventKind.FREE, f"r{n}", worker_id=9))
+        if n % 100 == 0:
+            catch_up.begin_again(here.now)
+            catch_up.snapshot_is_in()
+    assert dict(catch_up.fates()) == {Fate.ENDED: 1_000}
+    assert not catch_up._waiting
+    assert not catch_up._by_rank
+
+
+def test_what_came_first_is_at_hand_however_much_went_before_it() -> None:
+    """Of a plain dict it is not: its first entry is sought behind the holes of all that went."""
+    _, catch_up = starting()
+    assert isinstance(catch_up._waiting, OrderedDict)
+    assert isinstance(catch_up._noted, OrderedDict)
 
 
 def test_what_waits_and_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
