@@ -136,7 +136,7 @@ def test_parked_requests_are_told_that_the_service_stops(number: int) -> None:
 def test_a_second_signal_ends_it_at_once(number: int) -> None:
     with RunningService("--drain-secs", "3600") as service:
         half = Raw(service)
-        half.send("GET /health HTTP/1.1\r\n")
+        half.send("GET /health HTTP/1.1\r\nhost: x\r\n")
         wait_until(lambda: service.get("/health")[0] == 200, "the half request was read")
         stop_accepting(service, number)
         assert service.process.poll() is None
@@ -147,7 +147,7 @@ def test_a_second_signal_ends_it_at_once(number: int) -> None:
 def test_draining_takes_no_longer_than_it_may() -> None:
     with RunningService("--drain-secs", "0.1") as service:
         half = Raw(service)
-        half.send("GET /health HTTP/1.1\r\n")
+        half.send("GET /health HTTP/1.1\r\nhost: x\r\n")
         wait_until(lambda: service.get("/health")[0] == 200, "the half request was read")
         assert service.stop()[0] == 0
         half.close()

@@ -80,7 +80,8 @@ class HttpClient:
             raise ServiceError(f"not an http://host:port URL: {url}")
         self._host, self._port = parts.hostname, port
         self._idle: list[_Connection] = []
-        self._head_end = f" HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n".encode()
+        name = f"[{self._host}]" if ":" in self._host else self._host  # IPv6
+        self._head_end = f" HTTP/1.1\r\nhost: {name}:{self._port}\r\n".encode()
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body of the answer. body, if any, is sent as JSON.

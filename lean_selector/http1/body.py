@@ -13,7 +13,7 @@ from lean_selector.http1.limits import HttpError, Limits
 
 # 15 digits cannot overflow anything; no real chunk needs 8.
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")
-_TRAILER: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]++")
+_TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
 
 _MAX_LINE_BYTES = 4096
 # All chunk extensions of one body together; nobody uses them. The bound is node's, after

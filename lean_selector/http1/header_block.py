@@ -14,6 +14,12 @@ from lean_selector.http1.limits import HttpError
 
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 
+# RFC 9110 section 7.2, as far as characters go: a name, an IPv4 address or a bracketed one, and
+# perhaps a port. Empty is allowed: a client that has no name for us says so.
+_HOST: Final = re.compile(
+    rb"(?:\[[0-9A-Za-z:.~_%!$&'()*+,;=-]++\]|[0-9A-Za-z._~%!$&'()*+,;=-]*+)(?::[0-9]*+)?+"
+)
+
 _MAX_HEADERS = 100  # as hyper, under the reference, has it
 
 CHUNKED = -1  # in place of a content length
@@ -105,9 +111,16 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
         is_upgrade = True
     except httptools.HttpParserError as error:
         return HttpError(400, f"malformed request header: {error}".replace('"', "'"))
-    fields = {name.lower(): value for name, value in first_values.items()}
+    # llhttp leaves the blanks after a value, which are no part of it (RFC 9110 section 5.5).
+    fields = {name.lower(): value.strip(b" \t") for name, value in first_values.items()}
+    hosts = 1 if b"host" in fields else 0
     if len(fields) != header_count:
-        fields = _merged_fields(head)
+        fields, hosts = _merged_fields(head)
+    # RFC 9112 section 3.2. Two hosts are one request to two servers, for whoever reads the other.
+    if hosts > 1 or (hosts == 0 and not is_http10):
+        return HttpError(400, "exactly one host header is required")
+    if hosts and _HOST.fullmatch(fields[b"host"]) is None:
+        return HttpError(400, "malformed host header")
     coding = fields.get(b"transfer-encoding")
     if coding is not None:
         if is_http10:  # RFC 9112 section 6.1: such framing is faulty
@@ -117,14 +130,20 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
     return HeaderBlock(fields, is_http10, is_upgrade)
 
 
-def _merged_fields(head: bytes) -> dict[bytes, bytes]:
-    """Fields of a head that repeats a name: the values are one list (RFC 9110 section 5.3)."""
+def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
+    """Fields of a head that repeats a name: the values are one list (RFC 9110 section 5.3).
+
+    And how often `host` stands there, whose values are none.
+    """
     fields: dict[bytes, bytes] = {}
+    hosts = 0
 
     def merge(name: bytes, value: bytes) -> None:
-        name = name.lower()
+        nonlocal hosts
+        name, value = name.lower(), value.strip(b" \t")
+        hosts += name == b"host"
         fields[name] = fields[name] + b", " + value if name in fields else value
 
     with suppress(httptools.HttpParserUpgrade):
         httptools.HttpRequestParser(_Collector(merge)).feed_data(head)
-    return fields
+    return fields, hosts

@@ -10,8 +10,8 @@ Request smuggling needs two parties that disagree on where a request ends. Refus
 501, and the connection then closes: content-length beside transfer-encoding, any second
 content-length, a content-length that is not plain digits, any coding but a single "chunked",
 chunked in HTTP/1.0, folded header lines, space before a colon, bare CR or LF or NUL anywhere in a
-head, control characters in chunk extensions, chunk data not ended by CRLF, a request line without
-exactly two spaces.
+head, control characters in chunk extensions, chunk data not ended by CRLF, trailers that are no
+header lines, a request line without exactly two spaces, no host or two of them.
 """
 
 import re

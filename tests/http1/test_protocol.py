@@ -10,14 +10,14 @@ from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply
 from lean_selector.http1.reader import Limits, Request
 from lean_selector.http1.response import encode_response
 
-GET = b"GET /a HTTP/1.1\r\n\r\n"
-PARK = b"GET /park HTTP/1.1\r\n\r\n"
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
 MIB = 1024 * 1024
 
 
 def post(body: bytes, *lines: bytes, path: bytes = b"/a") -> bytes:
     length = b"content-length: %d" % len(body)
-    return b"\r\n".join((b"POST %b HTTP/1.1" % path, length, *lines, b"", body))
+    return b"\r\n".join((b"POST %b HTTP/1.1" % path, b"host: x", length, *lines, b"", body))
 
 
 def ok(path: bytes) -> bytes:
@@ -152,12 +152,14 @@ def test_pipelined_requests_are_answered_in_one_write(client: Client) -> None:
 
 
 def test_a_reply_resolved_at_once_needs_no_parking(client: Client) -> None:
-    assert client.send(b"GET /resolved HTTP/1.1\r\n\r\n" + GET) == ok(b"/resolved") + ok(b"/a")
+    assert client.send(b"GET /resolved HTTP/1.1\r\nhost: x\r\n\r\n" + GET) == ok(b"/resolved") + ok(
+        b"/a"
+    )
 
 
 def test_requests_behind_a_parked_one_wait_their_turn(client: Client) -> None:
     assert client.send(GET + PARK + GET) == ok(b"/a")
-    assert client.send(b"GET /b HTTP/1.1\r\n\r\n") == b""
+    assert client.send(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n") == b""
     assert len(client.handled) == 2
     client.parked[0].resolve(ok(b"/park"))
     assert client.transport.take() == ok(b"/park")
@@ -185,7 +187,7 @@ def test_many_requests_in_one_read_are_answered_over_several_turns(client: Clien
 
 
 def test_large_answers_end_a_pass_early(client: Client) -> None:
-    client.send(b"GET /large HTTP/1.1\r\n\r\n" * 4)
+    client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 4)
     assert len(client.handled) == 2
     client.run_soon()
     assert len(client.handled) == 4
@@ -193,7 +195,7 @@ def test_large_answers_end_a_pass_early(client: Client) -> None:
 
 def test_data_that_comes_between_two_turns_waits(client: Client) -> None:
     client.send(GET * 65)
-    assert client.send(b"GET /b HTTP/1.1\r\n\r\n") == b""
+    assert client.send(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n") == b""
     assert client.run_soon() == ok(b"/a") + ok(b"/b")
 
 
@@ -208,12 +210,14 @@ def test_a_reply_is_resolved_once(client: Client) -> None:
 
 
 def test_head_gets_no_body(client: Client) -> None:
-    answer = client.send(b"HEAD /a HTTP/1.1\r\n\r\n" + GET)
+    answer = client.send(b"HEAD /a HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
     assert answer == ok(b"/a").removesuffix(b'"/a"') + ok(b"/a")
 
 
 def test_connection_close_is_honoured(client: Client) -> None:
-    assert client.send(b"GET /a HTTP/1.1\r\nconnection: close\r\n\r\n") == closing(ok(b"/a"))
+    assert client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") == closing(
+        ok(b"/a")
+    )
     assert client.state == "closed"
 
 
@@ -225,13 +229,13 @@ def test_http10_closes_unless_asked_to_stay(client: Client) -> None:
 
 
 def test_an_upgrade_is_answered_normally_then_closed(client: Client) -> None:
-    upgrade = b"GET /a HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    upgrade = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
     assert client.send(upgrade) == closing(ok(b"/a"))
     assert client.state == "closed"
 
 
 def test_a_parked_request_may_be_the_last(client: Client) -> None:
-    client.send(b"GET /park HTTP/1.1\r\nconnection: close\r\n\r\n")
+    client.send(b"GET /park HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     client.parked[0].resolve(ok(b"/park"))
     assert client.transport.take() == closing(ok(b"/park"))
     assert client.state == "closed"
@@ -241,7 +245,7 @@ def test_a_fault_of_the_app_is_answered_500_and_logged(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        answer = client.send(b"GET /raise HTTP/1.1\r\n\r\n" + GET)
+        answer = client.send(b"GET /raise HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
     assert answer == encode_response(500, b'{"error":"internal error"}') + ok(b"/a")
     assert "a fault of ours" in caplog.text
 
@@ -304,13 +308,15 @@ def test_an_oversize_body_reaches_the_app_marked_as_such() -> None:
 
 def test_an_endless_body_is_answered_early_with_lingering() -> None:
     client = Client(Limits(max_body_bytes=10, max_discard_bytes=20))
-    assert client.send(b"POST /a HTTP/1.1\r\ncontent-length: 21\r\n\r\nxxx") == closing(ok(b"/a"))
+    assert client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 21\r\n\r\nxxx") == closing(
+        ok(b"/a")
+    )
     assert client.state == "half closed"
 
 
 # Expect: 100-continue.
 
-EXPECT = b"POST /a HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+EXPECT = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -475,7 +481,9 @@ def test_an_idle_connection_closes_after_its_time(client: Client) -> None:
     assert client.transport.take() == b""
 
 
-@pytest.mark.parametrize("start", [b"GET /a", b"POST /a HTTP/1.1\r\ncontent-length: 2\r\n\r\n"])
+@pytest.mark.parametrize(
+    "start", [b"GET /a", b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"]
+)
 def test_an_unfinished_request_gets_408(client: Client, start: bytes) -> None:
     client.connections.sweep(10.0)
     client.send(start)
@@ -496,7 +504,7 @@ def test_dripping_does_not_extend_the_time_of_a_head(client: Client) -> None:
 
 
 def test_a_large_body_has_time_in_proportion(client: Client) -> None:
-    client.send(b"POST /a HTTP/1.1\r\ncontent-length: 8000000\r\n\r\n" + bytes(MIB))
+    client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n" + bytes(MIB))
     client.connections.sweep(94.0)  # 30 s and 64 s for 1 MiB at 16 KiB/s
     assert client.state == "open"
     client.connections.sweep(94.1)
@@ -509,7 +517,7 @@ def test_a_parked_request_may_wait_as_long_as_the_app_likes(client: Client) -> N
     assert client.state == "open"
     client.parked[0].resolve(ok(b"/park"))
     client.connections.sweep(1e6 + 30.0)
-    assert client.send(b"ished HTTP/1.1\r\n\r\n") == ok(b"/park") + ok(b"/unfinished")
+    assert client.send(b"ished HTTP/1.1\r\nhost: x\r\n\r\n") == ok(b"/park") + ok(b"/unfinished")
 
 
 def test_a_client_that_takes_nothing_is_dropped(client: Client) -> None:
@@ -525,7 +533,7 @@ def test_a_client_that_takes_nothing_is_dropped(client: Client) -> None:
 
 def test_an_answer_that_closes_has_the_time_of_writing(client: Client) -> None:
     client.transport.high_water = 10_000
-    client.send(b"GET /a HTTP/1.1\r\nconnection: close\r\n\r\n")
+    client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     client.connections.sweep(30.0)
     assert client.state == "closed"
     client.connections.sweep(30.1)

@@ -12,12 +12,15 @@ from lean_selector.http1.reader import Limits, Request, RequestReader
 LIMITS = Limits(max_body_bytes=100, max_head_bytes=1000, max_discard_bytes=400)
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /select HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-CHUNKED = b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+POST = (
+    b"POST /select HTTP/1.1\r\nhost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 2\r\n\r\n{}"
+)
+CHUNKED = b"POST /c HTTP/1.1\r\nhost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def head(*lines: bytes) -> bytes:
-    return b"\r\n".join((b"POST /a HTTP/1.1", *lines, b"", b""))
+    return b"\r\n".join((b"POST /a HTTP/1.1", b"host: x", *lines, b"", b""))
 
 
 def read(*pieces: bytes, limits: Limits = LIMITS) -> tuple[list[Request], RequestReader]:
@@ -69,7 +72,7 @@ def test_a_request_carries_what_the_app_needs() -> None:
 
 
 def test_absent_parts_are_none() -> None:
-    (request,), _ = read(b"GET /health HTTP/1.1\r\n\r\n")
+    (request,), _ = read(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (request.query, request.content_type, request.accept, request.traceparent) == (None,) * 4
     assert request.body == b""
 
@@ -100,13 +103,13 @@ def test_repeated_headers_are_one_list() -> None:
     ],
 )
 def test_targets(target: bytes, path: bytes, query: bytes | None) -> None:
-    (request,), _ = read(b"GET " + target + b" HTTP/1.1\r\n\r\n")
+    (request,), _ = read(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (request.path, request.query) == (path, query)
 
 
 @pytest.mark.parametrize("method", [b"PATCH", b"FOO", b"get", b"M-SEARCH", b"CONNECT", b"PURGE"])
 def test_any_method_reaches_the_app_which_knows_the_allowed_ones(method: bytes) -> None:
-    requests, _ = read(method + b" /health HTTP/1.1\r\n\r\n" + GET)
+    requests, _ = read(method + b" /health HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
     assert [request.method for request in requests] == [method, b"GET"]
 
 
@@ -124,7 +127,7 @@ def test_any_method_reaches_the_app_which_knows_the_allowed_ones(method: bytes) 
 )
 def test_keep_alive(version: bytes, connection: bytes | None, keep_alive: bool) -> None:
     lines = b"" if connection is None else b"connection: " + connection + b"\r\n"
-    (request,), reader = read(b"GET / HTTP/" + version + b"\r\n" + lines + b"\r\n")
+    (request,), reader = read(b"GET / HTTP/" + version + b"\r\nhost: x\r\n" + lines + b"\r\n")
     assert request.keep_alive is keep_alive
     assert request.is_http10 is (version == b"1.0")
     assert reader.is_finished is not keep_alive
@@ -149,13 +152,13 @@ def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes)
     [
         pytest.param(400, b"GET\r\n\r\n", id="no target"),
         pytest.param(400, b"GET /a\r\n\r\n", id="no version"),
-        pytest.param(400, b"GET  /a HTTP/1.1\r\n\r\n", id="two spaces"),
-        pytest.param(400, b"GET /a b HTTP/1.1\r\n\r\n", id="space in the target"),
-        pytest.param(400, b"GET /a\rb HTTP/1.1\r\n\r\n", id="bare CR in the target"),
+        pytest.param(400, b"GET  /a HTTP/1.1\r\nhost: x\r\n\r\n", id="two spaces"),
+        pytest.param(400, b"GET /a b HTTP/1.1\r\nhost: x\r\n\r\n", id="space in the target"),
+        pytest.param(400, b"GET /a\rb HTTP/1.1\r\nhost: x\r\n\r\n", id="bare CR in the target"),
         pytest.param(400, b"GET /a HTTP/1.1 \r\n\r\n", id="space after the version"),
         pytest.param(400, b"GET /a HTTP/1.1\n\n\r\n\r\n", id="bare LF"),
         pytest.param(400, b"GET /a FTP/1.1\r\n\r\n", id="another protocol"),
-        pytest.param(400, b"G(T /a HTTP/1.1\r\n\r\n", id="not a token"),
+        pytest.param(400, b"G(T /a HTTP/1.1\r\nhost: x\r\n\r\n", id="not a token"),
         pytest.param(400, b"\x16\x03\x01\x02\x00", id="TLS hello"),
         pytest.param(400, b"nonsense\r\n" + b"x" * 3000, id="not a request line, and long"),
         pytest.param(505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", id="HTTP/2 preface"),
@@ -219,8 +222,14 @@ def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes)
         pytest.param(400, CHUNKED + b"3;" + b"x" * 5000, id="endless extension"),
         pytest.param(400, CHUNKED + (b"1;" + b"x" * 3000 + b"\r\na\r\n") * 6, id="many extensions"),
         pytest.param(400, CHUNKED + b"0\r\na\0b\r\n\r\n", id="NUL in a trailer"),
+        pytest.param(400, CHUNKED + b"0\r\nno colon\r\n\r\n", id="trailer without a colon"),
+        pytest.param(400, CHUNKED + b"0\r\n: a\r\n\r\n", id="trailer without a name"),
+        pytest.param(400, CHUNKED + b"0\r\na : b\r\n\r\n", id="space before a trailer's colon"),
+        pytest.param(400, CHUNKED + b"0\r\na: b\r\n c: d\r\n\r\n", id="folded trailer"),
         pytest.param(431, CHUNKED + b"0\r\n" + b"a: b\r\n" * 300, id="endless trailers"),
-        pytest.param(414, b"GET /" + b"a" * 1000 + b" HTTP/1.1\r\n\r\n", id="target too long"),
+        pytest.param(
+            414, b"GET /" + b"a" * 1000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", id="target too long"
+        ),
         pytest.param(414, b"GET /" + b"a" * 1000, id="unfinished target too long"),
         pytest.param(431, head(b"a: " + b"b" * 1000), id="header section too large"),
         pytest.param(431, head(b"a: " + b"b" * 1000)[:-2], id="unfinished section too large"),
@@ -233,7 +242,7 @@ def test_refused_in_one_piece_and_byte_by_byte(status: int, data: bytes) -> None
 
 
 def test_a_hundred_headers_are_enough() -> None:
-    (request,), _ = read(head(*[b"a: b"] * 100))
+    (request,), _ = read(head(*[b"a: b"] * 99))  # and the host
     assert request.path == b"/a"
 
 
@@ -309,7 +318,7 @@ def test_received_bytes_tells_how_far_an_unfinished_request_is() -> None:
     reader = RequestReader(LIMITS)
     reader.feed(b"POST /a HT")
     assert (reader.received_bytes, reader.is_unfinished) == (10, True)
-    reader.feed(b"TP/1.1\r\ncontent-length: 5\r\n\r\nabc")
+    reader.feed(b"TP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nabc")
     assert (reader.received_bytes, reader.is_unfinished) == (3, True)
     reader.feed(b"de")
     assert (reader.received_bytes, reader.is_unfinished) == (0, False)
@@ -390,6 +399,78 @@ def test_a_known_section_does_not_lend_its_judgement_to_a_bad_length(
     assert reader.error.status == 400
 
 
+# One host, as RFC 9112 section 3.2 asks.
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        b"x",
+        b"",
+        b"selector:8092",
+        b"127.0.0.1:8092",
+        b"[::1]:8092",
+        b"[fe80::1%25eth0]",
+        b"lean_selector.svc.cluster.local",
+        b"%2Frun%2Fselector.sock",
+        b"x:",
+        b"x  ",
+    ],
+)
+def test_a_host_in_any_form_that_a_url_may_have_is_taken(host: bytes) -> None:
+    (request,), _ = read(b"GET /a HTTP/1.1\r\nhost: " + host + b"\r\n\r\n")
+    assert request.path == b"/a"
+
+
+def test_http10_needs_no_host() -> None:
+    (request,), _ = read(b"GET /a HTTP/1.0\r\n\r\n")
+    assert request.is_http10
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(b"", id="none"),
+        pytest.param(b"a: b\r\nA: c\r\n", id="none, and a name twice"),
+        pytest.param(b"host: x\r\nhost: x\r\n", id="one twice"),
+        pytest.param(b"Host: x\r\nhost: y\r\n", id="two"),
+        pytest.param(b"host: a b\r\n", id="a blank within"),
+        pytest.param(b"host: a/b\r\n", id="a path"),
+        pytest.param(b"host: a:b\r\n", id="a port that is no number"),
+        pytest.param(b"host: ::1\r\n", id="IPv6 without brackets"),
+        pytest.param(b"host: [::1\r\n", id="a bracket left open"),
+        pytest.param(b"host: u@x\r\n", id="a user"),
+    ],
+)
+def test_no_host_or_two_or_a_malformed_one_is_refused(lines: bytes) -> None:
+    assert refusal(b"GET /a HTTP/1.1\r\n" + lines + b"\r\n") == 400
+
+
+def test_two_hosts_are_refused_of_an_http10_client_too() -> None:
+    assert refusal(b"GET /a HTTP/1.0\r\nhost: x\r\nHost: x\r\n\r\n") == 400
+
+
+# Blanks after a value are no part of it.
+
+
+def test_blanks_after_a_value_do_not_count() -> None:
+    (request,), _ = read(
+        b"POST /a HTTP/1.1\r\nhost: x \r\ntransfer-encoding: chunked  \r\n"
+        b"content-type: application/json \r\ntraceparent: 00-1\t\r\n\r\n"
+        b"1\r\na\r\n0\r\n\r\n"
+    )
+    assert (bytes(request.body), request.content_type, request.traceparent) == (
+        b"a",
+        b"application/json",
+        b"00-1",
+    )
+
+
+def test_a_length_with_blanks_after_it_is_a_length() -> None:
+    (request,), _ = read(head(b"content-length: 3 ") + b"abc")
+    assert request.body == b"abc"
+
+
 # Any valid stream, cut anywhere, gives the same requests.
 
 bodies = st.binary(max_size=130)
@@ -411,15 +492,21 @@ def messages(draw: st.DrawFn) -> bytes:
     lines, body = draw(header_lines), draw(bodies)
     framing = draw(st.sampled_from(["none", "sized", "chunked"]))
     if framing == "none":
-        return start + b" HTTP/1.1\r\n" + lines + b"\r\n"
+        return start + b" HTTP/1.1\r\nhost: x\r\n" + lines + b"\r\n"
     if framing == "sized":
-        return start + b" HTTP/1.1\r\n" + lines + b"content-length: %d\r\n\r\n" % len(body) + body
+        return (
+            start
+            + b" HTTP/1.1\r\nhost: x\r\n"
+            + lines
+            + b"content-length: %d\r\n\r\n" % len(body)
+            + body
+        )
     step = draw(st.integers(1, 50))
     chunks = [body[i : i + step] for i in range(0, len(body), step)]
     encoded = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
     trailer = draw(st.sampled_from([b"", b"t: 1\r\n"]))
     return (
-        start + b" HTTP/1.1\r\n" + lines + b"Transfer-Encoding: chunked\r\n\r\n"
+        start + b" HTTP/1.1\r\nhost: x\r\n" + lines + b"Transfer-Encoding: chunked\r\n\r\n"
         + encoded + b"0\r\n" + trailer + b"\r\n"
     )  # fmt: skip
 

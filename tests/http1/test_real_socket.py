@@ -111,7 +111,7 @@ async def until(claim: Callable[[], bool]) -> None:
 def test_pipelined_requests_come_back_in_order() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        writer.write(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % i for i in range(1000)))
+        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % i for i in range(1000)))
         bodies = [(await answer(reader))[2] for _ in range(1000)]
         assert bodies == [b"/%d 0" % i for i in range(1000)]
 
@@ -121,11 +121,16 @@ def test_pipelined_requests_come_back_in_order() -> None:
 def test_expect_100_continue() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        writer.write(b"POST /a HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n")
+        writer.write(
+            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+        )
         assert (await answer(reader))[0] == 100
         writer.write(b"hello")
         assert (await answer(reader))[2] == b"/a 5"
-        writer.write(b"POST /a HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 9000000\r\n\r\n")
+        writer.write(
+            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+            b"content-length: 9000000\r\n\r\n"
+        )
         status, head, _ = await answer(reader)
         assert status == 413
         assert b"connection: close" in head
@@ -137,7 +142,7 @@ def test_expect_100_continue() -> None:
 def test_a_chunked_body() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        writer.write(b"POST /a HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(20):
             writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
             await writer.drain()
@@ -152,7 +157,9 @@ def test_a_chunked_body() -> None:
 def test_a_body_around_the_limit(size: int, status: int) -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        writer.write(b"POST /a HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + bytes(size) + GET)
+        writer.write(
+            b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + bytes(size) + GET
+        )
         assert (await answer(reader))[0] == status
         assert (await answer(reader))[0] == 200
 
@@ -163,7 +170,7 @@ def test_a_client_that_is_still_sending_can_read_why_it_was_refused() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
         # Answered at once, with 9 MiB of the body still on their way: a close would reset them.
-        writer.write(b"POST /a HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\n")
+        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
         for _ in range(9):
             writer.write(bytes(MIB))
             await writer.drain()
@@ -204,7 +211,7 @@ def test_an_idle_connection_is_closed() -> None:
 def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
     async def test(server: Server) -> None:
         _, writer = await server.connect()
-        writer.write(b"GET /park HTTP/1.1\r\n\r\n" + GET)
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
         parked = await server.parked.get()
         assert not server.hung_up.is_set()
         if how == "close":
@@ -224,7 +231,7 @@ def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
 def test_a_parked_request_is_answered_before_those_behind_it() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        writer.write(GET + b"GET /park HTTP/1.1\r\n\r\n" + GET)
+        writer.write(GET + b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
         parked = await server.parked.get()
         assert (await answer(reader))[2] == b"/a 0"
         parked.resolve(encode_response(200, b"at last"))
@@ -248,7 +255,7 @@ def test_a_client_that_half_closes_gets_all_its_answers(requests: int) -> None:
 def test_a_client_that_does_not_read_holds_back_its_own_requests_only() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        writer.write(b"GET /large HTTP/1.1\r\n\r\n" * 50)
+        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 50)
         await until(lambda: server.handled > 0)
         other_reader, other_writer = await server.connect()
         for _ in range(100):
@@ -267,7 +274,7 @@ def test_draining_finishes_what_is_parked() -> None:
         idle_writer.write(GET)
         await answer(idle_reader)
         reader, writer = await server.connect()
-        writer.write(b"GET /park HTTP/1.1\r\n\r\n")
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
         parked = await server.parked.get()
         server.connections.start_draining()
         assert await idle_reader.read() == b""
