@@ -199,7 +199,7 @@ class RequestReader:
         names, values = parts[1::3], parts[2::3]
         shape = (*parts[::3], *names)
         known = self._blocks.get(shape)
-        if known is not None and len(set(names)) == len(names):
+        if known is not None:
             varied = known.varied(list(zip(names, values, strict=True)))
             if varied is not None:
                 if len(names) == 1 and varied.traceparent is None:
@@ -210,7 +210,10 @@ class RequestReader:
             self._fail(block)
             return None
         if len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
-            self._remember(shape if names else text, block)
+            if not names:
+                self._remember(text, block)
+            elif _each_stands_once(names, text):
+                self._remember(shape, block)
         return block
 
     def _remember(self, key: bytes | tuple[bytes, ...], block: HeaderBlock) -> None:
@@ -294,6 +297,12 @@ class RequestReader:
         self._request = self._body = None
         self._head.clear()
         self.is_unfinished = self.wants_continue = self.notice = False
+
+
+def _each_stands_once(names: list[bytes], text: bytes) -> bool:
+    """Whether no line cut out of a section has a namesake, with which it would be one list."""
+    lines = text.lower()
+    return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
 
 
 def _origin_form(target: bytes) -> bytes:

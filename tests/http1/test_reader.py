@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.http1.header_block import HeaderBlocks
@@ -397,6 +397,36 @@ def test_a_known_section_does_not_lend_its_judgement_to_a_bad_length(
     assert reader.feed(head(*lines) + b"b") == []
     assert reader.error is not None
     assert reader.error.status == 400
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                b"traceparent: 00-aa-bb-01",
+                b"Traceparent: has blanks",
+                b"Traceparent: 00-cc-dd-01",
+                b"traceParent: 00-ee-ff-01",
+                b"Content-Length: 0",
+                b"content-length: 0 ",
+                b"X-Request-Id: 1",
+                b"X-Request-ID: 2",
+                b"accept: a/b",
+            ]
+        ),
+        max_size=4,
+    )
+)
+@example([b"traceparent: 00-aa-bb-01", b"Traceparent: has blanks"])
+@example([b"traceparent: 00-aa-bb-01", b"Traceparent: 00-cc-dd-01"])
+def test_the_same_bytes_say_the_same_however_often_they_come(lines: list[bytes]) -> None:
+    blocks: HeaderBlocks = {}
+    said = []
+    for _ in range(3):
+        reader = RequestReader(LIMITS, blocks)
+        requests = reader.feed(head(*lines))
+        said.append(([seen(request) for request in requests], reader.error is None))
+    assert said[0] == said[1] == said[2]
 
 
 # One host, as RFC 9112 section 3.2 asks.
