@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from lean_selector.config import ReplicaConfig
 from lean_selector.core.catch_up import CatchUp, Fate, LiveBooking, live_booking
+from lean_selector.core.expiry import REPLICA_GRACE_S
 from lean_selector.core.replication import (
     EventKind,
     ReplicaApplier,
@@ -23,7 +24,6 @@ from lean_selector.core.replication import (
     ReplicaTarget,
     Verdict,
 )
-from lean_selector.core.trackers import REPLICA_GRACE_S
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
 from lean_selector.sockets.catch_up import AGAIN_S, CatchingUp

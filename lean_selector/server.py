@@ -28,13 +28,14 @@ from lean_selector.core.inspection import established
 from lean_selector.core.kv_index import KvIndex
 from lean_selector.core.replication import ReplicaEvent
 from lean_selector.core.selector import Selector
+from lean_selector.expiry_sweep import ExpirySweep
 from lean_selector.http1.protocol import App, Connections, HttpProtocol
 from lean_selector.http1.reader import Limits
 from lean_selector.http1.response import date_header
 from lean_selector.replicas import ReplicaPlane
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.dump_answers import DumpAnswers
-from lean_selector.services.lifecycle_log import SelectorLog, log_expired
+from lean_selector.services.lifecycle_log import SelectorLog
 from lean_selector.services.load_metrics import replica_families
 from lean_selector.services.observed import Observation, observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
@@ -46,7 +47,6 @@ from lean_selector.sockets.replica import ReplicaSyncError
 log = logging.getLogger("lean_selector.server")
 
 TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
-EXPIRY_STEPS = 1000  # per tick and partition: about a millisecond of work
 BACKLOG = 1024
 # One SUB per worker rank, and beside it a DEALER while a rank replays.
 MAX_ZMQ_SOCKETS = 65_536
@@ -127,9 +127,16 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
 
     lifecycle = SelectorLog(selector)
 
+    def expire(now: float, max_steps: int) -> int:
+        expired = selector.expire(now, max_steps)
+        lifecycle.expired(expired)
+        return len(expired)
+
+    expiry = ExpirySweep(expire, selector.arrived, loop.call_soon)
+
     def tick(now: float) -> None:
+        expiry.begin()
         lifecycle.look()
-        log_expired(selector.expire(now, EXPIRY_STEPS))
         selector.admit_waiting(now)
 
     def refuse_new() -> None:
@@ -138,6 +145,7 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
         selector.refuse_parked(Unavailable(SHUTDOWN))
 
     async def close() -> None:
+        expiry.stop()
         await subscriptions.close()
         if plane is not None:
             await plane.close()

@@ -3,6 +3,7 @@
 Only wires, as `server` does for the selector (decision D14 for the stop).
 """
 
+import asyncio
 import logging
 
 import uvloop
@@ -10,10 +11,10 @@ import uvloop
 from lean_selector import logs
 from lean_selector.core.replication import ReplicaEvent
 from lean_selector.core.trackers import Trackers
+from lean_selector.expiry_sweep import ExpirySweep
 from lean_selector.http1.limits import Limits
 from lean_selector.replicas import ReplicaPlane
 from lean_selector.server import (
-    EXPIRY_STEPS,
     HttpServer,
     StartError,
     new_zmq_context,
@@ -75,13 +76,19 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
 
     lifecycle = TrackerLog(trackers)
 
-    def tick(now: float) -> None:
+    def expire(now: float, max_steps: int) -> int:
+        expired = len(trackers.expire(now, max_steps))
+        lifecycle.expired(expired)
+        return expired
+
+    expiry = ExpirySweep(expire, trackers.arrived, asyncio.get_running_loop().call_soon)
+
+    def tick(_: float) -> None:
+        expiry.begin()
         lifecycle.look()
-        expired = trackers.expire(now, EXPIRY_STEPS)
-        if expired:
-            log.info("reservations expired", extra={"count": len(expired)})
 
     async def close() -> None:
+        expiry.stop()
         if plane is not None:
             await plane.close()
 

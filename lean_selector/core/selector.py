@@ -24,6 +24,7 @@ from lean_selector.core.errors import (
     Unavailable,
     rank_text,
 )
+from lean_selector.core.expiry import Expiry
 from lean_selector.core.explain import explained
 from lean_selector.core.kv_index import KvIndex
 from lean_selector.core.parking import Parked
@@ -51,8 +52,6 @@ from lean_selector.core.settings import RouterSettings, Terms, terms
 from lean_selector.core.slots import RankLoad, Reservation
 
 U64_MAX = 2**64 - 1
-# Copies that peers admitted outlive the limit by this much: their owner expires them first (D12).
-REPLICA_GRACE_S = 60.0
 # Load can fall with no event, and a request can be parked only because others were: whoever has
 # waited this long is looked at again by the clock. The reference does so every 60 s.
 RECHECK_AFTER_S = 2.0
@@ -95,6 +94,7 @@ class Selector:
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.events = events
+        self._expiry: Expiry[Partition] = Expiry(settings.reservation_expiry_s)
         self._republish_after_s = republish_after_s(settings.reservation_expiry_s)
         self._rng = rng
         self._new_index = new_index
@@ -498,14 +498,20 @@ class Selector:
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
-        """Drops what was not touched for too long, at most `max_steps` per partition."""
-        limit = self.settings.reservation_expiry_s
+        """Drops what was not touched for too long, at most `max_steps` in all.
+
+        As many as max_steps: call again, there may be more.
+        """
         gone = []
-        for partition in list(self.catalog.partitions.values()):
-            expired = partition.slots.expire(now, limit, limit + REPLICA_GRACE_S, max_steps)
+        for partition, expired in self._expiry.expire(
+            list(self.catalog.partitions.values()), now, max_steps
+        ):
             for reservation in expired:
                 gone.append((partition, reservation))
                 self._ended(partition, reservation)
-            if expired:
-                self.admit_parked(partition, now)
+            self.admit_parked(partition, now)
         return gone
+
+    def arrived(self) -> int:
+        """Requests booked, here and by peers, in all partitions that there are."""
+        return sum(partition.slots.arrived for partition in self.catalog.partitions.values())

@@ -125,6 +125,7 @@ class Slots:
         "_trie",
         "bits",
         "booked",
+        "copied",
         "decaying_ranks",
         "dropped",
         "expired",
@@ -148,12 +149,18 @@ class Slots:
         self.decaying_ranks = 0
         # Of requests admitted here, ever: booked = live + freed + expired + dropped with a rank.
         self.booked = self.freed = self.expired = self.dropped = 0
+        self.copied = 0  # copies of what peers admitted, ever
         self._trie = PromptTrie()
         self._heard_at = 0.0
         # Ordered by touch, oldest first. Two, because their limits differ; OrderedDict, because
         # taking the oldest of a plain dict steps over every hole that earlier removals left.
         self._local_by_touch: OrderedDict[str, Reservation] = OrderedDict()
         self._copies_by_touch: OrderedDict[str, Reservation] = OrderedDict()
+
+    @property
+    def arrived(self) -> int:
+        """Requests that were ever put here, by whomever."""
+        return self.booked + self.copied
 
     def live_counts(self) -> tuple[int, int]:
         """Active requests admitted here, and copies of what peers admitted."""
@@ -229,6 +236,7 @@ class Slots:
             self.booked += 1
             self._local_by_touch[request_id] = reservation
         else:
+            self.copied += 1
             self._copies_by_touch[request_id] = reservation
         self._heard_at = now
         if prefill_tokens and (prefill_duration_s is not None or rank.decay is not None):
@@ -324,23 +332,29 @@ class Slots:
     def expire(
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
     ) -> list[Reservation]:
-        """Release at most `max_steps` requests untouched for more than their limit, oldest first.
+        """Release at most `max_steps` requests untouched for more than their limit.
 
-        Returns them. As many as max_steps: call again, there may be more.
+        The longest overdue first, so that neither kind waits behind the other. Returns them. As
+        many as max_steps: call again, there may be more.
         """
         self._heard_at = now
         expired: list[Reservation] = []
-        for by_touch, limit_s in (
-            (self._local_by_touch, local_limit_s),
-            (self._copies_by_touch, replica_limit_s),
-        ):
-            while by_touch and len(expired) < max_steps:
-                oldest = next(iter(by_touch.values()))
-                if now - oldest.touched_at <= limit_s:
-                    break
-                self.expired += oldest.router_id is None
-                self._release(oldest, now)
-                expired.append(oldest)
+        local, copies = self._local_by_touch, self._copies_by_touch
+        while len(expired) < max_steps:
+            longest, overdue_s = None, 0.0
+            if local:
+                oldest = next(iter(local.values()))
+                if (late_s := now - oldest.touched_at - local_limit_s) > 0.0:
+                    longest, overdue_s = oldest, late_s
+            if copies:
+                oldest = next(iter(copies.values()))
+                if now - oldest.touched_at - replica_limit_s > overdue_s:
+                    longest = oldest
+            if longest is None:
+                break
+            self.expired += longest.router_id is None
+            self._release(longest, now)
+            expired.append(longest)
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import msgspec
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
+from lean_selector.core.expiry import Expiry
 from lean_selector.core.replication import ReplicaEvents, republish_after_s
 from lean_selector.core.slots import RankLoad, Reservation, Slots
 
 MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
 MAX_ISL_TOKENS = 2**53 - 1  # D6
 RESERVATION_EXPIRY_S = 300.0  # D12
-REPLICA_GRACE_S = 60.0  # copies outlive the limit by this, since their owner ends them (D12)
 _RANK_LIMIT = 2**32 - 1  # ranks are u32, and dp_start + dp_size must be one too
 _U64_MAX = 2**64 - 1
 
@@ -85,7 +85,7 @@ class Trackers:
         reservation_expiry_s: float = RESERVATION_EXPIRY_S,
     ) -> None:
         self.events = events
-        self._expiry_s = reservation_expiry_s
+        self._expiry: Expiry[Tracker] = Expiry(reservation_expiry_s)
         self._republish_after_s = republish_after_s(reservation_expiry_s)
         self._trackers: dict[tuple[str, str], Tracker] = {}
 
@@ -204,18 +204,20 @@ class Trackers:
             self.events.freed(tracker, reservation)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
-        """Drop requests that nothing was heard of for too long, at most `max_steps` per tracker.
+        """Drop requests that nothing was heard of for too long, at most `max_steps` in all.
 
-        Peers hear of those admitted here. As many as max_steps of one tracker: call again.
+        Peers hear of those admitted here. As many as max_steps: call again, there may be more.
         """
         gone: list[Reservation] = []
-        for tracker in self._trackers.values():
-            expired = tracker.slots.expire(
-                now, self._expiry_s, self._expiry_s + REPLICA_GRACE_S, max_steps
-            )
+        trackers = list(self._trackers.values())
+        for tracker, expired in self._expiry.expire(trackers, now, max_steps):
             self._dropped(tracker, expired)
             gone += expired
         return gone
+
+    def arrived(self) -> int:
+        """Requests booked, here and by peers, in all trackers that there are."""
+        return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------
 

@@ -31,10 +31,21 @@ class SelectorLog:
         self._selector = selector
         self._workers: dict[int, Worker] = {}
         self._shedding: dict[tuple[str, str], _Shedding] = {}
+        self._expired: Counter[tuple[str, str]] = Counter()
+
+    def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
+        """A slice of what nothing was heard of for too long; said at the next look."""
+        for partition, _ in expired:
+            self._expired[partition.model_name, partition.tenant_id] += 1
 
     def look(self) -> None:
+        """One line for a change, and one per model and tenant for what expired since."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
+        for (model, tenant_id), count in self._expired.items():
+            fields = {"model": model, "tenant_id": tenant_id, "count": count}
+            _log.info("reservations expired", extra=fields)
+        self._expired.clear()
 
     def _look_at_workers(self, workers: Mapping[int, Worker]) -> None:
         before = self._workers
@@ -98,6 +109,11 @@ class TrackerLog:
     def __init__(self, trackers: Trackers) -> None:
         self._trackers = trackers
         self._workers: set[WorkerRow] = set()
+        self._expired = 0
+
+    def expired(self, count: int) -> None:
+        """A slice of what nothing was heard of for too long; said at the next look."""
+        self._expired += count
 
     def look(self) -> None:
         workers = set(self._trackers.workers())
@@ -107,11 +123,6 @@ class TrackerLog:
             for row in self._workers - workers:
                 _log.info("worker removed", extra=msgspec.structs.asdict(row))
             self._workers = workers
-
-
-def log_expired(expired: Iterable[tuple[Partition, Reservation]]) -> None:
-    """One line per model and tenant for what a tick dropped."""
-    scopes = Counter((partition.model_name, partition.tenant_id) for partition, _ in expired)
-    for (model, tenant_id), count in scopes.items():
-        fields = {"model": model, "tenant_id": tenant_id, "count": count}
-        _log.info("reservations expired", extra=fields)
+        if self._expired:
+            _log.info("reservations expired", extra={"count": self._expired})
+            self._expired = 0

@@ -7,6 +7,7 @@ import pytest
 
 from lean_selector.core import inspection
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
+from lean_selector.core.expiry import REPLICA_GRACE_S
 from lean_selector.core.kv_index import Tier
 from lean_selector.core.parking import Parked
 from lean_selector.core.prompt import Prompt
@@ -14,7 +15,6 @@ from lean_selector.core.replication import REPUBLISH_AFTER_S
 from lean_selector.core.selection import Placement
 from lean_selector.core.selector import (
     RECHECK_AFTER_S,
-    REPLICA_GRACE_S,
     U64_MAX,
 )
 from tests.driven_selector import DrivenSelector, pack, prompt_of
@@ -593,6 +593,20 @@ def test_expiry_is_done_in_bounded_steps() -> None:
         driven.reserve(f"r{number}")
     driven.now = 20.0
     assert [len(driven.selector.expire(driven.now, 2)) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_the_steps_of_expiry_are_shared_by_all_partitions(two_models: DrivenSelector) -> None:
+    for number in range(9):
+        two_models.reserve(f"r{number}")
+    two_models.reserve("quiet", (2, 0), key=("m", "default"))
+    two_models.now = 301.0
+    gone = [
+        {held.request_id for _, held in two_models.selector.expire(two_models.now, 4)}
+        for _ in range(4)
+    ]
+    assert [len(step) for step in gone] == [4, 4, 2, 0]
+    assert "quiet" in gone[0] | gone[1]
+    assert two_models.selector.arrived() == 10
 
 
 def test_copies_outlive_the_limit_and_expire_without_a_word() -> None:

@@ -235,6 +235,22 @@ def test_expiry_takes_bounded_steps_oldest_touch_first(slots: Slots) -> None:
     assert steps == [["r1", "r2"], ["r3", "r0"], ["r4"], []]
 
 
+def test_copies_expire_however_many_local_ones_are_overdue(slots: Slots) -> None:
+    for n in range(3):
+        slots.book(f"copy{n}", 1, 0, packed(), 1, float(n), router_id=9)
+    for n in range(9):
+        slots.book(f"local{n}", 1, 0, packed(), 1, 60.0 + n)
+    steps = [[r.request_id for r in slots.expire(1000.0, 300.0, 360.0, 2)] for _ in range(3)]
+    assert steps == [["local0", "copy0"], ["local1", "copy1"], ["local2", "copy2"]]
+
+
+def test_what_arrived_is_counted_whoever_admitted_it(slots: Slots) -> None:
+    slots.book("own", 1, 0, packed(), 1, 0.0)
+    slots.book("copy", 1, 0, packed(), 1, 0.0, router_id=9)
+    slots.free("own")
+    assert (slots.arrived, slots.booked) == (2, 1)
+
+
 def test_starts_no_prompt_takes_hashes_of_either_form(slots: Slots) -> None:
     slots.book("a", 1, 0, packed(-22, 7), 1, 0.0)
     for known in (-22, 2**64 - 22, packed(-22), packed(-22, 99)):

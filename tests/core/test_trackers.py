@@ -372,6 +372,18 @@ def test_expiry_takes_bounded_steps() -> None:
     assert [len(trackers.expire(301.0, 2)) for _ in range(3)] == [2, 2, 1]
 
 
+def test_no_tracker_waits_for_anothers_backlog() -> None:
+    trackers = ready()
+    trackers.register(WorkerRow(1, "other", "default", 16, 0, 1))
+    for n in range(9):
+        add(trackers, str(n))
+    trackers.add("other", "default", "quiet", 1, 0, b"", 1, 0.0)
+    gone = [{held.request_id for held in trackers.expire(301.0, 4)} for _ in range(4)]
+    assert [len(step) for step in gone] == [4, 4, 2, 0]
+    assert "quiet" in gone[0] | gone[1]
+    assert trackers.arrived() == 10
+
+
 def test_what_an_unregistered_worker_takes_along_is_told_if_it_was_admitted_here() -> None:
     here, there = Replica(OURS), Replica(PEER)
     add(here.trackers, "ours")

@@ -9,9 +9,9 @@ import struct
 
 import pytest
 
+from lean_selector.core.expiry import REPLICA_GRACE_S
 from lean_selector.core.replication import ReplicaApplier, ReplicaEvent, ReplicaEvents, Verdict
 from lean_selector.core.trackers import (
-    REPLICA_GRACE_S,
     RESERVATION_EXPIRY_S,
     Tracker,
     Trackers,

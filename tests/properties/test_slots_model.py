@@ -267,7 +267,12 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             ]
             for copies, age in ((False, LOCAL_LIMIT_S), (True, REPLICA_LIMIT_S))
         ]
-        expected = (due[0] + due[1])[:max_steps]
+        limits = {False: LOCAL_LIMIT_S, True: REPLICA_LIMIT_S}
+
+        def due_at(i: str) -> float:
+            return self.live[i].touched_at + limits[self.live[i].is_replica]
+
+        expected = sorted(due[0] + due[1], key=due_at)[:max_steps]  # the longest overdue first
         gone = self.slots.expire(self.now, LOCAL_LIMIT_S, REPLICA_LIMIT_S, max_steps)
         assert [r.request_id for r in gone] == expected
         for request_id in expected:
