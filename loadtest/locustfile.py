@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+import gevent
 import msgspec
 from locust import FastHttpUser, between, events, task
 from locust.argument_parser import LocustArgumentParser
@@ -345,7 +346,7 @@ def begin(environment: Environment, **_: object) -> None:
     except SetupError as error:
         print(f"locustfile: {error}")
         environment.process_exit_code = 1
-        environment.runner.quit()
+        gevent.spawn(environment.runner.quit)  # once the start that we are in has ended
 
 
 @events.test_stop.add_listener  # type: ignore[untyped-decorator]  # locust's

@@ -84,6 +84,6 @@ def test_one_class_of_users_has_to_be_named() -> None:
 
 
 def test_a_service_that_is_not_there_is_told_in_one_line() -> None:
-    run = locust("SelectionUser", "--host", "http://127.0.0.1:9", "-u", "1", "-t", "1s")
+    run = locust("SelectionUser", "--host", "http://127.0.0.1:9", "-u", "1", "-t", "60s")
     assert run.returncode == 1
     assert "locustfile: http://127.0.0.1:9: " in run.stdout
