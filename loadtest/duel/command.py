@@ -22,11 +22,12 @@ import msgspec
 
 from loadtest.duel import index_stages, report
 from loadtest.duel.accounting import machine
+from loadtest.duel.cases import Plan, stages
 from loadtest.duel.drawing import draw
 from loadtest.duel.load import LoadFailed
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import Results
-from loadtest.duel.stages import Plan, StageRun, stages
+from loadtest.duel.stages import StageRun
 from loadtest.duel.targets import TargetError, ours, references
 
 TRACE_VARIABLE = "LEAN_SELECTOR_TRACE"

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 
 from lean_selector.core.kv_index import KvIndex, Tier
+from loadtest.duel.cases import Plan
 from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
 from loadtest.duel.load import RequestFile, closed_load, open_load
 from loadtest.duel.prompts import Prompt, Prompts, select_request
 from loadtest.duel.results import Results, latencies
-from loadtest.duel.stages import Plan
 from loadtest.duel.targets import Service, Target
 
 WORKERS = 16

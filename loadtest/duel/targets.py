@@ -1,7 +1,6 @@
-"""The services under comparison as child processes: where they come from, their life, their cost.
+"""The services under comparison as child processes: their command lines, their life, their cost.
 
-Owns the installation of a reference into a virtual environment of its own, kept between runs. A
-child dies with this process however that ends, SIGKILL included. Ask `accounting` for the figures.
+A child dies with this process however that ends, SIGKILL included. `accounting` has the figures.
 """
 
 import contextlib
@@ -15,10 +14,8 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-import venv
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +27,9 @@ from lean_selector import __version__
 from lean_selector.demo.http_client import ServiceError
 from lean_selector.demo.service_process import HOST, START_TIMEOUT_S, check_port, service_command
 from loadtest.duel.accounting import Footprint, cpu_ns, footprint
+from loadtest.reference import NotInstalled, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = "ai-dynamo-runtime"
-INSTALL_TIMEOUT_S = 900
 ANSWER_TIMEOUT_S = 60.0
 # Below those that the system hands out for connections and engines' sockets, from 32 768 on: one of
 # them could take a port between our look and the service's bind.
@@ -68,7 +64,10 @@ def ours() -> Target:
 def references(text: str) -> list[Target]:
     """A version or a command line, once quiet and once with its default logging."""
     if re.fullmatch(r"\d+(\.\w+)+", text):
-        python = str(installed(text))
+        try:
+            python = str(interpreter(text))
+        except NotInstalled as error:
+            raise TargetError(str(error)) from None
         name, command = text, [python, "-m", "dynamo.select_service", "--port", "{port}"]
     else:
         command = shlex.split(text)
@@ -76,29 +75,6 @@ def references(text: str) -> list[Target]:
         if not any("{port}" in part for part in command):
             raise TargetError(f"the command of a reference must name {{port}}: {text}")
     return [Target(f"{name} warn", command, log="warn"), Target(f"{name} default log", command)]
-
-
-def installed(version: str) -> Path:
-    """An interpreter that can run this version, installed now unless it is given or cached."""
-    if given := os.environ.get("LEAN_SELECTOR_REFERENCE_" + version.replace(".", "")):
-        return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = cache / "lean-selector" / f"reference-{version}"
-    python = home / "bin" / "python"
-    if not (home / "installed").exists():
-        print(f"installing {PACKAGE} {version} into {home}", file=sys.stderr, flush=True)
-        venv.create(home, with_pip=True, clear=True)
-        result = subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", f"{PACKAGE}=={version}"],
-            capture_output=True,
-            text=True,
-            timeout=INSTALL_TIMEOUT_S,
-            check=False,
-        )
-        if result.returncode:
-            raise TargetError(f"{PACKAGE} {version} does not install: {result.stderr[-300:]}")
-        (home / "installed").touch()
-    return python
 
 
 # Runs at the same time begin at different places.

@@ -7,9 +7,9 @@ import pytest
 
 from loadtest.duel import budget, index_stages, report
 from loadtest.duel.budget import ROWS, Row, verdicts
+from loadtest.duel.cases import Plan, stages
 from loadtest.duel.drawing import LABEL, draw
 from loadtest.duel.results import Results, latencies
-from loadtest.duel.stages import Plan, stages
 
 
 @pytest.fixture

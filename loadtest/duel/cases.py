@@ -1,0 +1,105 @@
+"""The catalogue of cases over HTTP: which requests, how many, against which fleet.
+
+A stage is a set of cases that share their processes. How a case is run is `stages`'s; the index's
+own cases are in `index_stages`.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from loadtest.duel.targets import Target
+
+BLOCK_SIZE = 16  # tokens, where a stage does not say otherwise
+OPEN_RATE = 1_000.0  # selections a second
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much of everything: the default, or tiny for --quick."""
+
+    targets: list[Target]
+    trace: Path | None
+    rounds: int
+    holdings: int = 500_000  # blocks of BLOCK_SIZE in the index, each engine's counted
+    many_holdings: int = 1_000_000
+    share: float = 1.0  # of the requests of a round
+    most_workers: int = 512
+    open_seconds: float = 3.5  # of each round; times 1 000 a second: 10 500 requests in 3 rounds
+    open_rounds: int = 3
+    churn_seconds: float = 6.0
+    idle_seconds: float = 0.5  # in which a process has nothing to do
+    index_rounds: int = 3
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One row of the tables.
+
+    blocks: length of the prompts, None for the trace's own. prompts: how many in a round.
+    events: the engines store EVENTS_PER_S meanwhile. rate: requests a second, None for closed load.
+    """
+
+    name: str
+    kind: str  # select, lifecycle, msgpack
+    blocks: int | None
+    prompts: int
+    events: bool = False
+    rate: float | None = None
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """Cases that share their processes.
+
+    one_core: every service runs on one and the same CPU, the client on the others. replicas: every
+    service has a second of its kind as its peer. process: a row says what the processes take.
+    """
+
+    workers: int
+    cases: list[Case]
+    block_size: int = BLOCK_SIZE
+    one_core: bool = False
+    replicas: bool = False
+    process: bool = False
+
+    @property
+    def process_case(self) -> str:
+        return f"process, {self.workers} workers"
+
+    def names(self) -> list[str]:
+        """Of everything that a run of this stage can tell."""
+        return [case.name for case in self.cases] + [self.process_case] * self.process
+
+
+def stages(plan: Plan) -> list[Stage]:
+    """All stages over HTTP. The requests of a round are a tenth of a second of work or more."""
+
+    def select(blocks: int | None, workers: int, prompts: int, size: int = BLOCK_SIZE) -> Case:
+        what = f"{blocks} blocks" if blocks else f"trace prompts at {size}"
+        return Case(f"select, {what}, {workers} workers", "select", blocks, prompts)
+
+    traced = "trace prompts at 16"
+    # The trace has 12 031 requests; the index takes the first 600 to 900, and no case may use one
+    # twice: prompts x rounds of a stage stay below 11 000, at 5 rounds (3 under open load).
+    short = [select(8, 16, 20_000), select(64, 16, 10_000), select(512, 16, 2_000)]
+    long = [select(4_096, 16, 300), select(None, 16, 2_000)]
+    mixed = [
+        Case("lifecycle, 8 blocks, 16 workers", "lifecycle", 8, 8_000),
+        Case(f"lifecycle, {traced}, 16 workers", "lifecycle", None, 730),
+        Case(f"select while ingesting, {traced}, 16 workers", "select", None, 730, events=True),
+        Case(f"select as msgpack, {traced}, 16 workers", "msgpack", None, 730),
+    ]
+    fixed_name = f"select at a fixed rate while ingesting, {traced}, 16 workers"
+    open_prompts = round(OPEN_RATE * plan.open_seconds)
+    fixed = Case(fixed_name, "select", None, open_prompts, events=True, rate=OPEN_RATE)
+    one_core = Case("select on one core, 8 blocks, 16 workers", "select", 8, 20_000)
+    synced = Case(f"lifecycle with a replica, {traced}, 16 workers", "lifecycle", None, 900)
+    return [
+        Stage(16, [*short, *long], process=True),
+        Stage(16, mixed),
+        Stage(16, [fixed]),
+        Stage(16, [select(None, 16, 2_000, 64)], block_size=64),
+        Stage(16, [one_core], one_core=True),
+        Stage(16, [synced], replicas=True),
+        Stage(1, [select(8, 1, 20_000), select(None, 1, 1_000)]),
+        Stage(128, [select(8, 128, 20_000), select(None, 128, 1_000)]),
+        Stage(512, [select(8, 512, 10_000), select(None, 512, 1_000)], process=True),
+    ]
