@@ -79,7 +79,7 @@ class CompletionStream:
 
     A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs`, `usage` where the
     engine gave them. `output_tokens` counts what was generated: token ids, or the engine's own
-    usage; without either, one for each piece of text.
+    usage; without either, one for each piece of text. What follows `[DONE]` does not count.
     """
 
     def __init__(self) -> None:
@@ -89,6 +89,8 @@ class CompletionStream:
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
         """Chunks that `data` completes. Raises MalformedStream, also for an error of the engine."""
+        if self.state == "done":
+            return
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
         self._buffer = lines.pop()
         if len(self._buffer) > MAX_EVENT_BYTES:
@@ -99,7 +101,9 @@ class CompletionStream:
             payload = line[5:].strip()
             if payload == DONE:
                 self.state = "done"
-            elif payload:
+                self._buffer = b""
+                return
+            if payload:
                 yield from self._chunks(payload)
 
     def _chunks(self, payload: bytes) -> Iterator[Chunk]:

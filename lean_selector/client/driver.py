@@ -25,6 +25,7 @@ from lean_selector.client.routing import (
 )
 from lean_selector.client.service_connection import ServiceConnection
 from lean_selector.client.transport import (
+    DRAIN_S,
     MAX_ERROR_BYTES,
     OPEN_ERRORS,
     STREAM_ERRORS,
@@ -44,7 +45,6 @@ RELEASE_WAIT_S = 1.0
 # A booking that was cancelled on its way is given this long to be answered, so that it is freed
 # when it is certain to exist; after that the connection is cut, which takes it out of a queue.
 BOOKING_GRACE_S = 0.5
-DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
 LAST_FREE_S = 1.0  # for the one try that is left when the event loop ends
 CLOSE_WAIT_S = 10.0  # longer than all tries of a release together
 

@@ -16,6 +16,7 @@ from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import Flow, OpenStream, Pause, Release, Routing, Step
 from lean_selector.client.service_connection import SyncServiceConnection
 from lean_selector.client.transport import (
+    DRAIN_S,
     MAX_ERROR_BYTES,
     OPEN_ERRORS,
     STREAM_ERRORS,
@@ -34,6 +35,7 @@ class SyncOpened:
     """A worker's response whose status was 200."""
 
     def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
+        self.is_done = False  # the engine has said that no more comes
         self._asked = asked
         self._response = response
         self._pieces = response.iter_raw()
@@ -46,9 +48,39 @@ class SyncOpened:
             raise stream_broken(self._asked, error) from error
 
     def close(self) -> None:
-        """Stop the engine; the connection is kept only when its answer was read to the end."""
+        """Stop the engine; or, when it is done, leave the connection fit for another request."""
         with contextlib.suppress(*STREAM_ERRORS, OSError):
-            self._response.close()
+            try:
+                if self.is_done:
+                    with self._reads_end_soon():
+                        next(self._pieces, None)
+            finally:
+                self._response.close()
+
+    @contextlib.contextmanager
+    def _reads_end_soon(self) -> Iterator[None]:
+        """This thread's reads of the connection give up after DRAIN_S.
+
+        An engine, or what stands before it, may keep the response open for as long as it likes,
+        and the time-out of a request cannot be changed once its answer is being read. What httpx
+        reads from is the stream that it shows; where it shows none, nothing more is read.
+        """
+        stream = self._response.extensions.get("network_stream")
+        if stream is None:
+            raise httpx.StreamClosed
+        read, here = stream.read, threading.get_ident()
+
+        def read_soon(max_bytes: int, timeout: float | None = None) -> bytes:
+            # At the end of the answer the connection is free, and another thread may be quick.
+            is_here = threading.get_ident() == here
+            data: bytes = read(max_bytes, timeout=DRAIN_S if is_here else timeout)
+            return data
+
+        stream.read = read_soon
+        try:
+            yield
+        finally:
+            del stream.read
 
 
 class SyncDriver:

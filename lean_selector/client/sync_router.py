@@ -213,12 +213,10 @@ class SyncTokenStream(ChunkIntake):
             while not self._ready:
                 if self._failure is not None:
                     raise self._failure
-                if self._reservation.ended:
+                if self._is_over:
                     raise StopIteration
-                data = self._driver.read(self._opened)
-                self._take(data)
-                if data is None:
-                    raise StopIteration
+                self._take(self._driver.read(self._opened))
+                self._opened.is_done = self._is_over
                 self._driver.report(self._reservation)
             return self._ready.popleft()
         except BaseException:

@@ -31,6 +31,7 @@ WORKER_LIMITS = httpx.Limits(
     max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
 )
 MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
+DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ How a request is treated, it says itself, in the field `fake`:
     error_after       report an error in the stream after so many tokens
     stall_after       say nothing more after so many tokens
     step_s            pause between two tokens
+    never_ends        leave the response open after the last event
     without           names that the chunks and the end leave out: token_ids, usage, done
 """
 
@@ -158,5 +159,7 @@ async def _stream(writer: asyncio.StreamWriter, body: dict[str, Any], fake: Any)
         await event({"choices": [], "usage": usage})
     if "done" not in without:
         await event("[DONE]")
+    if fake.get("never_ends"):
+        await asyncio.Event().wait()
     await _write(writer, b"0\r\n\r\n")
     return True

@@ -247,6 +247,14 @@ def test_the_weight_of_a_request_fades_to_nothing() -> None:
     assert [body["decay_fraction"] for body in bodies] == [0.5, 0.0, 0.0]
 
 
+def test_nothing_is_read_behind_the_end_of_a_stream() -> None:
+    stream = CompletionStream()
+    token = b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\n'
+    assert len(list(stream.feed(token + b"data: [DONE]\n\n" + token + b"data: what"))) == 1
+    assert list(stream.feed(b" is this\n\n" + token)) == []
+    assert (stream.state, stream.output_tokens) == ("done", 1)
+
+
 # -- flows, driven by hand ------------------------------------------------------------------------
 
 
