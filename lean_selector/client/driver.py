@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import httpx
 
 from lean_selector.client import service_calls
-from lean_selector.client.errors import ClientError, ServiceRefused
+from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import (
     Ask,
     Flow,
+    HandOver,
     OpenStream,
     Pause,
     Release,
@@ -25,6 +26,7 @@ from lean_selector.client.routing import (
 )
 from lean_selector.client.service_connection import ServiceConnection
 from lean_selector.client.transport import (
+    BOOKING_GRACE_S,
     DRAIN_S,
     MAX_ERROR_BYTES,
     OPEN_ERRORS,
@@ -42,9 +44,6 @@ T = TypeVar("T")
 # A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
 # is away, it goes on in the background after this long.
 RELEASE_WAIT_S = 1.0
-# A booking that was cancelled on its way is given this long to be answered, so that it is freed
-# when it is certain to exist; after that the connection is cut, which takes it out of a queue.
-BOOKING_GRACE_S = 0.5
 LAST_FREE_S = 1.0  # for the one try that is left when the event loop ends
 CLOSE_WAIT_S = 10.0  # longer than all tries of a release together
 
@@ -94,11 +93,13 @@ class Driver:
         self._workers = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(limits=WORKER_LIMITS), trust_env=False
         )
+        self._endpoint = endpoint
+        self._is_closing = False
         # What streams and placements hold, with the worker's answer; one for each.
         self._held: dict[Reservation, Opened | None] = {}
-        self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # cancelled, still on their way
+        self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # on their way
         self._reporting: set[Reservation] = set()
-        self._releasing: dict[Reservation, asyncio.Task[None]] = {}
+        self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
         self._tasks: set[asyncio.Task[None]] = set()  # a report and a release for each reservation
 
     # -- flows ---------------------------------------------------------------------------------
@@ -126,26 +127,58 @@ class Driver:
         if isinstance(step, Pause):
             return await self._sleep(step.seconds)
         if isinstance(step, Release):
-            self.release(step.reservation)
+            if step.first:
+                await self.release_now(step.reservation)
+            else:
+                self.release(step.reservation)
+            return None
+        if isinstance(step, HandOver):
+            self._held.pop(step.reservation, None)
             return None
         return await self._open(step)
 
     async def _book(self, step: Ask[Any], reservation: Reservation) -> object:
-        """A booking is not torn off with its caller: it must be known what became of it."""
+        """A booking is not torn off with its caller: it must be known what became of it.
+
+        Raises ClientClosed also when close() meets it on its way, and has released it by then.
+        """
+        while (earlier := self._releasing.get(reservation.id)) is not None:
+            await asyncio.wait({earlier})  # or its free would meet this booking
+        self._check_open()
         task = asyncio.create_task(self._service.exchange(step.call))
+        self._bookings[reservation] = task
         try:
             outcome = await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._bookings[reservation] = task
+            if reservation.ended and not _is_cancelled():
+                raise self._closed() from None  # it was the booking that close() has cancelled
+            raise  # and the release will ask what became of it
+        except BaseException:
+            self._bookings.pop(reservation, None)
             raise
+        if reservation.ended:
+            raise self._closed()
+        del self._bookings[reservation]
         self._held[reservation] = None
         return outcome
 
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise self._closed()
+
+    def _closed(self) -> ClientClosed:
+        return ClientClosed(f"{self._endpoint}: the client is closed")
+
     async def _open(self, step: OpenStream) -> Opened:
+        self._check_open()
         try:
             response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
         except OPEN_ERRORS as error:
+            self._check_open()
             raise not_opened(step, error) from error
+        if self._is_closing:
+            await response.aclose()
+            raise self._closed()
         if response.status_code == 200:
             return Opened(step, response)
         body = b""
@@ -183,12 +216,12 @@ class Driver:
         if not reservation.ended:
             reservation.ended = True
             opened = self._held.pop(reservation, None)
-            self._releasing[reservation] = self._spawn(self._released(reservation, opened))
+            self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
 
     async def release_now(self, reservation: Reservation) -> None:
         """Release it, and wait for that, but not for long."""
         self.release(reservation)
-        if (task := self._releasing.get(reservation)) is not None:
+        if (task := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # which does not cancel it
 
     async def _released(self, reservation: Reservation, opened: Opened | None) -> None:
@@ -205,10 +238,11 @@ class Driver:
                     await self._service.exchange(service_calls.free(reservation.id))
             raise
         finally:
-            del self._releasing[reservation]
+            if self._releasing.get(reservation.id) is asyncio.current_task():
+                del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """What became of a cancelled booking: False when the service has refused it."""
+        """What became of a booking nobody waits for: False when the service has refused it."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()
@@ -226,8 +260,9 @@ class Driver:
         return task
 
     async def close(self) -> None:
-        """Release what is held, wait until that is done, and close all connections."""
-        for reservation in list(self._held):
+        """Release what is held or on its way, wait for that, and close all connections."""
+        self._is_closing = True
+        for reservation in [*self._held, *self._bookings]:
             self.release(reservation)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=CLOSE_WAIT_S)
@@ -236,3 +271,8 @@ class Driver:
             await asyncio.gather(*late, return_exceptions=True)
         await self._workers.aclose()
         await self._service.close()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -21,6 +21,7 @@ class Reservation:
         expected_output_tokens: int | None = None,
     ) -> None:
         self.id = str(uuid.uuid4()) if reservation_id is None else reservation_id
+        self.is_named = reservation_id is not None
         self.ambiguous = False  # the service may book it after we ask to free it
         self.ended = False  # nothing is reported any more
         self._isl_tokens = isl_tokens

@@ -69,7 +69,10 @@ class KvRouter:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Free what streams and placements still hold, then close all connections."""
+        """Free what streams and placements hold or are about to, then close all connections.
+
+        A call that waits for a worker raises ClientClosed.
+        """
         await self._driver.close()
 
     # -- the document's methods ----------------------------------------------------------------
@@ -133,8 +136,10 @@ class KvRouter:
     ) -> tuple[int, int, int]:
         """(worker_id, dp_rank, overlap_blocks): device blocks of the prompt on that rank.
 
-        With request_id the placement is booked under it, and the caller must call
-        mark_prefill_complete() and free(). Raises NoWorkerAvailable at once, without retries.
+        With request_id the placement is booked under it, and is the caller's: it must call
+        mark_prefill_complete() and free(), of this router or of any other; aclose() frees only
+        what streams and placements hold. Raises NoWorkerAvailable at once, without retries. When
+        it raises, the id is free again.
         """
         terms = Terms(
             router_config_override=router_config_override,

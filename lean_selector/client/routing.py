@@ -54,7 +54,17 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """See to it that this is freed; the flow need not wait until it is."""
+    """See to it that this is freed; the flow need not wait until it is.
+
+    `first`: it is about to end, and should not before this is freed, unless that takes long.
+    """
+
+    reservation: Reservation
+    first: bool = False
+
+
+class HandOver(msgspec.Struct, frozen=True):
+    """It is the caller's from here on, to free when and wherever it likes."""
 
     reservation: Reservation
 
@@ -75,7 +85,7 @@ class OpenStream(msgspec.Struct, frozen=True):
         return f"{scheme if found else 'http'}://{rest}{version}/completions"
 
 
-Step = Ask[Any] | Pause | Release | OpenStream
+Step = Ask[Any] | Pause | Release | HandOver | OpenStream
 Flow = Generator[Step, Any, T]
 
 
@@ -210,24 +220,32 @@ class Routing:
                 len(prompt.token_ids), reservation_id=request_id, expected_output_tokens=expected
             )
             selected = yield from self._book(reservation, fields, scope)
+            yield HandOver(reservation)
         return selected.worker_id, selected.dp_rank, selected.overlap_blocks
 
     def _book(
         self, reservation: Reservation, fields: Mapping[str, object], scope: Scope
     ) -> Flow[Selected]:
-        """One try. Without an answer there may be a booking all the same, so that is released."""
+        """One try. Without an answer there may be a booking all the same, so that is released.
+
+        An id that the user gave may be booked anew as soon as this has raised; it is freed before.
+        """
         call = service_calls.select_and_reserve(reservation.id, fields)
         try:
             selected: Selected = yield Ask(call, reservation)
-        except ServiceRefused:
-            raise
-        except BaseException as error:
-            if not (isinstance(error, ServiceUnreachable) and error.never_sent):
+        except (ServiceRefused, ClientClosed):
+            raise  # there is none, or the driver sees to it
+        except ServiceUnreachable as error:
+            if not error.never_sent:
                 reservation.ambiguous = True
-                yield Release(reservation)
+                yield Release(reservation, first=reservation.is_named)
+            raise
+        except BaseException:
+            reservation.ambiguous = True
+            yield Release(reservation)
             raise
         if scope.block_size not in (None, selected.block_size):
-            yield Release(reservation)
+            yield Release(reservation, first=reservation.is_named)
             raise WrongBlockSize(scope.block_size or 0, selected.block_size)
         return selected
 

@@ -8,14 +8,25 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
+from lean_selector.client.errors import ClientClosed
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.routing import Flow, OpenStream, Pause, Release, Routing, Step
+from lean_selector.client.routing import (
+    Ask,
+    Flow,
+    HandOver,
+    OpenStream,
+    Pause,
+    Release,
+    Routing,
+    Step,
+)
 from lean_selector.client.service_connection import SyncServiceConnection
 from lean_selector.client.transport import (
+    BOOKING_GRACE_S,
     DRAIN_S,
     MAX_ERROR_BYTES,
     OPEN_ERRORS,
@@ -106,12 +117,32 @@ class SyncDriver:
         # take a second time; released when the thread is out. One for each stream at most.
         self._dropped: deque[Reservation] = deque()
         self._thread = threading.local()
+        # The service is needed until the last flow has ended, in whichever thread: one that waits
+        # for the answer to a booking has to free it.
+        self._endpoint = endpoint
+        self._flow_ended = threading.Condition()
+        self._flows = 0
+        self._is_closing = False
+        self._closes_with_last_flow = False
 
     # -- flows ---------------------------------------------------------------------------------
 
     def drive(self, flow: Flow[T]) -> T:
         """Run a flow to its end. What ends us, Ctrl-C too, is first shown to the flow."""
         self._release_dropped()
+        with self._flow_ended:
+            self._flows += 1
+        try:
+            return self._drive(flow)
+        finally:
+            with self._flow_ended:
+                self._flows -= 1
+                self._flow_ended.notify_all()
+                is_last = self._closes_with_last_flow and not self._flows
+            if is_last:
+                self._service.close()
+
+    def _drive(self, flow: Flow[T]) -> T:
         try:
             step = next(flow)
             while True:
@@ -131,20 +162,43 @@ class SyncDriver:
         if isinstance(step, Release):
             self.release(step.reservation)
             return None
+        if isinstance(step, HandOver):
+            self._held.pop(step.reservation, None)
+            return None
         if isinstance(step, OpenStream):
             return self._open(step)
+        if step.books is not None:
+            return self._book(step, step.books)
         with self._inside_httpx():
             outcome: object = self._service.exchange(step.call)
-        if step.books is not None:
-            self._held[step.books] = None
         return outcome
 
+    def _book(self, step: Ask[Any], reservation: Reservation) -> object:
+        """Raises ClientClosed also when close() was called on its way, and has freed it by then."""
+        self._check_open()
+        with self._inside_httpx():
+            outcome: object = self._service.exchange(step.call)
+        self._held[reservation] = None
+        if self._is_closing:
+            self.release(reservation)
+        self._check_open()
+        return outcome
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise ClientClosed(f"{self._endpoint}: the client is closed")
+
     def _open(self, step: OpenStream) -> SyncOpened:
+        self._check_open()
         with self._inside_httpx():
             try:
                 response = self._workers.send(stream_request(step, self._timeouts), stream=True)
             except OPEN_ERRORS as error:
+                self._check_open()
                 raise not_opened(step, error) from error
+            if self._is_closing:
+                response.close()
+                self._check_open()
             if response.status_code == 200:
                 return SyncOpened(step, response)
             body = b""
@@ -204,9 +258,20 @@ class SyncDriver:
             self._thread.depth -= 1
 
     def close(self) -> None:
-        """Release what is held, and close all connections."""
+        """Release what is held, and close all connections.
+
+        A booking that another thread waits for is freed by that thread when it is answered: close()
+        gives it a moment, and leaves the connection to the service to it after that.
+        """
+        self._is_closing = True
         self._release_dropped()
         for reservation in list(self._held):
             self.release(reservation)
+        with self._flow_ended:
+            self._flow_ended.wait_for(lambda: not self._flows, BOOKING_GRACE_S)
         self._workers.close()
-        self._service.close()
+        with self._flow_ended:
+            self._closes_with_last_flow = True
+            is_last = not self._flows
+        if is_last:
+            self._service.close()

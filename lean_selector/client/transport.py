@@ -31,6 +31,9 @@ WORKER_LIMITS = httpx.Limits(
     max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
 )
 MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
+# A booking that was cancelled on its way is given this long to be answered, so that it is freed
+# when it is certain to exist; after that the connection is cut, which takes it out of a queue.
+BOOKING_GRACE_S = 0.5
 DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
 
 
