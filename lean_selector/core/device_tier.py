@@ -272,10 +272,12 @@ class DeviceTier:
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
             return
-        for run in self.trie.pieces(strand):
+        while positions:
+            lowest = (positions & -positions).bit_length() - 1
+            run, _ = self.trie.resolve(strand << POSITION_BITS | lowest)
             here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
-            if here:
-                self._drop_blocks(rank, run, here)
+            positions ^= here << run.start
+            self._drop_blocks(rank, run, here)
 
     def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
         """The same for blocks of one run, `gone` being their positions in it."""
@@ -283,22 +285,32 @@ class DeviceTier:
         rank.blocks -= gone.bit_count()
         run.set_held(rank.bit, held)
         if not held:
-            ends = [
-                piece.start + piece.held_by(rank.bit).bit_length()
-                for piece in self.trie.pieces(run.strand)
-                if piece.held_by(rank.bit)
-            ]
-            rank.names.cut_row(run.strand, ends[-1] if ends else 0)
+            rank.names.cut_row(run.strand, self._held_end(rank, run.strand))
             self.trie.prune(run)
         elif not run.whole and held.bit_length() << 4 <= len(run.label):
             self._trim(run)
 
+    def _held_end(self, rank: DeviceRank, strand: int) -> int:
+        """Positions of a strand up to the last that the rank holds; 0 if it holds none."""
+        if not rank.names.has_unnamed():
+            return rank.names.named_end(strand)
+        # A row cannot tell a block named 0 from none.
+        ends = [
+            run.start + held.bit_length()
+            for run in self.trie.pieces(strand)
+            if (held := run.held_by(rank.bit))
+        ]
+        return ends[-1] if ends else 0
+
     def _trim(self, run: Run) -> None:
         """Cut the end off a run when half of it is held by nobody and nothing follows."""
         assert run.partial is not None
-        blocks, top = len(run.label) >> 3, max(map(int.bit_length, run.partial.values()))
-        if run.after or run.children or blocks - top < _TRIM_BLOCKS or top << 1 > blocks:
+        blocks = len(run.label) >> 3
+        if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
+        if run.is_held_beyond(min(blocks >> 1, blocks - _TRIM_BLOCKS)):
+            return
+        top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
             rank = self._by_bit[bit]
@@ -310,14 +322,14 @@ class DeviceTier:
         """Drop so many blocks of a rank: the runs stored first, from their ends."""
         while blocks:
             strand = next(iter(rank.names.rows))
-            for run in reversed(self.trie.pieces(strand)):
-                places = [run.start + at for at in _bits(run.held_by(rank.bit))]
-                places = places[max(0, len(places) - blocks) :]
-                for position in places:
-                    rank.names.discard(strand << POSITION_BITS | position)
-                if places:
-                    self._drop_blocks(rank, run, sum(1 << at - run.start for at in places))
-                blocks -= len(places)
+            last = self._held_end(rank, strand) - 1
+            run, offset = self.trie.resolve(strand << POSITION_BITS | last)
+            held = run.held_by(rank.bit)
+            places = list(_bits(held & (2 << offset) - 1))[-blocks:]
+            for position in places:
+                rank.names.discard(strand << POSITION_BITS | run.start + position)
+            self._drop_blocks(rank, run, sum(1 << position for position in places))
+            blocks -= len(places)
 
     def reachable(
         self, rank: DeviceRank

@@ -237,12 +237,30 @@ class EngineHashes:
         self._aliases[name] = place
         self._alias_at[place] = name
 
+    def has_unnamed(self) -> bool:
+        """Whether a block is named 0, which a row cannot tell from none."""
+        return 0 in self._places
+
+    def named_end(self, strand: int) -> int:
+        """Positions of a row up to the last that has a name other than 0; 0 without a row."""
+        row = self.rows.get(strand, _NO_NAME)
+        end, step = len(row), 8
+        while end:
+            start = max(0, end - step)
+            if row[start:end] == bytes(end - start):
+                end, step = start, step << 1
+            elif step > 8:
+                step = 8
+            else:
+                break
+        return end >> 3
+
     def cut_row(self, strand: int, positions: int) -> None:
         """Give back the memory of the positions from `positions` on; none of them is held."""
         if positions:
             del self.rows[strand][positions << 3 :]
-        else:
-            del self.rows[strand]
+        else:  # gone already where one event took all of a strand's blocks, run by run
+            self.rows.pop(strand, None)
 
     def _forget_alias(self, name: int) -> None:
         place = self._aliases.pop(name, None)

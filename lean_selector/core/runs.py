@@ -11,6 +11,9 @@ a place, (strand, position), means the same block before and after a split, for 
 it.
 """
 
+from bisect import bisect_left, bisect_right
+from collections.abc import ItemsView
+
 POSITION_BITS = 10  # positions in a strand; 22 bits are left for strands
 POSITION_MASK = (1 << POSITION_BITS) - 1
 STRAND_BLOCKS = 1 << POSITION_BITS
@@ -25,7 +28,9 @@ class Run:
     """
 
     __slots__ = (
+        "_beyond",
         "_leads",
+        "_limit",
         "after",
         "children",
         "label",
@@ -45,7 +50,11 @@ class Run:
         self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of the label
         self.whole = 0
         self.partial: dict[int, int] | None = None
-        self._leads: list[tuple[int, int]] | None = None  # as leads() last found them
+        # Kept in step from the first time that they are asked for: where a fleet shares a run, many
+        # ranks hold a part of it, and each change is one rank's.
+        self._leads: dict[int, int] | None = None  # as leads() tells them
+        self._limit = -1  # of is_held_beyond; -1 before it was asked
+        self._beyond = 0  # partial holders that hold a block past the first `_limit`
 
     def held_by(self, bit: int) -> int:
         """The positions (a bit mask) that the rank with this bit index holds."""
@@ -55,44 +64,89 @@ class Run:
 
     def set_held(self, bit: int, held: int) -> None:
         """Record what the rank with this bit index holds."""
-        self._leads = None
         rank = 1 << bit
+        partial = self.partial
+        before = partial.get(bit, 0) if partial else 0
         if held == (1 << (len(self.label) >> 3)) - 1:
             self.whole |= rank
             held = 0
         elif self.whole & rank:
             self.whole ^= rank
         if held:
-            if self.partial is None:
-                self.partial = {}
-            self.partial[bit] = held
-        elif self.partial and self.partial.pop(bit, 0) and not self.partial:
-            self.partial = None
+            if partial is None:
+                self.partial = {bit: held}
+            else:
+                partial[bit] = held
+        elif before and partial:
+            del partial[bit]
+            if not partial:
+                self.partial = self._leads = None
+        if self._leads is not None:
+            self._lead(rank, before, held)
+        if (limit := self._limit) >= 0:
+            self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
-    def leads(self) -> list[tuple[int, int]]:
+    def _lead(self, rank: int, before: int, held: int) -> None:
+        """Keep `_leads` in step with what one partial holder held and holds."""
+        leads, old, new = self._leads, _leading(before), _leading(held)
+        assert leads is not None
+        if old == new:
+            return
+        if old:
+            rest = leads[old] ^ rank
+            if rest:
+                leads[old] = rest
+            else:
+                del leads[old]
+        if new:
+            leads[new] = leads.get(new, 0) | rank
+
+    def leads(self) -> ItemsView[int, int]:
         """(leading blocks, the ranks that hold just so many of them) of the partial holders.
 
-        Those without the first block are left out. Found once per change: where a fleet shares a
-        run, many hold a part of it, and every request matches it.
+        Those without the first block are left out.
         """
         if self._leads is None:
-            leads: dict[int, int] = {}
+            leads = self._leads = {}
             for bit, held in (self.partial or {}).items():
                 if held & 1:
-                    leading = ((held + 1) & ~held).bit_length() - 1
+                    leading = _leading(held)
                     leads[leading] = leads.get(leading, 0) | 1 << bit
-            self._leads = list(leads.items())
-        return self._leads
+        return self._leads.items()
+
+    def is_held_beyond(self, limit: int) -> bool:
+        """Whether a partial holder holds a block past the first `limit`."""
+        if limit != self._limit:
+            self._limit = limit
+            holders = (self.partial or {}).values()
+            self._beyond = sum(held.bit_length() > limit for held in holders)
+        return self._beyond > 0
+
+
+def _leading(held: int) -> int:
+    """How many of the lowest bits are set without a gap."""
+    return ((held + 1) & ~held).bit_length() - 1
+
+
+class _Pieces:
+    """The runs of a strand that was split, in order, to be found by position."""
+
+    __slots__ = ("runs", "starts")
+
+    def __init__(self, run: Run) -> None:
+        self.starts = [run.start]
+        self.runs = [run]
 
 
 class RunTrie:
     """All runs of a partition; one stays while a rank holds a block of it or a run hangs on it."""
 
-    __slots__ = ("_free", "root", "strands")
+    __slots__ = ("_free", "_split", "root", "strands")
 
     def __init__(self) -> None:
         self.root = Run(-1, 0, b"", None)
         self.strands: dict[int, Run] = {}  # the first run of each
+        self._split: dict[int, _Pieces] = {}  # those of more than one run
         self._free: list[int] = []
 
     def add(self, parent: Run, label: bytes) -> Run:
@@ -106,17 +160,13 @@ class RunTrie:
 
     def resolve(self, place: int) -> tuple[Run, int]:
         """The run at a place, and the block's position in that run. The block is held."""
-        first = self.strands[place >> POSITION_BITS]
-        position = place & POSITION_MASK
-        if first.after is None:
-            return first, position - first.start
-        run: Run | None = first
-        while run is not None:
-            offset = position - run.start
-            if offset < len(run.label) >> 3:
-                return run, offset
-            run = run.after
-        raise AssertionError("a held block is in a run")
+        strand, position = place >> POSITION_BITS, place & POSITION_MASK
+        pieces = self._split.get(strand)
+        if pieces is None:
+            run = self.strands[strand]
+        else:
+            run = pieces.runs[bisect_right(pieces.starts, position) - 1]
+        return run, position - run.start
 
     def split(self, run: Run, blocks: int) -> Run:
         """Cut the first `blocks` off into a run of their own above `run`, and return that.
@@ -130,11 +180,16 @@ class RunTrie:
         head = Run(run.strand, run.start, run.label[:cut], parent)
         head.whole = run.whole
         head.after = run
-        before = self._before(run)
-        if before is None:
-            self.strands[run.strand] = head
+        pieces = self._split.get(run.strand)
+        if pieces is None:
+            pieces = self._split[run.strand] = _Pieces(run)
+        at = bisect_left(pieces.starts, run.start)
+        if at:
+            pieces.runs[at - 1].after = head
         else:
-            before.after = head
+            self.strands[run.strand] = head
+        pieces.runs.insert(at, head)
+        pieces.starts.insert(at + 1, run.start + blocks)
         parent.children[bytes(run.label[:8])] = head
         del run.label[:cut]
         head.children = {bytes(run.label[:8]): run}
@@ -155,32 +210,32 @@ class RunTrie:
             del parent.children[bytes(run.label[:8])]
             if not parent.children:
                 parent.children = None
-            before = self._before(run)
-            if before is not None:
-                before.after = run.after
-            elif run.after is not None:
-                self.strands[run.strand] = run.after
-            else:
-                del self.strands[run.strand]
-                self._free.append(run.strand)
+            self._leave_strand(run)
             run.parent = run.after = None
             run = parent
 
+    def _leave_strand(self, run: Run) -> None:
+        pieces = self._split.get(run.strand)
+        if pieces is None:
+            del self.strands[run.strand]
+            self._free.append(run.strand)
+            return
+        at = bisect_left(pieces.starts, run.start)
+        del pieces.starts[at], pieces.runs[at]
+        if at:
+            pieces.runs[at - 1].after = run.after
+        else:
+            self.strands[run.strand] = pieces.runs[0]
+        if len(pieces.runs) == 1:
+            del self._split[run.strand]
+
     def pieces(self, strand: int) -> list[Run]:
         """The runs of a strand in order."""
-        runs, run = [], self.strands.get(strand)
-        while run is not None:
-            runs.append(run)
-            run = run.after
-        return runs
-
-    def _before(self, run: Run) -> Run | None:
-        first: Run | None = self.strands[run.strand]
-        if first is run:
-            return None
-        while first is not None and first.after is not run:
-            first = first.after
-        return first
+        pieces = self._split.get(strand)
+        if pieces is not None:
+            return list(pieces.runs)
+        run = self.strands.get(strand)
+        return [] if run is None else [run]
 
 
 def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
