@@ -7,9 +7,9 @@ and sums that outgrow a u64 print as its largest value (D6).
 from collections.abc import Iterable
 
 from lean_selector.core.catalog import Catalog
+from lean_selector.core.cost import cached_tokens
 from lean_selector.core.partition import Partition
 from lean_selector.core.prompt import Prompt
-from lean_selector.core.scheduler import cached_tokens
 from lean_selector.core.selection import OverlapRow, OverlapScores, PartitionLoads, RankLoadRow
 from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT
 

@@ -1,29 +1,31 @@
-"""Which rank: eligibility, the cost of each rank, and the draw (spec selection.md section 3).
+"""Which rank: who is eligible, which of them is taken, and what the answer says of it.
 
-    cached   = round((device + 0.75 host + 0.25 disk) * block_size)    tokens, half away from 0
-    uncached = isl - min(isl, cached)
-    raw      = active_prefill + uncached + cached, 0 when prefill is not tracked
-    credit   = C * decay * device + 0.75 host + 0.25 disk               blocks
-    cost     = (S * max(0, raw / block_size - credit) + active_blocks + new_blocks) * taint factor
-
-All in f64. The lowest cost wins, equal ones are drawn uniformly over ranks; with a temperature the
-draw is a softmax over the costs scaled to 0..1. Pure: the random source and the time are arguments.
+Two roads lead to the same choice. The general one costs each candidate (`cost`). The one by order
+of load, for requests where load and overlap alone decide, visits hardly any. Pure: the random
+source and the time are arguments. Spec selection.md 3.1, 3.3 and 4.
 """
 
 import math
 import random
 from collections.abc import Iterator
 
+from lean_selector.core.cost import (
+    Candidate,
+    Matches,
+    cached_tokens,
+    cost_of,
+    credit_blocks,
+    draw,
+    rank_costs,
+)
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.kv_index import Matched
 from lean_selector.core.partition import Partition, SchedulableWorker
 from lean_selector.core.rank_bits import nth_bit
 from lean_selector.core.selection import Overlap, Placement, SelectionRequest
-from lean_selector.core.settings import DISK_WEIGHT, HOST_WEIGHT, Terms
+from lean_selector.core.settings import Terms
 from lean_selector.core.slots import RankLoad
 
-Matches = dict[tuple[int, int], Matched]
-Candidate = tuple[SchedulableWorker, RankLoad]
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other
 
 NO_ENDPOINTS = "no endpoints available to route work"
@@ -241,65 +243,8 @@ def _plain_cost(
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
     shared = next((blocks for blocks, ranks in active if ranks & load.mask), 0)
     raw = load.active_prefill_tokens + max(prompt.isl_tokens, cached_tokens(match, block_size))
-    credit = terms.credit * match.device + HOST_WEIGHT * match.host + DISK_WEIGHT * match.disk
     blocks = load.active_decode_blocks + prompt.sequence_count - shared
-    return terms.scale * max(0.0, raw / block_size - credit) + blocks
-
-
-def rank_costs(
-    partition: Partition,
-    request: SelectionRequest,
-    ranks: list[Candidate],
-    matches: Matches,
-    now: float,
-) -> list[float]:
-    """The cost of each rank, in their order."""
-    prompt, terms = request.prompt, request.terms
-    block_size, isl = partition.block_size, prompt.isl_tokens
-    new_blocks = prompt.sequence_count
-    prefixes = active_prefixes(partition, request)
-    taints = request.preferred_taints if request.pinned is None else {}
-    tokens = [load.prefill_tokens_at(now) for _, load in ranks]
-    least = min(tokens) if terms.decay > 0.0 else 0
-    costs = []
-    for (worker, load), active in zip(ranks, tokens, strict=True):
-        key = (load.worker_id, load.dp_rank)
-        match = matches.get(key)
-        credit, decay = 0.0, 1.0
-        raw = active + isl
-        if match is not None:
-            cached = cached_tokens(match, block_size)
-            raw += max(0, cached - isl)
-            if terms.track_prefill and terms.decay > 0.0:
-                waiting = (active - least) / block_size
-                decay = 1.0 / (1.0 + terms.decay * waiting / math.ceil(isl / block_size))
-            credit = (
-                terms.credit * decay * match.device
-                + HOST_WEIGHT * match.host
-                + DISK_WEIGHT * match.disk
-            )
-        if not terms.track_prefill:
-            raw = 0
-        prefill = terms.scale * max(0.0, raw / block_size - credit)
-        cost = prefill + (load.active_decode_blocks + new_blocks - prefixes.get(key, 0))
-        if taints:
-            weight = sum(value for name, value in taints.items() if name in worker.taints)
-            if not math.isnan(weight):  # infinities of both signs are no preference
-                cost *= math.exp(-math.tanh(weight))
-        costs.append(cost)
-    return costs
-
-
-def active_prefixes(partition: Partition, request: SelectionRequest) -> dict[tuple[int, int], int]:
-    """Leading blocks of the prompt that are active already, per rank; absent means none.
-
-    The hashes are decoded only when some active prompt starts with the first of them (D21); a
-    booking decodes them in any case, before it gets here.
-    """
-    prompt, slots = request.prompt, partition.slots
-    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
-        return {}
-    return slots.active_prefix(prompt.sequence_hashes())
+    return cost_of(terms, block_size, raw, credit_blocks(terms, 1.0, match), blocks)
 
 
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
@@ -308,24 +253,6 @@ def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankS
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return []
     return slots.active_prefix_sets(prompt.sequence_hashes())
-
-
-def draw(costs: list[float], temperature: float, rng: random.Random) -> int:
-    """The index of the rank to take."""
-    least = min(costs)
-    if temperature > 0.0:
-        spread = max(costs) - least
-        if 0.0 < spread < math.inf:  # beyond f64 the finite costs are all equally good
-            weights = [math.exp(-((cost - least) / spread) / temperature) for cost in costs]
-            return rng.choices(range(len(costs)), weights)[0]
-    ties = [index for index, cost in enumerate(costs) if cost == least]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
-
-
-def cached_tokens(match: Matched, block_size: int) -> int:
-    """Tokens that a rank need not prefill, one rounding of the weighted sum."""
-    blocks = match.device + HOST_WEIGHT * match.host + DISK_WEIGHT * match.disk
-    return math.floor(blocks * block_size + 0.5)  # exact: multiples of 1/4 are below 2**51
 
 
 def effective_prefill_tokens(isl_tokens: int, match: Matched | None, block_size: int) -> int:

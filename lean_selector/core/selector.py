@@ -14,6 +14,7 @@ import msgspec
 
 from lean_selector.core.busy import OFF, BusyThreshold, BusyThresholds
 from lean_selector.core.catalog import Catalog, PartitionKey, SourceSink, Worker, WorkerSpec
+from lean_selector.core.cost import Candidate, Matches
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
@@ -32,8 +33,6 @@ from lean_selector.core.partition import Partition
 from lean_selector.core.prompt import Prompt
 from lean_selector.core.replication import republish_after_s
 from lean_selector.core.scheduler import (
-    Candidate,
-    Matches,
     all_busy,
     candidates,
     check_pin,

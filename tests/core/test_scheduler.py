@@ -9,17 +9,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from lean_selector.core.cost import cached_tokens, draw, rank_costs
 from lean_selector.core.errors import BadRequest, Unavailable
 from lean_selector.core.kv_index import Matched, Tier
 from lean_selector.core.scheduler import (
-    cached_tokens,
     candidates,
     check_pin,
-    draw,
     effective_prefill_tokens,
     over_threshold,
     place,
-    rank_costs,
 )
 from lean_selector.core.selection import Overlap, Placement
 from lean_selector.core.settings import RouterOverride, Terms, overridden

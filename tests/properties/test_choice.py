@@ -10,10 +10,11 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from lean_selector.core.catalog import Source, WorkerSpec
+from lean_selector.core.cost import rank_costs
 from lean_selector.core.kv_index import Tier
 from lean_selector.core.partition import Partition
 from lean_selector.core.prompt import Prompt
-from lean_selector.core.scheduler import candidates, place, place_by_order, rank_costs, suits_order
+from lean_selector.core.scheduler import candidates, place, place_by_order, suits_order
 from lean_selector.core.selection import SelectionRequest
 from lean_selector.core.selector import Selector
 from lean_selector.core.settings import RouterSettings
