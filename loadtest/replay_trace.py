@@ -3,6 +3,11 @@
 Owns the trace's format (one JSON object a line: timestamp in ms, input_length, output_length,
 hash_ids of 512-token blocks) and the pace. Engines, lifecycle and comparison are the demo's.
 
+With --speed it is an open loop: requests come at the times of the trace, however fast they are
+served. Without it is a closed one: the next request comes as soon as one ends, which asks for the
+most that the service can do. Its choices were made for other times than the trace's then, so no
+times to first token are told.
+
     python loadtest/replay_trace.py --trace mooncake_conversation.jsonl.gz --requests 2000
 """
 
@@ -153,7 +158,8 @@ class Replay:
         }
         self._most_pending = 0  # requests in the service's queue, the most seen
         self._most_pending_tokens = 0
-        self._latest_start_s = 0.0  # behind the trace, while UNDER_WAY_TIMED held requests back
+        self._held_back = 0  # requests that came when as many were under way as may be
+        self._latest_start_s = 0.0  # behind the trace
         self._halted = False
 
     async def run(self) -> tuple[list[str], bool]:
@@ -214,6 +220,7 @@ class Replay:
                 if self._timed:
                     due = started + arrival_s / options.speed
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
+                self._held_back += room.locked()
                 await room.acquire()
                 if self._timed:
                     self._latest_start_s = max(self._latest_start_s, time.monotonic() - due)
@@ -259,6 +266,7 @@ class Replay:
             f"queue of the service, at most: {self._most_pending} requests,"
             f" {self._most_pending_tokens} tokens",
         ]
+        lines.append(self._loop())
         if self._timed:
             lines.append(f"latest start behind the trace: {self._latest_start_s:.2f} s")
         if player.recorded:
@@ -269,8 +277,23 @@ class Replay:
                 options.block_size,
                 EngineSpeed(),
             )
-            lines += ["", *comparison.table(outcomes, len(player.recorded))]
+            is_open = self._timed and not self._held_back
+            requests = len(player.recorded)
+            lines += ["", *comparison.table(outcomes, requests, with_times=is_open)]
         return lines
+
+    def _loop(self) -> str:
+        """What the times of this run stand for."""
+        under_way = self._options.under_way
+        if not self._timed:
+            return f"closed loop: {under_way} requests under way, the next one when one has ended"
+        if self._held_back:
+            return (
+                f"no open loop: {self._held_back} requests were held back,"
+                f" {under_way} being under way"
+            )
+        speed = self._options.speed
+        return f"open loop: requests at the times of the trace, at {speed:g} times its speed"
 
 
 def _speed(text: str) -> float:

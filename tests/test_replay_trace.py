@@ -121,6 +121,9 @@ def test_full_speed_plays_all_requests_and_leaves_no_load(
         "round-robin",
         "least-loaded",
     ]
+    assert "\nclosed loop: 4 requests under way, the next one when one has ended\n" in output
+    assert "first token" not in output
+    assert " ms" not in output.split("\npolicy ")[1]
 
 
 def test_a_speed_factor_keeps_the_trace_s_time(
@@ -133,6 +136,20 @@ def test_a_speed_factor_keeps_the_trace_s_time(
     assert elapsed is not None
     assert float(elapsed[1]) >= 0.1  # 1.45 s of trace, ten times as fast
     assert "latest start behind the trace" in output
+    assert "\nopen loop: requests at the times of the trace, at 10 times its speed\n" in output
+    assert re.search(r"^policy .* time to first token p50 / p99$", output, re.M)
+    assert len(re.findall(r"^\S+ +[\d.]+% +[\d.]+ +\d+ ms / \d+ ms$", output, re.M)) == 3
+
+
+def test_a_loop_that_held_requests_back_was_no_open_one(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A request takes five exchanges in turn, and the next one is due after 50 ns.
+    options = ["--trace", str(trace), "--workers", "2", "--speed", "1e6", "--under-way", "1"]
+    assert main(options) == 0
+    output = capsys.readouterr().out
+    assert "\nno open loop: 39 requests were held back, 1 being under way\n" in output
+    assert "first token" not in output
 
 
 def test_workers_are_deleted_again_from_a_service_that_lives_on(
