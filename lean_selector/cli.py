@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from lean_selector import __version__
-from lean_selector.config import SELECTOR_OPTIONS, selector_config
-from lean_selector.options import OneLineParser, add_options
+from lean_selector.process.options import OneLineParser, add_options
+from lean_selector.process.selector_config import SELECTOR_OPTIONS, selector_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, SELECTOR_OPTIONS)
     config = selector_config(parser, parser.parse_args(arguments), os.environ)
 
-    from lean_selector.server import StartError, run_selector
+    from lean_selector.process.selector import StartError, run_selector
 
     try:
         run_selector(config)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     """Runs the slot tracker; returns the exit status."""
-    from lean_selector.slot_tracker_config import SLOT_TRACKER_OPTIONS, slot_tracker_config
+    from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS, slot_tracker_config
 
     parser = OneLineParser(
         prog="lean-slot-tracker",
@@ -50,8 +50,8 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, SLOT_TRACKER_OPTIONS)
     config = slot_tracker_config(parser, parser.parse_args(argv), os.environ)
 
-    from lean_selector.server import StartError
-    from lean_selector.slot_tracker_server import run_slot_tracker
+    from lean_selector.process.selector import StartError
+    from lean_selector.process.slot_tracker import run_slot_tracker
 
     try:
         run_slot_tracker(config)

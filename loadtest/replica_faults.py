@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from lean_selector.wire.replica import TOPIC
+from lean_selector.wire.replica_frames import TOPIC
 from tests.replica_member import MODEL, SCOPE, TOKENS, Loads, Member, free_port
 
 CONNECTIONS = 8

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
-from lean_selector.core.expiry import Expiry
-from lean_selector.core.replication import ReplicaEvents, republish_after_s
-from lean_selector.core.slots import RankLoad, Reservation, Slots
+from lean_selector.core.load.expiry import Expiry
+from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from lean_selector.core.replication.events import ReplicaEvents, republish_after_s
 
 MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
 MAX_ISL_TOKENS = 2**53 - 1  # D6

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from lean_selector.http1.protocol import App, PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.router import Match, RouteTable, percent_decode
-from lean_selector.logs import ACCESS_LOG
+from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.services.gate import Answer, Route
 
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.selector import Selector
+from lean_selector.core.selection.selector import Selector
 from lean_selector.http1.reader import Request
 from lean_selector.http1.router import RepeatedQueryField, parse_query
 from lean_selector.services.gate import Answer, Route, plain, reply, with_body

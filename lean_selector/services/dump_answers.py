@@ -5,9 +5,9 @@ Each may be as large as the index. Its text is `wire.dump`'s business.
 
 from collections.abc import Callable, Iterator
 
-from lean_selector.core.catalog import Catalog
-from lean_selector.core.kv_index import RankKey
-from lean_selector.core.partition import Partition
+from lean_selector.core.index.kv_index import RankKey
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.selection.partition import Partition
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
 from lean_selector.wire.dump import PartitionDump, encode_dump

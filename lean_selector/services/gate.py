@@ -25,7 +25,7 @@ from lean_selector.http1.router import (
     parse_query,
     percent_decode,
 )
-from lean_selector.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
+from lean_selector.observing.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.wire.busy import overload_body
 from lean_selector.wire.prompt import PromptFields, binary_form, prompt_decoder
 from lean_selector.wire.scalars import U64_MAX

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from lean_selector.metrics import CONTENT_TYPE, Exposition, exposition_text
+from lean_selector.observing.metrics import CONTENT_TYPE, Exposition, exposition_text
 from lean_selector.services.gate import Route, plain
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from lean_selector.http1.protocol import App
-from lean_selector.metrics import LoopLag, RouteMeter, http_families, process_families
+from lean_selector.observing.load_metrics import Families
+from lean_selector.observing.metrics import LoopLag, RouteMeter, http_families, process_families
 from lean_selector.services.access_log import with_access_log
 from lean_selector.services.gate import Gate, Route
-from lean_selector.services.load_metrics import Families
 from lean_selector.services.metrics_answers import MetricsAnswers
 
 

@@ -12,12 +12,12 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core import inspection
-from lean_selector.core.catalog import WorkerRecord
 from lean_selector.core.errors import SelectorError, Unavailable
-from lean_selector.core.parking import Parked
-from lean_selector.core.partition import Partition
-from lean_selector.core.selection import (
+from lean_selector.core.selection import inspection
+from lean_selector.core.selection.catalog import WorkerRecord
+from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.records import (
     Booking,
     OverlapScores,
     PartitionLoads,
@@ -26,8 +26,8 @@ from lean_selector.core.selection import (
     Selection,
     SelectionRequest,
 )
-from lean_selector.core.selector import Selector
-from lean_selector.core.settings import RouterOverride, Terms, overridden
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.services.gate import (
     Query,
@@ -42,7 +42,7 @@ from lean_selector.services.gate import (
     with_query,
     worker_id_param,
 )
-from lean_selector.services.replica_peers import OK, Plane, ReplicaHandlers
+from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import f32
 from lean_selector.wire.selection import (

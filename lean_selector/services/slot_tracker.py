@@ -11,8 +11,8 @@ from collections.abc import Callable
 from lean_selector.core.trackers import LoadRow, PotentialLoadRow, Trackers, WorkerRow
 from lean_selector.http1.response import encode_response
 from lean_selector.services.gate import Query, Route, plain, with_body, with_query
-from lean_selector.services.replica_peers import OK, Plane, ReplicaHandlers
-from lean_selector.wire.replica_peers import PeerUrlRequest
+from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
+from lean_selector.wire.peer_bodies import PeerUrlRequest
 from lean_selector.wire.selection import Ok
 from lean_selector.wire.slot_tracker import (
     AddRequest,

@@ -17,8 +17,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from lean_selector.core.kv_cursor import KvCursor, Verdict
-from lean_selector.core.kv_ingest import KvIngest
+from lean_selector.core.index.kv_cursor import KvCursor, Verdict
+from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_sockets import (
     MAX_BATCH_BYTES,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import msgspec
 import zmq.asyncio
 
-from lean_selector.core.catalog import Source
-from lean_selector.core.kv_index import RankKey
-from lean_selector.core.kv_ingest import EventCounts, KvIngest
-from lean_selector.core.partition import Partition
+from lean_selector.core.index.kv_index import RankKey
+from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.core.selection.catalog import Source
+from lean_selector.core.selection.partition import Partition
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener, SourceStatus
 

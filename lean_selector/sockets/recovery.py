@@ -12,9 +12,9 @@ import logging
 import time
 from collections.abc import Sequence
 
-from lean_selector.core.catalog import Catalog
-from lean_selector.core.kv_index import KvIndex, RankKey, StoreResult
-from lean_selector.core.partition import Partition
+from lean_selector.core.index.kv_index import KvIndex, RankKey, StoreResult
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.selection.partition import Partition
 from lean_selector.sockets.dump_fetch import fetch_dump
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.peer_fetch import PeerFailed, fetched

@@ -7,7 +7,7 @@ does not have, are left out where they say nothing.
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core.busy import BusyThreshold
+from lean_selector.core.load.busy import BusyThreshold
 from lean_selector.wire.scalars import NonNegative, check_u64
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 

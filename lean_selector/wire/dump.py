@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from lean_selector.core.kv_index import RankKey, StoredRun, Tier
+from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
 from lean_selector.wire.scalars import U32, U64_MAX, NonNegative
 
 _TIER_NAMES = {tier: tier.name.lower() for tier in Tier}

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX
-from lean_selector.core.kv_batch import (
+from lean_selector.core.index.kv_batch import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -22,7 +22,7 @@ from lean_selector.core.kv_batch import (
     EventBatch,
     SkippedEvent,
 )
-from lean_selector.core.kv_index import Tier
+from lean_selector.core.index.kv_index import Tier
 from lean_selector.wire.kv_event_layouts import (
     ArrayCleared,
     ArrayEvent,

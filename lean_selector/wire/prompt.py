@@ -14,7 +14,7 @@ from msgspec import Meta, Raw
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
-from lean_selector.core.prompt import Prompt
+from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.scalars import (
     U32,
     U64_MAX,

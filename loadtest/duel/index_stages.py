@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from lean_selector.core.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex, Tier
 from loadtest.duel.cases import Plan
 from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
 from loadtest.duel.load import RequestFile, closed_load, open_load

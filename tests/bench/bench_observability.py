@@ -19,23 +19,23 @@ from typing import Any
 import uvloop
 
 from lean_selector import __version__
-from lean_selector.core.busy import BusyThreshold
-from lean_selector.core.catalog import Source, WorkerSpec
-from lean_selector.core.kv_ingest import EventCounts
-from lean_selector.core.partition import Partition
-from lean_selector.core.selection import Placement, SelectionRequest
-from lean_selector.core.selector import Selector
-from lean_selector.core.settings import RouterSettings
-from lean_selector.core.slots import RankLoad
+from lean_selector.core.index.kv_ingest import EventCounts
+from lean_selector.core.load.busy import BusyThreshold
+from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.selection.catalog import Source, WorkerSpec
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.records import Placement, SelectionRequest
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import date_header, encode_response
 from lean_selector.http1.router import Match
-from lean_selector.metrics import LoopLag, http_families, process_families
+from lean_selector.observing.metrics import LoopLag, http_families, process_families
+from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.services.gate import Answer, Gate, _is_msgpack, as_msgpack
 from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.selection import SelectionService
-from lean_selector.services.selection_metrics import selection_families
 
 ROUNDS = 40
 REQUESTS = 400

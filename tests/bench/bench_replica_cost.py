@@ -19,8 +19,8 @@ from pathlib import Path
 
 import zmq
 
-from lean_selector.core.replication import EventKind, ReplicaEvent
-from lean_selector.wire.replica import TOPIC, encode_event
+from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.replica_member import MODEL, SCOPE, Member
 
 BLOCKS = 64  # a prompt of 1 024 tokens

@@ -17,7 +17,7 @@ from itertools import cycle
 
 import xxhash
 
-from lean_selector.core.slots import Slots
+from lean_selector.core.load.slots import Slots
 
 RANKS = 16
 LIVE = 200

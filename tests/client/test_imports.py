@@ -33,7 +33,12 @@ def test_a_server_does_not_import_the_client(server: str) -> None:
 )
 def test_what_engines_and_clients_use_imports_no_server(code: str) -> None:
     loaded = modules_after(code)
-    assert not loaded & {"uvloop", "httptools", "prometheus_client", "lean_selector.server"}
+    assert not loaded & {
+        "uvloop",
+        "httptools",
+        "prometheus_client",
+        "lean_selector.process.selector",
+    }
     assert ("httpx" in loaded) is ("client" in code)
 
 

@@ -16,7 +16,7 @@ from lean_selector.core.errors import (
     NotFound,
     SelectorError,
 )
-from lean_selector.core.replication import (
+from lean_selector.core.replication.events import (
     REPUBLISH_AFTER_S,
     EventKind,
     ReplicaApplier,

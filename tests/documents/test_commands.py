@@ -6,8 +6,8 @@ from subprocess import run
 
 import pytest
 
-from lean_selector.config import SELECTOR_OPTIONS
-from lean_selector.slot_tracker_config import SLOT_TRACKER_OPTIONS
+from lean_selector.process.selector_config import SELECTOR_OPTIONS
+from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
 from tests.documents.pages import OURS, blocks, commands
 from tests.running_service import RunningService, free_port
 

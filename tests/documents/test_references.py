@@ -128,7 +128,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", sorted(OURS))
 def test_files_named_in_the_documents_exist(page: str) -> None:
-    """`core/cost.py` is one of the package, `loadtest/versus.py` one of the project."""
+    """`core/selection/cost.py` is one of the package, `loadtest/versus.py` one of the project."""
     named = set(re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+\.(?:py|md|json|yml|lua))`", OURS[page]))
     homes = (ROOT, ROOT / "lean_selector", ROOT / "docs")
     assert sorted(n for n in named if not any((home / n).exists() for home in homes)) == []

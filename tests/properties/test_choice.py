@@ -9,15 +9,15 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from lean_selector.core.catalog import Source, WorkerSpec
-from lean_selector.core.cost import rank_costs
-from lean_selector.core.kv_index import Tier
-from lean_selector.core.partition import Partition
-from lean_selector.core.prompt import Prompt
-from lean_selector.core.scheduler import candidates, place, place_by_order, suits_order
-from lean_selector.core.selection import SelectionRequest
-from lean_selector.core.selector import Selector
-from lean_selector.core.settings import RouterSettings
+from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.selection.catalog import Source, WorkerSpec
+from lean_selector.core.selection.cost import rank_costs
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.scheduler import candidates, place, place_by_order, suits_order
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings
 
 
 class NoSources:

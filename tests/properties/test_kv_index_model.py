@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core import device_tier, engine_hashes
-from lean_selector.core.kv_index import KvIndex, Matched, StoreResult, Tier
+from lean_selector.core.index import device_tier, engine_hashes
+from lean_selector.core.index.kv_index import KvIndex, Matched, StoreResult, Tier
 
 Path = tuple[int, ...]
 RANKS = [(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)]

@@ -12,15 +12,15 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lean_selector.core import inspection
-from lean_selector.core.catalog import Source, WorkerSpec
 from lean_selector.core.errors import SelectorError
-from lean_selector.core.parking import Parked
-from lean_selector.core.partition import Partition
-from lean_selector.core.prompt import Prompt
-from lean_selector.core.selection import SelectionRequest
-from lean_selector.core.selector import Selector
-from lean_selector.core.settings import RouterSettings
+from lean_selector.core.selection import inspection
+from lean_selector.core.selection.catalog import Source, WorkerSpec
+from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings
 
 BLOCK_SIZE = 4
 Key = tuple[str, str]

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
-from lean_selector.core.prompt_trie import Run
-from lean_selector.core.slots import RankLoad, Reservation, Slots
+from lean_selector.core.load.prompt_trie import Run
+from lean_selector.core.load.slots import RankLoad, Reservation, Slots
 
 RankKey = tuple[int, int]
 Position = tuple[int, ...]  # a block is the path that leads to it

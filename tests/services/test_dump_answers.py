@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.catalog import Catalog
-from lean_selector.core.kv_index import KvIndex, RankKey, StoredRun, Tier
-from lean_selector.core.partition import Partition
-from lean_selector.core.settings import RouterSettings
+from lean_selector.core.index.kv_index import KvIndex, RankKey, StoredRun, Tier
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.services.dump_answers import DumpAnswers
 from tests.driven_selector import Sources

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.logs import BURST
+from lean_selector.observing.logs import BURST
 from lean_selector.publisher import KvEventPublisher
 from tests.prometheus_tools import parsed, scrape, value
 from tests.running_service import RunningService, free_port, wait_until

@@ -11,7 +11,7 @@ import pytest
 
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.http1.reader import Request
-from lean_selector.metrics import Family, escaped, labels
+from lean_selector.observing.metrics import Family, escaped, labels
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers
 from lean_selector.services.sliced_answers import SLICE_S

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from lean_selector.wire.replica import TOPIC
+from lean_selector.wire.replica_frames import TOPIC
 from tests.replica_member import BOOKED, IDLE, TOKENS, Member, free_port, mesh
 
 LIFECYCLES = 100

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import zmq
 
-from lean_selector.core.replication import EventKind, ReplicaEvent
-from lean_selector.wire.replica import TOPIC, decode_event, encode_event
+from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.wire.replica_frames import TOPIC, decode_event, encode_event
 from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, free_port, mesh
 from tests.running_service import wait_until
 

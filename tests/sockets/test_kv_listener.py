@@ -18,8 +18,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from lean_selector.core.kv_index import KvIndex, StoreResult, Tier
-from lean_selector.core.kv_ingest import KvIngest
+from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
+from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets import kv_listener, kv_sockets
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener

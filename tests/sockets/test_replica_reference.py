@@ -16,9 +16,14 @@ import pytest
 import uvloop
 import zmq.asyncio
 
-from lean_selector.core.replication import ReplicaApplier, ReplicaEvent, ReplicaEvents, Verdict
-from lean_selector.core.slots import Slots
-from lean_selector.sockets.replica import ReplicaSync
+from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.events import (
+    ReplicaApplier,
+    ReplicaEvent,
+    ReplicaEvents,
+    Verdict,
+)
+from lean_selector.sockets.replica_mesh import ReplicaSync
 
 pytestmark = pytest.mark.reference
 

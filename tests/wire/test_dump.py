@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from lean_selector.core.kv_index import KvIndex, StoredRun, StoreResult, Tier
+from lean_selector.core.index.kv_index import KvIndex, StoredRun, StoreResult, Tier
 from lean_selector.wire.dump import (
     BadEvent,
     ClearedRank,

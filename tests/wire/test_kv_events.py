@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.kv_batch import (
+from lean_selector.core.index.kv_batch import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
 )
-from lean_selector.core.kv_index import Tier
+from lean_selector.core.index.kv_index import Tier
 from lean_selector.wire.kv_events import NotABatch, decode_batch
 
 encode = msgspec.msgpack.encode

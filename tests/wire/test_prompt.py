@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import block_hashes, sequence_hashes
-from lean_selector.core.prompt import Prompt
+from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.prompt import (
     MAX_ISL_TOKENS,
     PromptFields,

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from lean_selector.core.catalog import Worker, WorkerSpec
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.selection import Overlap, PinnedWorker, Placement
-from lean_selector.wire.replica_peers import PeerRequest
+from lean_selector.core.selection.catalog import Worker, WorkerSpec
+from lean_selector.core.selection.records import Overlap, PinnedWorker, Placement
+from lean_selector.wire.peer_bodies import PeerRequest
 from lean_selector.wire.scalars import f32, f32_shortest
 from lean_selector.wire.selection import (
     OutputBlockRequest,

@@ -1,0 +1,1 @@
+"""What is cached where: KV events in, prefix matches out."""

@@ -1,0 +1,396 @@
+"""The device tier: what each rank holds of the trie of prompts, exact to the block.
+
+Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
+them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds or
+events. Spec: indexer.md sections 3.1, 3.2 and 7.
+"""
+
+from collections.abc import Iterator, Sequence
+from struct import unpack
+
+import msgspec
+
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
+from lean_selector.core.index.runs import (
+    MAX_STRANDS,
+    POSITION_BITS,
+    STRAND_BLOCKS,
+    Run,
+    RunTrie,
+    common_prefix,
+)
+from lean_selector.core.rank_bits import RankBits, RankKey
+
+# A run grows at its end only if few others hold it: each of them becomes a partial holder, which
+# costs every match of that run a step. With more, the new blocks make a run of their own, which
+# costs one step.
+_MAX_OTHERS_TO_GROW = 2
+_TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are worth cutting off
+_MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
+
+
+class Matched(msgspec.Struct, frozen=True, gc=False):
+    """Leading blocks of a prompt that a rank holds: D, then H more, then K + X more (spec 3.5)."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+class DeviceRank:
+    """What one rank holds on the device; `bit` is its place in the masks of the trie."""
+
+    __slots__ = ("bit", "blocks", "key", "names")
+
+    def __init__(self, key: RankKey, bit: int) -> None:
+        self.key = key
+        self.bit = bit
+        self.names = EngineHashes()
+        self.blocks = 0  # held in the trie, in reach or not
+
+
+class DeviceTier:
+    """All ranks' device blocks of one partition."""
+
+    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "trie")
+
+    def __init__(self, bits: RankBits) -> None:
+        self.trie = RunTrie()
+        self._bits = bits
+        self._by_bit: list[DeviceRank | None] = []
+        self._all = 0  # the bits in use
+        self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
+
+    def admit(self, key: RankKey) -> DeviceRank:
+        """A record for a rank that holds nothing yet."""
+        bit = self._bits.acquire(key)
+        rank = DeviceRank(key, bit)
+        self._all |= 1 << bit
+        self._by_bit += [None] * (bit + 1 - len(self._by_bit))
+        self._by_bit[bit] = rank
+        return rank
+
+    def release(self, rank: DeviceRank) -> None:
+        """Give back the record of a rank that holds nothing."""
+        assert not rank.blocks
+        self._all ^= 1 << rank.bit
+        self._by_bit[rank.bit] = None
+        self._keys.clear()
+        self._bits.release(rank.key)
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether the runs of a chain of so many blocks can still be numbered."""
+        # One chain may split a run, and starts a strand per STRAND_BLOCKS.
+        return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
+
+    def match(self, local_hashes: bytes) -> tuple[dict[RankKey, Matched], list[Run]]:
+        """What each rank with a hit holds of the start of a prompt, and the runs along it."""
+        sets, path = self.match_sets(local_hashes)
+        result: dict[RankKey, Matched] = {}
+        for blocks, mask in sets:
+            result.update(dict.fromkeys(self._keys_of(mask), Matched(blocks)))
+        return result, path
+
+    def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
+        """The same as (leading blocks, set of ranks), the sets apart and not empty."""
+        result: list[tuple[int, int]] = []
+        path: list[Run] = []
+        children = self.trie.root.children
+        alive = self._all  # the ranks that hold every block before `at`
+        at = 0
+        while children is not None:
+            run = children.get(local_hashes[at : at + 8])
+            if run is None:
+                break
+            path.append(run)
+            label = run.label
+            if local_hashes.startswith(label, at):
+                same = len(label)
+            elif label.startswith(local_hashes[at:]):
+                same = len(local_hashes) - at
+            else:
+                same = common_prefix(label, 0, local_hashes, at)
+            stay = alive & run.whole
+            gone = alive ^ stay
+            if gone:
+                if run.partial:
+                    before, most = at >> 3, same >> 3
+                    for leading, mask in run.leads():
+                        if mask & gone:
+                            result.append((before + min(leading, most), mask & gone))
+                            gone &= ~mask
+                if at and gone:
+                    result.append((at >> 3, gone))
+            alive = stay
+            at += same
+            if not alive or same < len(label):
+                break
+            children = run.children
+        if alive and at:
+            result.append((at >> 3, alive))
+        return result, path
+
+    def _keys_of(self, bits: int) -> tuple[RankKey, ...]:
+        keys = self._keys.get(bits)
+        if keys is None:
+            if len(self._keys) >= _MAX_CACHED_MASKS:
+                self._keys.clear()
+            keys = self._keys[bits] = tuple(
+                rank.key for bit, rank in enumerate(self._by_bit) if rank and bits >> bit & 1
+            )
+        return keys
+
+    def last_name(self, rank: DeviceRank, path: list[Run], blocks: int) -> bytes:
+        """The rank's name of the last of the `blocks` that it holds along `path`."""
+        last = blocks - 1
+        for run in path:
+            length = len(run.label) >> 3
+            if last < length:
+                return rank.names.name_at(run.strand << POSITION_BITS | run.start + last)
+            last -= length
+        raise AssertionError("no rank matches more than the path has")
+
+    def clear(self, rank: DeviceRank) -> None:
+        """Drop all that a rank holds."""
+        for strand in rank.names.rows:
+            for run in self.trie.pieces(strand):
+                run.set_held(rank.bit, 0)
+                self.trie.prune(run)
+        rank.names = EngineHashes()
+        rank.blocks = 0
+
+    def store(
+        self, rank: DeviceRank, parent: int, names: Sequence[int], packed: bytes, local: bytes
+    ) -> None:
+        """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
+
+        `packed` is the names, 8 bytes each.
+        """
+        run, position = self.trie.root, 0
+        if parent != NOWHERE:
+            run, position = self.trie.resolve(parent)
+            position += 1
+            if (
+                position << 3 == len(run.label)
+                and run.whole == 1 << rank.bit
+                and run.partial is None
+                and run.children is None
+                and run.after is None
+                and run.start + position + len(names) <= STRAND_BLOCKS
+            ):  # The end of a prompt that no other rank holds: what a decoding engine extends.
+                run.label += local
+                rank.names.add(parent + 1, names, packed)
+                rank.blocks += len(names)
+                return
+        # Walk down the trie; hold the blocks that are there, add the others.
+        done = 0
+        while done < len(local):
+            label = run.label
+            if position << 3 < len(label):
+                same = common_prefix(label, position << 3, local, done)
+                if same:
+                    end = done + same
+                    self._hold(rank, run, position, names[done >> 3 : end >> 3], packed[done:end])
+                    position += same >> 3
+                    done = end
+                if done < len(local) and position << 3 < len(label):
+                    run = self.trie.split(run, position)
+                continue
+            child = run.children.get(local[done : done + 8]) if run.children else None
+            if child is not None:
+                run, position = child, 0
+                continue
+            run, position, end = self._extend(rank, run, local, done)
+            at = run.strand << POSITION_BITS | run.start + position
+            if done or end < len(local):
+                rank.names.add(at, names[done >> 3 : end >> 3], packed[done:end])
+            else:
+                rank.names.add(at, names, packed)
+            rank.blocks += end - done >> 3
+            position += end - done >> 3
+            done = end
+
+    def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
+        """Add blocks after `run`, up to a strand's end, and let the rank hold them.
+
+        Returns their run, where they begin in it, and the new `done`.
+        """
+        mine = 1 << rank.bit
+        length = len(run.label) >> 3
+        room = STRAND_BLOCKS - run.start - length
+        others = 0
+        if run.whole != mine or run.partial:
+            others = (run.whole & ~mine).bit_count() + len(run.partial or ())
+        is_open = run.parent is not None and run.after is None and not run.children and room > 0
+        if not is_open or others > _MAX_OTHERS_TO_GROW:
+            end = min(len(local), done + (STRAND_BLOCKS << 3))
+            run = self.trie.add(run, local[done:end])
+            run.whole = mine
+            return run, 0, end
+        end = min(len(local), done + (room << 3))
+        run.label += local[done:end]
+        if run.whole != mine or run.partial:
+            whole, run.whole = run.whole, 0
+            held = (1 << length) - 1 if whole & mine else (run.partial or {}).get(rank.bit, 0)
+            for bit in _bits(whole & ~mine):
+                run.set_held(bit, (1 << length) - 1)
+            run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
+        return run, length, end
+
+    def _hold(
+        self, rank: DeviceRank, run: Run, position: int, names: Sequence[int], packed: bytes
+    ) -> None:
+        """Let the rank hold blocks that exist, from `position` of `run` on."""
+        held = run.held_by(rank.bit)
+        span = (1 << len(names)) - 1 << position
+        both = held & span
+        place = run.strand << POSITION_BITS | run.start + position
+        if not both:
+            rank.names.add(place, names, packed)
+            rank.blocks += len(names)
+        else:
+            for at, name in enumerate(names):
+                eight = packed[at << 3 : (at + 1) << 3]
+                if not both >> (position + at) & 1:
+                    rank.names.add(place + at, names[at : at + 1], eight)
+                    rank.blocks += 1
+                elif rank.names.name_at(place + at) != eight:
+                    rank.names.alias(place + at, name)
+        if both != span:
+            run.set_held(rank.bit, held | span)
+
+    def remove(self, rank: DeviceRank, names: Sequence[int]) -> int:
+        """Drop the blocks with these names; returns how many there were."""
+        before = rank.blocks
+        for strand, positions in rank.names.take(names).items():
+            self._drop_positions(rank, strand, positions)
+        return before - rank.blocks
+
+    def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
+        """Drop the blocks at these positions (a bit mask), whose names are forgotten already."""
+        first = self.trie.strands[strand]
+        if first.after is None:
+            self._drop_blocks(rank, first, positions >> first.start)
+            return
+        while positions:
+            lowest = (positions & -positions).bit_length() - 1
+            run, _ = self.trie.resolve(strand << POSITION_BITS | lowest)
+            here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
+            positions ^= here << run.start
+            self._drop_blocks(rank, run, here)
+
+    def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
+        """The same for blocks of one run, `gone` being their positions in it."""
+        held = run.held_by(rank.bit) ^ gone
+        rank.blocks -= gone.bit_count()
+        run.set_held(rank.bit, held)
+        if not held:
+            rank.names.cut_row(run.strand, self._held_end(rank, run.strand))
+            self.trie.prune(run)
+        elif not run.whole and held.bit_length() << 4 <= len(run.label):
+            self._trim(run)
+
+    def _held_end(self, rank: DeviceRank, strand: int) -> int:
+        """Positions of a strand up to the last that the rank holds; 0 if it holds none."""
+        if not rank.names.has_unnamed():
+            return rank.names.named_end(strand)
+        # A row cannot tell a block named 0 from none.
+        ends = [
+            run.start + held.bit_length()
+            for run in self.trie.pieces(strand)
+            if (held := run.held_by(rank.bit))
+        ]
+        return ends[-1] if ends else 0
+
+    def _trim(self, run: Run) -> None:
+        """Cut the end off a run when half of it is held by nobody and nothing follows."""
+        assert run.partial is not None
+        blocks = len(run.label) >> 3
+        if run.after or run.children or blocks <= _TRIM_BLOCKS:
+            return
+        if run.is_held_beyond(min(blocks >> 1, blocks - _TRIM_BLOCKS)):
+            return
+        top = max(map(int.bit_length, run.partial.values()))
+        del run.label[top << 3 :]
+        for bit, held in list(run.partial.items()):
+            rank = self._by_bit[bit]
+            assert rank is not None
+            rank.names.cut_row(run.strand, run.start + top)
+            run.set_held(bit, held)
+
+    def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
+        """Drop so many blocks of a rank: the runs stored first, from their ends."""
+        while blocks:
+            strand = next(iter(rank.names.rows))
+            last = self._held_end(rank, strand) - 1
+            run, offset = self.trie.resolve(strand << POSITION_BITS | last)
+            held = run.held_by(rank.bit)
+            places = list(_bits(held & (2 << offset) - 1))[-blocks:]
+            for position in places:
+                rank.names.discard(strand << POSITION_BITS | run.start + position)
+            self._drop_blocks(rank, run, sum(1 << position for position in places))
+            blocks -= len(places)
+
+    def reachable(
+        self, rank: DeviceRank
+    ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
+        """(parent's hash, engine hashes, local hashes) per run: oldest first, but parents before
+
+        children. The rank may change meanwhile: each run was in reach when it, or a run before it,
+        was asked for, and what has been there all the time is not left out.
+        """
+        told: set[Run] = set()  # whole runs: what hangs on them is in reach
+        cut_off: set[Run] = set()  # runs that nothing leads to
+        for strand in list(rank.names.rows):
+            # A rank without a row holds nothing there now; its bit may even be another's.
+            if strand in rank.names.rows:
+                steps = [
+                    step
+                    for run in self.trie.pieces(strand)
+                    for step in self._path_to(rank, run, told, cut_off)
+                ]
+                yield from steps
+
+    def _path_to(
+        self, rank: DeviceRank, run: Run, told: set[Run], cut_off: set[Run]
+    ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
+        """What `reachable` has to tell of the runs from the start of a prompt to this one."""
+        path: list[Run] = []
+        above: Run | None = run
+        while above is not None and above.parent is not None and above not in told:
+            if above in cut_off or not (above is run or above.whole >> rank.bit & 1):
+                cut_off.update(path)  # without this one: its own start may be in reach
+                return
+            path.append(above)
+            above = above.parent
+        if above in told and not above.whole >> rank.bit & 1:  # not any more
+            told.remove(above)
+            cut_off.update(path)
+            return
+        for step in reversed(path):
+            held = step.held_by(rank.bit)
+            leading = ((held + 1) & ~held).bit_length() - 1
+            if leading << 3 == len(step.label):
+                told.add(step)
+            if leading:
+                names = rank.names.rows[step.strand][step.start << 3 : step.start + leading << 3]
+                yield (
+                    self._parent_hash(rank, step),
+                    unpack(f"<{leading}Q", names),
+                    unpack(f"<{leading}Q", step.label[: leading << 3]),
+                )
+
+    def _parent_hash(self, rank: DeviceRank, run: Run) -> int | None:
+        parent = run.parent
+        if parent is None or parent.parent is None:
+            return None
+        end = parent.start + (len(parent.label) >> 3) - 1
+        name = rank.names.name_at(parent.strand << POSITION_BITS | end)
+        return int.from_bytes(name, "little")
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = (mask & -mask).bit_length() - 1
+        yield bit
+        mask ^= 1 << bit

@@ -1,0 +1,349 @@
+"""Which rank holds which block on which tier, for one partition (model_name, tenant_id).
+
+Applies KV events, matches prompts, dumps itself. Composes the device tier, where all ranks share a
+trie, and the lower tiers, which each rank has for itself; bounds both. Knows no sockets, no tokens
+and no registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
+
+Rules where the spec leaves a choice:
+- A block has the first hash that its rank stored it under, and the newest other one as a second
+  name. Removing it by either removes the block.
+- A hash stored again with other tokens names the newer block. The older one stays held; the hash
+  names it again when the newer is removed. Bounds, clear and drop free it like any other.
+- A removed block leaves those behind it known but out of reach: they count again when it comes
+  back.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from itertools import chain
+from struct import unpack
+
+import msgspec
+
+from lean_selector.core.hashing import u64s
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index.device_tier import Matched as Matched
+from lean_selector.core.index.engine_hashes import NOWHERE
+from lean_selector.core.index.lower_tiers import ROOT, LowerTier
+from lean_selector.core.rank_bits import RankBits
+from lean_selector.core.rank_bits import RankKey as RankKey
+
+# Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
+# tokens, ten times that of the largest node today. On a lower tier four times as much, for each of
+# the three.
+DEFAULT_DEVICE_BLOCKS = 1 << 21
+DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
+_SLICE_BLOCKS = 512  # of a dump: some 0.1 ms, as blocks of a lower tier 0.5
+
+
+class Tier(IntEnum):
+    DEVICE = 0
+    HOST_PINNED = 1
+    DISK = 2
+    EXTERNAL = 3
+
+
+_DEVICE = Tier.DEVICE  # a look-up in an enum takes as long as three others
+
+
+class StoreResult(IntEnum):
+    """What became of a stored event. Only STORED may have changed anything."""
+
+    STORED = 0
+    EMPTY = 1
+    SELF_REFERENCE = 2
+    UNKNOWN_PARENT = 3
+    FULL = 4  # as many runs as can be numbered, some 4 million
+
+
+_STORED = StoreResult.STORED
+
+
+class StoredRun(msgspec.Struct, frozen=True, gc=False):
+    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own."""
+
+    worker_id: int
+    dp_rank: int
+    tier: Tier
+    parent_hash: int | None
+    block_hashes: tuple[int, ...]
+    tokens_hashes: tuple[int, ...]
+
+
+class _Rank:
+    """Everything that one rank holds."""
+
+    __slots__ = ("device", "lower")
+
+    def __init__(self, device: DeviceRank) -> None:
+        self.device = device
+        self.lower: list[LowerTier] = []  # none, or host_pinned, disk, external
+
+    def blocks(self) -> int:
+        return self.device.blocks + sum(map(len, self.lower))
+
+
+class KvIndex:
+    """The index of one partition. Lists of local hashes are bytes, 8 per block, little-endian.
+
+    `evicted` counts holdings dropped because a rank went beyond its bound.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        device_bound: int = DEFAULT_DEVICE_BLOCKS,
+        lower_tier_bound: int = DEFAULT_LOWER_TIER_BLOCKS,
+    ) -> None:
+        self.block_size = block_size
+        self.evicted = 0
+        self._default_bound = (device_bound, lower_tier_bound)
+        self._bounds: dict[RankKey, tuple[int, int]] = {}
+        self._ranks: dict[RankKey, _Rank] = {}  # those with a holding, no others
+        self._lower: dict[RankKey, _Rank] = {}  # those of them with one on a lower tier
+        self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
+        self._device = DeviceTier(self.bits)
+
+    # Reading
+
+    @property
+    def total_blocks(self) -> int:
+        return sum(rank.blocks() for rank in self._ranks.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._ranks
+
+    def ranks(self) -> list[RankKey]:
+        """The ranks that hold anything, sorted."""
+        return sorted(self._ranks)
+
+    def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
+        """Blocks that a rank holds on a tier, in reach or not."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None:
+            return 0
+        if tier == Tier.DEVICE:
+            return rank.device.blocks
+        return len(rank.lower[tier - 1]) if rank.lower else 0
+
+    def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
+        """What each rank holds of the start of a prompt. Ranks without a hit are left out."""
+        result, path = self._device.match(local_hashes)
+        # On from the last device block tier by tier, never stepping back (spec 3.5).
+        for key, rank in self._lower.items():
+            matched = result.get(key)
+            device = matched.device if matched else 0
+            name = self._device.last_name(rank.device, path, device) if device else ROOT
+            start = device << 3
+            name, host_end = rank.lower[0].walk(name, local_hashes, start)
+            name, disk_end = rank.lower[1].walk(name, local_hashes, host_end)
+            name, end = rank.lower[2].walk(name, local_hashes, disk_end)
+            if end > start:
+                result[key] = Matched(device, host_end - start >> 3, end - host_end >> 3)
+        return result
+
+    def match_sets(
+        self, local_hashes: bytes
+    ) -> tuple[list[tuple[int, int]], dict[RankKey, Matched]]:
+        """The same as sets of ranks (`bits`) that hold equally many leading blocks on the device.
+
+        The sets are apart, none is empty, and they leave out the ranks in the dict: those for which
+        a lower tier goes on.
+        """
+        if self._lower:
+            matches = self.match(local_hashes)
+            extended = {key: found for key, found in matches.items() if found.host or found.disk}
+        else:
+            extended = {}
+        sets, _ = self._device.match_sets(local_hashes)
+        if extended:
+            apart = 0
+            for key in extended:
+                apart |= 1 << self._ranks[key].device.bit
+            sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
+        return sets, extended
+
+    # Events
+
+    def store(
+        self,
+        worker_id: int,
+        dp_rank: int,
+        tier: Tier,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        local_hashes: bytes,
+    ) -> StoreResult:
+        """Apply a `stored` event: a chain of blocks below `parent_hash` (None: a prompt's start).
+
+        Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the oldest
+        holdings of the rank beyond its bound.
+        """
+        blocks = len(local_hashes) >> 3
+        if not blocks or not block_hashes:
+            return StoreResult.EMPTY
+        if len(block_hashes) == 1:  # a decoding engine sends most of its blocks one by one
+            if block_hashes[0] == parent_hash:
+                return StoreResult.SELF_REFERENCE
+            packed = block_hashes[0].to_bytes(8, "little")
+        else:
+            distinct = set(block_hashes)
+            if parent_hash in distinct or len(distinct) != len(block_hashes):
+                return StoreResult.SELF_REFERENCE
+            packed = u64s(len(block_hashes)).pack(*block_hashes)
+        if len(packed) != len(local_hashes):
+            blocks = min(len(block_hashes), blocks)
+            block_hashes = block_hashes[:blocks]
+            packed, local_hashes = packed[: blocks << 3], local_hashes[: blocks << 3]
+        key = (worker_id, dp_rank)
+        if tier is not _DEVICE:
+            parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
+            self._store_lower(key, tier, parent, packed, local_hashes)
+            return StoreResult.STORED
+        rank = self._ranks.get(key)
+        place = NOWHERE
+        if parent_hash is not None:
+            place = rank.device.names.find(parent_hash) if rank else NOWHERE
+            if place == NOWHERE:
+                return StoreResult.UNKNOWN_PARENT
+        if not self._device.has_room(blocks):
+            return StoreResult.FULL
+        rank = rank or self._admit(key)
+        self._device.store(rank.device, place, block_hashes, packed, local_hashes)
+        bound = self._bounds.get(key, self._default_bound)[0]
+        if rank.device.blocks > bound:
+            self._evict_device(rank, bound)
+            self._release_if_empty(key, rank)
+        return _STORED
+
+    def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
+        """Apply a `removed` event; unknown blocks are skipped. Returns the blocks removed."""
+        key = (worker_id, dp_rank)
+        rank = self._ranks.get(key)
+        if rank is None:
+            return 0
+        if tier is _DEVICE:
+            removed = self._device.remove(rank.device, block_hashes)
+        elif rank.lower:
+            held = rank.lower[tier - 1]
+            removed = sum(held.remove(name.to_bytes(8, "little")) for name in block_hashes)
+        else:
+            removed = 0
+        self._release_if_empty(key, rank)
+        return removed
+
+    def clear(self, worker_id: int, dp_rank: int) -> int:
+        """Drop all that this rank holds, on all tiers; returns the blocks dropped."""
+        key = (worker_id, dp_rank)
+        rank = self._ranks.get(key)
+        if rank is None:
+            return 0
+        dropped = rank.blocks()
+        self._device.clear(rank.device)
+        rank.lower = []
+        self._release_if_empty(key, rank)
+        return dropped
+
+    def drop_worker(self, worker_id: int) -> int:
+        """Drop all that a worker holds, on all ranks that ever appeared, and its bounds."""
+        for key in [key for key in self._bounds if key[0] == worker_id]:
+            del self._bounds[key]
+        return sum(self.clear(*key) for key in self.ranks() if key[0] == worker_id)
+
+    def set_bound(
+        self, worker_id: int, dp_rank: int, device_blocks: int | None, lower_tier_blocks: int | None
+    ) -> None:
+        """Bound a rank's holdings, on the device and on each lower tier; None means the default.
+
+        Beyond it the oldest go: the run that was stored first, from its end.
+        """
+        device = self._default_bound[0] if device_blocks is None else device_blocks
+        lower = self._default_bound[1] if lower_tier_blocks is None else lower_tier_blocks
+        key = (worker_id, dp_rank)
+        self._bounds[key] = (device, lower)
+        rank = self._ranks.get(key)
+        if rank is None:
+            return
+        self._evict_device(rank, device)
+        for held in rank.lower:
+            self._evict_lower(held, lower)
+        self._release_if_empty(key, rank)
+
+    # Dump
+
+    def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
+        """Stored events that rebuild the index, in slices of bounded work: one or more per rank.
+
+        Ranks are sorted; in a rank the oldest blocks come first, on the device parents before
+        children. Device: a run each, only blocks that can be reached. Lower tiers: a block each. A
+        caller may let events in between two slices. Then a slice tells of what was held at some
+        moment since the dump began; told the events from that moment on once more, a copy ends up
+        with what the rank holds.
+        """
+        for key in self.ranks():
+            rank = self._ranks.get(key)
+            if rank is None or worker_id not in (None, key[0]):
+                continue
+            runs: list[StoredRun] = []
+            blocks = 0
+            for run in chain(self._dump_device(key, rank), self._dump_lower(key, rank)):
+                runs.append(run)
+                blocks += len(run.block_hashes)
+                if blocks >= _SLICE_BLOCKS:
+                    yield runs
+                    runs, blocks = [], 0
+            yield runs
+
+    def _dump_device(self, key: RankKey, rank: _Rank) -> Iterator[StoredRun]:
+        for parent_hash, block_hashes, tokens_hashes in self._device.reachable(rank.device):
+            yield StoredRun(*key, Tier.DEVICE, parent_hash, block_hashes, tokens_hashes)
+
+    def _dump_lower(self, key: RankKey, rank: _Rank) -> Iterator[StoredRun]:
+        tiers = rank.lower
+        for tier, held in zip(list(Tier)[1:], tiers, strict=False):
+            for parent, name, local in held.chains():
+                if rank.lower is not tiers:
+                    return  # all of them are gone
+                parent_hash = int.from_bytes(parent, "little") if parent else None
+                block_hash, tokens_hash = unpack("<QQ", name + local)
+                yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,))
+
+    # Changing
+
+    def _store_lower(
+        self, key: RankKey, tier: Tier, parent: bytes, names: bytes, local: bytes
+    ) -> None:
+        rank = self._ranks.get(key) or self._admit(key)
+        if not rank.lower:
+            rank.lower = [LowerTier(), LowerTier(), LowerTier()]
+            self._lower[key] = rank
+        held = rank.lower[tier - 1]
+        held.store(parent, names, local)
+        self._evict_lower(held, self._bounds.get(key, self._default_bound)[1])
+        self._release_if_empty(key, rank)
+
+    def _evict_device(self, rank: _Rank, bound: int) -> None:
+        surplus = rank.device.blocks - bound
+        if surplus > 0:
+            self.evicted += surplus
+            self._device.drop_oldest(rank.device, surplus)
+
+    def _evict_lower(self, held: LowerTier, bound: int) -> None:
+        if len(held) > bound:
+            self.evicted += len(held) - bound
+            held.drop_oldest(len(held) - bound)
+
+    def _admit(self, key: RankKey) -> _Rank:
+        rank = self._ranks[key] = _Rank(self._device.admit(key))
+        return rank
+
+    def _release_if_empty(self, key: RankKey, rank: _Rank) -> None:
+        if rank.device.blocks and not rank.lower:
+            return
+        if not any(rank.lower):
+            rank.lower = []
+            self._lower.pop(key, None)
+            if not rank.device.blocks:
+                del self._ranks[key]
+                self._device.release(rank.device)

@@ -1,0 +1,199 @@
+"""Events of one source applied to the index: which count, under which hash, and what came of them.
+
+Owns what must be remembered between events of a rank: the kinds of its block groups, and the salts
+of blocks whose children come without one. Never raises for a peer's data: an event that cannot
+count is skipped and counted by reason. Knows no encoding and no socket. Spec: indexer.md 1.4, 3.2.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from lean_selector.core.hashing import BASE_SEED, hash_seed, local_hashes
+from lean_selector.core.index.kv_batch import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+)
+from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
+
+# Attention over the whole prompt: what prefix matching is about. Other kinds (sliding window,
+# mamba, ...) keep blocks by rules of their own.
+_PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
+
+_STORED = StoreResult.STORED
+
+MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
+MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
+MAX_SALTED_BLOCKS = 1 << 20  # per rank and tier; 16 M tokens of 16-token blocks, oldest go first
+
+
+class EventCounts:
+    """How many events came to what; only ever grows."""
+
+    __slots__ = ("blocks_removed", "blocks_stored", "cleared", "removed", "skipped", "stored")
+
+    def __init__(self) -> None:
+        self.stored = 0
+        self.removed = 0
+        self.cleared = 0
+        self.blocks_stored = 0
+        self.blocks_removed = 0
+        self.skipped: dict[tuple[str, str], int] = {}  # by (event type, reason); both few
+
+    def skip(self, event_type: str, reason: str, count: int = 1) -> None:
+        key = event_type, reason
+        self.skipped[key] = self.skipped.get(key, 0) + count
+
+    def add(self, other: "EventCounts") -> None:
+        """Take over the counts of a source that ends."""
+        self.stored += other.stored
+        self.removed += other.removed
+        self.cleared += other.cleared
+        self.blocks_stored += other.blocks_stored
+        self.blocks_removed += other.blocks_removed
+        for (event_type, reason), count in other.skipped.items():
+            self.skip(event_type, reason, count)
+
+    def results(self) -> Iterator[tuple[str, str, int]]:
+        """(event type, result, count); the result is "applied" or the reason for skipping."""
+        yield "stored", "applied", self.stored
+        yield "removed", "applied", self.removed
+        yield "cleared", "applied", self.cleared
+        for (event_type, reason), count in self.skipped.items():
+            yield event_type, reason, count
+
+
+class _Rank(msgspec.Struct):
+    """What the events of one rank have taught."""
+
+    is_prefix_group: dict[int, bool]  # group_idx -> its blocks count
+    salts: dict[Tier, dict[int, str]]  # block hash -> salt, for salted blocks that are held
+
+
+class KvIngest:
+    """Applies the batches of one source, in the order given, for one worker."""
+
+    def __init__(self, index: KvIndex, worker_id: int, dp_rank: int) -> None:
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank  # of batches that name none
+        self.counts = EventCounts()
+        self._index = index
+        self._ranks: dict[int, _Rank] = {}  # at most MAX_RANKS, the ranks heard of
+
+    def apply(self, batch: EventBatch) -> bool:
+        """Apply what counts; True when all that this source ever stored was cleared on the way."""
+        counts = self.counts
+        for skipped in batch.skipped:
+            counts.skip(skipped.event_type, skipped.reason)
+        dp_rank = self.dp_rank if batch.dp_rank is None else batch.dp_rank
+        rank = self._ranks.get(dp_rank)
+        if rank is None:
+            if len(self._ranks) >= MAX_RANKS:
+                counts.skip("unknown", "too_many_ranks", len(batch.events))
+                return False
+            rank = self._ranks[dp_rank] = _Rank({}, {})
+        cleared = False
+        for event in batch.events:
+            if type(event) is BlockStored:
+                self._store(dp_rank, rank, event)
+            elif type(event) is BlockRemoved:
+                self._remove(dp_rank, rank, event)
+            elif type(event) is AllBlocksCleared:
+                self._index.clear(self.worker_id, dp_rank)
+                rank.salts.clear()
+                counts.cleared += 1
+                cleared = True
+        return cleared and len(self._ranks) == 1
+
+    def clear(self) -> None:
+        """Forget the source: drop its blocks on every rank it named, and what they taught."""
+        for dp_rank in self._ranks:
+            self._index.clear(self.worker_id, dp_rank)
+        self._index.clear(self.worker_id, self.dp_rank)
+        self._ranks.clear()
+
+    def _store(self, dp_rank: int, rank: _Rank, event: BlockStored) -> None:
+        if event.group_idx is not None and event.kind is not None:
+            self._learn(rank, event.group_idx, event.kind)
+        tier = event.tier
+        reason = _objection(rank, event)
+        if reason is None and event.block_size != self._index.block_size:
+            reason = "block_size"
+        if tier is None or reason is not None:
+            self.counts.skip("stored", reason or "unknown_medium")
+            return
+        salt = event.cache_salt
+        if salt is None and rank.salts and event.parent_hash is not None:
+            salt = _salt_of(rank, tier, event.parent_hash)
+        seed = BASE_SEED
+        if salt is not None or event.lora_name is not None:
+            seed = hash_seed(event.lora_name, salt)
+        hashes, tokens = event.block_hashes, event.token_ids
+        wanted = len(hashes) * event.block_size + event.is_eagle
+        if len(tokens) > wanted:
+            tokens = tokens[:wanted]
+        try:
+            local = local_hashes(tokens, event.block_size, seed, event.mm_hashes, event.is_eagle)
+        except ValueError:
+            self.counts.skip("stored", "bad_tokens")
+            return
+        parent_hash = event.parent_hash
+        result = self._index.store(self.worker_id, dp_rank, tier, parent_hash, hashes, local)
+        if result is not _STORED:
+            self.counts.skip("stored", result.name.lower())
+            return
+        counts = self.counts
+        counts.stored += 1
+        blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
+        counts.blocks_stored += blocks
+        if salt is not None:
+            _remember_salt(rank.salts.setdefault(tier, {}), hashes[:blocks], salt)
+
+    def _remove(self, dp_rank: int, rank: _Rank, event: BlockRemoved) -> None:
+        tier = event.tier
+        reason = _objection(rank, event)
+        if tier is None or reason is not None:
+            self.counts.skip("removed", reason or "unknown_medium", event.events)
+            return
+        removed = self._index.remove(self.worker_id, dp_rank, tier, event.block_hashes)
+        self.counts.removed += event.events
+        self.counts.blocks_removed += removed
+        salts = rank.salts.get(tier)
+        if salts:
+            for block_hash in event.block_hashes:
+                salts.pop(block_hash, None)
+
+    def _learn(self, rank: _Rank, group_idx: int, kind: str) -> None:
+        groups = rank.is_prefix_group
+        if group_idx in groups or len(groups) < MAX_GROUPS:
+            groups[group_idx] = kind in _PREFIX_KINDS
+
+
+def _objection(rank: _Rank, event: BlockStored | BlockRemoved) -> str | None:
+    """Why this event does not count, or None. Group 0 counts until something else is learned."""
+    if event.is_remote:
+        return "remote"
+    if event.kind is not None:
+        return None if event.kind in _PREFIX_KINDS else "other_kind"
+    group_idx = event.group_idx
+    if group_idx is None or rank.is_prefix_group.get(group_idx, group_idx == 0):
+        return None
+    return "other_group"
+
+
+def _salt_of(rank: _Rank, tier: Tier, parent_hash: int) -> str | None:
+    """The parent's salt, from the child's own tier if it is there: offloading copies blocks."""
+    own = rank.salts.get(tier, {}).get(parent_hash)
+    if own is not None:
+        return own
+    found = (salts.get(parent_hash) for salts in rank.salts.values())
+    return next((salt for salt in found if salt is not None), None)
+
+
+def _remember_salt(salts: dict[int, str], hashes: list[int], salt: str) -> None:
+    for block_hash in hashes:
+        salts[block_hash] = salt
+    for _ in range(len(salts) - MAX_SALTED_BLOCKS):
+        del salts[next(iter(salts))]

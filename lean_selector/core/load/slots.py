@@ -1,0 +1,446 @@
+"""Active requests of one partition, and the load that they put on each of its ranks.
+
+Owns reservations (booked here, or copies of what peers booked) and the load of every rank: prefill
+tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_tracker.md section
+2; expiry is D12. Both services use it. Must not know what a worker is beyond its ranks, nor who
+publishes what to whom.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+import msgspec
+
+from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
+from lean_selector.core.load.block_weights import BlockWeights
+from lean_selector.core.load.prefill_decay import Prefill, PrefillDecay
+from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie, Run
+from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
+
+
+class RankLoad:
+    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket`, which is
+    LoadOrder's).
+
+    Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
+    """
+
+    __slots__ = (
+        "active_decode_blocks",
+        "active_prefill_tokens",
+        "bit",
+        "block_weights",
+        "bucket",
+        "decay",
+        "distinct_blocks",
+        "dp_rank",
+        "key",
+        "mask",
+        "reservations",
+        "worker_id",
+    )
+
+    def __init__(self, worker_id: int, dp_rank: int, bit: int) -> None:
+        self.bit = bit
+        self.mask = 1 << bit
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+        self.key: RankKey = (worker_id, dp_rank)
+        self.active_prefill_tokens = 0  # all that is outstanding, as booked: before decay
+        self.active_decode_blocks = 0  # distinct_blocks by weight, rounded half away from zero
+        self.distinct_blocks = 0  # path positions of active prompts, and output blocks
+        self.block_weights = BlockWeights()
+        self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
+        self.reservations: dict[str, Reservation] = {}  # in order of booking
+        self.bucket: tuple[int, int] | None = None
+
+    @property
+    def active_requests(self) -> int:
+        return len(self.reservations)
+
+    @property
+    def decaying(self) -> bool:
+        """True when active_prefill_tokens is not the whole truth: ask prefill_tokens_at(now)."""
+        return self.decay is not None
+
+    def prefill_tokens_at(self, now: float) -> int:
+        """Outstanding prefill tokens, less what the worker should have computed by now."""
+        if self.decay is None:
+            return self.active_prefill_tokens
+        return self.decay.tokens_at(self.active_prefill_tokens, now)
+
+
+class Reservation(msgspec.Struct, eq=False, gc=False):
+    """One active request. Read it anywhere; only Slots changes it (but `published_at`).
+
+    Not tracked by the collector, so that a hundred thousand of them cost a collection nothing:
+    Slots unlinks what it drops. Times are monotonic seconds.
+    """
+
+    request_id: str
+    rank: RankLoad
+    run: Run  # where the prompt ends in the trie; the root when it is empty
+    block_count: int  # of the prompt, also when other requests hold the same blocks
+    prefill_tokens: int  # outstanding: 0 from prefill_complete on
+    prefill_duration_s: float | None
+    booked_at: float
+    touched_at: float  # booking, prefill_complete, output_block, touch
+    published_at: float  # when peers last heard of it; kept by whoever publishes
+    router_id: int | None  # the peer that admitted it; None: this replica did
+    lora_name: str | None
+    expected_output_tokens: int | None
+    prefill_done: bool = False
+    kept_by_output: bool = False  # the last touch was an output block, which peers do not hear of
+    output_blocks: int = 0
+    weighted_output_blocks: int = 0  # those that the last decay_fraction reached
+    output_weight: float = 1.0  # the weight of those
+
+    @property
+    def is_replica(self) -> bool:
+        return self.router_id is not None
+
+
+_touched_at = attrgetter("touched_at")
+
+
+def check_decay_fraction(decay_fraction: float | None) -> None:
+    """Raises BadRequest outside [0, 1]. Comes before the question whether the request exists."""
+    if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
+        raise BadRequest("decay_fraction must be between 0.0 and 1.0")
+
+
+class Slots:
+    """The active requests of one (model_name, tenant_id). A method that raises has changed nothing.
+
+    Before a Slots is dropped its ranks must be removed, for the collector does not see what they
+    hold.
+    """
+
+    __slots__ = (
+        "_copies_by_touch",
+        "_heard_at",
+        "_local_by_touch",
+        "_trie",
+        "bits",
+        "booked",
+        "copied",
+        "decaying_ranks",
+        "dropped",
+        "expired",
+        "freed",
+        "on_load_change",
+        "ranks",
+        "reservations",
+    )
+
+    def __init__(
+        self,
+        on_load_change: Callable[[RankLoad], None] | None = None,
+        bits: RankBits | None = None,
+    ) -> None:
+        """`on_load_change` hears of a rank after its prefill tokens or decode blocks may have
+        changed, and not of the rank's removal. `bits` numbers the ranks, for others too."""
+        self.on_load_change = on_load_change
+        self.bits = RankBits() if bits is None else bits
+        self.ranks: dict[RankKey, RankLoad] = {}
+        self.reservations: dict[str, Reservation] = {}  # bounded by expiry
+        self.decaying_ranks = 0
+        # Of requests admitted here, ever: booked = live + freed + expired + dropped with a rank.
+        self.booked = self.freed = self.expired = self.dropped = 0
+        self.copied = 0  # copies of what peers admitted, ever
+        self._trie = PromptTrie()
+        self._heard_at = 0.0
+        # Ordered by touch, oldest first. Two, because their limits differ; OrderedDict, because
+        # taking the oldest of a plain dict steps over every hole that earlier removals left.
+        self._local_by_touch: OrderedDict[str, Reservation] = OrderedDict()
+        self._copies_by_touch: OrderedDict[str, Reservation] = OrderedDict()
+
+    @property
+    def arrived(self) -> int:
+        """Requests that were ever put here, by whomever."""
+        return self.booked + self.copied
+
+    def live_counts(self) -> tuple[int, int]:
+        """Active requests admitted here, and copies of what peers admitted."""
+        return len(self._local_by_touch), len(self._copies_by_touch)
+
+    def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
+        """The rank's load, a new and idle one where the rank is new."""
+        rank = self.ranks.get((worker_id, dp_rank))
+        if rank is None:
+            rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
+            self.ranks[rank.key] = rank
+        return rank
+
+    def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
+        """Forget a rank and its reservations, and return those. An unknown rank has none."""
+        rank = self.ranks.pop((worker_id, dp_rank), None)
+        if rank is None:
+            return []
+        dropped = list(rank.reservations.values())
+        for reservation in dropped:
+            self.dropped += reservation.router_id is None
+            self._detach(reservation)
+        self.bits.release(rank.key)
+        if rank.decay is not None:
+            rank.decay = None
+            self.decaying_ranks -= 1
+        rank.active_prefill_tokens = rank.active_decode_blocks = rank.distinct_blocks = 0
+        return dropped
+
+    def book(
+        self,
+        request_id: str,
+        worker_id: int,
+        dp_rank: int,
+        sequence_hashes: bytes,
+        prefill_tokens: int,
+        now: float,
+        *,
+        router_id: int | None = None,
+        lora_name: str | None = None,
+        expected_output_tokens: int | None = None,
+        prefill_duration_s: float | None = None,
+    ) -> Reservation:
+        """Put a request on a rank.
+
+        sequence_hashes: 8 bytes little-endian per block, in prompt order; any number of blocks fits
+        any number of tokens. A duration without tokens means nothing.
+        Raises NotFound for an unknown rank, then DuplicateRequest for a live id.
+        """
+        rank = self.ranks.get((worker_id, dp_rank))
+        if rank is None:
+            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
+        if (live := self.reservations.get(request_id)) is not None:
+            raise DuplicateRequest(request_id, *live.rank.key)
+        assert len(sequence_hashes) % HASH_BYTES == 0, "whole hashes"
+        run, new_blocks = self._trie.insert(sequence_hashes, rank.key, rank.mask)
+        reservation = Reservation(
+            request_id,
+            rank,
+            run,
+            len(sequence_hashes) // HASH_BYTES,
+            prefill_tokens,
+            prefill_duration_s,
+            now,
+            now,
+            now,
+            router_id,
+            lora_name,
+            expected_output_tokens,
+        )
+        self.reservations[request_id] = rank.reservations[request_id] = reservation
+        if router_id is None:
+            self.booked += 1
+            self._local_by_touch[request_id] = reservation
+        else:
+            self.copied += 1
+            self._copies_by_touch[request_id] = reservation
+        self._heard_at = now
+        if prefill_tokens and (prefill_duration_s is not None or rank.decay is not None):
+            self._start_prefill(reservation, now)
+        self._set_load(
+            rank, rank.active_prefill_tokens + prefill_tokens, rank.distinct_blocks + new_blocks
+        )
+        return reservation
+
+    def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
+        """Release a request's prefill tokens. None: not live. The bool: this was the first time."""
+        reservation = self.reservations.get(request_id)
+        if reservation is None:
+            return None
+        self._touch(reservation, now)
+        reservation.kept_by_output = False
+        first = not reservation.prefill_done
+        reservation.prefill_done = True
+        if tokens := reservation.prefill_tokens:
+            rank = reservation.rank
+            self._end_prefill(reservation, now)
+            reservation.prefill_tokens = 0
+            self._set_load(rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks)
+        return reservation, first
+
+    def output_block(
+        self, request_id: str, now: float, decay_fraction: float | None = None
+    ) -> Reservation | None:
+        """Add one generated block; None: not live.
+
+        With a fraction, every block of the request, this one included, that no other request of the
+        rank holds weighs that much from now on. Raises BadRequest for a fraction outside [0, 1].
+        """
+        check_decay_fraction(decay_fraction)
+        reservation = self.reservations.get(request_id)
+        if reservation is None:
+            return None
+        rank = reservation.rank
+        reservation.output_blocks += 1
+        if decay_fraction is not None:
+            weights = rank.block_weights
+            self._trie.weigh(reservation.run, rank.key, decay_fraction, weights)
+            weighted, blocks = reservation.weighted_output_blocks, reservation.output_blocks
+            weights.move(reservation.output_weight, decay_fraction, weighted)
+            weights.move(1.0, decay_fraction, blocks - weighted)
+            reservation.weighted_output_blocks = blocks
+            reservation.output_weight = decay_fraction
+        self._touch(reservation, now)
+        reservation.kept_by_output = True
+        self._set_load(rank, rank.active_prefill_tokens, rank.distinct_blocks + 1)
+        return reservation
+
+    def free(self, request_id: str, now: float | None = None) -> Reservation | None:
+        """Release a request; None: not live.
+
+        `now` matters where prefills decay: the clock of the next one starts. Left out, it is the
+        last time that anything was heard.
+        """
+        reservation = self.reservations.get(request_id)
+        if reservation is not None:
+            if reservation.router_id is None:
+                self.freed += 1
+            self._release(reservation, self._heard_at if now is None else now)
+        return reservation
+
+    def touch(self, request_id: str, now: float) -> Reservation | None:
+        """Hear of a request again, as when its owner publishes it once more; None: not live."""
+        reservation = self.reservations.get(request_id)
+        if reservation is not None:
+            self._touch(reservation, now)
+            reservation.kept_by_output = False
+        return reservation
+
+    def backdate(self, copy: Reservation, touched_at: float) -> None:
+        """A copy that was just booked was last heard of at `touched_at`, by another replica.
+
+        Call it youngest first: a copy that is younger than the oldest one here may expire late.
+        """
+        copy.booked_at = copy.touched_at = touched_at
+        oldest = next(iter(self._copies_by_touch.values()))
+        if touched_at <= oldest.touched_at:
+            self._copies_by_touch.move_to_end(copy.request_id, last=False)
+
+    def by_touch(self) -> Iterator[Reservation]:
+        """All that is live now, the last touched first; those that end meanwhile may come too."""
+        return heapq.merge(
+            list(reversed(self._local_by_touch.values())),
+            list(reversed(self._copies_by_touch.values())),
+            key=_touched_at,
+            reverse=True,
+        )
+
+    def expire(
+        self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
+    ) -> list[Reservation]:
+        """Release at most `max_steps` requests untouched for more than their limit.
+
+        The longest overdue first, so that neither kind waits behind the other. Returns them. As
+        many as max_steps: call again, there may be more.
+        """
+        self._heard_at = now
+        expired: list[Reservation] = []
+        local, copies = self._local_by_touch, self._copies_by_touch
+        while len(expired) < max_steps:
+            longest, overdue_s = None, 0.0
+            if local:
+                oldest = next(iter(local.values()))
+                if (late_s := now - oldest.touched_at - local_limit_s) > 0.0:
+                    longest, overdue_s = oldest, late_s
+            if copies:
+                oldest = next(iter(copies.values()))
+                if now - oldest.touched_at - replica_limit_s > overdue_s:
+                    longest = oldest
+            if longest is None:
+                break
+            self.expired += longest.router_id is None
+            self._release(longest, now)
+            expired.append(longest)
+        return expired
+
+    def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
+        """Leading blocks of a prompt that active prompts of a rank share, for ranks where there are
+        any."""
+        keys = self.bits.keys
+        return {
+            key: blocks
+            for blocks, mask in self._trie.active_prefix(sequence_hashes)
+            for bit in bits_of(mask)
+            if (key := keys[bit]) is not None
+        }
+
+    def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
+        """The same as (leading blocks, set of ranks), the sets apart and as bits of `bits`."""
+        return self._trie.active_prefix(sequence_hashes)
+
+    def starts_no_prompt(self, first_hash: int | bytes) -> bool:
+        """True when no active prompt starts with this hash (an int of either sign, or 8 bytes and
+        more): active_prefix is empty then, whatever follows it."""
+        if isinstance(first_hash, int):
+            first_hash = (first_hash & (2**64 - 1)).to_bytes(HASH_BYTES, "little")
+        return first_hash[:HASH_BYTES] not in self._trie.root.children
+
+    def sequence_hashes_of(self, reservation: Reservation) -> bytes:
+        """The prompt that a live reservation was booked with, rebuilt."""
+        return self._trie.hashes_of(reservation.run)
+
+    def _touch(self, reservation: Reservation, now: float) -> None:
+        by_touch = self._local_by_touch if reservation.router_id is None else self._copies_by_touch
+        by_touch.move_to_end(reservation.request_id)
+        reservation.touched_at = self._heard_at = now
+
+    def _release(self, reservation: Reservation, now: float) -> None:
+        rank, tokens = reservation.rank, reservation.prefill_tokens
+        if tokens:
+            self._end_prefill(reservation, now)
+        freed_blocks = self._detach(reservation)
+        self._set_load(
+            rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks - freed_blocks
+        )
+
+    def _detach(self, reservation: Reservation) -> int:
+        """Unlink a reservation from everything but its rank's sums; returns how many blocks to take
+        off."""
+        request_id, rank = reservation.request_id, reservation.rank
+        del self.reservations[request_id]
+        del rank.reservations[request_id]
+        if reservation.router_id is None:
+            del self._local_by_touch[request_id]
+        else:
+            del self._copies_by_touch[request_id]
+        weights = rank.block_weights
+        freed_blocks = self._trie.remove(reservation.run, rank.key, rank.mask, weights)
+        reservation.run = self._trie.root  # the old one may go on as another prompt's
+        if reservation.output_blocks:
+            weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)
+        return freed_blocks + reservation.output_blocks
+
+    def _start_prefill(self, reservation: Reservation, now: float) -> None:
+        """Follow a new prefill in time; with the first that has a duration, all that came before
+        it."""
+        rank = reservation.rank
+        newcomers = [reservation]
+        if rank.decay is None:
+            rank.decay = PrefillDecay()
+            self.decaying_ranks += 1
+            newcomers = [r for r in rank.reservations.values() if r.prefill_tokens]
+        for r in newcomers:
+            rank.decay.add(r.request_id, Prefill(r.prefill_tokens, r.prefill_duration_s), now)
+
+    def _end_prefill(self, reservation: Reservation, now: float) -> None:
+        rank = reservation.rank
+        if rank.decay is not None:
+            rank.decay.remove(reservation.request_id, now)
+            if rank.decay.is_over:
+                rank.decay = None
+                self.decaying_ranks -= 1
+
+    def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
+        """The one place where a rank's load changes."""
+        rank.active_prefill_tokens = prefill_tokens
+        rank.distinct_blocks = distinct_blocks
+        weights = rank.block_weights
+        rank.active_decode_blocks = (
+            weights.rounded_total(distinct_blocks) if weights.counts else distinct_blocks
+        )
+        if self.on_load_change is not None:
+            self.on_load_change(rank)

@@ -1,0 +1,1 @@
+"""What replicas tell each other, and what hearing it does."""

@@ -1,0 +1,305 @@
+"""What a replica takes over from its peers, at start or after a gap: live bookings, each id once.
+
+Owns the bookings that wait for their rank to be registered here, and what was heard meanwhile of
+bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md section 5,
+number 7. Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+
+import msgspec
+
+from lean_selector.core.load.slots import Reservation
+from lean_selector.core.replication.events import EventKind, ReplicaEvent, ReplicaTarget, Verdict
+
+# How long a booking may wait for its rank. Registration follows a start within seconds where a
+# control plane does it; after a minute it is a fault, and clients had time to end what waits,
+# unheard of where it is not booked.
+HOLD_S = 60.0
+# Bookings that wait, and ids heard of: a 60 s backlog of 3 000 bookings a second. With prompts of
+# 64 blocks 150 MB when full.
+MAX_WAITING = 200_000
+MAX_NOTED = 200_000
+
+_Id = tuple[str, str, str]  # model_name, tenant_id, request_id
+_Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
+
+
+class LiveBooking(msgspec.Struct, gc=False):
+    """A reservation as a peer holds it."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    request_id: str
+    worker_id: int
+    dp_rank: int
+    router_id: int  # of the replica that admitted it
+    sequence_hashes: bytes  # 8 bytes LE per block
+    prefill_tokens: int  # outstanding
+    prefill_duration_s: float | None
+    prefill_done: bool
+    touched_at: float  # in the clock of whoever holds this record
+    lora_name: str | None = None
+    expected_output_tokens: int | None = None
+
+
+class _Waiting(msgspec.Struct, frozen=True, gc=False):
+    booking: LiveBooking
+    until: float
+
+
+class Fate(IntEnum):
+    """What became of a booking of the snapshot."""
+
+    BOOKED = 0
+    WAITING = 1  # its rank is not registered here
+    HELD = 2  # the id is known already
+    ENDED = 3  # its end was heard before it came
+    EXPIRED = 4
+    BLOCK_SIZE = 5
+    NOT_REGISTERED = 6  # waited for HOLD_S, or there was no room to wait
+
+
+class CatchUp:
+    """Catches up until `ends_at`, and after `begin_again` once more. Books, and publishes nothing.
+
+    Every event heard or published meanwhile must be shown to `note`, after it was applied.
+    `counts[fate]` is how many bookings met a fate; one that waited met two.
+    """
+
+    def __init__(
+        self,
+        router_id: int,
+        lookup: Callable[[str, str], ReplicaTarget | None],
+        copies_expire_s: float,
+        now: float,
+    ) -> None:
+        self.counts = [0] * len(Fate)
+        self._router_id = router_id
+        self._lookup = lookup
+        self._copies_expire_s = copies_expire_s
+        # Oldest first. OrderedDicts, because the oldest of a plain dict is behind all the holes of
+        # older ones.
+        self._waiting: OrderedDict[_Id, _Waiting] = OrderedDict()
+        self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; none is empty
+        self.begin_again(now)
+
+    def begin_again(self, now: float) -> None:
+        """A snapshot will come; what waits for its rank goes on waiting, each for its own time."""
+        self.ends_at = now + HOLD_S
+        # Until the snapshot is in: ends and prefill completions heard, the oldest first.
+        self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
+
+    def fates(self) -> Iterator[tuple[Fate, int]]:
+        """How many bookings met each fate that any met; WAITING are those that wait now."""
+        counts = [*self.counts]
+        counts[Fate.WAITING] = len(self._waiting)
+        return ((fate, counts[fate]) for fate in Fate if counts[fate])
+
+    def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
+        """An event of a peer, with what became of it, or (None) one of ours."""
+        booking_id = event.model_name, event.tenant_id, event.request_id
+        waiting = self._waiting.get(booking_id)
+        if event.kind is EventKind.ADD:
+            if verdict in (Verdict.UNKNOWN_PARTITION, Verdict.RANK) and waiting is None:
+                self._wait(_booking_of(event, now), now)
+            return
+        if self._noted is not None:
+            key = booking_id, event.worker_id, event.dp_rank
+            if self._noted.get(key) is not EventKind.FREE:
+                self._noted[key] = event.kind
+            if len(self._noted) > MAX_NOTED:
+                self._noted.popitem(last=False)
+        if waiting is None:
+            return
+        held = waiting.booking
+        if (held.worker_id, held.dp_rank) != (event.worker_id, event.dp_rank):
+            return
+        if event.kind is EventKind.FREE:
+            self._wait_no_more(held)
+            self.counts[Fate.ENDED] += 1
+        else:
+            held.prefill_tokens, held.prefill_done, held.touched_at = 0, True, now
+
+    def take(self, booking: LiveBooking, now: float) -> Fate:
+        """One booking of the snapshot; `touched_at` in our clock. Youngest first, per partition."""
+        fate = self._take(booking, now)
+        self.counts[fate] += 1
+        return fate
+
+    def snapshot_is_in(self) -> None:
+        """All of it was taken, or none will come: only what waits matters from now on."""
+        self._noted = None
+
+    def admit_waiting(self, now: float, max_steps: int) -> bool:
+        """Book what waits for ranks that are registered by now, and drop what waited too long, at
+        most `max_steps` of them; True: there is more.
+        """
+        steps_left = max_steps
+        for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
+            target = self._lookup(model_name, tenant_id)
+            if target is None or (worker_id, dp_rank) not in target.slots.ranks:
+                continue
+            while bookings:
+                if not steps_left:
+                    return True
+                steps_left -= 1
+                booking_id, booking = bookings.popitem()
+                del self._waiting[booking_id]
+                self.counts[self._book(target, booking, now)] += 1
+            del self._by_rank[model_name, tenant_id, worker_id, dp_rank]
+        while self._waiting:
+            oldest = next(iter(self._waiting.values()))
+            if now < oldest.until:
+                break
+            if not steps_left:
+                return True
+            steps_left -= 1
+            self._wait_no_more(oldest.booking)
+            self.counts[Fate.NOT_REGISTERED] += 1
+        return False
+
+    def give_up_waiting(self) -> None:
+        """Drop what waits: what becomes of it is not noted any longer."""
+        self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
+        self._waiting.clear()
+        self._by_rank.clear()
+
+    def _take(self, booking: LiveBooking, now: float) -> Fate:
+        if booking.router_id == self._router_id:
+            return Fate.HELD  # it is ours: what we know of it is newer
+        key = _id_of(booking), booking.worker_id, booking.dp_rank
+        heard = None if self._noted is None else self._noted.get(key)
+        if heard is EventKind.FREE:
+            return Fate.ENDED
+        if heard is EventKind.PREFILL_COMPLETE:
+            booking.prefill_tokens, booking.prefill_done, booking.touched_at = 0, True, now
+        if key[0] in self._waiting:
+            return Fate.HELD
+        target = self._lookup(booking.model_name, booking.tenant_id)
+        if target is None or (booking.worker_id, booking.dp_rank) not in target.slots.ranks:
+            return self._wait(booking, now)
+        return self._book(target, booking, now)
+
+    def _wait(self, booking: LiveBooking, now: float) -> Fate:
+        if len(self._waiting) >= MAX_WAITING:
+            return Fate.NOT_REGISTERED
+        booking_id = _id_of(booking)
+        self._waiting[booking_id] = _Waiting(booking, now + HOLD_S)
+        self._by_rank.setdefault(_rank_of(booking), {})[booking_id] = booking
+        return Fate.WAITING
+
+    def _wait_no_more(self, booking: LiveBooking) -> None:
+        booking_id, rank = _id_of(booking), _rank_of(booking)
+        del self._waiting[booking_id]
+        of_rank = self._by_rank[rank]
+        del of_rank[booking_id]
+        if not of_rank:
+            del self._by_rank[rank]
+
+    def _book(self, target: ReplicaTarget, booking: LiveBooking, now: float) -> Fate:
+        if booking.block_size != target.block_size:
+            return Fate.BLOCK_SIZE
+        slots = target.slots
+        if booking.request_id in slots.reservations:
+            return Fate.HELD
+        if now - booking.touched_at > self._copies_expire_s:
+            return Fate.EXPIRED
+        copy = slots.book(
+            booking.request_id,
+            booking.worker_id,
+            booking.dp_rank,
+            booking.sequence_hashes,
+            booking.prefill_tokens,
+            now,
+            router_id=booking.router_id,
+            lora_name=booking.lora_name,
+            expected_output_tokens=booking.expected_output_tokens,
+            prefill_duration_s=booking.prefill_duration_s,
+        )
+        if booking.prefill_done:
+            slots.prefill_complete(booking.request_id, now)
+        slots.backdate(copy, booking.touched_at)
+        return Fate.BOOKED
+
+
+def ended_meanwhile(
+    targets: Iterable[ReplicaTarget], router_id: int, live: list[LiveBooking], asked_at: float
+) -> Iterator[ReplicaEvent | None]:
+    """What a replica would have told of requests that it admitted, had it been heard.
+
+    `live` is its snapshot, asked for at `asked_at`: what it does not list has ended, since whatever
+    was heard of before was admitted before. PREFILL_COMPLETE for those that are past that; None for
+    each that nothing is to be said of, so that the caller may pause.
+    """
+    listed = {_id_of(booking): booking for booking in live if booking.router_id == router_id}
+    for target in targets:
+        for held in list(target.slots.reservations.values()):
+            booking = listed.get((target.model_name, target.tenant_id, held.request_id))
+            if (
+                held.router_id != router_id
+                or held.touched_at >= asked_at
+                or (booking is not None and (held.prefill_done or not booking.prefill_done))
+            ):
+                yield None
+                continue
+            yield ReplicaEvent(
+                EventKind.FREE if booking is None else EventKind.PREFILL_COMPLETE,
+                target.model_name,
+                target.tenant_id,
+                target.block_size,
+                held.request_id,
+                *held.rank.key,
+                router_id,
+            )
+
+
+def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
+    """A live reservation of ours as a peer may take it over; output blocks stay local."""
+    return LiveBooking(
+        target.model_name,
+        target.tenant_id,
+        target.block_size,
+        held.request_id,
+        held.rank.worker_id,
+        held.rank.dp_rank,
+        own_router_id if held.router_id is None else held.router_id,
+        target.slots.sequence_hashes_of(held),
+        held.prefill_tokens,
+        held.prefill_duration_s,
+        held.prefill_done,
+        held.touched_at,
+        held.lora_name,
+        held.expected_output_tokens,
+    )
+
+
+def _booking_of(event: ReplicaEvent, now: float) -> LiveBooking:
+    tokens = event.prefill_tokens if event.track_prefill_tokens else None
+    return LiveBooking(
+        event.model_name,
+        event.tenant_id,
+        event.block_size,
+        event.request_id,
+        event.worker_id,
+        event.dp_rank,
+        event.router_id,
+        event.sequence_hashes,
+        tokens or 0,
+        event.prefill_duration_s,
+        False,
+        now,
+        event.lora_name,
+        event.expected_output_tokens,
+    )
+
+
+def _id_of(booking: LiveBooking) -> _Id:
+    return booking.model_name, booking.tenant_id, booking.request_id
+
+
+def _rank_of(booking: LiveBooking) -> _Rank:
+    return booking.model_name, booking.tenant_id, booking.worker_id, booking.dp_rank

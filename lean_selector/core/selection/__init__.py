@@ -1,0 +1,1 @@
+"""Which rank: workers, partitions, the cost and the choice."""

@@ -1,0 +1,388 @@
+"""The worker catalog: who is registered, in which partition, and whether it may be scheduled.
+
+A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
+is `schedulable` when nothing in its record is missing and it agrees with its partition; a change
+that breaks that makes it `incomplete`, with its reasons, and is not an error of the request (spec
+selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the sources a worker's
+events come from are handed to an injected `SourceSink`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
+from lean_selector.core.errors import BadRequest, NotFound
+from lean_selector.core.load.slots import Reservation
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.settings import RouterSettings
+
+MAX_DATA_PARALLEL_SIZE = 4096  # D6; every rank has a row of its own
+_RANK_LIMIT = 2**32 - 1  # ranks are u32, and start + size must be one too
+
+SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
+
+PartitionKey = tuple[str, str]
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as its owner registered it; None where nothing was said."""
+
+    worker_id: int
+    model_name: str = "default"
+    tenant_id: str = "default"
+    endpoint: str | None = None
+    kv_events_endpoint: str | None = None
+    kv_events_endpoints: dict[int, str] = {}
+    replay_endpoint: str | None = None
+    replay_endpoints: dict[int, str] = {}
+    block_size: int | None = None
+    data_parallel_start_rank: int | None = None
+    data_parallel_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    total_kv_blocks: int | None = None
+    stable_routing_id: str | None = None
+    is_eagle: bool | None = None
+    taints: frozenset[str] = frozenset()
+    topology_domains: dict[str, str] = {}
+    kv_transfer_domain: str | None = None
+    kv_transfer_enforcement: str | None = None
+    kv_transfer_preferred_weight: float | None = None  # single precision
+
+    @property
+    def key(self) -> PartitionKey:
+        return self.model_name, self.tenant_id
+
+    @property
+    def ranks(self) -> range:
+        start = self.data_parallel_start_rank or 0
+        size = 1 if self.data_parallel_size is None else self.data_parallel_size
+        return range(start, start + size)
+
+    def kv_events_endpoint_of(self, dp_rank: int) -> str | None:
+        """Where this rank publishes; the single endpoint counts for a worker of one rank only."""
+        if self.kv_events_endpoints:
+            return self.kv_events_endpoints.get(dp_rank)
+        return self.kv_events_endpoint if self.ranks == range(dp_rank, dp_rank + 1) else None
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as the API shows it, in this key order."""
+
+    worker_id: int
+    model_name: str
+    tenant_id: str
+    lifecycle: str
+    endpoint: str | None
+    kv_events_endpoint: str | None
+    kv_events_endpoints: dict[str, str] | UnsetType
+    replay_endpoint: str | None
+    replay_endpoints: dict[str, str] | UnsetType
+    block_size: int | None
+    data_parallel_start_rank: int | None
+    data_parallel_size: int | None
+    max_num_batched_tokens: int | None
+    total_kv_blocks: int | None
+    stable_routing_id: str | None
+    is_eagle: bool | None
+    taints: list[str]
+    topology_domains: dict[str, str]
+    kv_transfer_domain: str | None
+    kv_transfer_enforcement: str | None
+    kv_transfer_preferred_weight: float | None
+    not_schedulable_reasons: list[str] | UnsetType
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where the KV events of one rank come from."""
+
+    endpoint: str
+    replay_endpoint: str | None
+
+
+class SourceSink(Protocol):
+    """Whoever subscribes to engines. After `unsubscribe` returns, nothing more of it arrives."""
+
+    def subscribe(
+        self, partition: Partition, worker_id: int, dp_rank: int, source: Source
+    ) -> None: ...
+
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> None: ...
+
+
+class Worker:
+    """A registered worker. `reasons` is empty exactly when it is schedulable."""
+
+    __slots__ = ("lifecycle", "reasons", "sources", "spec")
+
+    def __init__(self, spec: WorkerSpec, reasons: list[str], sources: dict[int, Source]) -> None:
+        self.spec = spec
+        self.reasons = reasons
+        self.sources = sources
+        self.lifecycle = INCOMPLETE if reasons else SCHEDULABLE
+
+    def record(self) -> WorkerRecord:
+        fields = {name: getattr(self.spec, name) for name in self.spec.__struct_fields__}
+        for name in ("kv_events_endpoints", "replay_endpoints"):
+            by_rank = fields[name]
+            fields[name] = {str(rank): by_rank[rank] for rank in sorted(by_rank)} or UNSET
+        fields["taints"] = sorted(self.spec.taints)
+        fields["topology_domains"] = dict(sorted(self.spec.topology_domains.items()))
+        return WorkerRecord(
+            lifecycle=self.lifecycle, not_schedulable_reasons=self.reasons or UNSET, **fields
+        )
+
+
+class Catalog:
+    """All workers and partitions. Every method either completes or raises with nothing changed."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        sources: SourceSink,
+        *,
+        new_partition: Callable[[PartitionKey, int, bool], Partition],
+        on_dropped: Callable[[Partition, list[Reservation]], None],
+    ) -> None:
+        """`on_dropped` hears of the reservations that went with a rank."""
+        self._settings = settings
+        self._sources = sources
+        self._new_partition = new_partition
+        self._on_dropped = on_dropped
+        # Hears of recovered partitions whose blocks are dropped for their block size (D3).
+        self.on_discarded: Callable[[Partition], None] = lambda partition: None
+        self.workers: dict[int, Worker] = {}
+        self.partitions: dict[PartitionKey, Partition] = {}
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def matching(self, model_name: str | None, tenant_id: str | None) -> list[Worker]:
+        """Workers by exact filters, sorted by (model_name, tenant_id, worker_id)."""
+        return sorted(
+            (
+                worker
+                for worker in self.workers.values()
+                if (model_name is None or worker.spec.model_name == model_name)
+                and (tenant_id is None or worker.spec.tenant_id == tenant_id)
+            ),
+            key=lambda worker: (*worker.spec.key, worker.spec.worker_id),
+        )
+
+    def scopes(self) -> set[PartitionKey]:
+        """Every model and tenant that a registered worker names, schedulable or not."""
+        return {worker.spec.key for worker in self.workers.values()}
+
+    def schedulable_count(self) -> int:
+        return sum(len(partition.workers) for partition in self.partitions.values())
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def upsert(self, spec: WorkerSpec) -> Worker:
+        """Registers a worker, or replaces its record whole, also across partitions."""
+        self._check_limits(spec)
+        return self._install(spec)
+
+    def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
+        """Where blocks that a peer knew of go; None when the partition has another block size.
+
+        A partition made for them waits for its first complete worker.
+        """
+        partition = self.partitions.get(key)
+        if partition is None:
+            partition = self._new_partition(key, block_size, False)
+            partition.established = False
+            self.partitions[key] = partition
+        return partition if partition.block_size == block_size else None
+
+    def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
+        """Overwrites the fields in `changes`; raises NotFound for an unknown worker."""
+        worker = self._known(worker_id)
+        spec = msgspec.structs.replace(worker.spec, **changes)
+        self._check_limits(spec)
+        return self._install(spec)
+
+    def remove(self, worker_id: int) -> Worker:
+        """Forgets a worker, its ranks, their reservations and its index entries (D3).
+
+        Returns its last state, `unschedulable`. Raises NotFound for an unknown worker.
+        """
+        worker = self._known(worker_id)
+        self._withdraw(worker)
+        del self.workers[worker_id]
+        self._leave(worker.spec.key, worker_id)
+        worker.lifecycle, worker.reasons = UNSCHEDULABLE, []
+        return worker
+
+    def _known(self, worker_id: int) -> Worker:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            raise NotFound(f"worker {worker_id} not found")
+        return worker
+
+    def _check_limits(self, spec: WorkerSpec) -> None:
+        size = spec.data_parallel_size
+        if size is not None and size > MAX_DATA_PARALLEL_SIZE:
+            raise BadRequest(
+                f"data_parallel_size {size} exceeds the maximum {MAX_DATA_PARALLEL_SIZE}"
+            )
+
+    def _install(self, spec: WorkerSpec) -> Worker:
+        worker_id = spec.worker_id
+        reasons = self._missing(spec)
+        sources: dict[int, Source] = {}
+        if not reasons:
+            refusal = self._mismatch(spec)
+            if refusal is None:
+                sources, refusal = self._sources_of(spec)
+            if refusal is not None:
+                reasons = [f"reconciliation failed: {refusal}"]
+                sources = {}
+        new = Worker(spec, reasons, sources)
+        old = self.workers.get(worker_id)
+        if old is not None and (reasons or old.reasons or old.spec.key != spec.key):
+            self._withdraw(old)
+            old = None
+        self.workers[worker_id] = new
+        if not reasons:
+            self._publish(new, {} if old is None else old.sources)
+        for key, partition in list(self.partitions.items()):
+            if worker_id in partition.members and key != spec.key:
+                self._leave(key, worker_id)
+        return new
+
+    def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:
+        """Puts a schedulable worker into its partition: ranks, sources, bounds, candidates."""
+        spec = worker.spec
+        assert spec.block_size is not None
+        partition = self.partitions.get(spec.key)
+        if partition is None or not partition.established:
+            if partition is None or partition.block_size != spec.block_size:
+                if partition is not None:
+                    self.on_discarded(partition)
+                partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
+                self.partitions[spec.key] = partition
+            partition.is_eagle = bool(spec.is_eagle)
+            partition.established = True
+        worker_id = spec.worker_id
+        for dp_rank, source in subscribed.items():
+            if worker.sources.get(dp_rank) != source:
+                self._sources.unsubscribe(worker_id, dp_rank)
+                partition.index.clear(worker_id, dp_rank)
+        dropped = partition.put_worker(spec)
+        for dp_rank, source in sorted(worker.sources.items()):
+            if subscribed.get(dp_rank) != source:
+                self._sources.subscribe(partition, worker_id, dp_rank, source)
+        if dropped:
+            self._on_dropped(partition, dropped)
+
+    def _withdraw(self, worker: Worker) -> None:
+        """Takes a worker out of its partition, with its load and its index entries."""
+        worker_id = worker.spec.worker_id
+        for dp_rank in worker.sources:
+            self._sources.unsubscribe(worker_id, dp_rank)
+        worker.sources = {}
+        partition = self.partitions.get(worker.spec.key)
+        if partition is not None and worker_id in partition.workers:
+            dropped = partition.remove_worker(worker_id)
+            partition.index.drop_worker(worker_id)
+            if dropped:
+                self._on_dropped(partition, dropped)
+
+    def _leave(self, key: PartitionKey, worker_id: int) -> None:
+        """The worker's record no longer names the partition; the last member takes it along.
+
+        A member is a worker that has been schedulable here, so that changing the only worker's
+        block size does not free the partition's, and deleting it does (D3). Workers that were
+        refused for the old size get their chance then.
+        """
+        partition = self.partitions.get(key)
+        if partition is None or worker_id not in partition.members:
+            return
+        partition.members.discard(worker_id)
+        if partition.members:
+            return
+        del self.partitions[key]
+        partition.closed = True
+        for worker in self.matching(*key):
+            if worker.reasons:
+                self._install(worker.spec)
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    def _missing(self, spec: WorkerSpec) -> list[str]:
+        """What the record lacks, in the documented order."""
+        reasons = []
+        if not spec.endpoint:
+            reasons.append("endpoint is required")
+        if not spec.block_size:
+            reasons.append("block_size must be greater than 0")
+        if spec.data_parallel_size == 0:
+            reasons.append("data_parallel_size must be greater than 0")
+        if spec.max_num_batched_tokens is None and self._settings.queue_threshold is not None:
+            reasons.append("max_num_batched_tokens is required while queueing is enabled")
+        if spec.ranks.stop > _RANK_LIMIT:
+            reasons.append("data parallel range overflows u32")
+        elif self._settings.use_kv_events:
+            reasons += [
+                f"kv_events endpoint is required for dp_rank {dp_rank}"
+                for dp_rank in spec.ranks
+                if not spec.kv_events_endpoint_of(dp_rank)
+            ]
+        return reasons
+
+    def _mismatch(self, spec: WorkerSpec) -> str | None:
+        partition = self.partitions.get(spec.key)
+        if partition is None or not partition.established:
+            return None
+        where = f"for model={spec.model_name} tenant={spec.tenant_id}"
+        if partition.block_size != spec.block_size:
+            return (
+                f"block_size mismatch {where}: "
+                f"existing={partition.block_size} requested={spec.block_size}"
+            )
+        if partition.is_eagle != bool(spec.is_eagle):
+            existing, requested = str(partition.is_eagle).lower(), str(bool(spec.is_eagle)).lower()
+            return f"is_eagle mismatch {where}: existing={existing} requested={requested}"
+        return None
+
+    def _sources_of(self, spec: WorkerSpec) -> tuple[dict[int, Source], str | None]:
+        """The sources to subscribe to, or why one of them cannot be."""
+        sources: dict[int, Source] = {}
+        if not self._settings.use_kv_events:
+            return sources, None
+        ranks: Iterable[int] = sorted(spec.kv_events_endpoints) or spec.ranks
+        for dp_rank in ranks:
+            endpoint = spec.kv_events_endpoint_of(dp_rank)
+            assert endpoint is not None
+            where = f"worker {spec.worker_id} dp_rank {dp_rank}"
+            try:
+                check_endpoint(endpoint)
+            except ValueError as error:
+                return {}, f"invalid kv_events endpoint for {where}: {error}"
+            try:
+                sources[dp_rank] = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
+            except ValueError as error:
+                return {}, f"invalid replay endpoint for {where}: {error}"
+        return sources, None
+
+
+def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
+    """Where a rank's history is asked for: its own endpoint, or the port of its offset (vLLM).
+
+    None where that port cannot exist, for the reference takes such a worker, too. Raises ValueError
+    for an endpoint that is none.
+    """
+    own = spec.replay_endpoints.get(dp_rank)
+    endpoint = spec.replay_endpoint if own is None else own
+    if endpoint is None:
+        return None
+    check_endpoint(endpoint)
+    offset = dp_rank - spec.ranks.start
+    if own is not None or offset < 0:
+        return own
+    try:
+        return replay_endpoint_for(endpoint, offset)
+    except ValueError:
+        return None

@@ -1,0 +1,111 @@
+"""What a caller may look at without changing anything: loads, projected loads, overlap per rank.
+
+Shapes and orders of spec selection.md sections 1.5 and 3.5 (of indexer.md); lists are sorted (D13),
+and sums that outgrow a u64 print as its largest value (D6).
+"""
+
+from collections.abc import Iterable
+
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.selection.cost import cached_tokens
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import (
+    OverlapRow,
+    OverlapScores,
+    PartitionLoads,
+    RankLoadRow,
+)
+from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT
+
+U64_MAX = 2**64 - 1
+
+
+def loads(
+    catalog: Catalog, model_name: str | None, tenant_id: str | None, now: float
+) -> list[PartitionLoads]:
+    """Active load of every rank, sorted by partition and rank; filters are exact."""
+    return [
+        PartitionLoads(
+            partition.model_name,
+            partition.tenant_id,
+            [
+                RankLoadRow(
+                    *rank,
+                    min(load.prefill_tokens_at(now), U64_MAX),
+                    load.active_decode_blocks,
+                    load.active_requests,
+                )
+                for rank, load in sorted(partition.slots.ranks.items(), key=_by_rank)
+            ],
+            len(partition.parked),
+            min(partition.parked.isl_tokens, U64_MAX),
+        )
+        for partition in established(catalog, model_name, tenant_id)
+    ]
+
+
+def established(
+    catalog: Catalog, model_name: str | None, tenant_id: str | None
+) -> Iterable[Partition]:
+    """Partitions that have had a complete worker, in order of (model_name, tenant_id)."""
+    return (
+        partition
+        for (model, tenant), partition in sorted(catalog.partitions.items())
+        if partition.established
+        and (model_name is None or model == model_name)
+        and (tenant_id is None or tenant == tenant_id)
+    )
+
+
+def potential_loads(
+    partition: Partition, prompt: Prompt, track_prefill: bool, now: float
+) -> list[RankLoadRow]:
+    """What each rank's load would be with this prompt on it."""
+    matches = partition.index.match(prompt.local_hashes)
+    slots = partition.slots
+    prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
+    rows = []
+    for rank, load in sorted(slots.ranks.items(), key=_by_rank):
+        tokens = load.prefill_tokens_at(now)
+        if track_prefill:
+            match = matches.get(rank)
+            cached = 0 if match is None else cached_tokens(match, partition.block_size)
+            tokens += max(0, prompt.isl_tokens - cached)
+        rows.append(
+            RankLoadRow(
+                *rank,
+                min(tokens, U64_MAX),
+                load.active_decode_blocks + prompt.sequence_count - prefixes.get(rank, 0),
+                load.active_requests,
+            )
+        )
+    return rows
+
+
+def overlap_scores(partition: Partition, local_hashes: bytes, credit: float) -> OverlapScores:
+    """Matched blocks per rank: every rank of a schedulable worker, and any other with a hit."""
+    matches = partition.index.match(local_hashes)
+    ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)
+    rows = []
+    for rank in sorted(ranks):
+        match = matches.get(rank)
+        device, host, disk = (0, 0, 0) if match is None else (match.device, match.host, match.disk)
+        rows.append(
+            OverlapRow(
+                rank[0],
+                rank[1],
+                device,
+                device + host,
+                device + host + disk,
+                host,
+                disk,
+                None,
+                credit * device + HOST_WEIGHT * host + DISK_WEIGHT * disk,
+            )
+        )
+    return OverlapScores(partition.block_size, len(local_hashes) // 8, rows)
+
+
+def _by_rank(item: tuple[tuple[int, int], object]) -> tuple[int, int]:
+    return item[0]

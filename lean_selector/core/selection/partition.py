@@ -1,0 +1,196 @@
+"""One partition, the pair (model_name, tenant_id): its index, its slots, its schedulable workers.
+
+Nothing is shared between partitions. The first complete worker fixes `block_size` and `is_eagle`
+(spec selection.md section 0); before that a partition may exist only because recovered blocks wait
+in its index (`established` is False), and then it schedules nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from lean_selector.core.index.kv_index import KvIndex, RankKey
+from lean_selector.core.load.busy import OFF, BusyThreshold, RankLimits
+from lean_selector.core.load.load_order import LoadOrder
+from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from lean_selector.core.selection.parking import ParkedQueue
+from lean_selector.core.selection.records import Overlap
+
+if TYPE_CHECKING:
+    from lean_selector.core.selection.catalog import WorkerSpec
+
+# The reference's capacity of a worker that does not state its own.
+DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
+
+
+class SchedulableWorker:
+    """What the scheduler needs of a worker, and nothing more."""
+
+    __slots__ = (
+        "endpoint",
+        "loads",
+        "max_num_batched_tokens",
+        "no_overlap",
+        "rank_name",
+        "ranks",
+        "taints",
+        "total_kv_blocks",
+        "worker_id",
+    )
+
+    def __init__(self, spec: "WorkerSpec", loads: list[RankLoad]) -> None:
+        self.worker_id = spec.worker_id
+        self.endpoint = spec.endpoint or ""
+        self.taints = spec.taints
+        self.ranks = spec.ranks
+        self.loads = loads  # one per rank, in rank order
+        self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
+        self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
+        self.total_kv_blocks = spec.total_kv_blocks
+        tokens = spec.max_num_batched_tokens
+        self.max_num_batched_tokens = DEFAULT_MAX_BATCHED_TOKENS if tokens is None else tokens
+
+
+class Partition:
+    """State of one (model_name, tenant_id).
+
+    `busy_ranks` are those above the threshold by what is booked on them. They are not in `order`,
+    so the choice by load never comes upon them, and it costs nothing while there are none.
+    """
+
+    __slots__ = (
+        "_limits",
+        "block_size",
+        "busy_ranks",
+        "closed",
+        "established",
+        "index",
+        "is_eagle",
+        "members",
+        "model_name",
+        "order",
+        "parked",
+        "prefill_tokens",
+        "prompt_tokens",
+        "shed_bookings",
+        "shed_selects",
+        "slots",
+        "tenant_id",
+        "threshold",
+        "watermarks",
+        "workers",
+    )
+
+    def __init__(
+        self,
+        model_name: str,
+        tenant_id: str,
+        block_size: int,
+        is_eagle: bool,
+        index: KvIndex,
+        prefill_load_scale: float = 1.0,
+        *,
+        established: bool = True,
+    ) -> None:
+        self.model_name = model_name
+        self.tenant_id = tenant_id
+        self.block_size = block_size
+        self.is_eagle = is_eagle
+        self.index = index
+        self.established = established
+        # Came with a recovered index: the last batch in it, by source not subscribed to since.
+        self.watermarks: dict[RankKey, int] = {}
+        self.closed = False  # gone from the catalog; only requests parked here still see it
+        self.order = LoadOrder(block_size, prefill_load_scale)
+        self.slots = Slots(self.order.changed, index.bits)
+        self.workers: dict[int, SchedulableWorker] = {}
+        self.members: set[int] = (
+            set()
+        )  # ids whose record names this partition and was complete once
+        self.parked = ParkedQueue()
+        # Ever: of the prompts that were placed, and of them what was not cached; requests shed.
+        self.prompt_tokens = self.prefill_tokens = 0
+        self.shed_selects = self.shed_bookings = 0
+        self.threshold = OFF
+        self.busy_ranks: set[RankKey] = set()
+        self._limits: dict[
+            RankKey, RankLimits
+        ] = {}  # every worker's ranks, while a threshold is set
+
+    def set_threshold(self, threshold: BusyThreshold) -> None:
+        """What makes a rank busy, from now on; every rank is judged again."""
+        self.threshold = threshold
+        self.slots.on_load_change = self._judge if threshold.is_set else self.order.changed
+        self._limits = {}
+        for worker in self.workers.values():
+            self._limit(worker)
+
+    def _limit(self, worker: SchedulableWorker) -> None:
+        """Gives a worker's ranks their limits, and their place in the order."""
+        limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
+        for load in worker.loads:
+            if self.threshold.is_set:
+                self._limits[load.key] = limits
+                self._judge(load)
+            elif load.bucket is None:
+                self.busy_ranks.discard(load.key)
+                self.order.add(load)
+
+    def _judge(self, load: RankLoad) -> None:
+        """A rank's load or limits may have changed; those of no worker are not our concern."""
+        limits = self._limits.get(load.key)
+        if limits is None:
+            return
+        if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
+            self.busy_ranks.add(load.key)
+            if load.bucket is not None:
+                self.order.remove(load)
+        elif load.bucket is not None:
+            self.order.changed(load)
+        else:
+            self.busy_ranks.discard(load.key)
+            self.order.add(load)
+
+    def is_rank_busy(self, load: RankLoad, now: float) -> bool:
+        """True above the threshold at this moment: expected prefill progress only lowers a load."""
+        return load.key in self.busy_ranks and self._limits[load.key].exceeded_by(
+            load.prefill_tokens_at(now), load.active_decode_blocks
+        )
+
+    def is_worker_busy(self, worker: SchedulableWorker, now: float) -> bool:
+        """True when every rank is busy ("Data-Parallel Rank Aggregation")."""
+        return all(self.is_rank_busy(load, now) for load in worker.loads)
+
+    def put_worker(self, spec: "WorkerSpec") -> list[Reservation]:
+        """Makes a worker a candidate, or changes one. Returns the reservations of ranks it lost."""
+        worker_id = spec.worker_id
+        old = self.workers.get(worker_id)
+        dropped: list[Reservation] = []
+        for load in () if old is None else old.loads:
+            if load.dp_rank not in spec.ranks:
+                dropped += self._drop_rank(load)
+        loads = [self.slots.add_rank(worker_id, dp_rank) for dp_rank in spec.ranks]
+        for load in loads:
+            if load.bucket is None:
+                self.order.add(load)
+        bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
+        for dp_rank in {*spec.ranks, *spec.kv_events_endpoints}:
+            self.index.set_bound(worker_id, dp_rank, bound, None)
+        worker = self.workers[worker_id] = SchedulableWorker(spec, loads)
+        self._limit(worker)
+        self.members.add(worker_id)
+        return dropped
+
+    def remove_worker(self, worker_id: int) -> list[Reservation]:
+        """Takes a worker out. Returns the reservations that were on its ranks."""
+        for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
+            del self.watermarks[rank]
+        dropped: list[Reservation] = []
+        for load in self.workers.pop(worker_id).loads:
+            dropped += self._drop_rank(load)
+        return dropped
+
+    def _drop_rank(self, load: RankLoad) -> list[Reservation]:
+        if load.bucket is not None:
+            self.order.remove(load)
+        self.busy_ranks.discard(load.key)
+        self._limits.pop(load.key, None)
+        return self.slots.remove_rank(load.worker_id, load.dp_rank)

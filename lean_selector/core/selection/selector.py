@@ -1,0 +1,522 @@
+"""The selector: one process's catalog, partitions, reservations and queues, and their changes.
+
+Everything here completes before it returns, so choosing a rank and booking it is one step that
+nothing can come between. A request that must wait is parked and answered through its callback by
+whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
+`events`. Time is an argument: monotonic seconds.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from lean_selector.core.errors import (
+    AllWorkersBusy,
+    BadRequest,
+    Conflict,
+    DuplicateRequest,
+    NotFound,
+    SelectorError,
+    Unavailable,
+    rank_text,
+)
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.load.busy import OFF, BusyThreshold, BusyThresholds
+from lean_selector.core.load.expiry import Expiry
+from lean_selector.core.load.slots import RankLoad, Reservation
+from lean_selector.core.replication.events import republish_after_s
+from lean_selector.core.selection.catalog import (
+    Catalog,
+    PartitionKey,
+    SourceSink,
+    Worker,
+    WorkerSpec,
+)
+from lean_selector.core.selection.cost import Candidate, Matches
+from lean_selector.core.selection.explain import explained
+from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import (
+    Booking,
+    Placement,
+    SelectionRequest,
+)
+from lean_selector.core.selection.scheduler import (
+    all_busy,
+    candidates,
+    check_pin,
+    not_busy,
+    over_threshold,
+    place,
+    place_by_order,
+    suits_order,
+)
+from lean_selector.core.selection.settings import RouterSettings, Terms, terms
+
+U64_MAX = 2**64 - 1
+# Load can fall with no event, and a request can be parked only because others were: whoever has
+# waited this long is looked at again by the clock. The reference does so every 60 s.
+RECHECK_AFTER_S = 2.0
+
+OnAnswer = Callable[[Parked, Placement | SelectorError], None]
+
+
+class LifecycleEvents(Protocol):
+    """Who hears of what this replica did, in order."""
+
+    def booked(
+        self,
+        partition: Partition,
+        reservation: Reservation,
+        sequence: bytes,
+        tracks_prefill: bool,
+    ) -> None: ...
+
+    def prefill_completed(self, partition: Partition, reservation: Reservation) -> None: ...
+
+    def freed(self, partition: Partition, reservation: Reservation) -> None: ...
+
+    def kept_alive(self, partition: Partition, reservation: Reservation) -> None: ...
+
+
+class Selector:
+    """State of one selection service."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        sources: SourceSink,
+        rng: random.Random,
+        *,
+        new_index: Callable[[int], KvIndex] = KvIndex,
+        events: LifecycleEvents | None = None,
+        thresholds: BusyThreshold = OFF,
+    ) -> None:
+        """`thresholds` hold for every model that is not given its own."""
+        self.settings = settings
+        self.terms: Terms = terms(settings)
+        self.events = events
+        self._expiry: Expiry[Partition] = Expiry(settings.reservation_expiry_s)
+        self._republish_after_s = republish_after_s(settings.reservation_expiry_s)
+        self._rng = rng
+        self._new_index = new_index
+        self._thresholds = BusyThresholds(thresholds)
+        self.catalog = Catalog(
+            settings,
+            sources,
+            new_partition=self._new_partition,
+            on_dropped=self._free_dropped,
+        )
+        # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
+        self._booked: dict[str, Partition] = {}
+        self._refuses_to_park: SelectorError | None = None
+
+    def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
+        index = self._new_index(block_size)
+        partition = Partition(*key, block_size, is_eagle, index, self.terms.scale)
+        partition.set_threshold(self._thresholds.of(key))
+        return partition
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def upsert_worker(self, spec: WorkerSpec, now: float) -> Worker:
+        return self._changing_workers(lambda: self.catalog.upsert(spec), now)
+
+    def patch_worker(self, worker_id: int, changes: dict[str, object], now: float) -> Worker:
+        return self._changing_workers(lambda: self.catalog.patch(worker_id, changes), now)
+
+    def remove_worker(self, worker_id: int, now: float) -> Worker:
+        return self._changing_workers(lambda: self.catalog.remove(worker_id), now)
+
+    def _changing_workers(self, change: Callable[[], Worker], now: float) -> Worker:
+        waiting = [p for p in self.catalog.partitions.values() if len(p.parked)]
+        worker = change()
+        for partition in waiting:
+            self.admit_parked(partition, now)
+        return worker
+
+    def _free_dropped(self, partition: Partition, dropped: list[Reservation]) -> None:
+        """Peers hear of the end of what this replica admitted; copies they expire themselves."""
+        for reservation in dropped:
+            self._ended(partition, reservation)
+
+    def _ended(self, partition: Partition, reservation: Reservation) -> None:
+        if reservation.is_replica:
+            return
+        if self._booked.get(reservation.request_id) is partition:
+            del self._booked[reservation.request_id]
+        if self.events is not None:
+            self.events.freed(partition, reservation)
+
+    # -- busy thresholds -----------------------------------------------------------------------
+
+    def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
+        """What is in force for every model and tenant that has a registered worker, sorted."""
+        return [(key, self._thresholds.of(key)) for key in sorted(self.catalog.scopes())]
+
+    def change_threshold(
+        self, key: PartitionKey, given: BusyThreshold, now: float
+    ) -> BusyThreshold:
+        """Sets what `given` sets, from the next selection on. Raises BadRequest or NotFound."""
+        return self._enforce(key, self._thresholds.change(key, given, self.catalog.scopes()), now)
+
+    def switch_threshold_off(self, key: PartitionKey, now: float) -> BusyThreshold:
+        """Nothing is shed there any more, also by the defaults. Raises NotFound."""
+        return self._enforce(key, self._thresholds.switch_off(key, self.catalog.scopes()), now)
+
+    def _enforce(self, key: PartitionKey, threshold: BusyThreshold, now: float) -> BusyThreshold:
+        partition = self.catalog.partitions.get(key)
+        if partition is not None:
+            partition.set_threshold(threshold)
+            self.admit_parked(partition, now)
+        return threshold
+
+    # -- selection -----------------------------------------------------------------------------
+
+    def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
+        """The partition, if it can schedule; raises Unavailable in the documented words."""
+        partition = self.catalog.partitions.get((model_name, tenant_id))
+        if partition is not None and partition.workers:
+            return partition
+        if not self.catalog.schedulable_count():
+            raise Unavailable("no schedulable workers are available")
+        raise Unavailable(f"no schedulable workers for model={model_name} tenant={tenant_id}")
+
+    def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
+        """The partition that load may be booked in, or None."""
+        partition = self.catalog.partitions.get((model_name, tenant_id))
+        return partition if partition is not None and partition.established else None
+
+    def load_changed(
+        self, model_name: str, tenant_id: str, reservation_id: str, now: float
+    ) -> None:
+        """A peer's event was applied: whoever is parked there may have room now."""
+        self._local_holder(reservation_id)  # forgets where it was booked, if the peer freed it
+        partition = self.catalog.partitions.get((model_name, tenant_id))
+        if partition is not None:
+            self.admit_parked(partition, now)
+
+    def select(
+        self, partition: Partition, request: SelectionRequest, now: float, on_answer: OnAnswer
+    ) -> Placement | Parked:
+        """Chooses a rank, and books it when the request `books`.
+
+        Answers at once, or parks the request and answers through `on_answer` later. Raises
+        SelectorError; then nothing has changed.
+        """
+        threshold = self.settings.queue_threshold
+        if threshold is None:
+            return self.select_now(partition, request, now)
+        ranks = self._free_candidates(partition, request, now)
+        if len(partition.parked) or (
+            ranks and all(over_threshold(rank, threshold, now) for rank in ranks)
+        ):
+            if self._refuses_to_park is not None:
+                raise self._refuses_to_park
+            request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
+            request.matches = partition.index.match(request.prompt.local_hashes)
+            return partition.parked.park(request, now, on_answer)
+        matches = partition.index.match(request.prompt.local_hashes)
+        return self._place(partition, request, ranks, matches, now)
+
+    @property
+    def parks(self) -> bool:
+        """Whether requests may have to wait; else `select_now` does what `select` does."""
+        return self.settings.queue_threshold is not None
+
+    def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
+        """Chooses a rank, whatever the queue, and books it when the request `books`."""
+        if suits_order(partition, request, self.terms):
+            chosen = place_by_order(partition, request, self._rng)
+            return self._taken(partition, request, chosen, now)
+        ranks = self._free_candidates(partition, request, now)
+        matches = partition.index.match(request.prompt.local_hashes)
+        return self._place(partition, request, ranks, matches, now)
+
+    def _free_candidates(
+        self, partition: Partition, request: SelectionRequest, now: float
+    ) -> list[Candidate]:
+        check_pin(request)
+        try:
+            if all_busy(partition) and request.takes_any_rank():
+                raise AllWorkersBusy  # at once: an overloaded service has no time to look at ranks
+            return not_busy(partition, candidates(partition, request), now)
+        except AllWorkersBusy:
+            if request.books:
+                partition.shed_bookings += 1
+            else:
+                partition.shed_selects += 1
+            raise
+
+    def _place(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: list[Candidate],
+        matches: Matches,
+        now: float,
+    ) -> Placement:
+        load, placement = place(partition, request, ranks, matches, now, self._rng)
+        if request.explains:
+            why = explained(partition, request, ranks, matches, now)
+            placement = msgspec.structs.replace(placement, explain=why)
+        return self._taken(partition, request, (load, placement), now)
+
+    def _taken(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        chosen: tuple[RankLoad, Placement],
+        now: float,
+    ) -> Placement:
+        """Books what was chosen, if the request asks for it."""
+        load, placement = chosen
+        if request.books:
+            try:
+                self._book(
+                    partition,
+                    request.reservation_id,
+                    load.worker_id,
+                    load.dp_rank,
+                    request.prompt,
+                    placement.effective_prefill_tokens if request.terms.track_prefill else None,
+                    now,
+                    request.expected_output_tokens,
+                    request.terms.track_prefill,
+                )
+            except Conflict as error:
+                raise Conflict(f"failed to book scheduler state: {error.message}") from None
+        partition.prompt_tokens += request.prompt.isl_tokens
+        partition.prefill_tokens += placement.effective_prefill_tokens
+        return placement
+
+    def admit_waiting(self, now: float) -> None:
+        """Looks again at those who have waited for RECHECK_AFTER_S: call it about every second."""
+        for partition in list(self.catalog.partitions.values()):
+            self.admit_parked(partition, now, RECHECK_AFTER_S)
+
+    def admit_parked(self, partition: Partition, now: float, waited_s: float = 0.0) -> None:
+        """Looks at every parked request again, in order, after something may have come free.
+
+        A request that nobody can serve any more is told so. Those who came less than `waited_s`
+        ago are left where they are.
+        """
+        threshold = self.settings.queue_threshold
+        if threshold is None or not len(partition.parked):
+            return
+        refresh_after = self.settings.overlap_refresh_after_s
+        is_full = False  # every rank is known to be over the threshold
+        for parked in partition.parked.in_order():
+            request = parked.request
+            waited = now - parked.arrived_at
+            if waited < waited_s or (is_full and request.takes_any_rank()):
+                continue
+            try:
+                ranks = not_busy(partition, candidates(partition, request), now)
+            except AllWorkersBusy:
+                is_full = is_full or request.takes_any_rank()
+                continue  # it was let in, so it waits
+            free = [rank for rank in ranks if not over_threshold(rank, threshold, now)]
+            if ranks and not free:
+                is_full = is_full or request.takes_any_rank()
+                continue
+            if not partition.parked.leave(parked):
+                continue  # answered by what an earlier answer set off
+            matches = request.matches
+            if refresh_after is not None and waited >= refresh_after:
+                matches = partition.index.match(request.prompt.local_hashes)
+            answer: Placement | SelectorError
+            try:
+                answer = self._place(partition, request, ranks, matches, now)
+                partition.parked.admitted += 1
+                partition.parked.waited_s += waited
+            except SelectorError as error:
+                answer = error
+            parked.on_answer(parked, answer)
+
+    def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
+        """The client of a parked request is gone: it leaves the queue, and so its count (D11)."""
+        if partition.parked.leave(parked):
+            self.admit_parked(partition, now)
+
+    def refuse_parked(self, error: SelectorError) -> None:
+        """Answers every parked request with `error`, and who would park from now on, too."""
+        self._refuses_to_park = error
+        for partition in self.catalog.partitions.values():
+            for parked in partition.parked.in_order():
+                if partition.parked.leave(parked):
+                    parked.on_answer(parked, error)
+
+    # -- reservations --------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        worker_id: int,
+        dp_rank: int,
+        prompt: Prompt,
+        prefill_tokens: int | None,
+        now: float,
+        expected_output_tokens: int | None = None,
+        track_prefill: bool = True,
+    ) -> Booking:
+        """Books a rank that the caller chose. Never queued, whatever the rank's load.
+
+        `prefill_tokens` is authoritative; None books no prefill at all (kept as documented).
+        Raises BadRequest, NotFound or Conflict, with nothing booked.
+        """
+        if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
+            raise BadRequest(
+                f"effective_prefill_tokens ({prefill_tokens}) "
+                f"must not exceed isl_tokens ({prompt.isl_tokens})"
+            )
+        worker = partition.workers.get(worker_id)
+        if worker is None:
+            raise NotFound(
+                f"schedulable worker {worker_id} not found for "
+                f"model={partition.model_name} tenant={partition.tenant_id}"
+            )
+        if dp_rank not in worker.ranks:
+            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
+        self._book(
+            partition,
+            reservation_id,
+            worker_id,
+            dp_rank,
+            prompt,
+            prefill_tokens,
+            now,
+            expected_output_tokens,
+            track_prefill,
+        )
+        return Booking(
+            reservation_id,
+            partition.model_name,
+            partition.tenant_id,
+            worker_id,
+            dp_rank,
+            worker.endpoint,
+        )
+
+    def _book(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        worker_id: int,
+        dp_rank: int,
+        prompt: Prompt,
+        prefill_tokens: int | None,
+        now: float,
+        expected_output_tokens: int | None,
+        track_prefill: bool,
+    ) -> None:
+        sequence = prompt.sequence_hashes()
+        elsewhere = self._local_holder(reservation_id)
+        if elsewhere is not None and elsewhere is not partition:
+            rank = elsewhere.slots.reservations[reservation_id].rank
+            raise DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
+        reservation = partition.slots.book(
+            reservation_id,
+            worker_id,
+            dp_rank,
+            sequence,
+            prefill_tokens or 0,
+            now,
+            lora_name=prompt.lora_name,
+            expected_output_tokens=expected_output_tokens,
+        )
+        self._booked[reservation_id] = partition
+        if self.events is not None:
+            reservation.published_at = now
+            tracks = track_prefill or prefill_tokens is not None
+            self.events.booked(partition, reservation, sequence, tracks)
+
+    def _local_holder(self, reservation_id: str) -> Partition | None:
+        """The partition where this replica itself booked the id and still holds it."""
+        partition = self._booked.get(reservation_id)
+        if partition is None:
+            return None
+        reservation = partition.slots.reservations.get(reservation_id)
+        if reservation is None or reservation.is_replica:
+            del self._booked[reservation_id]
+            return None
+        return partition
+
+    def _holders(self, reservation_id: str) -> list[Partition]:
+        """Where a call by URL acts: on the local booking, else on every copy (D4).
+
+        Raises NotFound when the id is live nowhere.
+        """
+        local = self._local_holder(reservation_id)
+        if local is not None:
+            return [local]
+        holders = [
+            partition
+            for partition in self.catalog.partitions.values()
+            if reservation_id in partition.slots.reservations
+        ]
+        if not holders:
+            raise NotFound(f"reservation {reservation_id} not found")
+        return holders
+
+    def prefill_complete(self, reservation_id: str, now: float) -> None:
+        for partition in self._holders(reservation_id):
+            completed = partition.slots.prefill_complete(reservation_id, now)
+            assert completed is not None
+            reservation, first = completed
+            if not first:
+                self._keep_alive(partition, reservation, now)
+            elif self.events is not None:
+                reservation.published_at = now
+                self.events.prefill_completed(partition, reservation)
+            self.admit_parked(partition, now)
+
+    def output_block(self, reservation_id: str, decay_fraction: float | None, now: float) -> None:
+        if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
+            raise BadRequest("decay_fraction must be between 0.0 and 1.0")
+        for partition in self._holders(reservation_id):
+            reservation = partition.slots.output_block(reservation_id, now, decay_fraction)
+            assert reservation is not None
+            self._keep_alive(partition, reservation, now)
+
+    def _keep_alive(self, partition: Partition, reservation: Reservation, now: float) -> None:
+        """Peers do not hear of what just touched it: say now and then that it lives (D12)."""
+        if (
+            self.events is not None
+            and not reservation.is_replica
+            and now - reservation.published_at >= self._republish_after_s
+        ):
+            reservation.published_at = now
+            self.events.kept_alive(partition, reservation)
+
+    def free(self, reservation_id: str, now: float) -> None:
+        for partition in self._holders(reservation_id):
+            reservation = partition.slots.free(reservation_id, now)
+            assert reservation is not None
+            self._booked.pop(reservation_id, None)
+            if self.events is not None:
+                self.events.freed(partition, reservation)
+            self.admit_parked(partition, now)
+
+    def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
+        """Drops what was not touched for too long, at most `max_steps` in all.
+
+        As many as max_steps: call again, there may be more.
+        """
+        gone = []
+        for partition, expired in self._expiry.expire(
+            list(self.catalog.partitions.values()), now, max_steps
+        ):
+            for reservation in expired:
+                gone.append((partition, reservation))
+                self._ended(partition, reservation)
+            self.admit_parked(partition, now)
+        return gone
+
+    def arrived(self) -> int:
+        """Requests booked, here and by peers, in all partitions that there are."""
+        return sum(partition.slots.arrived for partition in self.catalog.partitions.values())

@@ -1,0 +1,1 @@
+"""What only observes: counters, metrics and logs. Knows no HTTP."""

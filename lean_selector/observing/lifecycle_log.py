@@ -1,0 +1,128 @@
+"""What became of workers, of reservations that expired, and of shedding, as log lines.
+
+Looked at in the tick, not where it happens: so it costs a request nothing, whatever flaps is one
+line a tick at most, and a change is logged whoever caused it.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from lean_selector.core.load.slots import Reservation
+from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.trackers import Trackers, WorkerRow
+
+_log = logging.getLogger("lean_selector.lifecycle")
+
+
+class _Shedding(msgspec.Struct):
+    shed: int  # requests, when last looked at
+    since: int | None = None  # how many they were before; None while nothing is shed
+
+
+class SelectorLog:
+    """The lines of the selection service. Call `look` about every second."""
+
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
+        self._workers: dict[int, Worker] = {}
+        self._shedding: dict[tuple[str, str], _Shedding] = {}
+        self._expired: Counter[tuple[str, str]] = Counter()
+
+    def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
+        """A slice of what nothing was heard of for too long; said at the next look."""
+        for partition, _ in expired:
+            self._expired[partition.model_name, partition.tenant_id] += 1
+
+    def look(self) -> None:
+        """One line for a change, and one per model and tenant for what expired since."""
+        self._look_at_workers(self._selector.catalog.workers)
+        self._look_at_shedding(self._selector.catalog.partitions)
+        for (model, tenant_id), count in self._expired.items():
+            fields = {"model": model, "tenant_id": tenant_id, "count": count}
+            _log.info("reservations expired", extra=fields)
+        self._expired.clear()
+
+    def _look_at_workers(self, workers: Mapping[int, Worker]) -> None:
+        before = self._workers
+        for worker_id, worker in workers.items():
+            old = before.get(worker_id)
+            if old is worker:
+                continue
+            if old is None:
+                _log.info("worker registered", extra=_worker_fields(worker))
+            elif (old.spec, old.reasons) != (worker.spec, worker.reasons):
+                _log.info("worker changed", extra=_worker_fields(worker))
+        for worker_id, old in before.items():
+            if worker_id not in workers:
+                model, tenant_id = old.spec.key
+                fields = {"worker_id": worker_id, "model": model, "tenant_id": tenant_id}
+                _log.info("worker removed", extra=fields)
+        self._workers = dict(workers)
+
+    def _look_at_shedding(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
+        for key, partition in partitions.items():
+            shed = partition.shed_selects + partition.shed_bookings
+            seen = self._shedding.get(key)
+            if seen is None or seen.shed > shed:  # a new partition of that name
+                seen = self._shedding[key] = _Shedding(0)
+            fields: dict[str, object] = {"model": key[0], "tenant_id": key[1]}
+            if shed > seen.shed and seen.since is None:
+                seen.since = seen.shed
+                _log.warning("shedding began: all workers are busy", extra=fields)
+            elif shed == seen.shed and seen.since is not None and _has_room(partition):
+                fields["requests_shed"] = shed - seen.since
+                seen.since = None
+                _log.warning("shedding ended", extra=fields)
+            seen.shed = shed
+        for key in self._shedding.keys() - partitions.keys():
+            del self._shedding[key]
+
+
+def _has_room(partition: Partition) -> bool:
+    return len(partition.busy_ranks) < len(partition.slots.ranks)
+
+
+def _worker_fields(worker: Worker) -> dict[str, object]:
+    spec = worker.spec
+    fields: dict[str, object] = {
+        "worker_id": spec.worker_id,
+        "model": spec.model_name,
+        "tenant_id": spec.tenant_id,
+        "lifecycle": worker.lifecycle,
+        "endpoint": spec.endpoint,
+        "ranks": len(spec.ranks),
+    }
+    if worker.reasons:
+        # Said of every rank; the API shows all of them.
+        fields["reasons"] = worker.reasons[:3]
+    return fields
+
+
+class TrackerLog:
+    """The lines of the slot tracker. Call `look` about every second."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        self._trackers = trackers
+        self._workers: set[WorkerRow] = set()
+        self._expired = 0
+
+    def expired(self, count: int) -> None:
+        """A slice of what nothing was heard of for too long; said at the next look."""
+        self._expired += count
+
+    def look(self) -> None:
+        workers = set(self._trackers.workers())
+        if workers != self._workers:
+            for row in workers - self._workers:
+                _log.info("worker registered", extra=msgspec.structs.asdict(row))
+            for row in self._workers - workers:
+                _log.info("worker removed", extra=msgspec.structs.asdict(row))
+            self._workers = workers
+        if self._expired:
+            _log.info("reservations expired", extra={"count": self._expired})
+            self._expired = 0

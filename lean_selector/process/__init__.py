@@ -1,0 +1,1 @@
+"""The processes: command lines read, services wired, listened on and stopped."""

@@ -1,0 +1,201 @@
+"""The replica plane of a service, wired: sockets, what hears them, and what speaks through them.
+
+Both services have the same one; they differ in where a partition is looked up, and in what happens
+after an event was applied.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+import zmq.asyncio
+
+from lean_selector.core.load.expiry import REPLICA_GRACE_S
+from lean_selector.core.replication.catch_up import CatchUp, Fate, LiveBooking, live_booking
+from lean_selector.core.replication.events import (
+    EventKind,
+    ReplicaApplier,
+    ReplicaEvent,
+    ReplicaEvents,
+    ReplicaTarget,
+    Verdict,
+)
+from lean_selector.process.selector_config import ReplicaConfig
+from lean_selector.services.gate import Answer
+from lean_selector.services.sliced_answers import SlicedAnswers
+from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp
+from lean_selector.sockets.replica_mesh import ReplicaSync
+from lean_selector.wire.replica_snapshot import encode_snapshot
+
+log = logging.getLogger("lean_selector.replica")
+
+Lookup = Callable[[str, str], ReplicaTarget | None]
+_SMALL_SNAPSHOT = 100  # reservations: up to a millisecond
+_KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
+_REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
+
+
+class PeerState(msgspec.Struct, frozen=True):
+    """One peer of GET /replica_sync/peers?detail=true."""
+
+    endpoint: str
+    state: str
+    since_s: float  # how long it has been so
+    retries: int  # attempts to reconnect meanwhile
+
+
+class PlaneState(msgspec.Struct, frozen=True):
+    """GET /replica_sync/peers?detail=true."""
+
+    router_id: int
+    peers: list[PeerState]
+    published: int
+    refused: int  # not published: too many waited
+    queue_overflows: int  # times that the queue of a peer began to drop what is published
+    received: int
+    applied: dict[str, int]  # by kind of event
+    dropped: dict[str, int]  # by reason
+    catch_up: dict[str, int] | msgspec.UnsetType  # how many reservations met which fate
+
+
+class ReplicaPlane:
+    """What a service has of its replicas. Raises ReplicaSyncError when it cannot be set up.
+
+    `on_applied(event, now)` hears of each event of a peer that changed something here.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        config: ReplicaConfig,
+        lookup: Lookup,
+        targets: Callable[[], Iterable[ReplicaTarget]],
+        on_applied: Callable[[ReplicaEvent, float], None],
+        reservation_expiry_s: float,
+    ) -> None:
+        """`targets` are all partitions that `lookup` finds."""
+        self._lookup = lookup
+        self._targets = targets
+        self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
+        self._catch_up_urls = config.catch_up
+        self._catch_up: CatchUp | None = None  # until it has ended
+        self._catch_up_again = asyncio.Event()
+        self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
+        self._catching_up: asyncio.Task[None] | None = None
+        self._snapshots = SlicedAnswers(
+            "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
+        )
+        self.router_id = secrets.randbits(64) or 1
+        self.applier = ReplicaApplier(self.router_id, lookup)
+        self._on_applied = on_applied
+        self.sync = ReplicaSync(
+            context, config.bind, config.peers, self._on_event, advertise=config.advertise
+        )
+        self.events = ReplicaEvents(self.router_id, self._publish)
+
+    def start(self) -> None:
+        """Begin to hear peers; call it in the running loop."""
+        self.sync.start()
+        log.info(
+            "replica sync is on at %s, process_id=%d", self.sync.bound_endpoint, self.router_id
+        )
+
+        if self._catch_up_urls:
+            catch_up = CatchUp(
+                self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
+            )
+            self._catch_up, self._fates = catch_up, catch_up.fates
+            self.sync.on_connected = self._catch_up_again.set
+            self._catching_up = asyncio.create_task(self._run_catch_up(catch_up))
+
+    async def _run_catch_up(self, catch_up: CatchUp) -> None:
+        """At start, and again whenever a subscription came or came back."""
+        running = CatchingUp(
+            catch_up, self.sync, self._catch_up_urls, self._targets, self._on_event
+        )
+        from_all = False
+        began = time.monotonic()
+        while True:
+            try:
+                await running.run(self._catch_up_again, from_all=from_all)
+            except Exception:
+                log.exception("catch-up failed; going on with what there is")
+            if not self._catch_up_again.is_set():
+                self._catch_up = None
+                await self._catch_up_again.wait()
+            from_all = True
+            await asyncio.sleep(max(0.0, began + AGAIN_S - time.monotonic()))
+            began = time.monotonic()
+            self._catch_up = catch_up
+            catch_up.begin_again(time.monotonic())
+
+    async def close(self) -> None:
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            await asyncio.gather(self._catching_up, return_exceptions=True)
+        await self.sync.close()
+
+    def _publish(self, event: ReplicaEvent) -> None:
+        if self._catch_up is not None:
+            self._catch_up.note(event, None, time.monotonic())
+        self.sync.publish(event)
+
+    def _on_event(self, event: ReplicaEvent, now: float) -> Verdict:
+        verdict = self.applier.apply(event, now)
+        if self._catch_up is not None and verdict is not Verdict.OWN:
+            self._catch_up.note(event, verdict, now)
+        if verdict is Verdict.APPLIED:
+            self._on_applied(event, now)
+        return verdict
+
+    def register_peer(self, endpoint: str) -> bool:
+        return self.sync.register_peer(endpoint)
+
+    def deregister_peer(self, endpoint: str) -> bool:
+        return self.sync.deregister_peer(endpoint)
+
+    def peers(self) -> list[str]:
+        return self.sync.peers()
+
+    def snapshot(self) -> Answer:
+        """The live reservations, for a replica that catches up."""
+        live = sum(len(target.slots.reservations) for target in self._targets())
+        return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
+
+    def _snapshot(self) -> Iterator[bytes]:
+        return encode_snapshot(self.router_id, self._live_bookings(), time.monotonic)
+
+    def _live_bookings(self) -> Iterator[LiveBooking]:
+        for target in list(self._targets()):
+            slots = target.slots
+            for held in slots.by_touch():
+                if slots.reservations.get(held.request_id) is held:  # and has not ended meanwhile
+                    yield live_booking(target, held, self.router_id)
+
+    def state(self) -> PlaneState:
+        now = time.monotonic()
+        counts = self.applier.counts
+        dropped = {
+            verdict.name.lower(): sum(counts[kind][verdict] for kind in EventKind)
+            for verdict in _REASONS
+        }
+        dropped["undecodable"] = self.sync.undecodable
+        return PlaneState(
+            self.router_id,
+            [
+                PeerState(peer.endpoint, peer.state, round(now - peer.since, 3), peer.retries)
+                for peer in self.sync.peer_states()
+            ],
+            self.sync.published,
+            self.sync.refused,
+            self.sync.overflows,
+            self.sync.received,
+            {name: counts[kind][Verdict.APPLIED] for kind, name in _KIND_NAMES.items()},
+            dropped,
+            msgspec.UNSET
+            if self._fates is None
+            else {fate.name.lower(): count for fate, count in self._fates()},
+        )

@@ -1,0 +1,405 @@
+"""Replica sync on the network: one PUB bound here, one SUB connected to every peer.
+
+Owns the sockets, the peer list and the state of each connection (slot_tracker.md 3.1 and 3.6). Does
+not know what an event does: hands decoded events to `on_event`, and publishes those it is given.
+
+Both sockets are zmq.asyncio ones, but events leave through the PUB's own plain shadow, DONTWAIT. A
+PUB never has to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes
+and stays synchronous, and it costs a tenth of the awaitable send. What one turn of the loop brings
+is sent at its end, in the order of the calls: the answers go first, and libzmq's thread, which has
+to be woken through a pipe, is woken once. Reading does the same: the first message of a burst is
+awaited, the rest come from the shadow.
+
+What libzmq drops for a peer that does not read cannot be counted message by message. With
+XPUB_NODROP a send that meets a full queue fails (EAGAIN), for all peers; it is then repeated
+without the option, which serves the others. From then on libzmq passes over the full queue silently
+until half of it is read, so `overflows` counts the beginnings of such losses, not what was lost.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from lean_selector.core.errors import BadRequest, Conflict, SelectorError
+from lean_selector.core.replication.events import ReplicaEvent, Verdict
+from lean_selector.sockets.endpoints import check_endpoint
+from lean_selector.wire.replica_frames import TOPIC, UndecodableFrames, decode_frames, encode_event
+
+log = logging.getLogger("lean_selector.replica")
+
+# Events per peer in each direction. libzmq's 1000 loses bursts; the reference puts queues of
+# 100 000 before it. All peers' queues share a message's bytes, and the heartbeat cuts off a peer
+# that is stuck altogether after 15-20 s.
+HIGH_WATER_MARK = 100_000
+# Events that wait to be sent, as in the reference: a burst that 256 a turn cannot carry off.
+MAX_OUTBOX = 100_000
+# Replicas of one service are a handful; each peer may queue HIGH_WATER_MARK events here.
+MAX_PEERS = 256
+# Work per turn of the loop, inbound and outbound, as the reference's batches: HTTP waits a
+# millisecond at most.
+MAX_EVENTS_PER_TURN = 256
+MAX_TURN_S = 0.001
+# Above any request body that a replica takes; a peer that sends more is cut off.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+WARN_EVERY_S = 10.0
+
+_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 5_000,
+    zmq.CONNECT_TIMEOUT: 5_000,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+}
+# Only on the PUB, whatever the reference does. A SUB that sends heartbeats while its queue is full
+# reads no answers, resets the connection, and on the next read libzmq aborts the process
+# ("Assertion failed: _input_stopped", libzmq issue 4767, also in 4.3.5). The keepalive above
+# finds a dead peer in 20 s, and peers' own heartbeats are answered in any case.
+_PUB_OPTIONS = {
+    zmq.HEARTBEAT_IVL: 5_000,
+    zmq.HEARTBEAT_TIMEOUT: 15_000,
+    zmq.HEARTBEAT_TTL: 15_000,
+}
+_MONITORED = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.CONNECT_RETRIED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+# Verdicts that speak of a configuration fault: a worker or model that one replica was not told of.
+_WORTH_A_WARNING = (
+    Verdict.UNKNOWN_PARTITION,
+    Verdict.BLOCK_SIZE,
+    Verdict.RANK,
+    Verdict.WORKER_MISMATCH,
+)
+
+
+class ReplicaSyncError(Exception):
+    """Replica sync cannot start; the message is one clear line."""
+
+
+class Peer(msgspec.Struct):
+    """A peer and the state of the connection to it."""
+
+    endpoint: str
+    state: str  # "connecting" until the first handshake, then "connected" or "disconnected"
+    since: float  # monotonic seconds of the last change of state
+    retries: int = 0  # attempts to reconnect since then
+
+
+class ReplicaSync:
+    """The replica plane of one process. Must be used from the loop that it was started in.
+
+    `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` hears each
+    decoded event, `now` in monotonic seconds, and says what became of it. `advertise` is our own
+    endpoint as peers see it, refused as a peer. Raises ReplicaSyncError when it cannot be set up.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        bind: int | str,
+        peers: Iterable[str],
+        on_event: Callable[[ReplicaEvent, float], Verdict],
+        *,
+        advertise: str | None = None,
+        high_water_mark: int = HIGH_WATER_MARK,
+    ) -> None:
+        self.published = 0
+        self.overflows = 0
+        self.refused = 0  # never sent: the outbox was full
+        self.received = 0
+        self.undecodable = 0
+        self._on_event = on_event
+        self._advertise = advertise
+        self._peers: dict[str, Peer] = {}
+        self._resolved: dict[str, str] = {}  # libzmq's name of a peer after a reconnect -> peer
+        self._last_lost: str | None = None
+        self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
+        self.on_connected: Callable[[], None] | None = None  # a subscription came, or came back
+        self._outbox: deque[ReplicaEvent] = deque()
+        self._is_flushing = False
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pub = context.socket(zmq.PUB)
+        self._sub = context.socket(zmq.SUB)
+        self._plain_pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub.underlying)
+        self._plain_sub: zmq.Socket[bytes] = zmq.Socket.shadow(self._sub.underlying)
+        self._monitor: zmq.asyncio.Socket = self._sub.get_monitor_socket(_MONITORED)
+        try:
+            for option, value in _OPTIONS.items():
+                self._pub.setsockopt(option, value)
+                self._sub.setsockopt(option, value)
+            for option, value in _PUB_OPTIONS.items():
+                self._pub.setsockopt(option, value)
+            self._pub.setsockopt(zmq.SNDHWM, high_water_mark)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+            self._sub.setsockopt(zmq.RCVHWM, high_water_mark)
+            self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
+            self._bind(f"tcp://*:{bind}" if isinstance(bind, int) else bind)
+            for peer in peers:
+                try:
+                    self.register_peer(peer)
+                except SelectorError as error:
+                    raise ReplicaSyncError(
+                        f"invalid replica peer endpoint `{peer}`: {error.message}"
+                    ) from None
+        except BaseException:
+            self._close_sockets()
+            raise
+
+    def _bind(self, endpoint: str) -> None:
+        self._pub.setsockopt(zmq.IPV6, "[" in endpoint)
+        try:
+            self._pub.bind(endpoint)
+        except zmq.ZMQError as error:
+            reason = zmq.strerror(error.errno or 0)
+            raise ReplicaSyncError(
+                f"failed to bind replica publisher to `{endpoint}`: {reason}"
+            ) from None
+
+    @property
+    def bound_endpoint(self) -> str:
+        """Where the PUB listens, with the port that the system chose if it was asked to."""
+        return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        """Begin to receive; call it in the running loop."""
+        assert not self._tasks, "started twice"
+        self._tasks = [
+            asyncio.create_task(self._receive(), name="replica events"),
+            asyncio.create_task(self._watch_connections(), name="replica connections"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_report_end)
+
+    async def close(self) -> None:
+        """Stop at once; what is queued for peers is dropped."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._outbox.clear()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if not self._sub.closed:
+            self._sub.disable_monitor()
+        self._monitor.close(0)
+        self._sub.close(0)
+        self._pub.close(0)
+
+    # publishing ---------------------------------------------------------------------------------
+
+    def publish(self, event: ReplicaEvent) -> None:
+        """Send one event to all peers that are connected, at the end of this turn of the loop, and
+        in the order of the calls; never waits, never fails.
+        """
+        if len(self._outbox) >= MAX_OUTBOX:
+            self.refused += 1
+            self._warn(time.monotonic(), "the outbox is full", _name(event))
+            return
+        self._outbox.append(event)
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._call_soon(self._flush)
+
+    def _flush(self) -> None:
+        outbox = self._outbox
+        ends = time.monotonic() + MAX_TURN_S
+        for _ in range(min(len(outbox), MAX_EVENTS_PER_TURN)):
+            event = outbox.popleft()
+            try:
+                self._send(event)
+            except Exception:
+                log.exception("replica event not sent: %s", _name(event))
+            if time.monotonic() >= ends:
+                break
+        self._is_flushing = bool(outbox)
+        if self._is_flushing:
+            self._call_soon(self._flush)
+
+    def _send(self, event: ReplicaEvent) -> None:
+        payload = encode_event(event)
+        send = self._plain_pub.send
+        try:
+            send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
+        except zmq.Again:
+            self._warn(time.monotonic(), "queue of a peer is full", _name(event))
+            self.overflows += 1
+            self._plain_pub.setsockopt(zmq.XPUB_NODROP, 0)
+            send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
+            self._plain_pub.setsockopt(zmq.XPUB_NODROP, 1)
+        send(
+            payload, zmq.DONTWAIT
+        )  # the second frame of a message always goes where the first went
+        self.published += 1
+
+    # peers --------------------------------------------------------------------------------------
+
+    def register_peer(self, endpoint: str) -> bool:
+        """Connect to a peer's PUB; False when it is a peer already. Raises BadRequest or Conflict.
+
+        The connection is made in the background: events of the next few hundred milliseconds may
+        be missed.
+        """
+        _check(endpoint)
+        if endpoint == self._advertise:
+            raise BadRequest("peer endpoint matches this replica's advertised endpoint")
+        if endpoint in self._peers:
+            return False
+        if len(self._peers) >= MAX_PEERS:
+            raise Conflict(f"no more than {MAX_PEERS} replica peers")
+        # Only for literal addresses: with it, libzmq looks names up as IPv6 first.
+        self._sub.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
+        try:
+            self._sub.connect(endpoint)
+        except (zmq.ZMQError, UnicodeError):
+            raise BadRequest(f"failed to register replica peer `{endpoint}`") from None
+        self._peers[endpoint] = Peer(endpoint, "connecting", time.monotonic())
+        log.info("replica peer registered", extra={"endpoint": endpoint})
+        return True
+
+    def deregister_peer(self, endpoint: str) -> bool:
+        """Disconnect from a peer; False when there is no such peer. Raises BadRequest."""
+        _check(endpoint)
+        if endpoint not in self._peers:
+            return False
+        with contextlib.suppress(zmq.ZMQError):  # it may have gone by itself: ENOENT
+            self._sub.disconnect(endpoint)
+        del self._peers[endpoint]
+        log.info("replica peer deregistered", extra={"endpoint": endpoint})
+        self._forget_name_of(endpoint)
+        if self._last_lost == endpoint:
+            self._last_lost = None
+        return True
+
+    def peers(self) -> list[str]:
+        return sorted(self._peers)
+
+    def peer_states(self) -> list[Peer]:
+        return [self._peers[endpoint] for endpoint in self.peers()]
+
+    async def _watch_connections(self) -> None:
+        while True:
+            message = parse_monitor_message(await self._monitor.recv_multipart())
+            self._note(message["event"], message["endpoint"].decode(errors="replace"))
+
+    def _note(self, event: int, name: str) -> None:
+        """Keep a peer's state. `name` is its endpoint, but from the first reconnect on its address.
+
+        The retry that follows a loss at once is the first to bear that address, so a name that is
+        not known belongs to the peer that was lost last.
+        """
+        endpoint = name if name in self._peers else self._resolved.get(name)
+        if endpoint is None:
+            endpoint = self._last_lost
+            if endpoint is None:
+                return  # of a peer that was deregistered meanwhile
+            self._forget_name_of(endpoint)
+            self._resolved[name] = endpoint
+        peer = self._peers[endpoint]
+        if event == zmq.Event.CONNECT_RETRIED:
+            peer.retries += 1
+            return
+        state = "connected" if event == zmq.Event.HANDSHAKE_SUCCEEDED else "disconnected"
+        self._last_lost = endpoint if state == "disconnected" else None
+        if state != peer.state:
+            if state == "connected" and self.on_connected is not None:
+                self.on_connected()
+            peer.state, peer.since, peer.retries = state, time.monotonic(), 0
+            fields = {"endpoint": endpoint, "state": state}
+            log.info("replica peer %s is %s", endpoint, state, extra=fields)
+
+    def _forget_name_of(self, endpoint: str) -> None:
+        self._resolved = {name: peer for name, peer in self._resolved.items() if peer != endpoint}
+
+    # receiving ----------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        receive = self._plain_sub.recv_multipart
+        while True:
+            frames = await self._sub.recv_multipart()
+            now = time.monotonic()
+            turn_ends = now + MAX_TURN_S
+            self._handle(frames, now)
+            left = MAX_EVENTS_PER_TURN - 1
+            while left and now < turn_ends:
+                try:
+                    frames = receive(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                now = time.monotonic()
+                self._handle(frames, now)
+                left -= 1
+            else:
+                await asyncio.sleep(0)  # awaiting a message that is there would not yield
+
+    def _handle(self, frames: list[bytes], now: float) -> None:
+        self.received += 1
+        try:
+            event = decode_frames(frames)
+        except UndecodableFrames as error:
+            self.undecodable += 1
+            self._warn(now, "undecodable", str(error))
+            return
+        try:
+            verdict = self._on_event(event, now)
+        except Exception:
+            log.exception("replica event failed: %s", _name(event))
+            return
+        if verdict in _WORTH_A_WARNING:
+            self._warn(
+                now,
+                verdict.name.lower().replace("_", " "),
+                _name(event),
+            )
+
+    def _warn(self, now: float, reason: str, detail: str) -> None:
+        """At most one line per reason in WARN_EVERY_S, with how many there were since the last."""
+        last, count = self._warnings.get(reason, (-WARN_EVERY_S, 0))
+        count += 1
+        if now - last < WARN_EVERY_S:
+            self._warnings[reason] = last, count
+            return
+        self._warnings[reason] = now, 0
+        log.warning("replica events dropped (%s): %d; the last: %s", reason, count, detail)
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    """The loops never end by themselves; say so if one does, rather than fall silent."""
+    if not task.cancelled():
+        log.critical("replica sync has stopped: %s", task.get_name(), exc_info=task.exception())
+
+
+def _name(event: ReplicaEvent) -> str:
+    """An event for a log line, peers' text quoted."""
+    return (
+        f"{event.kind.name} {event.request_id!r} of model={event.model_name!r} "
+        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={event.worker_id} "
+        f"dp_rank={event.dp_rank} from router {event.router_id}"
+    )
+
+
+def _check(endpoint: str) -> None:
+    """Refuse what is no endpoint, or one that nobody can listen on."""
+    try:
+        check_endpoint(endpoint)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if endpoint.startswith("tcp://") and int(endpoint.rpartition(":")[2]) == 0:
+        raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: port must be greater than zero")

@@ -1,0 +1,117 @@
+"""The text of GET /replica_sync/snapshot: the live reservations of a replica, one per line.
+
+It is JSON as a whole, and each reservation stands on a line of its own, so that a reader can take
+it apart without parsing all of it at once. Ages instead of times: replicas share no clock.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Literal
+
+import msgspec
+
+from lean_selector.core.replication.catch_up import LiveBooking
+from lean_selector.wire.scalars import U32, U64_MAX, NonNegative, hashes_from_json, unpack_signed
+
+_Age = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class BadSnapshot(ValueError):
+    """The text is no snapshot; the message says why."""
+
+
+class _Head(msgspec.Struct):
+    version: Literal[1]
+    router_id: NonNegative
+    reservations: list[msgspec.Raw]
+
+
+class _Line(msgspec.Struct, gc=False):
+    model_name: str
+    tenant_id: str
+    block_size: U32
+    request_id: str
+    worker_id: NonNegative
+    dp_rank: U32
+    router_id: NonNegative  # of the replica that admitted it
+    age_s: _Age  # since it was last heard of
+    prefill_tokens: NonNegative  # outstanding
+    prefill_done: bool
+    prefill_duration_s: _Age | None
+    expected_output_tokens: U32 | None
+    lora_name: str | None
+    sequence_hashes: msgspec.Raw
+
+    def __post_init__(self) -> None:
+        if max(self.worker_id, self.router_id) > U64_MAX:
+            raise msgspec.ValidationError("Expected a u64")
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
+def encode_snapshot(
+    router_id: int, bookings: Iterable[LiveBooking], clock: Callable[[], float]
+) -> Iterator[bytes]:
+    """The text in parts; ages are counted by `clock`, monotonic seconds."""
+    yield b'{"version":1,"router_id":%d,"reservations":[' % router_id
+    end = b"\n"
+    for booking in bookings:
+        yield end + _encode(
+            _Line(
+                booking.model_name,
+                booking.tenant_id,
+                booking.block_size,
+                booking.request_id,
+                booking.worker_id,
+                booking.dp_rank,
+                booking.router_id,
+                max(0.0, round(clock() - booking.touched_at, 3)),
+                booking.prefill_tokens,
+                booking.prefill_done,
+                booking.prefill_duration_s,
+                booking.expected_output_tokens,
+                booking.lora_name,
+                msgspec.Raw(_encode(unpack_signed(booking.sequence_hashes))),
+            )
+        )
+        end = b",\n"
+    yield b"\n]}"
+
+
+def split_snapshot(text: bytes) -> tuple[int, list[bytes]]:
+    """The router id, and the lines of the reservations; raises BadSnapshot."""
+    head, *lines = text.rstrip().split(b"\n")
+    try:
+        router_id = _decode_head(head + b"]}").router_id
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadSnapshot(f"not a snapshot: {error}") from None
+    if not lines or lines.pop() != b"]}":
+        raise BadSnapshot("not a snapshot: its end is missing")
+    return router_id, lines
+
+
+def decode_line(line: bytes, clock: float) -> LiveBooking:
+    """One reservation, times in the clock that says `clock` now; raises BadSnapshot."""
+    try:
+        read = _decode_line(line.removesuffix(b","))
+        hashes = hashes_from_json("sequence_hashes", read.sequence_hashes)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadSnapshot(str(error)) from None
+    return LiveBooking(
+        read.model_name,
+        read.tenant_id,
+        read.block_size,
+        read.request_id,
+        read.worker_id,
+        read.dp_rank,
+        read.router_id,
+        hashes,
+        read.prefill_tokens,
+        read.prefill_duration_s,
+        read.prefill_done,
+        clock - read.age_s,
+        read.lora_name,
+        read.expected_output_tokens,
+    )

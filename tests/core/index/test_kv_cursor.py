@@ -1,0 +1,393 @@
+"""Stories of one source, told to the cursor; the last one tells random ones."""
+
+from collections import deque
+from typing import Literal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lean_selector.core.index import kv_cursor
+from lean_selector.core.index.kv_cursor import UNSET_SEQ, KvCursor, SourceState, Verdict
+
+APPLY, IGNORE, HOLD, RESTART = Verdict.APPLY, Verdict.IGNORE, Verdict.HOLD, Verdict.RESTART
+
+
+def live(cursor: KvCursor, *seqs: int) -> list[Verdict]:
+    return [cursor.live(seq, b"%d" % seq) for seq in seqs]
+
+
+def held(cursor: KvCursor) -> list[int]:
+    return [int(payload) for payload in iter(cursor.next_held, None)]
+
+
+def after_gap() -> KvCursor:
+    """0 and 1 applied, 2 and 3 missing, 4 applied; the replay requested."""
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0, 1, 4)
+    assert cursor.replay_from == 2
+    cursor.replay_started()
+    return cursor
+
+
+def test_a_source_is_connecting_until_its_first_batch() -> None:
+    cursor = KvCursor(can_replay=False)
+    assert (cursor.state, cursor.watermark) == (SourceState.CONNECTING, None)
+    assert live(cursor, 0, 1, 2) == [APPLY] * 3
+    assert (cursor.state, cursor.watermark, cursor.last_live) == (SourceState.LIVE, 2, 2)
+
+
+def test_a_gap_without_replay_is_lost_and_the_batch_applied() -> None:
+    cursor = KvCursor(can_replay=False)
+    assert live(cursor, 0, 5) == [APPLY, APPLY]
+    assert (cursor.lost, cursor.gaps, cursor.state) == (4, 1, SourceState.DEGRADED)
+    assert cursor.replay_from is None
+
+
+def test_a_first_batch_beyond_zero_is_a_gap_from_zero() -> None:
+    cursor = KvCursor(can_replay=True)
+    assert live(cursor, 7) == [APPLY]
+    assert (cursor.replay_from, cursor.lag, cursor.state) == (0, 7, SourceState.REPLAYING)
+
+
+def test_a_full_replay_brings_the_source_back() -> None:
+    cursor = after_gap()
+    assert cursor.replay_from is None
+    assert [cursor.replayed(seq) for seq in (2, 3, 4)] == [True] * 3
+    assert cursor.state is SourceState.REPLAYING
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.watermark, cursor.replayed_batches) == (SourceState.LIVE, 4, 3)
+    assert live(cursor, 5) == [APPLY]
+
+
+def test_live_batches_are_applied_while_nobody_answers_the_replay() -> None:
+    cursor = after_gap()
+    assert live(cursor, 5, 6) == [APPLY, APPLY]
+    cursor.replay_failed()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.replay_from, cursor.watermark) == (SourceState.DEGRADED, 2, 6)
+    assert live(cursor, 7) == [APPLY]
+
+
+def test_what_a_replay_does_not_carry_is_applied_again_after_it() -> None:
+    cursor = after_gap()
+    assert live(cursor, 5, 6) == [APPLY, APPLY]
+    assert [cursor.replayed(seq) for seq in (2, 3, 4, 5)] == [True] * 4
+    assert live(cursor, 7) == [HOLD]
+    assert cursor.lag == 2 + 3
+    cursor.replay_finished()
+    assert held(cursor) == [6, 7]
+    assert (cursor.state, cursor.watermark, cursor.lag) == (SourceState.LIVE, 7, 0)
+
+
+def test_live_duplicates_of_replayed_batches_are_ignored() -> None:
+    cursor = after_gap()
+    for seq in (2, 3, 4, 5, 6):
+        cursor.replayed(seq)
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert live(cursor, 5, 6, 7) == [IGNORE, IGNORE, APPLY]
+    assert cursor.restarts == 0
+
+
+def test_a_replay_that_repeats_itself_is_applied_once() -> None:
+    cursor = after_gap()
+    assert [cursor.replayed(seq) for seq in (2, 2, 3, UNSET_SEQ, 4)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_batches_that_the_engine_has_forgotten_are_lost() -> None:
+    cursor = after_gap()
+    assert cursor.replayed(3)
+    cursor.replayed(4)
+    cursor.replay_finished()
+    held(cursor)
+    assert (cursor.lost, cursor.state, cursor.replay_from) == (1, SourceState.DEGRADED, None)
+
+
+def test_an_empty_replay_loses_the_gap_and_is_not_repeated() -> None:
+    cursor = after_gap()
+    cursor.replay_finished()
+    held(cursor)
+    assert (cursor.lost, cursor.lag, cursor.replay_from, cursor.watermark) == (2, 0, None, 4)
+
+
+def test_a_replay_that_stops_midway_is_asked_for_again_from_there() -> None:
+    cursor = after_gap()
+    cursor.replayed(2)
+    live(cursor, 5)
+    cursor.replay_failed()
+    assert held(cursor) == [5]
+    assert (cursor.replay_from, cursor.state, cursor.watermark) == (3, SourceState.DEGRADED, 5)
+    cursor.replay_started()
+    for seq in (3, 4, 5):
+        cursor.replayed(seq)
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert cursor.state is SourceState.LIVE
+
+
+def test_a_replay_short_of_nothing_but_its_end_marker_is_complete() -> None:
+    cursor = after_gap()
+    for seq in (2, 3, 4):
+        cursor.replayed(seq)
+    cursor.replay_failed()
+    assert held(cursor) == []
+    assert cursor.state is SourceState.LIVE
+
+
+def test_a_second_gap_during_a_replay_is_asked_for_after_it() -> None:
+    cursor = after_gap()
+    for seq in (2, 3, 4):
+        cursor.replayed(seq)
+    assert live(cursor, 7) == [HOLD]
+    cursor.replay_finished()
+    assert held(cursor) == [7]
+    assert (cursor.replay_from, cursor.gaps) == (5, 2)
+
+
+def test_a_second_gap_before_the_replay_answers_is_part_of_it() -> None:
+    cursor = after_gap()
+    assert live(cursor, 6) == [APPLY]
+    assert cursor.lag == 3
+    for seq in (2, 3, 4, 5, 6):
+        cursor.replayed(seq)
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert cursor.state is SourceState.LIVE
+
+
+def test_a_number_that_does_not_grow_is_a_new_publisher() -> None:
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0, 1, 2)
+    assert live(cursor, 2) == [RESTART]
+    assert (cursor.replay_from, cursor.restarts) == (0, 1)
+    cursor.replay_started()
+    cursor.replayed(0)
+    assert live(cursor, 0) == [RESTART]
+    assert (cursor.is_settled, cursor.state, cursor.watermark) == (True, SourceState.LIVE, 0)
+    assert not cursor.replayed(1)
+
+
+def test_a_restart_forgets_what_was_lost() -> None:
+    cursor = KvCursor(can_replay=False)
+    live(cursor, 0, 5)
+    assert live(cursor, 0) == [RESTART]
+    assert (cursor.lost, cursor.state) == (0, SourceState.LIVE)
+
+
+def test_the_largest_number_is_applied_and_leaves_a_fresh_cursor() -> None:
+    cursor = KvCursor(can_replay=False)
+    live(cursor, 0, 1)
+    assert live(cursor, UNSET_SEQ) == [APPLY]
+    assert (cursor.watermark, cursor.last_live) == (None, None)
+    assert live(cursor, 0, 1) == [APPLY, APPLY]
+
+
+def test_a_recovered_source_goes_on_behind_its_watermark_without_replay() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.resume_at(41)
+    assert live(cursor, 42) == [APPLY]
+    assert cursor.state is SourceState.LIVE
+
+
+def test_a_recovered_source_asks_only_for_what_is_missing() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.resume_at(41)
+    assert live(cursor, 45) == [APPLY]
+    assert cursor.replay_from == 42
+
+
+def test_a_recovered_source_notices_that_its_engine_is_a_new_one() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.resume_at(41)
+    assert live(cursor, 41) == [RESTART]
+    assert cursor.replay_from == 0
+
+
+def test_a_clear_makes_what_was_missing_before_it_irrelevant() -> None:
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0, 3)
+    cursor.cleared()
+    assert (cursor.is_settled, cursor.state, cursor.lag) == (True, SourceState.LIVE, 0)
+    lossy = KvCursor(can_replay=False)
+    live(lossy, 0, 3)
+    lossy.cleared()
+    assert lossy.state is SourceState.LIVE
+
+
+def test_a_clear_ends_a_replay_that_nobody_has_answered() -> None:
+    cursor = after_gap()
+    live(cursor, 5)
+    cursor.cleared()
+    assert cursor.is_settled
+    assert held(cursor) == []
+
+
+def test_a_clear_within_a_replay_leaves_it_running() -> None:
+    cursor = after_gap()
+    cursor.replayed(3)
+    assert cursor.lost == 1
+    cursor.cleared()
+    assert (cursor.lost, cursor.is_settled) == (0, False)
+
+
+def test_an_undecodable_batch_degrades_the_source() -> None:
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0)
+    cursor.lose()
+    assert cursor.state is SourceState.DEGRADED
+    assert live(cursor, 1) == [APPLY]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_HELD", 2), ("MAX_HELD_BYTES", 2)])
+def test_batches_kept_beyond_the_limit_leave_a_gap_to_ask_for_again(
+    monkeypatch: pytest.MonkeyPatch, limit: Literal["MAX_HELD", "MAX_HELD_BYTES"], value: int
+) -> None:
+    monkeypatch.setattr(kv_cursor, limit, value)
+    cursor = after_gap()
+    for seq in (2, 3, 4):
+        cursor.replayed(seq)
+    live(cursor, 5, 6, 7)
+    cursor.replay_finished()
+    assert held(cursor) == [6, 7]
+    assert cursor.replay_from == 5
+
+
+Operation = tuple[str, int]
+BUFFER = 4  # batches that the engine below can replay
+
+
+def apply_operation(blocks: set[int], operation: Operation) -> None:
+    kind, block = operation
+    if kind == "store":
+        blocks.add(block)
+    elif kind == "remove":
+        blocks.discard(block)
+    else:
+        blocks.clear()
+
+
+class Story(RuleBasedStateMachine):
+    """An engine, a lossy live channel, a replay channel that may fall silent, and the cursor.
+
+    Not told: a restart of which nothing arrives until its numbers have passed the old ones. It
+    looks like a stream that goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Operation] = []  # of the running engine
+        self.snapshots: list[set[int]] = []  # what it held after each
+        self.live: deque[tuple[int, list[set[int]], Operation]] = deque()
+        self.replies: deque[tuple[int, Operation] | None] = deque()
+        self.request: int | None = None  # under way to the engine
+        self.is_asking = False
+        self.cursor = KvCursor(can_replay=True)
+        self.indexed: set[int] = set()
+        self.followed: list[set[int]] = []  # the snapshots of the engine last heard
+
+    def apply(self, operation: Operation) -> None:
+        apply_operation(self.indexed, operation)
+        if operation[0] == "clear":
+            self.cursor.cleared()
+
+    def settle(self) -> None:
+        if self.cursor.is_settled:
+            self.is_asking = False
+        if not self.is_asking:
+            self.replies.clear()
+            self.request = None
+
+    @rule(kind=st.sampled_from(["store", "store", "remove", "clear"]), block=st.integers(0, 2))
+    def publish(self, kind: str, block: int) -> None:
+        held_now = set(self.snapshots[-1]) if self.snapshots else set()
+        apply_operation(held_now, (kind, block))
+        self.live.append((len(self.log), self.snapshots, (kind, block)))
+        self.log.append((kind, block))
+        self.snapshots.append(held_now)
+
+    @precondition(lambda self: self.log)
+    @rule(block=st.integers(0, 2))
+    def restart(self, block: int) -> None:
+        self.log, self.snapshots = [], []
+        self.request = None
+        self.replies.clear()
+        self.publish("store", block)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def deliver(self) -> None:
+        seq, snapshots, operation = self.live.popleft()
+        kind, block = operation
+        verdict = self.cursor.live(seq, f"{kind} {block}".encode())
+        if verdict is RESTART:
+            self.indexed.clear()
+            self.is_asking = False
+        if verdict in (APPLY, RESTART):
+            self.apply(operation)
+        self.followed = snapshots
+        self.settle()
+
+    @precondition(lambda self: self.live and self.live[0][0] > 0)
+    @rule()
+    def lose(self) -> None:
+        self.live.popleft()
+
+    @precondition(lambda self: self.cursor.replay_from is not None)
+    @rule()
+    def ask(self) -> None:
+        self.request = self.cursor.replay_from
+        self.cursor.replay_started()
+        self.is_asking = True
+
+    @precondition(lambda self: self.request is not None)
+    @rule()
+    def answer(self) -> None:
+        assert self.request is not None
+        first = max(self.request, len(self.log) - BUFFER)
+        self.replies.extend((seq, self.log[seq]) for seq in range(first, len(self.log)))
+        self.replies.append(None)
+        self.request = None
+
+    @precondition(lambda self: self.replies)
+    @rule()
+    def receive_reply(self) -> None:
+        reply = self.replies.popleft()
+        if reply is None:
+            self.cursor.replay_finished()
+            self.drain()
+        elif self.cursor.replayed(reply[0]):
+            self.apply(reply[1])
+
+    @precondition(lambda self: self.is_asking)
+    @rule()
+    def give_up(self) -> None:
+        self.cursor.replay_failed()
+        self.drain()
+
+    def drain(self) -> None:
+        self.is_asking = False
+        while (payload := self.cursor.next_held()) is not None:
+            kind, block = payload.decode().split()
+            self.apply((kind, int(block)))
+        self.settle()
+
+    @invariant()
+    def live_means_what_the_engine_held(self) -> None:
+        knows_of_the_restart = all(snapshots is self.followed for _, snapshots, _ in self.live)
+        if self.cursor.state is SourceState.LIVE and knows_of_the_restart:
+            watermark = self.cursor.watermark
+            assert watermark is not None
+            assert self.indexed == self.followed[watermark]
+
+
+TestStory = Story.TestCase
+TestStory.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

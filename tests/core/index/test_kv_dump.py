@@ -1,0 +1,198 @@
+"""A dump in slices, and events between them."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lean_selector.core.index import kv_index
+from lean_selector.core.index.kv_index import KvIndex, StoredRun, StoreResult, Tier
+
+RANKS = [(1, 0), (1, 1), (2, 0)]
+
+
+@pytest.fixture(autouse=True)
+def _one_run_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_index, "_SLICE_BLOCKS", 1)
+
+
+def pack(local: tuple[int, ...]) -> bytes:
+    return b"".join(token.to_bytes(8, "little") for token in local)
+
+
+def name_of(path: tuple[int, ...]) -> int:
+    """An engine hash that stands for one path only."""
+    name = 1
+    for token in path:
+        name = name * 4 + token + 1
+    return name
+
+
+Event = tuple[str, tuple[int, int], Tier, tuple[int, ...], int]
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+EVENTS = st.tuples(
+    st.sampled_from(["store", "store", "store", "remove", "clear"]),
+    st.sampled_from(RANKS),
+    st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.DISK]),
+    PATHS,
+    st.integers(0, 6),  # how many of the path's blocks are there already
+)
+STORES = EVENTS.map(lambda event: ("store", *event[1:]))
+
+
+def tell(index: KvIndex, event: Event) -> StoreResult | None:
+    kind, rank, tier, path, known = event
+    if kind == "clear":
+        index.clear(*rank)
+    elif kind == "remove":
+        index.remove(*rank, tier, [name_of(path)])
+    else:
+        known = min(known, len(path) - 1)
+        names = [name_of(path[: at + 1]) for at in range(known, len(path))]
+        parent = name_of(path[:known]) if known else None
+        return index.store(*rank, tier, parent, names, pack(path[known:]))
+    return None
+
+
+def copy_of(runs: list[list[StoredRun]], may_change: bool) -> KvIndex:
+    index = KvIndex(16)
+    for run in (run for some in runs for run in some):
+        where = run.worker_id, run.dp_rank, run.tier, run.parent_hash
+        result = index.store(*where, run.block_hashes, pack(run.tokens_hashes))
+        assert may_change or result is StoreResult.STORED
+    return index
+
+
+def held(index: KvIndex, path: tuple[int, ...]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Leading blocks of a prompt by rank: on the device, and with the lower tiers."""
+    return {
+        rank: (found.device, found.device + found.host + found.disk)
+        for rank, found in index.match(pack(path)).items()
+    }
+
+
+def dump_with_events(
+    before: list[Event], after: list[Event], pauses: list[int]
+) -> tuple[KvIndex, KvIndex]:
+    """An index that changes while it is dumped, and a copy that then hears of the changes too.
+
+    No engine stores a block before its parent, so events that the index had to refuse are left out.
+    """
+    index = KvIndex(16)
+    for event in before:
+        tell(index, event)
+    slices = []
+    to_come, came = list(after), []
+    for at, runs in enumerate(index.dump()):
+        slices.append(runs)
+        for _ in range(pauses[at % len(pauses)]):
+            if to_come:
+                came.append(to_come.pop(0))
+                if tell(index, came[-1]) is StoreResult.UNKNOWN_PARENT:
+                    came.pop()
+    copy = copy_of(slices, may_change=bool(after))
+    for event in came:
+        tell(copy, event)
+    return index, copy
+
+
+PAUSES = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+MANY = st.lists(EVENTS, max_size=25)
+
+
+@given(st.lists(STORES, max_size=25), st.lists(STORES, max_size=15), PAUSES, st.lists(PATHS))
+@settings(max_examples=150, deadline=None)
+def test_stores_between_slices_are_never_lost(
+    before: list[Event], after: list[Event], pauses: list[int], prompts: list[tuple[int, ...]]
+) -> None:
+    index, copy = dump_with_events(before, after, pauses)
+    for path in [*prompts, *(event[3] for event in before + after)]:
+        assert held(copy, path) == held(index, path)
+
+
+@given(MANY, MANY, PAUSES, st.lists(PATHS))
+@example(  # a run that was told is removed, then one below it is told
+    [
+        ("store", (1, 0), Tier.DEVICE, (0,), 0),
+        ("store", (1, 0), Tier.DEVICE, (1, 1), 0),
+        ("store", (1, 1), Tier.DEVICE, (1, 0), 0),
+        ("remove", (1, 0), Tier.DEVICE, (1,), 0),
+        ("store", (2, 0), Tier.DEVICE, (1, 0), 0),
+    ],
+    [("store", (1, 0), Tier.DEVICE, (0,), 0)] * 6 + [("remove", (2, 0), Tier.DEVICE, (1,), 0)],
+    [0, 3],
+    [],
+)
+@settings(max_examples=300, deadline=None)
+def test_a_copy_never_claims_what_is_gone(
+    before: list[Event], after: list[Event], pauses: list[int], prompts: list[tuple[int, ...]]
+) -> None:
+    """It may know less: a dump leaves out what nothing leads to at the time."""
+    index, copy = dump_with_events(before, after, pauses)
+    for path in [*prompts, *(event[3] for event in before + after)]:
+        truth = held(index, path)
+        for rank, (device, _) in held(copy, path).items():
+            assert device <= truth.get(rank, (0, 0))[0]
+
+
+@given(MANY, st.lists(PATHS))
+@settings(max_examples=150, deadline=None)
+def test_a_copy_matches_alike(before: list[Event], prompts: list[tuple[int, ...]]) -> None:
+    index, copy = dump_with_events(before, [], [0])
+    for path in [*prompts, *(event[3] for event in before)]:
+        assert held(copy, path) == held(index, path)
+
+
+@pytest.mark.parametrize(("again", "told"), [(2, [(0, 0), (0, 0, 0)]), (1, [(0,)])])
+def test_parents_come_before_children_that_were_stored_first(
+    again: int, told: list[tuple[int, ...]]
+) -> None:
+    """As many blocks above the child come back as `again` says; 2 lead to it."""
+    index = KvIndex(16)
+    tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0, 1), 0))
+    tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0, 0), 2))
+    for blocks in (3, 2, 1):
+        tell(index, ("remove", RANKS[0], Tier.DEVICE, (0, 0, 1)[:blocks], 0))
+    tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0)[:again], 0))
+    last = [run.block_hashes[-1] for runs in index.dump() for run in runs]
+    assert last == [name_of(path) for path in told]
+
+
+def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_index, "_SLICE_BLOCKS", 100)
+    index = KvIndex(16)
+    for at in range(2000):
+        index.store(1, 0, Tier.DISK, None, [at + 1], pack((at,)))
+        index.store(1, 0, Tier.DEVICE, None, [at + 1], pack((at,)))
+    slices = list(index.dump())
+    assert max(map(len, slices)) == 100
+    assert sum(map(len, slices)) == 4000
+
+
+def test_a_rank_that_takes_the_place_of_one_that_is_gone_is_not_told_as_that() -> None:
+    index = KvIndex(16)
+    for token in range(3):
+        tell(index, ("store", RANKS[0], Tier.DEVICE, (token,), 0))
+    dump = index.dump()
+    assert next(dump)
+    index.clear(*RANKS[0])
+    for token in range(3):
+        tell(index, ("store", RANKS[1], Tier.DEVICE, (token,), 0))
+    assert [run for runs in dump for run in runs] == []
+
+
+def test_a_rank_that_is_gone_is_told_no_further() -> None:
+    index = KvIndex(16)
+    for rank in RANKS:
+        for tier in (Tier.DEVICE, Tier.DISK):
+            for token in range(3):
+                tell(index, ("store", rank, tier, (token,), 0))
+    dump = index.dump()
+    for runs in dump:  # up to the first run of the first rank's disk
+        if runs and runs[0].tier is Tier.DISK:
+            break
+    index.clear(*RANKS[0])
+    index.clear(*RANKS[1])
+    tell(index, ("store", (7, 7), Tier.DEVICE, (0, 0, 0), 0))  # takes over a bit
+    left = [run for runs in dump for run in runs]
+    assert {(run.worker_id, run.dp_rank) for run in left} == {RANKS[2]}
+    assert len(left) == 6

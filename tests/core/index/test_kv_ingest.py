@@ -1,0 +1,388 @@
+"""What becomes of events in the index; every recorded payload, then the rules one by one."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lean_selector.core.hashing import hash_seed, local_hashes
+from lean_selector.core.index import kv_ingest
+from lean_selector.core.index.kv_batch import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    SkippedEvent,
+)
+from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.wire.kv_events import NotABatch, decode_batch
+
+DATA = Path(__file__).parents[2] / "data" / "event_payloads.json"
+PAYLOADS: list[dict[str, Any]] = json.loads(DATA.read_text())["payloads"]
+
+Block = tuple[str, int, int | None, int, int]  # tier, dp_rank, parent hash, hash, local hash
+
+
+def held_blocks(index: KvIndex) -> set[Block]:
+    blocks = set()
+    for run in (run for runs in index.dump() for run in runs):
+        parent = run.parent_hash
+        for block_hash, tokens_hash in zip(run.block_hashes, run.tokens_hashes, strict=True):
+            blocks.add((run.tier.name.lower(), run.dp_rank, parent, block_hash, tokens_hash))
+            parent = block_hash
+    return blocks
+
+
+def recorded_blocks(effect: dict[str, Any]) -> set[Block]:
+    blocks = set()
+    for run in effect["index_after"]:
+        parent = run["parent_hash"]
+        hashes = zip(run["block_hashes"], run["tokens_hashes"], strict=True)
+        for block_hash, tokens_hash in hashes:
+            blocks.add((run["tier"], run["dp_rank"], parent, block_hash, tokens_hash))
+            parent = block_hash
+    return blocks
+
+
+L0, L1, L2 = 14643705804678351452, 16777012769546811212, 483935686894639516
+
+
+def plain(tier: str = "device", first: int = 11, second: int = 12) -> set[Block]:
+    """The two blocks that most payloads store."""
+    return {(tier, 0, None, first, L0), (tier, 0, first, second, L1)}
+
+
+# What the recording recommends in words; the others do what 1.3.1 did.
+RECOMMENDED: dict[str, set[Block]] = {
+    **dict.fromkeys(
+        (
+            "batch_array4_extra",
+            "mixed_unknown_type_then_valid",
+            "mixed_valid_then_bad",
+            "arr6_lora_str",
+            "arr13_locality_local",
+            "arr15_vllm_latest",
+            "arr_extra_unknown_tail",
+            "hash_bytes8",
+            "medium_gpu",
+            "locality_local",
+            "clear_other_rank",
+            "store_dup_diff_hash_same_tokens",
+            "vllm_map_batch_dp0_omitted",
+        ),
+        plain(),
+    ),
+    "event_string": set(),
+    "arr_unknown_tag": set(),
+    "parent_bytes": set(),  # the bytes are a hash, and one that nobody stored
+    "medium_FOO": set(),
+    "lora_name_int": set(),
+    "mm_infos_bad": set(),
+    "rem_session": set(),
+    "arr_ownership": plain("host_pinned"),
+    "medium_cpu": plain("host_pinned"),
+    "medium_disk": plain("disk"),
+    "medium_STORAGE": plain("disk"),
+    "hash_bytes32": plain(first=0x18191A1B1C1D1E1F, second=0x191A1B1C1D1E1F20),
+    "mm_tuple3": {("device", 0, None, 11, 6551108848299546150), ("device", 0, 11, 12, L1)},
+    "remove_parent_then_restore": plain() | {("device", 0, 12, 13, L2)},
+    "rem_arr_locality": {("device", 0, None, 11, L0)},
+}
+AS_1_6_1 = ("arr7_metadata_cache_salt", "cache_salt", "cache_salt_and_lora")
+
+
+@pytest.mark.parametrize("case", PAYLOADS, ids=lambda case: case["name"])
+def test_recorded_payload(case: dict[str, Any]) -> None:
+    index = KvIndex(4)
+    ingest = KvIngest(index, worker_id=1, dp_rank=0)
+    for payload in case["hex"]:
+        with contextlib.suppress(NotABatch):
+            ingest.apply(decode_batch(bytes.fromhex(payload)))
+    if case["name"] in AS_1_6_1:
+        expected = recorded_blocks(case["effect_1_6_1_differs"])
+    elif "recommended" in case:
+        expected = RECOMMENDED[case["name"]]
+    else:
+        expected = recorded_blocks(case["effect_1_3_1"])
+    assert held_blocks(index) == expected
+
+
+# The rules
+
+
+class Source:
+    """An ingest, its index, and short ways to send events."""
+
+    def __init__(self, block_size: int = 2) -> None:
+        self.index = KvIndex(block_size)
+        self.ingest = KvIngest(self.index, worker_id=7, dp_rank=3)
+
+    def send(self, *events: Event, dp_rank: int | None = None) -> bool:
+        return self.ingest.apply(EventBatch(dp_rank, list(events), []))
+
+    def device(self, dp_rank: int = 3) -> int:
+        return self.index.blocks(7, dp_rank, Tier.DEVICE)
+
+    @property
+    def skipped(self) -> dict[tuple[str, str], int]:
+        return self.ingest.counts.skipped
+
+    def tokens_hashes(self) -> dict[int, int]:
+        return {block[3]: block[4] for block in held_blocks(self.index)}
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+def store(first: int = 1, parent: int | None = None, blocks: int = 1, **fields: Any) -> BlockStored:
+    """Blocks first, first + 1, ..., each of two tokens of its own."""
+    hashes = list(range(first, first + blocks))
+    tokens = [token for block in hashes for token in (10 * block, 10 * block + 1)]
+    event = BlockStored(hashes, parent, tokens, 2, Tier.DEVICE)
+    return msgspec.structs.replace(event, **fields)
+
+
+def local(first: int, salt: str | None = None, lora_name: str | None = None) -> int:
+    tokens = [10 * first, 10 * first + 1]
+    return int.from_bytes(local_hashes(tokens, 2, hash_seed(lora_name, salt)), "little")
+
+
+def test_events_count_as_applied(source: Source) -> None:
+    source.send(store(1, blocks=3), BlockRemoved([2, 9], Tier.DEVICE), AllBlocksCleared())
+    counts = source.ingest.counts
+    assert (counts.blocks_stored, counts.blocks_removed) == (3, 1)
+    assert list(counts.results()) == [
+        ("stored", "applied", 1),
+        ("removed", "applied", 1),
+        ("cleared", "applied", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        pytest.param(store(block_size=4), "block_size", id="other block size"),
+        pytest.param(store(block_size=0), "block_size", id="no block size"),
+        pytest.param(store(tier=None), "unknown_medium", id="medium"),
+        pytest.param(store(is_remote=True), "remote", id="remote"),
+        pytest.param(store(kind="mamba"), "other_kind", id="kind"),
+        pytest.param(store(kind=""), "other_kind", id="empty kind"),
+        pytest.param(store(group_idx=1), "other_group", id="unlearned group"),
+        pytest.param(store(parent=77), "unknown_parent", id="unknown parent"),
+        pytest.param(store(parent=1), "self_reference", id="its own parent"),
+        pytest.param(store(block_hashes=[1, 1]), "self_reference", id="twice"),
+        pytest.param(store(blocks=0), "empty", id="no blocks"),
+        pytest.param(store(token_ids=[1]), "empty", id="no complete block"),
+        pytest.param(store(token_ids=[-1, 1]), "bad_tokens", id="negative token"),
+        pytest.param(store(token_ids=[1, 2**32]), "bad_tokens", id="large token"),
+        pytest.param(store(mm_hashes=[[-1]]), "bad_tokens", id="impossible mm hash"),
+    ],
+)
+def test_stored_event_that_does_not_count(source: Source, event: BlockStored, reason: str) -> None:
+    assert source.send(event) is False
+    assert source.skipped == {("stored", reason): 1}
+    assert source.index.is_empty
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (BlockRemoved([1], None), "unknown_medium"),
+        (BlockRemoved([1], Tier.DEVICE, is_remote=True), "remote"),
+        (BlockRemoved([1], Tier.DEVICE, kind="sliding_window"), "other_kind"),
+        (BlockRemoved([1], Tier.DEVICE, group_idx=2), "other_group"),
+    ],
+)
+def test_removed_event_that_does_not_count(
+    source: Source, event: BlockRemoved, reason: str
+) -> None:
+    source.send(store(1), event)
+    assert source.skipped == {("removed", reason): 1}
+    assert source.device() == 1
+
+
+def test_events_that_the_wire_skipped_are_counted(source: Source) -> None:
+    skipped = [SkippedEvent("stored", "malformed", "x"), SkippedEvent("stored", "malformed", "y")]
+    source.ingest.apply(EventBatch(None, [store(1)], skipped))
+    assert source.skipped == {("stored", "malformed"): 2}
+    assert source.device() == 1
+
+
+def test_missing_tokens_leave_out_the_last_blocks(source: Source) -> None:
+    source.send(store(1, blocks=3, token_ids=[10, 11, 20, 21, 30]))
+    assert source.tokens_hashes() == {1: local(1), 2: local(2)}
+    assert source.ingest.counts.blocks_stored == 2
+
+
+def test_surplus_tokens_are_ignored_even_bad_ones(source: Source) -> None:
+    source.send(store(1, token_ids=[10, 11, -5, 2**40]))
+    assert source.tokens_hashes() == {1: local(1)}
+
+
+def test_eagle_blocks_are_hashed_with_one_token_more(source: Source) -> None:
+    source.send(store(1, blocks=2, token_ids=[1, 2, 3, 4, 5], is_eagle=True))
+    expected = local_hashes([1, 2, 3, 4, 5], 2, is_eagle=True)
+    first, second = (int.from_bytes(expected[at : at + 8], "little") for at in (0, 8))
+    assert source.tokens_hashes() == {1: first, 2: second}
+
+
+def test_the_adapter_and_the_salt_change_the_hash(source: Source) -> None:
+    source.send(store(1, lora_name="ad", cache_salt="s"), store(2, lora_name="ad"))
+    assert source.tokens_hashes() == {1: local(1, "s", "ad"), 2: local(2, None, "ad")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("full_attention", True),
+        ("mla_attention", True),
+        ("sink_full_attention", True),
+        ("FULL_ATTENTION", False),
+        ("sliding_window", False),
+    ],
+)
+def test_a_kind_learned_for_a_group_decides_for_events_without_one(
+    source: Source, kind: str, counts: bool
+) -> None:
+    source.send(store(1, group_idx=1, kind=kind))
+    source.send(store(2, group_idx=1))
+    assert source.device() == (2 if counts else 0)
+    source.send(BlockRemoved([2], Tier.DEVICE, group_idx=1))
+    assert source.device() == (1 if counts else 0)
+
+
+def test_the_first_group_counts_until_something_else_is_learned(source: Source) -> None:
+    source.send(store(1, group_idx=0))
+    assert source.device() == 1
+    source.send(store(2, group_idx=0, kind="mamba"), store(2, group_idx=0))
+    assert source.device() == 1
+
+
+def test_dropped_events_teach_too_and_later_ones_correct_them(source: Source) -> None:
+    source.send(store(1, group_idx=1, kind="full_attention", tier=None))
+    source.send(store(2, group_idx=1))
+    assert source.device() == 1
+    source.send(store(1, group_idx=1, kind="mamba"), BlockRemoved([2], Tier.DEVICE, group_idx=1))
+    assert source.device() == 1
+
+
+def test_each_rank_learns_its_own_groups(source: Source) -> None:
+    source.send(store(1, group_idx=1, kind="full_attention"), dp_rank=3)
+    source.send(store(2, group_idx=1), dp_rank=4)
+    assert source.index.ranks() == [(7, 3)]
+
+
+def test_groups_beyond_the_limit_are_not_learned(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_ingest, "MAX_GROUPS", 1)
+    source.send(store(1, group_idx=1, kind="full_attention"))
+    source.send(store(2, group_idx=2, kind="full_attention"))
+    source.send(store(3, group_idx=1), store(4, group_idx=2))
+    assert source.skipped == {("stored", "other_group"): 1}
+
+
+def test_a_child_without_salt_has_its_parents(source: Source) -> None:
+    source.send(store(1, cache_salt="s"), store(2, parent=1))
+    source.send(store(3, parent=2), store(4, parent=3, cache_salt="t"))
+    expected = {1: local(1, "s"), 2: local(2, "s"), 3: local(3, "s"), 4: local(4, "t")}
+    assert source.tokens_hashes() == expected
+
+
+def test_an_offloaded_child_has_the_salt_of_its_parent_on_the_device(source: Source) -> None:
+    source.send(store(1, cache_salt="s"), store(2, parent=1, tier=Tier.HOST_PINNED))
+    assert source.tokens_hashes()[2] == local(2, "s")
+
+
+def test_the_childs_own_tier_knows_the_salt_best(source: Source) -> None:
+    source.send(store(1, cache_salt="s"), store(1, cache_salt="t", tier=Tier.DISK))
+    source.send(store(2, parent=1, tier=Tier.DISK))
+    assert source.tokens_hashes()[2] == local(2, "t")
+
+
+def test_a_removed_parent_leaves_no_salt(source: Source) -> None:
+    source.send(store(1, cache_salt="s"), BlockRemoved([1], Tier.DEVICE))
+    source.send(store(2, parent=1, tier=Tier.HOST_PINNED))
+    assert source.tokens_hashes()[2] == local(2)
+
+
+def test_a_cleared_rank_leaves_no_salt(source: Source) -> None:
+    source.send(store(1, cache_salt="s"), AllBlocksCleared())
+    source.send(store(2, parent=1, tier=Tier.HOST_PINNED))
+    assert source.tokens_hashes()[2] == local(2)
+
+
+def test_the_oldest_salts_go_beyond_the_limit(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_ingest, "MAX_SALTED_BLOCKS", 2)
+    source.send(store(1, blocks=3, cache_salt="s"), store(4, parent=1), store(5, parent=3))
+    hashes = source.tokens_hashes()
+    assert (hashes[4], hashes[5]) == (local(4), local(5, "s"))
+
+
+def test_a_batch_may_name_another_rank_than_the_registered_one(source: Source) -> None:
+    source.send(store(1))
+    source.send(store(1), dp_rank=9)
+    assert source.index.ranks() == [(7, 3), (7, 9)]
+
+
+def test_a_clear_empties_its_rank_on_all_tiers_and_no_other(source: Source) -> None:
+    source.send(store(1), store(1, tier=Tier.DISK))
+    source.send(store(1), dp_rank=9)
+    assert source.send(AllBlocksCleared()) is False
+    assert source.index.ranks() == [(7, 9)]
+
+
+def test_a_clear_of_the_only_rank_is_a_clear_of_the_source(source: Source) -> None:
+    source.send(store(1))
+    assert source.send(AllBlocksCleared(), store(2)) is True
+    assert source.device() == 1
+
+
+def test_a_source_that_starts_again_has_nothing_on_any_rank(source: Source) -> None:
+    source.send(store(1, group_idx=1, kind="full_attention"))
+    source.send(store(1), dp_rank=9)
+    source.ingest.clear()
+    assert source.index.is_empty
+    source.send(store(2, group_idx=1))
+    assert source.skipped == {("stored", "other_group"): 1}
+
+
+def test_blocks_recovered_from_a_peer_go_with_their_source(source: Source) -> None:
+    source.index.store(7, 3, Tier.DEVICE, None, [1], b"12345678")
+    source.ingest.clear()
+    assert source.index.is_empty
+
+
+def test_ranks_beyond_the_limit_are_not_indexed(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_ingest, "MAX_RANKS", 1)
+    source.send(store(1))
+    assert source.send(store(1), store(2), dp_rank=9) is False
+    assert source.index.ranks() == [(7, 3)]
+    assert source.skipped == {("unknown", "too_many_ranks"): 2}
+
+
+def test_counts_add_up() -> None:
+    first, second = Source(), Source()
+    first.send(store(1), BlockRemoved([1], Tier.DEVICE), store(2, tier=None))
+    second.send(store(1, blocks=2), AllBlocksCleared(), store(2, tier=None))
+    total = EventCounts()
+    total.add(first.ingest.counts)
+    total.add(second.ingest.counts)
+    assert list(total.results()) == [
+        ("stored", "applied", 2),
+        ("removed", "applied", 1),
+        ("cleared", "applied", 1),
+        ("stored", "unknown_medium", 2),
+    ]
+    assert (total.blocks_stored, total.blocks_removed) == (3, 1)

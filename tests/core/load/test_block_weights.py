@@ -1,0 +1,84 @@
+from math import floor
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lean_selector.core.load.block_weights import BlockWeights, _weigh_one_by_one
+
+weights = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.85, 0.999]) | st.floats(0.0, 1.0)
+
+
+def one_by_one(total: float, weight: float, blocks: int) -> float:
+    for _ in range(blocks):
+        total = total - 1.0 + weight
+    return total
+
+
+def tally(counts: dict[float, int]) -> BlockWeights:
+    block_weights = BlockWeights()
+    for weight, blocks in counts.items():
+        block_weights.move(1.0, weight, blocks)
+    return block_weights
+
+
+@pytest.mark.parametrize(
+    ("counts", "distinct", "rounded"),
+    [
+        pytest.param({}, 7, 7, id="nothing fractional"),
+        pytest.param({0.1: 5}, 5, 0, id="5 at 0.1 add up to less than 0.5"),
+        pytest.param({0.85: 10}, 10, 8, id="10 at 0.85 add up to less than 8.5"),
+        pytest.param(
+            {0.34: 25}, 25, 8, id="8.499999999999996, where one product gives 8.500000000000004"
+        ),
+        pytest.param(
+            {0.42: 25}, 28, 14, id="13.500000000000034, where it gives 13.499999999999998"
+        ),
+        pytest.param({0.5: 1}, 1, 1, id="a half rounds away from zero"),
+        pytest.param({0.5: 2}, 6, 5, id="4 full and two halves"),
+        pytest.param({0.5: 5}, 5, 3, id="2.5 rounds to 3, not to the even 2"),
+        pytest.param({0.0: 5}, 5, 0, id="no weight at all"),
+    ],
+)
+def test_total_is_rounded_as_the_reference_does(
+    counts: dict[float, int], distinct: int, rounded: int
+) -> None:
+    assert tally(counts).rounded_total(distinct) == rounded
+
+
+@given(st.integers(0, 5000), weights, st.integers(0, 5000))
+@example(0, 0.1, 3000)
+@example(0, 1 - 2**-53, 3000)
+@example(1, 2**-60, 3000)
+@example(0, 2**-60, 1)  # minus 1 first, then plus the weight: the other way it is lost
+@example(2000, 0.5 + 2**-42, 1000)
+def test_repeated_steps_are_those_of_a_loop_to_the_last_bit(
+    others: int, weight: float, blocks: int
+) -> None:
+    total = float(others + blocks)
+    assert _weigh_one_by_one(total, weight, blocks) == one_by_one(total, weight, blocks)
+
+
+@given(st.dictionaries(weights.filter(lambda w: w < 1.0), st.integers(1, 600)), st.integers(0, 600))
+def test_total_is_that_of_a_walk_over_all_blocks(counts: dict[float, int], others: int) -> None:
+    distinct = others + sum(counts.values())
+    total = float(distinct)
+    for weight in sorted(counts):
+        total = one_by_one(total, weight, counts[weight])
+    expected = floor(total) + (total - floor(total) >= 0.5)
+    assert tally(counts).rounded_total(distinct) == expected
+
+
+def test_tally_follows_blocks_from_weight_to_weight() -> None:
+    block_weights = BlockWeights()
+    block_weights.move(1.0, 0.5, 4)
+    assert block_weights.rounded_total(4) == 2
+    block_weights.move(0.5, 0.25, 4)
+    assert block_weights.counts == {0.25: 4}
+    assert block_weights.rounded_total(4) == 1
+    block_weights.move(0.25, 1.0, 3)
+    block_weights.move(0.25, 0.25, 1)
+    block_weights.move(1.0, 0.7, 0)
+    assert block_weights.counts == {0.25: 1}
+    block_weights.move(0.25, 1.0, 1)
+    assert block_weights.counts == {}

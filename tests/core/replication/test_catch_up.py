@@ -1,0 +1,425 @@
+"""A replica that starts takes over what is live elsewhere, each id once, whatever comes between."""
+
+import random
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication import catch_up as module
+from lean_selector.core.replication.catch_up import (
+    HOLD_S,
+    CatchUp,
+    Fate,
+    LiveBooking,
+    ended_meanwhile,
+    live_booking,
+)
+from lean_selector.core.replication.events import (
+    EventKind,
+    ReplicaApplier,
+    ReplicaEvent,
+    ReplicaEvents,
+    ReplicaTarget,
+    Verdict,
+)
+
+HERE, PEER, THIRD = 11, 22, 33
+PROMPT = struct.pack("<3Q", 1, 2, 3)
+COPIES_EXPIRE_S = 360.0
+
+
+class Replica:
+    """One partition of one replica; catches up from the start if it is told to."""
+
+    model_name, tenant_id, block_size = "m", "t", 16
+
+    def __init__(self, router_id: int, ranks: int = 2, *, catches_up: bool = False) -> None:
+        self.slots = Slots()
+        self.now = 0.0
+        self.established = ranks > 0
+        self.published: list[ReplicaEvent] = []
+        self.catch_up = (
+            CatchUp(router_id, self.lookup, COPIES_EXPIRE_S, self.now) if catches_up else None
+        )
+        self.router_id = router_id
+        self.applier = ReplicaApplier(router_id, self.lookup)
+        self.events = ReplicaEvents(router_id, self.publish)
+        self.register(ranks)
+
+    def register(self, ranks: int) -> None:
+        self.established = self.established or ranks > 0
+        for dp_rank in range(ranks):
+            self.slots.add_rank(7, dp_rank)
+
+    def lookup(self, model_name: str, tenant_id: str) -> ReplicaTarget | None:
+        return self if self.established and (model_name, tenant_id) == ("m", "t") else None
+
+    def publish(self, event: ReplicaEvent) -> None:
+        if self.catch_up is not None:
+            self.catch_up.note(event, None, self.now)
+        self.published.append(event)
+
+    def hear(self, event: ReplicaEvent) -> Verdict:
+        verdict = self.applier.apply(event, self.now)
+        if self.catch_up is not None and verdict is not Verdict.OWN:
+            self.catch_up.note(event, verdict, self.now)
+        return verdict
+
+    def add(self, request_id: str, dp_rank: int = 0, tokens: int = 48) -> None:
+        reservation = self.slots.book(request_id, 7, dp_rank, PROMPT, tokens, self.now)
+        self.events.booked(self, reservation, PROMPT, True)
+
+    def complete(self, request_id: str) -> None:
+        completed = self.slots.prefill_complete(request_id, self.now)
+        if completed is not None and completed[1]:
+            self.events.prefill_completed(self, completed[0])
+
+    def free(self, request_id: str) -> None:
+        if (reservation := self.slots.free(request_id, self.now)) is not None:
+            self.events.freed(self, reservation)
+
+    def snapshot(self) -> list[LiveBooking]:
+        return [live_booking(self, held, self.router_id) for held in self.slots.by_touch()]
+
+    def loads(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        return {
+            key: (rank.active_prefill_tokens, rank.active_decode_blocks, rank.active_requests)
+            for key, rank in self.slots.ranks.items()
+        }
+
+
+def starting(ranks: int = 2) -> tuple[Replica, CatchUp]:
+    replica = Replica(HERE, ranks, catches_up=True)
+    assert replica.catch_up is not None
+    return replica, replica.catch_up
+
+
+def booking(request_id: str = "r", **changes: object) -> LiveBooking:
+    owner = Replica(PEER)
+    owner.add(request_id)
+    (taken,) = owner.snapshot()
+    for name, value in changes.items():
+        setattr(taken, name, value)
+    return taken
+
+
+def event(kind: EventKind, request_id: str = "r", **changes: object) -> ReplicaEvent:
+    fields: dict[str, object] = {"worker_id": 7, "dp_rank": 0, "router_id": PEER, **changes}
+    return ReplicaEvent(kind, "m", "t", 16, request_id, **fields)  # type: ignore[arg-type] # test
+
+
+def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
+    owner = Replica(PEER)
+    owner.slots.book(
+        "r", 7, 1, PROMPT, 48, 5.0, lora_name="a", expected_output_tokens=9, prefill_duration_s=4.0
+    )
+    here, catch_up = starting()
+    here.now = 20.0
+    assert catch_up.take(owner.snapshot()[0], here.now) is Fate.BOOKED
+    copy = here.slots.reservations["r"]
+    assert copy.router_id == PEER
+    assert (copy.rank.key, copy.prefill_tokens, copy.prefill_done) == ((7, 1), 48, False)
+    assert (copy.lora_name, copy.expected_output_tokens, copy.touched_at) == ("a", 9, 5.0)
+    assert here.slots.sequence_hashes_of(copy) == PROMPT
+    assert here.slots.ranks[7, 1].decaying
+    assert here.published == []
+
+
+def test_a_copy_is_passed_on_as_its_owners_not_as_the_peers() -> None:
+    peer = Replica(PEER)
+    peer.hear(event(EventKind.ADD, router_id=THIRD))
+    here, catch_up = starting()
+    catch_up.take(peer.snapshot()[0], 0.0)
+    assert here.slots.reservations["r"].router_id == THIRD
+
+
+def test_output_blocks_stay_where_they_are() -> None:
+    owner = Replica(PEER)
+    owner.add("r")
+    owner.slots.output_block("r", 1.0)
+    here, catch_up = starting()
+    catch_up.take(owner.snapshot()[0], 1.0)
+    assert here.loads()[7, 0] == (48, 3, 1)
+
+
+def test_a_completed_prefill_stays_completed() -> None:
+    owner = Replica(PEER)
+    owner.add("r")
+    owner.complete("r")
+    here, catch_up = starting()
+    catch_up.take(owner.snapshot()[0], 0.0)
+    assert here.loads()[7, 0] == (0, 3, 1)
+    here.complete("r")
+    assert here.published == []  # it was no first time
+
+
+@pytest.mark.parametrize(
+    ("changes", "fate"),
+    [
+        ({"block_size": 32}, Fate.BLOCK_SIZE),
+        ({"router_id": HERE}, Fate.HELD),
+        ({"touched_at": -COPIES_EXPIRE_S - 1.0}, Fate.EXPIRED),
+        ({"dp_rank": 2}, Fate.WAITING),
+        ({"model_name": "other"}, Fate.WAITING),
+    ],
+)
+def test_what_does_not_fit_is_not_booked(changes: dict[str, Any], fate: Fate) -> None:
+    here, catch_up = starting()
+    assert catch_up.take(booking(**changes), 0.0) is fate
+    assert dict(catch_up.fates()) == {fate: 1}
+    assert not here.slots.reservations
+
+
+def test_an_id_that_is_held_already_stays_as_it_is() -> None:
+    here, catch_up = starting()
+    here.add("r", dp_rank=1, tokens=7)
+    assert catch_up.take(booking("r"), 0.0) is Fate.HELD
+    assert here.loads() == {(7, 0): (0, 0, 0), (7, 1): (7, 3, 1)}
+
+
+@pytest.mark.parametrize("live_before", [False, True])
+def test_an_end_heard_before_the_booking_came_counts(live_before: bool) -> None:
+    here, catch_up = starting()
+    if live_before:
+        here.hear(event(EventKind.ADD, sequence_hashes=PROMPT))
+    here.hear(event(EventKind.FREE))
+    assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
+    assert not here.slots.reservations
+
+
+def test_an_end_called_for_here_counts_too() -> None:
+    here, catch_up = starting()
+    here.hear(event(EventKind.ADD, sequence_hashes=PROMPT))
+    here.free("r")
+    assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
+
+
+def test_a_prefill_completed_before_the_booking_came_counts() -> None:
+    here, catch_up = starting()
+    here.now = 3.0
+    here.hear(event(EventKind.PREFILL_COMPLETE))
+    assert catch_up.take(booking("r"), here.now) is Fate.BOOKED
+    assert here.loads()[7, 0] == (0, 3, 1)
+
+
+def test_an_end_outweighs_a_prefill_completion_heard_later() -> None:
+    here, catch_up = starting()
+    here.hear(event(EventKind.FREE))
+    here.hear(event(EventKind.PREFILL_COMPLETE))
+    assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
+
+
+def test_what_is_heard_of_another_rank_does_not_count() -> None:
+    here, catch_up = starting()
+    here.hear(event(EventKind.FREE, dp_rank=1))
+    assert catch_up.take(booking("r"), 0.0) is Fate.BOOKED
+
+
+def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
+    here, catch_up = starting(ranks=0)
+    for request_id in ("kept", "ended", "completed"):
+        assert catch_up.take(booking(request_id), 0.0) is Fate.WAITING
+    assert catch_up.take(booking("kept"), 0.0) is Fate.HELD
+    catch_up.snapshot_is_in()
+    here.hear(event(EventKind.FREE, "ended"))
+    here.hear(event(EventKind.PREFILL_COMPLETE, "completed"))
+    here.hear(event(EventKind.FREE, "kept", dp_rank=1))  # of another rank
+    assert here.hear(event(EventKind.ADD, "new", sequence_hashes=PROMPT, prefill_tokens=10)) is (
+        Verdict.UNKNOWN_PARTITION
+    )
+    assert dict(catch_up.fates())[Fate.WAITING] == 3
+    assert not catch_up.admit_waiting(1.0, 100)
+    here.register(1)
+    assert not catch_up.admit_waiting(2.0, 100)
+    assert set(here.slots.reservations) == {"kept", "completed", "new"}
+    assert here.loads()[7, 0] == (58, 3, 3)
+    assert Fate.WAITING not in dict(catch_up.fates())
+
+
+def test_waiting_bookings_are_admitted_in_steps() -> None:
+    here, catch_up = starting(ranks=0)
+    for number in range(5):
+        catch_up.take(booking(f"r{number}"), 0.0)
+    here.register(1)
+    assert catch_up.admit_waiting(1.0, 2)
+    assert len(here.slots.reservations) == 2
+    assert catch_up.admit_waiting(1.0, 2)
+    assert not catch_up.admit_waiting(1.0, 2)
+    assert len(here.slots.reservations) == 5
+
+
+def test_what_waited_too_long_is_dropped_and_counted() -> None:
+    here, catch_up = starting(ranks=0)
+    catch_up.take(booking("r"), 0.0)
+    assert not catch_up.admit_waiting(HOLD_S - 1.0, 100)
+    assert dict(catch_up.fates()) == {Fate.WAITING: 1}
+    assert catch_up.admit_waiting(HOLD_S, 0)
+    assert not catch_up.admit_waiting(HOLD_S, 1)
+    assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
+    here.register(1)
+    catch_up.admit_waiting(HOLD_S, 100)
+    assert not here.slots.reservations
+
+
+def test_a_catch_up_that_begins_again_prolongs_no_wait() -> None:
+    here, catch_up = starting(ranks=0)
+    catch_up.take(booking("old"), 0.0)
+    catch_up.begin_again(HOLD_S / 2)
+    catch_up.take(booking("young"), HOLD_S / 2)
+    assert not catch_up.admit_waiting(HOLD_S, 100)
+    assert dict(catch_up.fates()) == {Fate.WAITING: 1, Fate.NOT_REGISTERED: 1}
+    here.register(1)
+    catch_up.admit_waiting(HOLD_S, 100)
+    assert set(here.slots.reservations) == {"young"}
+
+
+def test_nothing_waits_once_ends_are_not_noted_any_longer() -> None:
+    here, catch_up = starting(ranks=0)
+    catch_up.take(booking("r"), 0.0)
+    catch_up.give_up_waiting()
+    here.register(1)
+    catch_up.admit_waiting(1.0, 100)
+    assert not here.slots.reservations
+    assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
+
+
+def test_a_booking_that_ends_while_it_waits_leaves_nothing_behind() -> None:
+    """On a worker that is never registered here, while peers come and go."""
+    here, catch_up = starting()
+    for n in range(1_000):
+        here.hear(event(EventKind.ADD, f"r{n}", worker_id=9, sequence_hashes=PROMPT))
+        here.hear(event(EventKind.FREE, f"r{n}", worker_id=9))
+        if n % 100 == 0:
+            catch_up.begin_again(here.now)
+            catch_up.snapshot_is_in()
+    assert dict(catch_up.fates()) == {Fate.ENDED: 1_000}
+    assert not catch_up._waiting
+    assert not catch_up._by_rank
+
+
+def test_what_came_first_is_at_hand_however_much_went_before_it() -> None:
+    """Of a plain dict it is not: its first entry is sought behind the holes of all that went."""
+    _, catch_up = starting()
+    assert isinstance(catch_up._waiting, OrderedDict)
+    assert isinstance(catch_up._noted, OrderedDict)
+
+
+def test_what_waits_and_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
+    monkeypatch.setattr(module, "MAX_NOTED", 2)
+    here, catch_up = starting()
+    fates = [catch_up.take(booking(f"r{n}", dp_rank=9), 0.0) for n in range(3)]
+    assert fates == [Fate.WAITING, Fate.WAITING, Fate.NOT_REGISTERED]
+    for n in range(3):
+        here.hear(event(EventKind.FREE, f"ended{n}"))
+    assert catch_up.take(booking("ended0"), 0.0) is Fate.BOOKED  # the oldest was forgotten
+    assert catch_up.take(booking("ended2"), 0.0) is Fate.ENDED
+
+
+def test_copies_expire_by_their_true_age() -> None:
+    owner = Replica(PEER)
+    for owner.now in (0.0, 100.0, 200.0):
+        owner.add(f"at {owner.now:.0f}")
+    here, catch_up = starting()
+    here.now = 250.0
+    here.hear(event(EventKind.ADD, "heard", sequence_hashes=PROMPT))
+    for taken in owner.snapshot():
+        catch_up.take(taken, here.now)
+    for now, gone in ((360.0, []), (361.0, ["at 0"]), (561.0, ["at 100", "at 200"])):
+        expired = here.slots.expire(now, 300.0, COPIES_EXPIRE_S, 100)
+        assert [reservation.request_id for reservation in expired] == gone
+    assert set(here.slots.reservations) == {"heard"}
+
+
+def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
+    owner, here = Replica(PEER), Replica(HERE)
+    for request_id in ("lives", "past its prefill", "ended"):
+        owner.add(request_id)
+    for told in owner.published:
+        here.hear(told)
+    here.hear(event(EventKind.ADD, "of a third", router_id=THIRD))
+    here.add("ours")
+    here.now = 5.0
+    here.hear(event(EventKind.ADD, "heard since"))
+    owner.complete("past its prefill")
+    owner.free("ended")
+    told_now = list(ended_meanwhile([here], PEER, owner.snapshot(), asked_at=5.0))
+    events = [said for said in told_now if said is not None]
+    assert len(told_now) == len(here.slots.reservations) == 6
+    assert [(said.kind, said.request_id) for said in events] == [
+        (EventKind.PREFILL_COMPLETE, "past its prefill"),
+        (EventKind.FREE, "ended"),
+    ]
+    assert [here.hear(said) for said in events] == [Verdict.APPLIED] * 2
+
+
+@given(st.integers(0, 2**32), st.integers(5, 80))
+def test_a_late_replica_agrees_with_its_peers_in_the_end(seed: int, steps: int) -> None:
+    """Two peers go on while a third starts: events, snapshot and registration come in any order."""
+    rng = random.Random(seed)
+    first, second = Replica(PEER), Replica(THIRD)
+    peers = (first, second)
+    delivered = {(0, 1): 0, (1, 0): 0}
+    live: list[str] = []
+
+    def act() -> None:
+        at = rng.randrange(2)
+        replica, choice = peers[at], rng.random()
+        if choice < 0.4:
+            live.append(f"{at}-{len(live)}")
+            replica.add(live[-1], rng.randrange(2))
+        elif choice < 0.6 and live:
+            request_id = rng.choice(
+                live
+            )  # calls stay with the replica that admitted, as documented
+            peers[at := int(request_id[0])].complete(request_id)
+        elif choice < 0.8 and live:
+            request_id = rng.choice(live)
+            peers[at := int(request_id[0])].free(request_id)
+        replica = peers[at]
+        for other in (1 - at,):  # the peers hear each other at once
+            for told in replica.published[delivered[at, other] :]:
+                peers[other].hear(told)
+            delivered[at, other] = len(replica.published)
+
+    for _ in range(rng.randrange(steps)):
+        act()
+    late, catch_up = starting(ranks=rng.choice((0, 1, 2)))
+    heard = [len(peer.published) for peer in peers]  # subscribed from here on
+
+    def hear_some() -> None:
+        for at, peer in enumerate(peers):
+            upto = rng.randint(heard[at], len(peer.published))
+            for told in peer.published[heard[at] : upto]:
+                late.hear(told)
+            heard[at] = upto
+
+    for _ in range(rng.randrange(steps)):
+        act()
+        hear_some()
+    for taken in rng.choice(peers).snapshot():
+        if rng.random() < 0.5:
+            act()
+            hear_some()
+        catch_up.take(taken, 0.0)
+    catch_up.snapshot_is_in()
+    for _ in range(rng.randrange(steps)):
+        act()
+        hear_some()
+        if rng.random() < 0.2:
+            late.register(rng.randint(1, 2))
+        catch_up.admit_waiting(0.0, 3)
+    late.register(2)
+    while catch_up.admit_waiting(0.0, 3):
+        pass
+    for at, peer in enumerate(peers):
+        for told in peer.published[heard[at] :]:
+            late.hear(told)
+    catch_up.admit_waiting(0.0, 100)
+    assert set(late.slots.reservations) == set(first.slots.reservations)
+    assert late.loads() == first.loads() == second.loads()

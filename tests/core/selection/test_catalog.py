@@ -1,0 +1,506 @@
+"""The worker catalog: reasons, replacement, removal, and what becomes of load and sources."""
+
+from typing import Any
+
+import pytest
+from msgspec import UNSET
+
+from lean_selector.core.errors import BadRequest, NotFound, Unavailable
+from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.selection.catalog import MAX_DATA_PARALLEL_SIZE, Source, Worker, WorkerSpec
+from tests.driven_selector import DrivenSelector, pack
+
+ENDPOINT = "tcp://w:5557"
+KV_RANK_0 = "kv_events endpoint is required for dp_rank 0"
+
+
+@pytest.fixture
+def listening() -> DrivenSelector:
+    return DrivenSelector(use_kv_events=True)
+
+
+@pytest.fixture
+def deaf() -> DrivenSelector:
+    return DrivenSelector(use_kv_events=False)
+
+
+def reasons(driven: DrivenSelector, **changes: Any) -> list[str]:
+    worker = driven.register(1, **changes)
+    record = worker.record()
+    assert record.lifecycle == ("incomplete" if worker.reasons else "schedulable")
+    return worker.reasons
+
+
+# -- what a record lacks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, [], id="nothing"),
+        pytest.param({"endpoint": None}, ["endpoint is required"], id="endpoint"),
+        pytest.param({"endpoint": ""}, ["endpoint is required"], id="empty endpoint"),
+        pytest.param({"block_size": None}, ["block_size must be greater than 0"], id="block size"),
+        pytest.param({"block_size": 0}, ["block_size must be greater than 0"], id="block size 0"),
+        pytest.param(
+            {"data_parallel_size": 0}, ["data_parallel_size must be greater than 0"], id="size 0"
+        ),
+        pytest.param(
+            {"data_parallel_start_rank": 2**32 - 1, "data_parallel_size": 1},
+            ["data parallel range overflows u32"],
+            id="D6: the range ends beyond u32",
+        ),
+        pytest.param(
+            {"data_parallel_start_rank": 2**32 - 2, "data_parallel_size": 1}, [], id="last range"
+        ),
+        pytest.param({"max_num_batched_tokens": None}, [], id="no queue, no capacity needed"),
+        pytest.param(
+            {"endpoint": "", "block_size": 0, "data_parallel_size": 0},
+            [
+                "endpoint is required",
+                "block_size must be greater than 0",
+                "data_parallel_size must be greater than 0",
+            ],
+            id="several, in order",
+        ),
+    ],
+)
+def test_reasons_without_kv_events(
+    deaf: DrivenSelector, changes: dict[str, Any], expected: list[str]
+) -> None:
+    assert reasons(deaf, **changes) == expected
+
+
+def test_queueing_needs_a_capacity_and_takes_zero() -> None:
+    driven = DrivenSelector(queue_threshold=1.0)
+    missing = "max_num_batched_tokens is required while queueing is enabled"
+    assert reasons(driven, max_num_batched_tokens=None, endpoint="") == [
+        "endpoint is required",
+        missing,
+    ]
+    assert reasons(driven, max_num_batched_tokens=0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, [KV_RANK_0], id="none"),
+        pytest.param({"kv_events_endpoint": ""}, [KV_RANK_0], id="empty"),
+        pytest.param({"kv_events_endpoint": ENDPOINT}, [], id="single endpoint, single rank"),
+        pytest.param(
+            {"kv_events_endpoint": ENDPOINT, "data_parallel_start_rank": 3},
+            [],
+            id="single endpoint for the start rank",
+        ),
+        pytest.param(
+            {"kv_events_endpoint": ENDPOINT, "data_parallel_size": 2},
+            [KV_RANK_0, "kv_events endpoint is required for dp_rank 1"],
+            id="a single endpoint does not do for two ranks",
+        ),
+        pytest.param(
+            {
+                "kv_events_endpoint": ENDPOINT,
+                "kv_events_endpoints": {4: ENDPOINT, 6: ""},
+                "data_parallel_start_rank": 4,
+                "data_parallel_size": 3,
+            },
+            [f"kv_events endpoint is required for dp_rank {rank}" for rank in (5, 6)],
+            id="a map counts alone",
+        ),
+        pytest.param(
+            {"kv_events_endpoint": ENDPOINT, "kv_events_endpoints": {1: ENDPOINT}},
+            [KV_RANK_0],
+            id="a map counts alone, also for one rank",
+        ),
+        pytest.param({"data_parallel_size": 0}, ["data_parallel_size must be greater than 0"]),
+        pytest.param(
+            {"data_parallel_start_rank": 2**32 - 1, "data_parallel_size": 4096},
+            ["data parallel range overflows u32"],
+            id="no rank of an overflowing range is listed",
+        ),
+        pytest.param(
+            {"kv_events_endpoint": "foo"},
+            [
+                "reconciliation failed: invalid kv_events endpoint for worker 1 dp_rank 0: "
+                "invalid ZMQ endpoint `foo`: missing scheme"
+            ],
+            id="bad endpoint",
+        ),
+        pytest.param(
+            {"kv_events_endpoints": {0: ENDPOINT, 7: "http://a:1", 3: ""}},
+            [
+                "reconciliation failed: invalid kv_events endpoint for worker 1 dp_rank 3: "
+                "invalid ZMQ endpoint ``: missing scheme"
+            ],
+            id="the first bad one, extra ranks too",
+        ),
+        pytest.param(
+            {"kv_events_endpoint": ENDPOINT, "replay_endpoint": ""},
+            [
+                "reconciliation failed: invalid replay endpoint for worker 1 dp_rank 0: "
+                "invalid ZMQ endpoint ``: missing scheme"
+            ],
+            id="bad replay endpoint",
+        ),
+        pytest.param(
+            {"kv_events_endpoint": ENDPOINT, "replay_endpoints": {0: "tcp://h"}},
+            [
+                "reconciliation failed: invalid replay endpoint for worker 1 dp_rank 0: "
+                "invalid ZMQ endpoint `tcp://h`: missing TCP port"
+            ],
+            id="bad replay endpoint of a rank",
+        ),
+    ],
+)
+def test_reasons_with_kv_events(
+    listening: DrivenSelector, changes: dict[str, Any], expected: list[str]
+) -> None:
+    assert reasons(listening, **changes) == expected
+    assert bool(listening.sources.subscribed) is not bool(expected)
+
+
+def test_an_endpoint_nobody_uses_is_not_judged(deaf: DrivenSelector) -> None:
+    assert reasons(deaf, kv_events_endpoint="foo", replay_endpoint="bar") == []
+    assert not deaf.sources.subscribed
+
+
+def test_a_mismatch_with_the_partition_is_the_only_reason(listening: DrivenSelector) -> None:
+    listening.register(7, kv_events_endpoint=ENDPOINT, model_name="m", tenant_id="t")
+    scope = {"model_name": "m", "tenant_id": "t", "kv_events_endpoint": "foo"}
+    assert reasons(listening, **scope, block_size=8, is_eagle=True) == [
+        "reconciliation failed: block_size mismatch for model=m tenant=t: existing=4 requested=8"
+    ]
+    assert reasons(listening, **scope, is_eagle=True) == [
+        "reconciliation failed: is_eagle mismatch for model=m tenant=t: "
+        "existing=false requested=true"
+    ]
+
+
+@pytest.mark.parametrize("eagle", [None, False])
+def test_no_eagle_and_false_are_the_same(deaf: DrivenSelector, eagle: bool | None) -> None:
+    deaf.register(7, is_eagle=eagle)
+    assert reasons(deaf, is_eagle=None) == reasons(deaf, is_eagle=False) == []
+
+
+@pytest.mark.parametrize("size", [MAX_DATA_PARALLEL_SIZE + 1, 2**32 - 1])
+def test_too_many_ranks_are_refused_and_nothing_changes(deaf: DrivenSelector, size: int) -> None:
+    error = f"data_parallel_size {size} exceeds the maximum 4096"
+    with pytest.raises(BadRequest, match=error):
+        deaf.register(1, data_parallel_size=size)
+    assert not deaf.selector.catalog.workers
+    deaf.register(1, data_parallel_size=MAX_DATA_PARALLEL_SIZE)
+    with pytest.raises(BadRequest, match=error):
+        deaf.selector.patch_worker(1, {"data_parallel_size": size}, 0.0)
+    assert len(deaf.loads()["default", "default"]) == MAX_DATA_PARALLEL_SIZE
+
+
+# -- POST, PATCH, DELETE --------------------------------------------------------------------------
+
+
+def test_a_post_replaces_the_whole_record(deaf: DrivenSelector) -> None:
+    deaf.register(1, taints=frozenset({"a"}), stable_routing_id="s", total_kv_blocks=5)
+    worker = deaf.register(1)
+    assert worker.spec == WorkerSpec(
+        worker_id=1, endpoint="http://w1", block_size=4, max_num_batched_tokens=1
+    )
+
+
+def test_a_patch_keeps_what_it_does_not_name(deaf: DrivenSelector) -> None:
+    deaf.register(1, taints=frozenset({"a"}), kv_events_endpoints={0: "x"}, stable_routing_id="s")
+    patched = deaf.selector.patch_worker(1, {"taints": frozenset(), "endpoint": ""}, 0.0)
+    assert (patched.spec.taints, patched.spec.stable_routing_id) == (frozenset(), "s")
+    assert patched.reasons == ["endpoint is required"]
+    assert deaf.selector.patch_worker(1, {"endpoint": "http://x"}, 0.0).reasons == []
+
+
+def test_an_unknown_worker_cannot_be_patched_or_deleted(deaf: DrivenSelector) -> None:
+    with pytest.raises(NotFound, match=r"^worker 9 not found$"):
+        deaf.selector.patch_worker(9, {"data_parallel_size": 5000}, 0.0)
+    with pytest.raises(NotFound, match=r"^worker 9 not found$"):
+        deaf.remove(9)
+
+
+def test_delete_shows_the_record_once_and_forgets_it(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    record = deaf.remove(1).record()
+    assert (record.lifecycle, record.not_schedulable_reasons) == ("unschedulable", UNSET)
+    with pytest.raises(NotFound):
+        deaf.remove(1)
+    assert deaf.selector.catalog.matching(None, None) == []
+
+
+def test_workers_are_listed_by_partition_and_id_and_filtered_exactly(deaf: DrivenSelector) -> None:
+    for worker_id, model, tenant in ((10, "b", "t"), (9, "b", "t"), (1, "b", "a"), (5, "a", "z")):
+        deaf.register(worker_id, model_name=model, tenant_id=tenant, endpoint="")
+
+    def listed(model: str | None, tenant: str | None) -> list[int]:
+        return [w.spec.worker_id for w in deaf.selector.catalog.matching(model, tenant)]
+
+    assert listed(None, None) == [5, 1, 9, 10]
+    assert listed("b", None) == [1, 9, 10]
+    assert listed(None, "t") == [9, 10]
+    assert listed("b", "") == []
+
+
+def test_only_schedulable_workers_count(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(2, endpoint="")
+    deaf.register(3, model_name="m")
+    assert deaf.selector.catalog.schedulable_count() == 2
+    deaf.register(1, endpoint="")
+    assert deaf.selector.catalog.schedulable_count() == 1
+
+
+# -- the partition's block size (D3) --------------------------------------------------------------
+
+
+def keys(driven: DrivenSelector) -> list[tuple[str, str]]:
+    return list(driven.loads())
+
+
+def is_refused(worker: Worker) -> bool:
+    return any("mismatch" in reason for reason in worker.reasons)
+
+
+def test_an_incomplete_worker_makes_no_partition(deaf: DrivenSelector) -> None:
+    deaf.register(1, endpoint="", block_size=8)
+    assert keys(deaf) == []
+    assert not is_refused(deaf.register(2, block_size=16))
+
+
+@pytest.mark.parametrize("by", ["post", "patch"])
+def test_the_only_worker_does_not_free_the_size_by_changing_its_own(
+    deaf: DrivenSelector, by: str
+) -> None:
+    deaf.register(1)
+    if by == "post":
+        worker = deaf.register(1, block_size=8)
+    else:
+        worker = deaf.selector.patch_worker(1, {"block_size": 8}, 0.0)
+    assert is_refused(worker)
+    assert keys(deaf) == [("default", "default")]
+    with pytest.raises(Unavailable):
+        deaf.selector.ready_partition("default", "default")
+    assert not is_refused(deaf.register(1))
+
+
+def test_deleting_the_last_worker_frees_the_size_and_the_partition(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(2)
+    deaf.remove(1)
+    assert is_refused(deaf.register(3, block_size=8))
+    deaf.remove(2)
+    assert [w.spec.worker_id for w in deaf.selector.catalog.matching(None, None)] == [3]
+    assert not deaf.selector.catalog.workers[3].reasons  # its chance has come
+    assert is_refused(deaf.register(4))
+
+
+def test_deleting_an_incomplete_member_frees_the_size_too(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(1, endpoint="")
+    assert keys(deaf) == [("default", "default")]
+    deaf.remove(1)
+    assert keys(deaf) == []
+
+
+def test_deleting_a_worker_that_never_was_schedulable_frees_nothing(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(2, block_size=8)
+    deaf.remove(2)
+    assert keys(deaf) == [("default", "default")]
+
+
+def test_a_worker_that_moves_leaves_its_partition_with_all_it_held(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.reserve("r")
+    deaf.register(1, model_name="m", block_size=8)
+    assert deaf.loads() == {("m", "default"): {(1, 0): (0, 0, 0)}}
+    assert deaf.told == [("booked", "r"), ("freed", "r")]
+    assert not is_refused(deaf.register(2, block_size=8))
+
+
+def test_a_worker_that_moves_and_is_refused_has_left_all_the_same(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(2, model_name="m", block_size=8)
+    assert is_refused(deaf.register(1, model_name="m"))
+    assert keys(deaf) == [("m", "default")]
+
+
+# -- load and sources of a worker that changes (D10) ----------------------------------------------
+
+TWO_RANKS: dict[str, Any] = {
+    "data_parallel_size": 2,
+    "kv_events_endpoints": {0: "tcp://w:1", 1: "tcp://w:2"},
+}
+
+
+@pytest.fixture
+def busy(listening: DrivenSelector) -> DrivenSelector:
+    """Worker 1 with a reservation and a block on each of two ranks."""
+    listening.register(1, **TWO_RANKS)
+    for rank in (0, 1):
+        listening.reserve(f"r{rank}", (1, rank), hashes=[rank], prefill=5)
+        listening.partition.index.store(1, rank, Tier.DEVICE, None, [rank], pack([1]))
+    listening.sources.changes.clear()
+    listening.told.clear()
+    return listening
+
+
+def holders(driven: DrivenSelector) -> list[tuple[int, int]]:
+    return sorted(driven.partition.index.match(pack([1])))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"endpoint": "http://other"}, id="endpoint"),
+        pytest.param({"max_num_batched_tokens": 99, "total_kv_blocks": 50}, id="capacity"),
+        pytest.param({"taints": frozenset({"a"}), "stable_routing_id": "s"}, id="labels"),
+        pytest.param(
+            {"kv_events_endpoint": "tcp://unused:1"}, id="an endpoint that does not count"
+        ),
+    ],
+)
+def test_load_index_and_subscriptions_survive_a_change_that_is_not_theirs(
+    busy: DrivenSelector, changes: dict[str, Any]
+) -> None:
+    before = busy.loads()
+    busy.register(1, **{**TWO_RANKS, **changes})
+    busy.selector.patch_worker(1, changes, 0.0)
+    assert busy.loads() == before
+    assert busy.sources.changes == []
+    assert holders(busy) == [(1, 0), (1, 1)]
+    assert busy.told == []
+
+
+def test_another_event_endpoint_renews_that_rank_only(busy: DrivenSelector) -> None:
+    before = busy.loads()
+    endpoints = {0: "tcp://w:1", 1: "tcp://w:9"}
+    busy.register(1, data_parallel_size=2, kv_events_endpoints=endpoints)
+    assert busy.loads() == before
+    assert busy.sources.changes == [("unsubscribe", 1, 1), ("subscribe", 1, 1)]
+    assert holders(busy) == [(1, 0)]
+
+
+def test_a_rank_that_goes_takes_its_load_and_blocks_along(busy: DrivenSelector) -> None:
+    busy.register(1, kv_events_endpoint="tcp://w:1")
+    assert busy.loads()["default", "default"] == {(1, 0): (5, 1, 1)}
+    assert busy.sources.changes == [("unsubscribe", 1, 1)]
+    assert holders(busy) == [(1, 0)]
+    assert busy.told == [("freed", "r1")]
+
+
+def test_a_range_that_moves_keeps_what_both_ranges_share(busy: DrivenSelector) -> None:
+    busy.register(
+        1,
+        data_parallel_start_rank=1,
+        data_parallel_size=2,
+        kv_events_endpoints={1: "tcp://w:2", 2: "tcp://w:3"},
+    )
+    assert busy.loads()["default", "default"] == {(1, 1): (5, 1, 1), (1, 2): (0, 0, 0)}
+    assert busy.sources.changes == [("unsubscribe", 1, 0), ("subscribe", 1, 2)]
+
+
+def test_a_worker_that_becomes_incomplete_loses_load_blocks_and_sources(
+    busy: DrivenSelector,
+) -> None:
+    partition = busy.partition
+    busy.register(1, **{**TWO_RANKS, "endpoint": ""})
+    assert busy.loads() == {("default", "default"): {}}
+    assert not busy.sources.subscribed
+    assert partition.index.is_empty
+    assert sorted(busy.told) == [("freed", "r0"), ("freed", "r1")]
+    busy.register(1, **TWO_RANKS)
+    assert busy.loads()["default", "default"] == {(1, 0): (0, 0, 0), (1, 1): (0, 0, 0)}
+    assert sorted(busy.sources.subscribed) == [(1, 0), (1, 1)]
+
+
+def test_delete_takes_blocks_and_subscriptions_along(busy: DrivenSelector) -> None:
+    busy.register(2, kv_events_endpoint="tcp://w:7")
+    busy.partition.index.store(2, 0, Tier.DEVICE, None, [5], pack([1]))
+    busy.remove(1)
+    assert holders(busy) == [(2, 0)]
+    assert sorted(busy.sources.subscribed) == [(2, 0)]
+
+
+def test_a_refused_change_leaves_everything_as_it_was(busy: DrivenSelector) -> None:
+    before = busy.loads(), dict(busy.sources.subscribed), holders(busy)
+    with pytest.raises(BadRequest):
+        busy.register(1, data_parallel_size=5000)
+    assert (busy.loads(), busy.sources.subscribed, holders(busy)) == before
+
+
+# -- sources --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param(
+            {"kv_events_endpoint": "tcp://w:1", "data_parallel_start_rank": 3},
+            {3: Source("tcp://w:1", None)},
+            id="one rank",
+        ),
+        pytest.param(
+            {"kv_events_endpoints": {0: "tcp://w:1", 7: "tcp://w:2"}},
+            {0: Source("tcp://w:1", None), 7: Source("tcp://w:2", None)},
+            id="ranks outside the range are heard too",
+        ),
+        pytest.param(
+            {
+                "data_parallel_start_rank": 4,
+                "data_parallel_size": 2,
+                "kv_events_endpoints": {4: "tcp://w:1", 5: "tcp://w:2"},
+                "replay_endpoint": "tcp://w:9000",
+            },
+            {4: Source("tcp://w:1", "tcp://w:9000"), 5: Source("tcp://w:2", "tcp://w:9001")},
+            id="a replay port per rank",
+        ),
+        pytest.param(
+            {
+                "data_parallel_size": 2,
+                "kv_events_endpoints": {0: "tcp://w:1", 1: "tcp://w:2"},
+                "replay_endpoint": "tcp://w:9000",
+                "replay_endpoints": {1: "tcp://w:7"},
+            },
+            {0: Source("tcp://w:1", "tcp://w:9000"), 1: Source("tcp://w:2", "tcp://w:7")},
+            id="a rank's own replay endpoint",
+        ),
+        pytest.param(
+            {
+                "data_parallel_size": 2,
+                "kv_events_endpoints": {0: "tcp://w:1", 1: "tcp://w:2"},
+                "replay_endpoint": "tcp://w:65535",
+            },
+            {0: Source("tcp://w:1", "tcp://w:65535"), 1: Source("tcp://w:2", None)},
+            id="no replay where the port cannot exist",
+        ),
+        pytest.param(
+            {
+                "data_parallel_start_rank": 4,
+                "kv_events_endpoints": {0: "tcp://w:1", 4: "tcp://w:2"},
+                "replay_endpoint": "tcp://w:2",
+            },
+            {0: Source("tcp://w:1", None), 4: Source("tcp://w:2", "tcp://w:2")},
+            id="no replay for a rank below the range",
+        ),
+    ],
+)
+def test_every_rank_is_subscribed_to_its_own_source(
+    listening: DrivenSelector, changes: dict[str, Any], expected: dict[int, Source]
+) -> None:
+    assert reasons(listening, **changes) == []
+    assert listening.sources.subscribed == {(1, rank): found for rank, found in expected.items()}
+
+
+def test_a_rank_holds_twice_the_blocks_that_its_worker_has(listening: DrivenSelector) -> None:
+    listening.register(1, kv_events_endpoint=ENDPOINT, total_kv_blocks=2)
+    index = listening.partition.index
+    for number in range(6):
+        index.store(1, 0, Tier.DEVICE, None, [number], pack([number]))
+    assert index.blocks(1, 0, Tier.DEVICE) == 4
+    listening.register(1, kv_events_endpoint=ENDPOINT)
+    for number in range(6, 12):
+        index.store(1, 0, Tier.DEVICE, None, [number], pack([number]))
+    assert index.blocks(1, 0, Tier.DEVICE) == 10

@@ -1,0 +1,723 @@
+"""The selector as its callers see it: the queue, ids, expiry, and what peers are told."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
+from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.load.expiry import REPLICA_GRACE_S
+from lean_selector.core.replication.events import REPUBLISH_AFTER_S
+from lean_selector.core.selection import inspection
+from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import Placement
+from lean_selector.core.selection.selector import (
+    RECHECK_AFTER_S,
+    U64_MAX,
+)
+from tests.driven_selector import DrivenSelector, pack, prompt_of
+
+RANK = "WorkerWithDpRank { worker_id: 1, dp_rank: 0 }"
+NO_ENDPOINTS = "no endpoints available to route work"
+
+
+@pytest.fixture
+def queueing() -> DrivenSelector:
+    """Two workers, each busy above 16 tokens of prefill."""
+    driven = DrivenSelector(queue_threshold=16.0)
+    driven.register(1)
+    driven.register(2)
+    return driven
+
+
+def fill(driven: DrivenSelector, *worker_ids: int) -> None:
+    """Makes workers of capacity 1 busy at a threshold of 16."""
+    for worker_id in worker_ids:
+        driven.reserve(f"fill{worker_id}", (worker_id, 0), isl_tokens=17, prefill=17)
+
+
+def error_of(driven: DrivenSelector, name: str) -> tuple[int, str]:
+    outcome = driven.answers[name]
+    assert isinstance(outcome, SelectorError)
+    return outcome.status, outcome.message
+
+
+# -- entering the queue ---------------------------------------------------------------------------
+
+
+def test_without_a_threshold_nothing_is_parked_however_busy() -> None:
+    driven = DrivenSelector()
+    driven.register(1, max_num_batched_tokens=0)
+    fill(driven, 1)
+    assert isinstance(driven.book("r"), Placement)
+
+
+def test_a_rank_at_the_threshold_is_not_busy_and_above_it_is(queueing: DrivenSelector) -> None:
+    queueing.remove(2)
+    queueing.reserve("at", prefill=16)
+    assert isinstance(queueing.book("above", isl_tokens=1), Placement)
+    assert isinstance(queueing.book("parked"), Parked)
+
+
+def test_a_worker_that_states_no_capacity_is_busy_above_the_default() -> None:
+    driven = DrivenSelector(queue_threshold=1e-7)  # of ten million: one token
+    driven.register(1, max_num_batched_tokens=None)
+    assert driven.selector.catalog.workers[1].reasons == [
+        "max_num_batched_tokens is required while queueing is enabled"
+    ]
+
+
+def test_an_infinite_threshold_never_parks_even_with_no_capacity_at_all() -> None:
+    driven = DrivenSelector(queue_threshold=float("inf"))
+    driven.register(1, max_num_batched_tokens=0)
+    fill(driven, 1)
+    assert isinstance(driven.book("r"), Placement)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="any rank"),
+        pytest.param({"pin": (1, 0)}, id="pinned"),
+        pytest.param({"allowed": {1, 2}}, id="allowed workers"),
+    ],
+)
+@pytest.mark.parametrize("books", [False, True])
+def test_a_request_is_parked_while_all_its_ranks_are_busy(
+    queueing: DrivenSelector, books: bool, changes: dict[str, Any]
+) -> None:
+    fill(queueing, 1, 2)
+    request = queueing.request([], 16, **changes)
+    request.books, request.reservation_id = books, "r"
+    assert isinstance(queueing.submit("r", request), Parked)
+    assert queueing.pending() == (1, 16)
+    assert not queueing.answers
+
+
+def test_a_request_with_a_free_rank_among_its_own_is_not_parked(queueing: DrivenSelector) -> None:
+    fill(queueing, 1)
+    placement = queueing.book("r")
+    assert isinstance(placement, Placement)
+    assert placement.worker_id == 2
+
+
+def test_a_request_that_nobody_can_serve_fails_at_once_while_nobody_waits(
+    queueing: DrivenSelector,
+) -> None:
+    fill(queueing, 1, 2)
+    with pytest.raises(Unavailable, match=NO_ENDPOINTS):
+        queueing.book("r", allowed={9})
+
+
+def test_a_request_that_nobody_can_serve_waits_while_others_wait(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("head")
+    assert isinstance(queueing.book("r", allowed={9}), Parked)
+    assert queueing.pending() == (2, 32)
+    queueing.selector.prefill_complete("fill1", queueing.now)
+    assert queueing.placed("head") == (1, 0)
+    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
+    assert queueing.pending() == (0, 0)
+
+
+def test_a_pin_outside_the_allowed_workers_is_refused_before_the_queue(
+    queueing: DrivenSelector,
+) -> None:
+    fill(queueing, 1, 2)
+    with pytest.raises(BadRequest, match="pinned worker 1 is not in allowed worker set"):
+        queueing.book("r", pin=(1, 0), allowed={2})
+    assert queueing.pending() == (0, 0)
+
+
+def test_a_bad_hash_is_refused_before_the_request_is_parked(queueing: DrivenSelector) -> None:
+    def bad() -> bytes:
+        raise ValueError("out of range")
+
+    fill(queueing, 1, 2)
+    request = queueing.request([], 16)
+    request.prompt = Prompt(16, pack([1, 2]), 2, pack([1]), bad)
+    with pytest.raises(ValueError, match="out of range"):
+        queueing.submit("r", request)
+    assert queueing.pending() == (0, 0)
+
+
+def test_pending_tokens_are_printed_saturated(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("a", isl_tokens=2**63)
+    queueing.book("b", isl_tokens=2**63 + 5)
+    assert queueing.pending() == (2, U64_MAX)
+
+
+# -- leaving the queue ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        pytest.param([("a", {}), ("b", {})], ["a", "b"], id="arrival"),
+        pytest.param(
+            [("a", {}), ("b", {"strict_priority": 1})], ["b", "a"], id="strict priority first"
+        ),
+        pytest.param(
+            [("a", {"priority_jump": 100.0}), ("b", {"strict_priority": 1})],
+            ["b", "a"],
+            id="no jump reaches a strict priority",
+        ),
+        pytest.param(
+            [("a", {}), ("b", {"priority_jump": 1.5})], ["b", "a"], id="a jump beyond the wait"
+        ),
+        pytest.param(
+            [("a", {}), ("b", {"priority_jump": 0.5})], ["a", "b"], id="a jump short of the wait"
+        ),
+        pytest.param(
+            [("a", {}), ("b", {"priority_jump": 1.0})], ["a", "b"], id="equal scores by arrival"
+        ),
+        pytest.param(
+            [("a", {"priority_jump": -9.0}), ("b", {})], ["a", "b"], id="a negative jump is none"
+        ),
+        pytest.param(
+            [("a", {}), ("b", {"priority_jump": 9.0}), ("c", {"strict_priority": 2})],
+            ["c", "b", "a"],
+            id="all at once",
+        ),
+    ],
+)
+def test_parked_requests_leave_in_order(
+    queueing: DrivenSelector, requests: list[tuple[str, dict[str, Any]]], order: list[str]
+) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+    for name, changes in requests:
+        queueing.book(name, isl_tokens=17, **changes)
+        queueing.now += 1.0
+    left: list[str] = []
+    queueing.selector.free("fill1", queueing.now)
+    while queueing.answers.keys() - set(left):
+        (name,) = queueing.answers.keys() - set(left)
+        left.append(name)
+        queueing.selector.prefill_complete(name, queueing.now)
+    assert left == order
+
+
+def test_each_admitted_booking_counts_at_once(queueing: DrivenSelector) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+    for name in "abc":
+        queueing.book(name, isl_tokens=10)
+    queueing.selector.free("fill1", queueing.now)
+    assert list(queueing.answers) == ["a", "b"]  # 10 tokens leave room, 20 do not
+    assert queueing.pending() == (1, 10)
+
+
+def test_an_admitted_select_books_nothing(queueing: DrivenSelector) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+    for name in "ab":
+        queueing.submit(name, queueing.request([], 100))
+    queueing.selector.free("fill1", queueing.now)
+    assert list(queueing.answers) == ["a", "b"]
+    assert queueing.loads()["default", "default"] == {(1, 0): (0, 0, 0)}
+
+
+def test_a_blocked_head_does_not_hold_those_behind_it(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("head", pin=(1, 0))
+    queueing.book("behind")
+    queueing.selector.prefill_complete("fill2", queueing.now)
+    assert list(queueing.answers) == ["behind"]
+    assert queueing.placed("behind") == (2, 0)
+    assert queueing.pending() == (1, 16)
+
+
+def test_nobody_overtakes_into_what_an_earlier_one_took(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("head", isl_tokens=17, pin=(2, 0))
+    queueing.book("behind")
+    queueing.selector.prefill_complete("fill2", queueing.now)
+    assert list(queueing.answers) == ["head"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(lambda d: d.selector.prefill_complete("fill1", d.now), id="prefill_complete"),
+        pytest.param(lambda d: d.selector.free("fill1", d.now), id="free"),
+        pytest.param(lambda d: d.register(3), id="a new worker"),
+        pytest.param(lambda d: d.register(1, data_parallel_size=2), id="a new rank"),
+        pytest.param(
+            lambda d: d.selector.patch_worker(1, {"max_num_batched_tokens": 1000}, d.now),
+            id="more capacity",
+        ),
+        pytest.param(lambda d: d.register(1, endpoint=""), id="a worker taken out"),
+    ],
+)
+def test_parked_requests_are_looked_at_again_after(queueing: DrivenSelector, event: Any) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("r")
+    queueing.book("only1", allowed={1})
+    event(queueing)
+    assert "r" in queueing.answers or "only1" in queueing.answers
+    assert len(queueing.answers) + queueing.pending()[0] == 2
+
+
+def test_expiry_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.now = 299.0
+    queueing.book("r")
+    queueing.now = 300.5
+    queueing.selector.expire(queueing.now, 100)
+    assert "r" in queueing.answers
+
+
+def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("r")
+    queueing.partition.slots.free("fill1", queueing.now)
+    queueing.selector.load_changed("default", "default", "fill1", queueing.now)
+    assert queueing.placed("r") == (1, 0)
+
+
+def test_a_peers_event_about_an_unknown_partition_changes_nothing(queueing: DrivenSelector) -> None:
+    queueing.selector.load_changed("other", "default", "r", queueing.now)
+
+
+def test_deleting_the_last_worker_answers_those_parked(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("r")
+    queueing.remove(1)
+    assert not queueing.answers
+    queueing.remove(2)
+    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
+
+
+def test_a_client_that_hangs_up_leaves_the_queue_and_its_count(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    partition = queueing.partition
+    gone = queueing.book("gone")
+    queueing.book("stays", isl_tokens=3)
+    assert isinstance(gone, Parked)
+    queueing.selector.hung_up(partition, gone, queueing.now)
+    assert queueing.pending() == (1, 3)
+    queueing.selector.hung_up(partition, gone, queueing.now)  # a second time changes nothing
+    queueing.selector.prefill_complete("fill1", queueing.now)
+    assert list(queueing.answers) == ["stays"]
+    assert "gone" not in partition.slots.reservations
+
+
+def test_who_was_parked_only_because_of_others_goes_when_they_hang_up(
+    queueing: DrivenSelector,
+) -> None:
+    fill(queueing, 1)
+    head = queueing.book("head", pin=(1, 0))
+    assert isinstance(head, Parked)
+    assert isinstance(queueing.book("behind"), Parked)  # although worker 2 is free
+    queueing.selector.hung_up(queueing.partition, head, queueing.now)
+    assert queueing.placed("behind") == (2, 0)
+
+
+def test_who_was_parked_only_because_of_others_goes_by_the_clock(queueing: DrivenSelector) -> None:
+    fill(queueing, 1)
+    queueing.book("head", pin=(1, 0))
+    queueing.book("behind")
+    queueing.now = RECHECK_AFTER_S - 0.1
+    queueing.selector.admit_waiting(queueing.now)
+    assert not queueing.answers
+    queueing.now = RECHECK_AFTER_S
+    queueing.selector.admit_waiting(queueing.now)
+    assert list(queueing.answers) == ["behind"]
+
+
+def test_a_conflict_found_late_is_the_answer(queueing: DrivenSelector) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+    queueing.book("twice", isl_tokens=1)
+    second = queueing.request([], 1, books=True, reservation_id="twice")
+    queueing.submit("second", second)
+    queueing.selector.free("fill1", queueing.now)
+    assert queueing.placed("twice") == (1, 0)
+    assert error_of(queueing, "second") == (
+        409,
+        f"failed to book scheduler state: Request twice already exists (assigned to worker {RANK})",
+    )
+
+
+def test_an_answer_may_free_what_the_next_one_takes(queueing: DrivenSelector) -> None:
+    """As when a client's connection goes on with a request that it had pipelined."""
+    queueing.remove(2)
+    fill(queueing, 1)
+    order = []
+
+    def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+        name = parked.request.reservation_id
+        order.append(name)
+        queueing.selector.prefill_complete(name, queueing.now)
+
+    for name in "abc":
+        request = queueing.request([], 17, books=True, reservation_id=name)
+        queueing.selector.select(queueing.partition, request, queueing.now, on_answer)
+    queueing.selector.free("fill1", queueing.now)
+    assert order == ["a", "b", "c"]
+    assert queueing.pending() == (0, 0)
+
+
+def test_a_stop_answers_all_parked_and_refuses_to_park_more(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.book("r")
+    queueing.selector.refuse_parked(Unavailable("stopping"))
+    assert error_of(queueing, "r") == (503, "stopping")
+    with pytest.raises(Unavailable, match="stopping"):
+        queueing.book("late")
+    assert queueing.pending() == (0, 0)
+
+
+# -- overlap of what waited -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refresh", "waited", "gpu"),
+    [
+        pytest.param(10.0, 9.9, 0, id="as it was at arrival"),
+        pytest.param(10.0, 10.0, 8, id="looked up again"),
+        pytest.param(None, 1000.0, 0, id="never, when switched off"),
+    ],
+)
+def test_overlap_is_looked_up_again_after_a_long_wait(
+    refresh: float | None, waited: float, gpu: int
+) -> None:
+    driven = DrivenSelector(
+        queue_threshold=16.0, overlap_refresh_after_s=refresh, reservation_expiry_s=1e6
+    )
+    driven.register(1)
+    fill(driven, 1)
+    driven.book("r", hashes=[1, 2, 3], isl_tokens=12)
+    driven.partition.index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
+    driven.now = waited
+    driven.selector.free("fill1", driven.now)
+    outcome = driven.answers["r"]
+    assert isinstance(outcome, Placement)
+    assert outcome.overlap.gpu == gpu
+    assert outcome.effective_prefill_tokens == 12 - gpu
+    assert driven.loads()["default", "default"][1, 0] == (12 - gpu, 3, 1)
+
+
+# -- ids (D4) -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_models() -> DrivenSelector:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.register(2, model_name="m")
+    return driven
+
+
+def copy(driven: DrivenSelector, name: str, key: tuple[str, str], rank: tuple[int, int]) -> None:
+    """What a peer's AddRequest does."""
+    slots = driven.selector.ready_partition(*key).slots
+    slots.book(name, *rank, b"", 5, driven.now, router_id=77)
+
+
+def test_an_id_is_unique_in_the_process(two_models: DrivenSelector) -> None:
+    two_models.reserve("r")
+    for key, rank in ((("default", "default"), (1, 0)), (("m", "default"), (2, 0))):
+        with pytest.raises(Conflict) as caught:
+            two_models.reserve("r", rank, key=key)
+        assert caught.value.message == f"Request r already exists (assigned to worker {RANK})"
+    assert two_models.loads()["m", "default"] == {(2, 0): (0, 0, 0)}
+
+
+def test_a_freed_id_can_be_used_at_once_anywhere(two_models: DrivenSelector) -> None:
+    two_models.reserve("r")
+    two_models.selector.free("r", 0.0)
+    two_models.reserve("r", (2, 0), key=("m", "default"))
+
+
+def test_an_id_whose_reservation_a_peer_freed_can_be_used_elsewhere(
+    two_models: DrivenSelector,
+) -> None:
+    two_models.reserve("r")
+    two_models.partition.slots.free("r", 0.0)
+    two_models.selector.load_changed("default", "default", "r", 0.0)
+    assert not two_models.selector._booked  # the id takes no memory after its end
+    two_models.reserve("r", (2, 0), key=("m", "default"))
+
+
+def test_a_copy_in_one_partition_does_not_keep_an_id_from_another(
+    two_models: DrivenSelector,
+) -> None:
+    copy(two_models, "r", ("m", "default"), (2, 0))
+    two_models.reserve("r")
+    with pytest.raises(Conflict):
+        two_models.reserve("r", (2, 0), key=("m", "default"))
+
+
+def test_a_call_acts_on_the_local_booking_alone(two_models: DrivenSelector) -> None:
+    copy(two_models, "r", ("m", "default"), (2, 0))
+    two_models.reserve("r", hashes=[1])
+    two_models.selector.prefill_complete("r", 0.0)
+    two_models.selector.output_block("r", None, 0.0)
+    assert two_models.loads() == {
+        ("default", "default"): {(1, 0): (0, 2, 1)},
+        ("m", "default"): {(2, 0): (5, 0, 1)},
+    }
+    two_models.selector.free("r", 0.0)
+    assert two_models.loads()["m", "default"] == {(2, 0): (5, 0, 1)}
+
+
+def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
+    two_models: DrivenSelector,
+) -> None:
+    copy(two_models, "r", ("default", "default"), (1, 0))
+    copy(two_models, "r", ("m", "default"), (2, 0))
+    two_models.selector.prefill_complete("r", 0.0)
+    assert two_models.loads() == {
+        ("default", "default"): {(1, 0): (0, 0, 1)},
+        ("m", "default"): {(2, 0): (0, 0, 1)},
+    }
+    two_models.selector.free("r", 0.0)
+    assert two_models.told == [("prefill_completed", "r")] * 2 + [("freed", "r")] * 2
+    with pytest.raises(NotFound, match="reservation r not found"):
+        two_models.selector.free("r", 0.0)
+
+
+@pytest.mark.parametrize("call", ["prefill_complete", "free"])
+def test_an_unknown_id_is_not_found(two_models: DrivenSelector, call: str) -> None:
+    with pytest.raises(NotFound, match="reservation zz not found"):
+        getattr(two_models.selector, call)("zz", 0.0)
+
+
+def test_a_bad_fraction_is_refused_before_the_id_is_looked_for(two_models: DrivenSelector) -> None:
+    for fraction in (-0.1, 1.0000001):
+        with pytest.raises(BadRequest, match=r"decay_fraction must be between 0.0 and 1.0"):
+            two_models.selector.output_block("zz", fraction, 0.0)
+    with pytest.raises(NotFound):
+        two_models.selector.output_block("zz", 1.0, 0.0)
+
+
+def test_the_empty_id_is_an_id(two_models: DrivenSelector) -> None:
+    two_models.reserve("")
+    with pytest.raises(Conflict, match="Request  already exists"):
+        two_models.reserve("")
+
+
+# -- /reservations --------------------------------------------------------------------------------
+
+
+def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> None:
+    partition = two_models.partition
+    two_models.reserve("live")
+
+    def refusal(worker_id: int, dp_rank: int, prefill: int) -> tuple[int, str]:
+        with pytest.raises(SelectorError) as caught:
+            two_models.selector.reserve(
+                partition, "live", worker_id, dp_rank, prompt_of([], 16), prefill, 0.0
+            )
+        return caught.value.status, caught.value.message
+
+    assert refusal(9, 9, 17) == (
+        400,
+        "effective_prefill_tokens (17) must not exceed isl_tokens (16)",
+    )
+    assert refusal(9, 9, 16) == (
+        404,
+        "schedulable worker 9 not found for model=default tenant=default",
+    )
+    assert refusal(1, 9, 16) == (
+        404,
+        "Worker WorkerWithDpRank { worker_id: 1, dp_rank: 9 } not found",
+    )
+    assert refusal(1, 0, 16) == (409, f"Request live already exists (assigned to worker {RANK})")
+    assert two_models.loads()["default", "default"] == {(1, 0): (16, 0, 1)}  # D5: no ghost rank
+
+
+@pytest.mark.parametrize(("prefill", "booked"), [(None, 0), (0, 0), (1, 1), (16, 16)])
+def test_reserve_books_exactly_the_prefill_that_is_stated(
+    two_models: DrivenSelector, prefill: int | None, booked: int
+) -> None:
+    two_models.reserve("r", hashes=[1, 2], prefill=prefill)
+    assert two_models.loads()["default", "default"] == {(1, 0): (booked, 2, 1)}
+
+
+def test_select_and_reserve_books_no_prefill_when_it_is_not_tracked() -> None:
+    driven = DrivenSelector(track_prefill_tokens=False)
+    driven.register(1)
+    placement = driven.book("r", hashes=[1])
+    assert isinstance(placement, Placement)
+    assert placement.effective_prefill_tokens == 16
+    assert driven.loads()["default", "default"] == {(1, 0): (0, 1, 1)}
+
+
+def test_no_worker_at_all_and_none_of_the_partition_are_told_apart() -> None:
+    driven = DrivenSelector()
+    with pytest.raises(Unavailable, match=r"^no schedulable workers are available$"):
+        driven.selector.ready_partition("default", "default")
+    driven.register(1, model_name="m", tenant_id="t")
+    with pytest.raises(Unavailable, match=r"^no schedulable workers for model=m tenant=default$"):
+        driven.selector.ready_partition("m", "default")
+
+
+# -- expiry (D12) ---------------------------------------------------------------------------------
+
+
+def touches() -> list[Any]:
+    return [
+        pytest.param(lambda d: None, False, id="nothing"),
+        pytest.param(lambda d: d.selector.prefill_complete("r", d.now), True, id="prefill"),
+        pytest.param(lambda d: d.selector.output_block("r", None, d.now), True, id="output"),
+    ]
+
+
+@pytest.mark.parametrize(("touch", "lives"), touches())
+def test_a_reservation_expires_after_its_last_touch(touch: Any, lives: bool) -> None:
+    driven = DrivenSelector(reservation_expiry_s=10.0)
+    driven.register(1)
+    driven.reserve("r")
+    driven.now = 9.0
+    touch(driven)
+    driven.now = 10.5
+    gone = driven.selector.expire(driven.now, 100)
+    assert [reservation.request_id for _, reservation in gone] == ([] if lives else ["r"])
+    driven.now = 19.5
+    driven.selector.expire(driven.now, 100)
+    assert driven.loads()["default", "default"] == {(1, 0): (0, 0, 0)}
+    assert driven.told[-1] == ("freed", "r")
+    assert not driven.selector._booked
+
+
+def test_expiry_is_done_in_bounded_steps() -> None:
+    driven = DrivenSelector(reservation_expiry_s=10.0)
+    driven.register(1)
+    for number in range(5):
+        driven.reserve(f"r{number}")
+    driven.now = 20.0
+    assert [len(driven.selector.expire(driven.now, 2)) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_the_steps_of_expiry_are_shared_by_all_partitions(two_models: DrivenSelector) -> None:
+    for number in range(9):
+        two_models.reserve(f"r{number}")
+    two_models.reserve("quiet", (2, 0), key=("m", "default"))
+    two_models.now = 301.0
+    gone = [
+        {held.request_id for _, held in two_models.selector.expire(two_models.now, 4)}
+        for _ in range(4)
+    ]
+    assert [len(step) for step in gone] == [4, 4, 2, 0]
+    assert "quiet" in gone[0] | gone[1]
+    assert two_models.selector.arrived() == 10
+
+
+def test_copies_outlive_the_limit_and_expire_without_a_word() -> None:
+    driven = DrivenSelector(reservation_expiry_s=10.0)
+    driven.register(1)
+    copy(driven, "r", ("default", "default"), (1, 0))
+    driven.now = 10.0 + REPLICA_GRACE_S
+    assert not driven.selector.expire(driven.now, 100)
+    driven.now += 0.1
+    assert len(driven.selector.expire(driven.now, 100)) == 1
+    assert driven.told == []
+
+
+# -- what peers are told --------------------------------------------------------------------------
+
+
+def test_peers_hear_of_every_step_once() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.book("r", hashes=[1])
+    driven.selector.prefill_complete("r", 0.0)
+    driven.selector.prefill_complete("r", 0.0)
+    driven.selector.output_block("r", 0.5, 0.0)
+    driven.selector.free("r", 0.0)
+    driven.reserve("s")
+    with pytest.raises(Conflict):
+        driven.reserve("s")
+    assert driven.told == [
+        ("booked", "r"),
+        ("prefill_completed", "r"),
+        ("freed", "r"),
+        ("booked", "s"),
+    ]
+
+
+def test_peers_hear_of_what_a_worker_took_along_if_it_was_booked_here() -> None:
+    driven = DrivenSelector()
+    driven.register(1, data_parallel_size=2)
+    driven.reserve("on0", (1, 0))
+    driven.reserve("on1", (1, 1))
+    copy(driven, "copy", ("default", "default"), (1, 1))
+    driven.told.clear()
+    driven.register(1, data_parallel_size=1)
+    assert driven.told == [("freed", "on1")]
+    driven.remove(1)
+    assert driven.told == [("freed", "on1"), ("freed", "on0")]
+    assert not driven.selector._booked
+
+
+def test_an_owner_kept_by_output_blocks_alone_says_so_now_and_then() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.reserve("r")
+    copy(driven, "copy", ("default", "default"), (1, 0))
+    driven.told.clear()
+    for driven.now in (60.0, REPUBLISH_AFTER_S, 150.0, 2 * REPUBLISH_AFTER_S - 1):
+        driven.selector.output_block("r", None, driven.now)
+        driven.selector.output_block("copy", None, driven.now)
+    assert driven.told == [("kept_alive", "r")]
+    driven.now = 2 * REPUBLISH_AFTER_S
+    driven.selector.output_block("r", None, driven.now)
+    assert driven.told == [("kept_alive", "r")] * 2
+
+
+def test_a_prefill_completion_counts_as_having_told_peers() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.reserve("r")
+    driven.selector.prefill_complete("r", 100.0)
+    driven.selector.output_block("r", None, 150.0)
+    assert driven.told[1:] == [("prefill_completed", "r")]
+
+
+# -- inspection -----------------------------------------------------------------------------------
+
+
+def test_potential_loads_add_the_prompt_to_every_rank() -> None:
+    driven = DrivenSelector()
+    driven.register(1, data_parallel_size=2)
+    driven.reserve("r", (1, 0), hashes=[1, 2], prefill=7)
+    driven.partition.index.store(1, 1, Tier.DEVICE, None, [91], pack([1]))
+    prompt = prompt_of([1, 2, 3], 12)
+    for track, tokens in ((True, (7 + 12, 12 - 4)), (False, (7, 0))):
+        rows = inspection.potential_loads(driven.partition, prompt, track, 0.0)
+        assert [
+            (row.dp_rank, row.potential_prefill_tokens, row.potential_decode_blocks) for row in rows
+        ] == [(0, tokens[0], 2 + 3 - 2), (1, tokens[1], 3)]
+
+
+def test_overlap_scores_show_every_tier_and_the_credit() -> None:
+    driven = DrivenSelector()
+    driven.register(1, data_parallel_size=2)
+    index = driven.partition.index
+    index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
+    index.store(1, 0, Tier.HOST_PINNED, 92, [93], pack([3]))
+    index.store(1, 0, Tier.DISK, 93, [94, 95], pack([4, 5]))
+    scores = inspection.overlap_scores(driven.partition, pack([1, 2, 3, 4, 5, 6]), 0.5)
+    assert (scores.block_size, scores.num_blocks) == (4, 6)
+    first, second = scores.workers
+    assert (first.device_blocks, first.host_pinned_blocks, first.disk_blocks) == (2, 3, 5)
+    assert (first.host_pinned_extension_blocks, first.disk_extension_blocks) == (1, 2)
+    assert first.router_credit_blocks == 0.5 * 2 + 0.75 * 1 + 0.25 * 2
+    assert (second.dp_rank, second.device_blocks, second.router_credit_blocks) == (1, 0, 0.0)
+
+
+def test_loads_are_filtered_exactly_and_sorted() -> None:
+    driven = DrivenSelector()
+    for worker_id, model, tenant in ((3, "b", "t"), (2, "a", "t"), (1, "b", "default")):
+        driven.register(worker_id, model_name=model, tenant_id=tenant)
+    assert list(driven.loads()) == [("a", "t"), ("b", "default"), ("b", "t")]
+    loads = functools.partial(inspection.loads, driven.selector.catalog)
+    assert [entry.tenant_id for entry in loads("b", None, 0.0)] == ["default", "t"]
+    assert [entry.model_name for entry in loads(None, "t", 0.0)] == ["a", "b"]
+    assert loads("b", "", 0.0) == []

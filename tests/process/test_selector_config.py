@@ -1,0 +1,300 @@
+"""Flags and environment: names, precedence, ranges, and the one line that a bad value gets."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.process.options import OneLineParser, Option, add_options
+from lean_selector.process.selector_config import (
+    SELECTOR_OPTIONS,
+    SelectorConfig,
+    selector_config,
+)
+
+
+def configured(*flags: str, **environ: str) -> SelectorConfig:
+    parser = OneLineParser(prog="lean-selector", allow_abbrev=False)
+    add_options(parser, SELECTOR_OPTIONS)
+    return selector_config(parser, parser.parse_args(flags), environ)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *flags: str, **environ: str) -> str:
+    """The one line with which a start is refused."""
+    with pytest.raises(SystemExit) as caught:
+        configured(*flags, **environ)
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert text.startswith("lean-selector: error: ")
+    return text
+
+
+def seen(config: SelectorConfig, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def test_nothing_said_means_the_documented_defaults() -> None:
+    config = configured()
+    assert config.router == RouterSettings()
+    listen = config.listen
+    assert (listen.host, listen.port, listen.uds, listen.drain_s) == ("0.0.0.0", 8092, None, 5.0)
+    assert (config.indexer_peers, config.replica, config.warnings) == ([], None, [])
+
+
+# Each option once: flag, what it sets, a value and what becomes of it.
+FLAGS = [
+    ("--host", "listen.host", "127.0.0.1", "127.0.0.1"),
+    ("--port", "listen.port", "0", 0),
+    ("--uds", "listen.uds", "/tmp/x", "/tmp/x"),
+    ("--drain-secs", "listen.drain_s", "0", 0.0),
+    ("--log-level", "listen.log_level", "DEBUG", "debug"),
+    ("--indexer-peers", "indexer_peers", "http://a:1/, http://b", ["http://a:1", "http://b"]),
+    ("--recovery-timeout-secs", "recovery_timeout_s", "2.5", 2.5),
+    ("--replica-sync-port", "replica.bind", "9092", "tcp://*:9092"),
+    ("--device-blocks-per-rank", "device_blocks_per_rank", "1", 1),
+    ("--lower-tier-blocks-per-rank", "lower_tier_blocks_per_rank", "5", 5),
+    ("--use-kv-events", "router.use_kv_events", "off", False),
+    ("--router-kv-overlap-score-credit", "router.overlap_score_credit", "0.5", 0.5),
+    ("--router-kv-overlap-score-credit-decay", "router.overlap_score_credit_decay", "2", 2.0),
+    ("--router-prefill-load-scale", "router.prefill_load_scale", "3", 3.0),
+    ("--router-kv-overlap-score-weight", "router.prefill_load_scale", "3", 3.0),
+    ("--router-temperature", "router.temperature", "0.7", 0.7),
+    ("--router-track-prefill-tokens", "router.track_prefill_tokens", "No", False),
+    ("--queue-threshold", "router.queue_threshold", "inf", math.inf),
+    ("--queue-max-wait-secs", "router.queue_max_wait_s", "1", 1.0),
+    ("--router-overlap-refresh-after-secs", "router.overlap_refresh_after_s", "3", 3.0),
+    ("--reservation-expiry-secs", "router.reservation_expiry_s", "9", 9.0),
+    ("--active-decode-blocks-threshold", "busy.active_decode_blocks", "0.85", 0.85),
+    ("--active-prefill-tokens-threshold", "busy.active_prefill_tokens", "5", 5),
+    ("--active-prefill-tokens-threshold-frac", "busy.active_prefill_tokens_frac", "2", 2.0),
+    ("--overload-status", "overload_status", "529", 529),
+]
+OPTION_OF = {option.flag: option for option in SELECTOR_OPTIONS}
+ENVIRONMENT = [
+    pytest.param(name, path, text, value, id=name)
+    for flag, path, text, value in FLAGS
+    for name in OPTION_OF[flag].env
+]
+
+
+@pytest.mark.parametrize(("flag", "path", "text", "value"), FLAGS, ids=[row[0] for row in FLAGS])
+def test_a_flag_sets_what_it_names(flag: str, path: str, text: str, value: object) -> None:
+    assert seen(configured(flag, text), path) == value
+    assert seen(configured(f"{flag}={text}"), path) == value
+
+
+@pytest.mark.parametrize(("name", "path", "text", "value"), ENVIRONMENT)
+def test_a_variable_sets_what_it_names(name: str, path: str, text: str, value: object) -> None:
+    assert seen(configured(**{name: text}), path) == value
+
+
+@pytest.mark.parametrize(("name", "path", "text", "value"), ENVIRONMENT)
+def test_an_empty_variable_counts_as_unset(name: str, path: str, text: str, value: object) -> None:
+    assert seen(configured(**{name: ""}), path) == seen(configured(), path)
+
+
+def test_the_documented_variables_are_all_there() -> None:
+    names = {name for option in SELECTOR_OPTIONS for name in option.env}
+    documented = {
+        *("DYN_USE_KV_EVENTS", "DYN_ROUTER_USE_KV_EVENTS", "DYN_ROUTER_TEMPERATURE"),
+        *("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY"),
+        *("DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT"),
+        *("DYN_OVERLAP_SCORE_WEIGHT", "DYN_ROUTER_TRACK_PREFILL_TOKENS"),
+        *("DYN_ROUTER_QUEUE_THRESHOLD", "DYN_ROUTER_POLICY_CONFIG"),
+        *("DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS", "DYN_ROUTER_PREDICTED_TTL_SECS"),
+        *("DYN_ROUTER_TRACK_ACTIVE_BLOCKS", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS"),
+        *("DYN_ROUTER_REPLICA_SYNC", "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS"),
+    }
+    assert documented <= names
+
+
+def test_a_flag_goes_before_the_environment() -> None:
+    config = configured("--router-temperature", "1", DYN_ROUTER_TEMPERATURE="x")
+    assert config.router.temperature == 1.0
+
+
+@pytest.mark.parametrize("text", ["true", "1", "YES", "on", " True "])
+@pytest.mark.parametrize("wrong", ["false", "0", "No", "off"])
+def test_booleans_have_many_words(text: str, wrong: str) -> None:
+    assert configured(DYN_USE_KV_EVENTS=text).router.use_kv_events
+    assert not configured(DYN_USE_KV_EVENTS=wrong).router.use_kv_events
+
+
+# -- the deprecated weight ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "scale", "credit"),
+    [
+        pytest.param({"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "3"}, 3.0, 1.0, id="first name"),
+        pytest.param({"DYN_OVERLAP_SCORE_WEIGHT": "3"}, 3.0, 1.0, id="second name"),
+        pytest.param(
+            {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "2", "DYN_OVERLAP_SCORE_WEIGHT": "3"},
+            2.0,
+            1.0,
+            id="the first that is set wins",
+        ),
+        pytest.param({"DYN_OVERLAP_SCORE_WEIGHT": "0"}, 0.0, 0.0, id="0 sets the credit to 0"),
+        pytest.param(
+            {
+                "DYN_OVERLAP_SCORE_WEIGHT": "0",
+                "DYN_ROUTER_PREFILL_LOAD_SCALE": "5",
+                "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "0.5",
+            },
+            0.0,
+            0.0,
+            id="it wins over the new names",
+        ),
+    ],
+)
+def test_the_old_overlap_weight_sets_two_terms_and_warns(
+    environ: dict[str, str], scale: float, credit: float
+) -> None:
+    config = configured(**environ)
+    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (scale, credit)
+    (warning,) = config.warnings
+    assert "deprecated" in warning
+
+
+def test_peers_to_recover_from_are_no_use_without_kv_events_and_that_is_said() -> None:
+    flags = ("--indexer-peers", "http://a:1")
+    assert configured(*flags).warnings == []
+    (warning,) = configured(*flags, "--use-kv-events", "false").warnings
+    assert "--indexer-peers" in warning
+
+
+def test_the_old_weight_in_the_environment_gives_way_to_a_flag() -> None:
+    flags = ("--router-prefill-load-scale", "5", "--router-kv-overlap-score-credit", "0.5")
+    config = configured(*flags, DYN_OVERLAP_SCORE_WEIGHT="0")
+    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (5.0, 0.5)
+    config = configured(*flags, "--router-kv-overlap-score-weight", "0")
+    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "-0.5"])
+def test_no_refresh_at_zero_or_below(text: str) -> None:
+    config = configured("--router-overlap-refresh-after-secs", text)
+    assert config.router.overlap_refresh_after_s is None
+
+
+def test_what_the_reference_has_without_effect_is_taken() -> None:
+    assert (
+        configured(
+            DYN_ROUTER_PREDICTED_TTL_SECS="5",
+            DYN_ROUTER_TRACK_ACTIVE_BLOCKS="false",
+            DYN_ROUTER_TRACK_OUTPUT_BLOCKS="true",
+            DYN_ROUTER_REPLICA_SYNC="1",
+            DYN_UNKNOWN="x",
+        )
+        == configured("--threads", "0")
+        == configured()
+    )
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+BAD = [
+    ("--port", "65536"),
+    ("--port", "-1"),
+    ("--port", "x"),
+    ("--port", "80.0"),
+    ("--threads", "-1"),
+    ("--threads", "x"),
+    ("--drain-secs", "-1"),
+    ("--drain-secs", "inf"),
+    ("--log-level", "loud"),
+    ("--indexer-peers", "tcp://a:1"),
+    ("--indexer-peers", "a:1"),
+    ("--recovery-timeout-secs", "0"),
+    ("--replica-sync-port", "0"),
+    ("--replica-sync-port", "65536"),
+    ("--replica-sync-peers", "foo"),
+    ("--replica-sync-peers", "tcp://a:1,http://b:1"),
+    ("--device-blocks-per-rank", "0"),
+    ("--lower-tier-blocks-per-rank", "1e3"),
+    ("--use-kv-events", "maybe"),
+    ("--router-kv-overlap-score-credit", "1.1"),
+    ("--router-kv-overlap-score-credit", "-0.1"),
+    ("--router-kv-overlap-score-credit-decay", "-1"),
+    ("--router-prefill-load-scale", "-1"),
+    ("--router-prefill-load-scale", "inf"),
+    ("--router-kv-overlap-score-weight", "-1"),
+    ("--router-temperature", "-1"),
+    ("--router-temperature", "nan"),
+    ("--router-temperature", ""),
+    ("--router-track-prefill-tokens", "2"),
+    ("--queue-threshold", "-1"),
+    ("--queue-threshold", "nan"),
+    ("--queue-max-wait-secs", "0"),
+    ("--router-overlap-refresh-after-secs", "x"),
+    ("--reservation-expiry-secs", "0"),
+    ("--reservation-expiry-secs", "inf"),
+    ("--router-policy-config", "/x.yaml"),
+    ("--router-predicted-ttl-secs", "-1"),
+    ("--router-track-active-blocks", "x"),
+]
+
+
+@pytest.mark.parametrize(("flag", "text"), BAD)
+def test_a_bad_value_is_refused_by_one_line_that_names_its_source(
+    capsys: pytest.CaptureFixture[str], flag: str, text: str
+) -> None:
+    assert flag in complaint(capsys, f"{flag}={text}")
+    for name in OPTION_OF[flag].env if text else ():
+        line = complaint(capsys, **{name: text})
+        assert name in line
+        assert f"`{text}`" in line
+
+
+def test_a_negative_number_can_follow_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected at least 0" in complaint(capsys, "--queue-threshold", "-1")
+
+
+def test_a_bad_peer_is_named_as_the_reference_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "--replica-sync-port=9092", "--replica-sync-peers=tcp://a:1,foo")
+    assert "invalid replica peer endpoint `foo`" in line
+
+
+def test_peers_need_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "--replica-sync-peers=tcp://a:1")
+    assert "--replica-sync-peers" in line
+    assert "--replica-sync-port" in line
+
+
+def test_peers_are_kept_once_each() -> None:
+    config = configured(
+        "--replica-sync-port", "9092", "--replica-sync-peers", "tcp://a:1, tcp://b:1,tcp://a:1"
+    )
+    assert config.replica is not None
+    assert config.replica.peers == ["tcp://a:1", "tcp://b:1"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--nope"], ["--port"], ["--por", "1"], ["extra"], ["--queue-threshold"]],
+    ids=["unknown", "no value", "abbreviated", "positional", "no value for a number"],
+)
+def test_a_usage_error_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    complaint(capsys, *flags)
+
+
+def test_every_option_shows_its_default_and_its_variables() -> None:
+    parser = OneLineParser(prog="lean-selector")
+    add_options(parser, SELECTOR_OPTIONS)
+    text = " ".join(parser.format_help().split())
+    for option in SELECTOR_OPTIONS:
+        assert option.flag in text
+        for name in option.env:
+            assert name in text
+    assert "(default 8092)" in text
+    assert "has no effect: one thread serves everything" in text
+
+
+def test_an_option_is_named_by_its_flag() -> None:
+    option = Option("--a-b-c", str, None, "help")
+    assert option.name == "a_b_c"

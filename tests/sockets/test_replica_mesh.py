@@ -1,0 +1,571 @@
+"""Replica sync over real sockets on the loopback, between two of ours."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+
+from lean_selector.core.errors import BadRequest, Conflict
+from lean_selector.core.replication.events import EventKind, ReplicaEvent, Verdict
+from lean_selector.sockets.replica_mesh import (
+    HIGH_WATER_MARK,
+    MAX_EVENTS_PER_TURN,
+    ReplicaSync,
+    ReplicaSyncError,
+)
+from lean_selector.wire.replica_frames import TOPIC, encode_event
+
+DEADLINE_S = 20.0
+EVENT = ReplicaEvent(
+    EventKind.ADD, "llama", "t1", 16, "r", 7, 0, 1, None, struct.pack("<3Q", 1, 2, 3), True, 48
+)
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+async def until(seen: Callable[[], bool]) -> None:
+    """Wait for something to be seen; the test fails when it is not in time."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not seen():  # noqa: ASYNC110 - what is waited for has no event to set
+            await asyncio.sleep(0.005)
+
+
+class Replica:
+    """A ReplicaSync and what it heard."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, bind: int | str, high_water_mark: int = HIGH_WATER_MARK
+    ) -> None:
+        self.heard: list[ReplicaEvent] = []
+        self.verdict = Verdict.APPLIED
+        self.sync = ReplicaSync(context, bind, [], self.hear, high_water_mark=high_water_mark)
+        self.sync.start()
+
+    def hear(self, event: ReplicaEvent, now: float) -> Verdict:
+        assert abs(now - time.monotonic()) < DEADLINE_S
+        self.heard.append(event)
+        return self.verdict
+
+    async def connect_to(self, other: "Replica") -> None:
+        """Subscribe, and wait until the other's events arrive."""
+        assert self.sync.register_peer(other.sync.bound_endpoint)
+        await self.hear_one_from(other)
+
+    async def hear_one_from(self, other: "Replica") -> None:
+        marker = msgspec.structs.replace(EVENT, request_id="are you there")
+
+        def heard() -> bool:
+            other.sync.publish(marker)
+            return marker in self.heard
+
+        await until(heard)
+        last = msgspec.structs.replace(EVENT, request_id="you are")
+        other.sync.publish(last)
+        await until(lambda: last in self.heard)
+        self.heard.clear()
+
+
+class Mesh:
+    """Replicas of one test, closed with it."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.replicas: list[Replica] = []
+
+    def replica(
+        self, bind: int | str = ANY_PORT, high_water_mark: int = HIGH_WATER_MARK
+    ) -> Replica:
+        self.replicas.append(Replica(self.context, bind, high_water_mark))
+        return self.replicas[-1]
+
+
+@contextlib.asynccontextmanager
+async def mesh() -> AsyncIterator[Mesh]:
+    made = Mesh()
+    try:
+        yield made
+    finally:
+        for replica in made.replicas:
+            await replica.sync.close()
+        made.context.term()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_events_arrive_in_the_order_they_were_published() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            events = [
+                msgspec.structs.replace(EVENT, kind=kind, request_id=str(n), sequence_hashes=b"")
+                if kind is EventKind.ADD
+                else ReplicaEvent(kind, "llama", "t1", 16, str(n), 7, 0, 1)
+                for n in range(MAX_EVENTS_PER_TURN)
+                for kind in EventKind
+            ]
+            for event in events:
+                a.sync.publish(event)
+            await until(lambda: len(b.heard) == len(events))
+            assert b.heard == events
+            assert b.sync.undecodable == 0
+            assert a.heard == []  # directions are separate
+
+    uvloop.run(scenario())
+
+
+def test_two_replicas_hear_each_other_on_the_asyncio_loop_too() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(free_port()), made.replica()
+            a.sync.register_peer(b.sync.bound_endpoint)
+            b.sync.register_peer(a.sync.bound_endpoint.replace("0.0.0.0", "localhost"))
+            await a.hear_one_from(b)
+            await b.hear_one_from(a)
+
+    asyncio.run(scenario())
+
+
+def test_a_burst_leaves_the_loop_its_turns() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            longest = len_before = 0
+
+            async def watch() -> None:
+                nonlocal longest, len_before
+                while True:
+                    longest = max(longest, len(b.heard) - len_before)
+                    len_before = len(b.heard)
+                    await asyncio.sleep(0)
+
+            for n in range(20 * MAX_EVENTS_PER_TURN):
+                a.sync.publish(msgspec.structs.replace(EVENT, request_id=str(n)))
+            watching = asyncio.create_task(watch())
+            await until(lambda: len(b.heard) == 20 * MAX_EVENTS_PER_TURN)
+            watching.cancel()
+            assert 0 < longest <= MAX_EVENTS_PER_TURN
+
+    uvloop.run(scenario())
+
+
+def test_frames_that_are_no_events_are_counted_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            b = made.replica()
+            stranger = made.context.socket(zmq.PUB)
+            stranger.bind(ANY_PORT)
+            b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+            good = encode_event(EVENT)
+
+            def heard() -> bool:
+                plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
+                plain.send_multipart([TOPIC, good])
+                return bool(b.heard)
+
+            await until(heard)
+            for frames in (
+                [TOPIC],
+                [TOPIC, b"nonsense"],
+                [TOPIC + b".1", good],
+                [TOPIC, good, b""],
+            ):
+                await stranger.send_multipart(frames)
+            await until(lambda: b.sync.undecodable == 4)
+            assert b.sync.received == 4 + len(b.heard)
+            stranger.close(0)
+
+    uvloop.run(scenario())
+    assert [r.message.split(": 1;")[0] for r in caplog.records] == [
+        "replica events dropped (undecodable)"
+    ]
+
+
+def test_a_fault_of_the_listener_does_not_end_the_listening(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            hear, b.sync._on_event = b.sync._on_event, lambda event, now: Verdict(99)
+            a.sync.publish(EVENT)
+            await until(lambda: bool(caplog.records))
+            b.sync._on_event = hear
+            a.sync.publish(EVENT)
+            await until(lambda: b.heard == [EVENT])
+
+    uvloop.run(scenario())
+    assert "replica event failed: ADD 'r' of model='llama'" in caplog.text
+
+
+def test_a_loop_that_ends_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            a.sync._sub.close(0)
+            await until(lambda: bool(caplog.records))
+
+    uvloop.run(scenario())
+    assert "replica sync has stopped: replica events" in caplog.text
+
+
+def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            b.verdict = Verdict.UNKNOWN_PARTITION
+            for _ in range(5):
+                a.sync.publish(EVENT)
+            await until(lambda: len(b.heard) == 5)
+            assert len(caplog.records) == 1
+            monkeypatch.setattr("lean_selector.sockets.replica_mesh.WARN_EVERY_S", 0.0)
+            a.sync.publish(EVENT)
+            await until(lambda: len(caplog.records) == 2)
+            b.verdict = Verdict.DUPLICATE
+            a.sync.publish(EVENT)
+            await until(lambda: len(b.heard) == 7)
+
+    uvloop.run(scenario())
+    assert [r.getMessage() for r in caplog.records] == [
+        f"replica events dropped (unknown partition): {count}; the last: "
+        "ADD 'r' of model='llama' tenant='t1' block_size=16 worker=7 dp_rank=0 from router 1"
+        for count in (1, 5)
+    ]
+
+
+def test_a_peer_that_does_not_read_costs_the_others_nothing() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, reader = made.replica(high_water_mark=100), made.replica()
+            await reader.connect_to(a)
+            sleeper = made.context.socket(zmq.SUB)
+            sleeper.setsockopt(zmq.RCVHWM, 1)
+            sleeper.setsockopt(zmq.RCVBUF, 4096)
+            sleeper.setsockopt(zmq.LINGER, 0)
+            sleeper.subscribe(TOPIC)
+            sleeper.connect(a.sync.bound_endpoint)
+            plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
+
+            def sleeper_is_there() -> bool:
+                a.sync.publish(EVENT)
+                return bool(plain.poll(0))
+
+            await until(sleeper_is_there)
+            big = msgspec.structs.replace(EVENT, sequence_hashes=bytes(range(8, 16)) * 8000)
+            rounds = 0
+            while not a.sync.overflows:
+                a.sync.publish(big)
+                rounds += 1
+                assert rounds < 10_000
+                await until(lambda: reader.heard.count(big) == rounds)  # noqa: B023 - at once
+            for _ in range(10):  # nor afterwards
+                a.sync.publish(big)
+            await until(lambda: reader.heard.count(big) == rounds + 10)
+            sleeper.close()
+
+    uvloop.run(scenario())
+
+
+# Peers -------------------------------------------------------------------------------------------
+
+
+def test_peers_are_listed_sorted_and_registered_once() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            assert a.sync.register_peer("tcp://b:2")
+            assert a.sync.register_peer("tcp://a:1")
+            assert not a.sync.register_peer("tcp://b:2")
+            assert a.sync.peers() == ["tcp://a:1", "tcp://b:2"]
+            assert a.sync.deregister_peer("tcp://b:2")
+            assert not a.sync.deregister_peer("tcp://b:2")
+            assert a.sync.peers() == ["tcp://a:1"]
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "text"),
+    [
+        ("nonsense", "invalid ZMQ endpoint `nonsense`: missing scheme"),
+        ("tcp://h:0", "invalid ZMQ endpoint `tcp://h:0`: port must be greater than zero"),
+        ("tcp://*:5555", "failed to register replica peer `tcp://*:5555`"),
+        ("tcp://127.0.0.1:+5", "failed to register replica peer `tcp://127.0.0.1:+5`"),
+        ("tcp://user@h:1", "failed to register replica peer `tcp://user@h:1`"),
+        ("tcp://é:1", "failed to register replica peer `tcp://é:1`"),
+        ("tcp://me:1", "peer endpoint matches this replica's advertised endpoint"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_a_peer_is_refused_in_the_documented_words(
+    endpoint: str, text: str
+) -> None:
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        sync = ReplicaSync(context, ANY_PORT, [], lambda *_: Verdict.OWN, advertise="tcp://me:1")
+        with pytest.raises(BadRequest) as raised:
+            sync.register_peer(endpoint)
+        assert (raised.value.message, sync.peers()) == (text, [])
+        await sync.close()
+        context.term()
+
+    uvloop.run(scenario())
+
+
+def test_an_invalid_endpoint_cannot_be_deregistered_either() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            with pytest.raises(BadRequest, match="missing scheme"):
+                a.sync.deregister_peer("nonsense")
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:9", "tcp://[::1]:9", "ipc:///nowhere", "inproc://a", "tcp://x:09"]
+)
+def test_an_endpoint_is_accepted_without_looking_for_it(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            assert a.sync.register_peer(endpoint)
+            assert a.sync.deregister_peer(endpoint)
+
+    uvloop.run(scenario())
+
+
+def test_nothing_is_heard_of_a_peer_after_it_was_deregistered() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b, c = made.replica(), made.replica(), made.replica()
+            await c.connect_to(a)
+            await c.connect_to(b)
+            assert c.sync.deregister_peer(a.sync.bound_endpoint)
+            a.sync.publish(EVENT)
+            await c.hear_one_from(b)  # by now the other would have been heard
+            assert EVENT not in c.heard
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_state_of_a_connection_is_followed_through_a_restart_of_the_peer(host: str) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            port = free_port()
+            endpoint = f"tcp://{host}:{port}"
+            b = made.replica()
+            b.sync.register_peer(endpoint)
+            b.sync.register_peer("tcp://127.0.0.1:1")
+
+            def state() -> str:
+                (peer,) = (p for p in b.sync.peer_states() if p.endpoint == endpoint)
+                return peer.state
+
+            assert state() == "connecting"
+            for _ in range(3):
+                a = made.replica(port)
+                await until(lambda: state() == "connected")
+                await b.hear_one_from(a)
+                await a.sync.close()
+                made.replicas.remove(a)
+                await until(lambda: state() == "disconnected")
+            nobody, somebody = b.sync.peer_states()
+            assert (nobody.state, nobody.endpoint) == ("connecting", "tcp://127.0.0.1:1")
+            assert nobody.retries > 0
+            assert somebody.since > nobody.since
+            before = somebody.retries
+            await until(lambda: b.sync.peer_states()[1].retries > before)
+            b.sync.deregister_peer(endpoint)
+            assert len(b.sync.peer_states()) == 1
+
+    uvloop.run(scenario())
+
+
+def test_news_of_a_connection_that_is_no_peers_change_nothing() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            a.sync.register_peer("tcp://b:1")
+            a.sync._note(zmq.Event.DISCONNECTED, "tcp://stranger:1")
+            assert a.sync.peer_states()[0].state == "connecting"
+            a.sync._note(zmq.Event.HANDSHAKE_SUCCEEDED, "tcp://b:1")
+            since = a.sync.peer_states()[0].since
+            a.sync._note(zmq.Event.HANDSHAKE_SUCCEEDED, "tcp://b:1")
+            assert a.sync.peer_states()[0].since == since
+
+    uvloop.run(scenario())
+
+
+def test_a_peer_whose_address_moves_keeps_one_name_at_a_time() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            a.sync.register_peer("tcp://b:1")
+            last = "tcp://b:1"
+            for n in range(3):
+                a.sync._note(zmq.Event.DISCONNECTED, last)
+                last = f"tcp://10.0.0.{n}:1"
+                a.sync._note(zmq.Event.CONNECT_RETRIED, last)
+                a.sync._note(zmq.Event.HANDSHAKE_SUCCEEDED, last)
+                assert a.sync.peer_states()[0].state == "connected"
+            assert a.sync._resolved == {last: "tcp://b:1"}
+
+    uvloop.run(scenario())
+
+
+def test_an_ipv6_peer_in_brackets_works() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            try:
+                a = made.replica("tcp://[::1]:*")
+            except ReplicaSyncError as error:
+                pytest.skip(str(error))
+            b = made.replica()
+            await b.connect_to(a)
+            await b.connect_to(made.replica())
+
+    uvloop.run(scenario())
+
+
+# Start and end -----------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            port = free_port()
+            made.replica(port)
+            with pytest.raises(ReplicaSyncError) as raised:
+                Replica(made.context, port)
+            assert str(raised.value) == (
+                f"failed to bind replica publisher to `tcp://*:{port}`: Address already in use"
+            )
+
+    uvloop.run(scenario())
+
+
+def test_a_peer_of_the_start_that_is_no_endpoint_is_one_clear_error() -> None:
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        with pytest.raises(ReplicaSyncError) as raised:
+            ReplicaSync(context, ANY_PORT, ["b:1"], lambda *_: Verdict.OWN)
+        context.term()  # would hang if a socket had been left open
+        assert str(raised.value) == (
+            "invalid replica peer endpoint `b:1`: invalid ZMQ endpoint `b:1`: missing scheme"
+        )
+
+    uvloop.run(scenario())
+
+
+def test_close_drops_what_is_queued_for_a_peer() -> None:
+    async def scenario() -> None:
+        # A context of its own, that ends last: libzmq 4.3.5 aborts when a peer goes away in the
+        # very moment a PUB with half a message on its way is closed (session_base.cpp:233).
+        sleepers = zmq.asyncio.Context()
+        sleeper = sleepers.socket(zmq.SUB)
+        sleeper.setsockopt(zmq.RCVHWM, 1)
+        sleeper.subscribe(TOPIC)
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
+        async with mesh() as made, asyncio.timeout(DEADLINE_S):
+            a = made.replica()
+            sleeper.connect(a.sync.bound_endpoint)
+
+            def sleeper_is_there() -> bool:
+                a.sync.publish(EVENT)
+                return bool(plain.poll(0))
+
+            await until(sleeper_is_there)
+            for _ in range(50_000):
+                a.sync.publish(EVENT)
+            await a.sync.close()
+        sleeper.close(0)
+        sleepers.term()
+
+    uvloop.run(scenario())
+
+
+def test_the_subscriber_sends_no_heartbeats_for_they_can_abort_the_process() -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            sync = made.replica().sync
+            assert sync._sub.getsockopt(zmq.HEARTBEAT_IVL) == 0
+            assert sync._pub.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
+
+    uvloop.run(scenario())
+
+
+def test_a_new_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lean_selector.replica")
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            await until(lambda: "is connected" in caplog.text)
+
+    uvloop.run(scenario())
+    assert "replica peer registered" in caplog.text
+
+
+def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lean_selector.sockets.replica_mesh.MAX_OUTBOX", 300)
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            before = a.sync.published
+            for n in range(310):
+                a.sync.publish(msgspec.structs.replace(EVENT, request_id=str(n)))
+            assert a.sync.published == before  # nothing is sent before the turn ends
+            assert a.sync.refused == 10
+            await until(lambda: len(b.heard) == 300)
+            assert [event.request_id for event in b.heard] == [str(n) for n in range(300)]
+            assert a.sync.published == before + 300
+            a.sync.publish(EVENT)
+            await until(lambda: len(b.heard) == 301)
+
+    uvloop.run(scenario())
+    assert "the outbox is full" in caplog.text
+
+
+def test_there_is_a_limit_to_the_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lean_selector.sockets.replica_mesh.MAX_PEERS", 2)
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            a = made.replica()
+            for port in (1, 2, 2):
+                a.sync.register_peer(f"tcp://127.0.0.1:{port}")
+            with pytest.raises(Conflict, match="no more than 2 replica peers"):
+                a.sync.register_peer("tcp://127.0.0.1:3")
+            assert a.sync.deregister_peer("tcp://127.0.0.1:1")
+            assert a.sync.register_peer("tcp://127.0.0.1:3")
+
+    uvloop.run(scenario())

@@ -1,0 +1,352 @@
+"""Golden bytes of the replica frames, captured from the reference, and what a receiver accepts."""
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.wire.replica_frames import (
+    TOPIC,
+    UndecodableFrames,
+    decode_event,
+    decode_frames,
+    encode_event,
+)
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
+VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}
+CAPTURED = [
+    pytest.param(version, case, id=f"{version} {case['from']} {case['caused_by'][:90]}")
+    for version, vectors in VERSIONS.items()
+    for case in vectors["captured"]
+    if case["frames_hex"]
+]
+# Refused by the reference for reasons other than its bytes: another module's business.
+NOT_OF_THE_BYTES = {
+    "router_id equal to the receiver's own process id",
+    "unknown model",
+    "unknown group",
+    "block_size mismatch",
+    "unknown worker",
+    "unknown dp_rank",
+}
+OTHER_GROUP_KEY = "only the other version's group key"  # D2: either is read
+INJECTED = [
+    pytest.param(case, id=f"{version} {case['label']}")
+    for version, vectors in VERSIONS.items()
+    for case in vectors["injected"]
+]
+
+
+def hashes_of(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def frames_of(case: dict[str, Any]) -> list[bytes]:
+    return [bytes.fromhex(frame) for frame in case["frames_hex"]]
+
+
+def event_caused_by(version: str, case: dict[str, Any]) -> ReplicaEvent:
+    """What we would publish for the HTTP call that made the reference publish.
+
+    But the id of 1.6.1's selector, which books under the selection id.
+    """
+    decoded = case["decoded"]
+    event = decoded["event"]
+    _method, path, *rest = case["caused_by"].split(" ", 2)
+    body = json.loads(rest[0]) if rest and rest[0].startswith("{") else {}
+    selector = case["from"] == "select_service"
+    kind = EventKind.ADD
+    if path.endswith("prefill_complete"):
+        kind = EventKind.PREFILL_COMPLETE
+    elif path == "/free" or case["caused_by"].startswith("DELETE"):
+        kind = EventKind.FREE
+    request_id = body.get("reservation_id") or body.get("request_id")
+    if request_id is None or (selector and version != "1.3.1"):
+        request_id = event["request_id"]
+    where = (
+        kind,
+        decoded["model_name"],
+        decoded.get("tenant_id", decoded.get("routing_group")),
+        decoded["block_size"],
+        request_id,
+        event["worker"]["worker_id"],
+        event["worker"]["dp_rank"],
+        event["router_id"],
+        event["lora_name"],
+    )
+    if kind is not EventKind.ADD:
+        return ReplicaEvent(*where)
+    add = event["data"]["AddRequest"]
+    if "sequence_hashes" in body:
+        hashes = hashes_of(*(value % 2**64 for value in body["sequence_hashes"]))
+    else:
+        hashes = hashes_of(*add["token_sequence"])
+    tokens = body.get("new_isl_tokens", 0) or None
+    if selector:
+        hint = add["prefill_load_hint"]
+        tokens = hint["initial_effective_prefill_tokens"] if hint else None
+    return ReplicaEvent(
+        *where,
+        hashes,
+        selector or tokens is not None,
+        tokens,
+        None,
+        body.get("expected_output_tokens"),
+    )
+
+
+@pytest.mark.parametrize(("version", "case"), CAPTURED)
+def test_what_we_publish_is_what_the_reference_published_and_the_second_group_key(
+    version: str, case: dict[str, Any]
+) -> None:
+    topic, payload = frames_of(case)
+    assert topic == TOPIC
+    event = event_caused_by(version, case)
+    ours = encode_event(event)
+    spare = b"routing_group" if version == "1.3.1" else b"tenant_id"
+    extra = bytes([0xA0 | len(spare)]) + spare + msgspec.msgpack.encode(event.tenant_id)
+    assert ours.count(extra) == 1
+    assert ours[0] == 0x85
+    assert b"\x84" + ours[1:].replace(extra, b"") == payload
+
+
+@pytest.mark.parametrize(("version", "case"), CAPTURED)
+def test_a_captured_frame_reads_as_what_caused_it(version: str, case: dict[str, Any]) -> None:
+    assert decode_frames(frames_of(case)) == event_caused_by(version, case)
+
+
+@pytest.mark.parametrize("case", INJECTED)
+def test_a_frame_is_read_when_the_reference_reads_it_or_its_group_key_is_the_other(
+    case: dict[str, Any],
+) -> None:
+    frames, label = frames_of(case), case["label"]
+    readable = case["applied"] or label in NOT_OF_THE_BYTES or label == OTHER_GROUP_KEY
+    if not readable:
+        with pytest.raises(UndecodableFrames):
+            decode_frames(frames)
+        return
+    event = decode_frames(frames)
+    assert (event.kind, event.tenant_id) == (
+        EventKind.ADD,
+        "zz" if label == "unknown group" else "default",
+    )
+    if case["applied"]:
+        tokens = event.prefill_tokens if event.track_prefill_tokens else 0
+        loads = [7, 0, tokens or 0, len(event.sequence_hashes) // 8]
+        assert loads == case["loads_after"][0]
+
+
+FULL = ReplicaEvent(
+    EventKind.ADD, "llama", "t1", 16, "req", 7, 1, 2**64 - 1, "adapter", hashes_of(1, 2**64 - 1),
+    True, 48, 2.5, 9,
+)  # fmt: skip
+
+
+def test_our_own_frame_reads_back_with_every_field() -> None:
+    assert decode_event(encode_event(FULL)) == FULL
+
+
+def test_a_long_prompt_of_full_size_hashes_reads_back() -> None:
+    hashes = hashes_of(*range(2**63, 2**63 + 815))
+    event = msgspec.structs.replace(FULL, sequence_hashes=hashes)
+    assert decode_event(encode_event(event)) == event
+
+
+def tree(event: ReplicaEvent = FULL) -> dict[str, Any]:
+    """The frame as plain values, to be changed and packed again."""
+    values: dict[str, Any] = msgspec.msgpack.decode(encode_event(event))
+    return values
+
+
+def test_tenant_id_counts_when_the_group_keys_differ() -> None:
+    envelope = tree()
+    envelope["routing_group"] = "other"
+    assert decode_event(msgspec.msgpack.encode(envelope)).tenant_id == "t1"
+
+
+def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
+    hashes = hashes_of(*range(2**63, 2**63 + 815))
+    envelope = tree(msgspec.structs.replace(FULL, sequence_hashes=hashes))
+    envelope["sequence"] = 5
+    event = decode_event(msgspec.msgpack.encode(envelope))
+    assert event.sequence_hashes == hashes
+    assert event.prefill_duration_s == 2.5
+
+
+def raw(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def pairs(*items: tuple[object, object]) -> msgspec.Raw:
+    """A map of raw key and value bytes, repeated keys and all."""
+    body = b"".join(raw(part) for item in items for part in item)
+    return msgspec.Raw(bytes([0x80 | len(items)]) + body)
+
+
+def str_as(tag: bytes, text: bytes) -> msgspec.Raw:
+    return msgspec.Raw(tag + text)
+
+
+def swapped(**parts: object) -> bytes:
+    """FULL's frame with the named parts replaced."""
+    duration = parts.get("duration", pairs(("secs", 2), ("nanos", 500_000_000)))
+    hint = parts.get(
+        "hint",
+        pairs(("initial_effective_prefill_tokens", 48), ("expected_prefill_duration", duration)),
+    )
+    add = parts.get(
+        "add",
+        pairs(
+            ("token_sequence", parts.get("tokens", [1, 2**64 - 1])),
+            ("track_prefill_tokens", parts.get("track", True)),
+            ("expected_output_tokens", 9),
+            ("prefill_load_hint", hint),
+        ),
+    )
+    event = parts.get(
+        "event",
+        pairs(
+            ("request_id", parts.get("request_id", "req")),
+            ("worker", parts.get("worker", pairs(("worker_id", 7), ("dp_rank", 1)))),
+            ("data", parts.get("data", pairs((parts.get("variant", "AddRequest"), add)))),
+            ("router_id", 2**64 - 1),
+            ("lora_name", parts.get("lora", "adapter")),
+            *parts.get("more", ()),  # type: ignore[misc]  # a tuple of pairs
+        ),
+    )
+    return raw(
+        pairs(("model_name", "llama"), ("tenant_id", "t1"), ("block_size", 16), ("event", event))
+    )
+
+
+MORE_ACCEPTED = {
+    "as it is": swapped(),
+    "integer keys": swapped(worker=pairs((0, 7), (1, 1))),
+    "binary keys": swapped(worker=pairs((b"worker_id", 7), (b"dp_rank", 1))),
+    "unknown integer key": swapped(worker=pairs((0, 7), (1, 1), (9, 1))),
+    "integers not of least size": swapped(
+        worker=pairs(("worker_id", msgspec.Raw(b"\xd3" + bytes(7) + b"\x07")), ("dp_rank", 1))
+    ),
+    "strings not of least size": swapped(
+        request_id=str_as(b"\xdb\0\0\0\x03", b"req"), lora=str_as(b"\xd9\x07", b"adapter")
+    ),
+    "long binary string": swapped(request_id=str_as(b"\xc5\0\x03", b"req")),
+    "long array": swapped(tokens=msgspec.Raw(b"\xdd\0\0\0\x02\x01\xcf" + b"\xff" * 8)),
+    "positional duration": swapped(duration=[2, 500_000_000]),
+    "positional hint": swapped(hint=[48, [2, 500_000_000]]),
+    "ignored values of every type": swapped(
+        more=(
+            (
+                "x",
+                [
+                    None, True, -1, 1.5, msgspec.Raw(b"\xca\0\0\0\0"), msgspec.Raw(b"\xd0\xff"),
+                    msgspec.Raw(b"\xd1\xff\xff"), msgspec.Raw(b"\xd2" + b"\xff" * 4), 2**15, 2**31,
+                    "y", b"z", [], {}, msgspec.Raw(b"\xc7\x01\x05a"), msgspec.Raw(b"\xd4\x05a"),
+                    msgspec.Raw(b"\xa1\xff"), msgspec.Raw(b"\xde\0\x01\x01\x02"),
+                ],
+            ),
+        )
+    ),
+}  # fmt: skip
+MORE_REFUSED = {
+    "key twice": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), ("worker_id", 7))),
+    "key twice, once as integer": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), (0, 7))),
+    "key of no string": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), (None, 1))),
+    "dp_rank beyond u32": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 2**32))),
+    "worker_id a boolean": swapped(worker=pairs(("worker_id", True), ("dp_rank", 1))),
+    "worker a number": swapped(worker=7),
+    "short array": swapped(worker=[7]),
+    "track_prefill_tokens nil": swapped(track=None),
+    "track_prefill_tokens a number": swapped(track=1),
+    "tokens a map": swapped(tokens={}),
+    "tokens a string": swapped(tokens="ab"),
+    "AddRequest without payload": swapped(data="AddRequest"),
+    "Free with payload": swapped(data=pairs(("Free", 1))),
+    "data nil": swapped(data=None),
+    "no variant": swapped(data=pairs()),
+    "variant beyond the third": swapped(variant=3),
+    "invalid UTF-8": swapped(request_id=str_as(b"\xa3", b"r\xffq")),
+    "duration without nanos": swapped(duration=pairs(("secs", 2))),
+    "reserved tag": swapped(request_id=msgspec.Raw(b"\xc1")),
+    "nil": b"\xc0",
+    "a number": b"\x05",
+    "arrays without end": b"\x91" * 5000,
+    "an array that is not there": b"\xdd\xff\xff\xff\xff",
+    "an ext that is not there": b"\xc9\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("payload", MORE_ACCEPTED.values(), ids=MORE_ACCEPTED.keys())
+def test_a_lenient_spelling_reads_the_same(payload: bytes) -> None:
+    assert decode_event(payload) == FULL
+
+
+@pytest.mark.parametrize("payload", MORE_REFUSED.values(), ids=MORE_REFUSED.keys())
+def test_a_wrong_shape_is_refused(payload: bytes) -> None:
+    with pytest.raises(UndecodableFrames):
+        decode_event(payload)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (pairs(("Free", None)), EventKind.FREE),
+        (1, EventKind.FREE),
+        (pairs((2, None)), EventKind.PREFILL_COMPLETE),
+        (pairs(("MarkPrefillCompleted", None)), EventKind.PREFILL_COMPLETE),
+        (b"Free", EventKind.FREE),
+        ("MarkPrefillCompleted", EventKind.PREFILL_COMPLETE),
+    ],
+)
+def test_a_variant_without_payload_may_come_as_a_map(data: object, kind: EventKind) -> None:
+    assert decode_event(swapped(data=data)).kind is kind
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_any_kind_are_refused_or_read_but_never_break_the_reader(payload: bytes) -> None:
+    with contextlib.suppress(UndecodableFrames):
+        decode_event(payload)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, len(encode_event(FULL)) - 1), st.integers(0, 255))
+def test_a_damaged_frame_never_breaks_the_reader(at: int, byte: int) -> None:
+    payload = bytearray(encode_event(FULL))
+    payload[at] = byte
+    with contextlib.suppress(UndecodableFrames):
+        decode_event(bytes(payload))
+
+
+U64 = st.integers(0, 2**64 - 1)
+U32 = st.integers(0, 2**32 - 1)
+ADDS = st.builds(
+    ReplicaEvent,
+    kind=st.just(EventKind.ADD),
+    model_name=st.text(),
+    tenant_id=st.text(),
+    block_size=U32,
+    request_id=st.text(),
+    worker_id=U64,
+    dp_rank=U32,
+    router_id=U64,
+    lora_name=st.none() | st.text(),
+    sequence_hashes=st.lists(U64, max_size=40).map(lambda values: hashes_of(*values)),
+    track_prefill_tokens=st.booleans(),
+    prefill_tokens=st.none() | U64,
+    expected_output_tokens=st.none() | U32,
+)
+
+
+@given(ADDS)
+def test_both_readers_agree_on_what_we_publish(event: ReplicaEvent) -> None:
+    payload = encode_event(event)
+    assert decode_event(payload) == event
+    assert decode_event(payload + b"\0") == event  # bytes after the map need the tolerant one
