@@ -3,7 +3,7 @@
 The model keeps, per rank, the held paths with their names, and the lower tiers as dicts of edges.
 """
 
-from struct import pack
+from struct import pack, unpack
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.index import device_tier, engine_hashes
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoreResult, Tier
+from lean_selector.core.rank_bits import bits_of
 
 Path = tuple[int, ...]
 RANKS = [(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)]
@@ -103,6 +104,18 @@ class RankModel:
     def blocks(self) -> int:
         return len(self.name_of) + sum(map(len, self.lower))
 
+    def forget_all_but(self, held: set[Path]) -> None:
+        """A bound took the others; which ones it takes first is not the model's concern."""
+        for path in [path for path in self.name_of if path not in held]:
+            if path in self.alias_of:
+                self.drop_alias(self.alias_of[path])
+            self.paths[self.name_of.pop(path)].remove(path)
+
+    def bound_lower(self, tier: int, bound: int) -> None:
+        edges = self.lower[tier]
+        for edge in list(edges)[: max(0, len(edges) - bound)]:
+            del edges[edge]
+
     def has_clash(self) -> bool:
         return any(len(paths) > 1 for paths in self.paths.values()) or bool(self.alias)
 
@@ -135,6 +148,7 @@ OPERATION = st.one_of(
     st.tuples(st.just("remove"), RANK, TIER, st.lists(NAME, max_size=3)),
     st.tuples(st.just("clear"), RANK),
     st.tuples(st.just("drop"), st.sampled_from([1, 2])),
+    st.tuples(st.just("bound"), st.sampled_from([1, 2]), st.sampled_from([None, 0, 1, 4, 12])),
 )
 
 
@@ -148,18 +162,48 @@ def chained_name(path: Path, seed: int) -> int | None:
     return name
 
 
+def held_paths(index: KvIndex, key: tuple[int, int]) -> set[Path]:
+    """What a rank holds on the device, in reach or not, as the trie has it."""
+    rank = index._ranks.get(key)
+    paths: set[Path] = set()
+    if rank is None:
+        return paths
+    for strand in rank.device.names.rows:
+        for run in index._device.trie.pieces(strand):
+            label, above = bytes(run.label), run.parent
+            while above is not None:
+                label, above = bytes(above.label) + label, above.parent
+            whole = unpack(f"<{len(label) >> 3}Q", label)
+            start = len(whole) - (len(run.label) >> 3)
+            held = run.held_by(rank.device.bit)
+            paths |= {whole[: start + at + 1] for at in range(len(whole)) if held >> at & 1}
+    assert len(paths) == rank.device.blocks
+    return paths
+
+
 def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set[Path]) -> None:
     for prompt in prompts:
         expected = {key: hit for key, model in models.items() if (hit := model.match(prompt))}
         assert index.match(as_bytes(prompt)) == expected, prompt
+        sets, extended = index.match_sets(as_bytes(prompt))
+        assert extended == {key: hit for key, hit in expected.items() if hit.host or hit.disk}
+        alike = {key: hit.device for key, hit in expected.items() if key not in extended}
+        keys = index.bits.keys
+        assert all(mask for _, mask in sets)
+        pairs = [(keys[bit], blocks) for blocks, mask in sets for bit in bits_of(mask)]
+        assert len(pairs) == len(alike)
+        assert dict(pairs) == alike
     assert index.total_blocks == sum(model.blocks() for model in models.values())
     assert index.ranks() == sorted(key for key, model in models.items() if model.blocks())
     for key, model in models.items():
         assert index.blocks(*key, Tier.DEVICE) == len(model.name_of)
+        assert held_paths(index, key) == set(model.name_of)
 
 
 def is_pristine(index: KvIndex) -> bool:
-    trie = index._device.trie
+    trie, continuations = index._device.trie, index._continuations
+    if continuations._ranks or continuations._again or index._lower_bits or index._dp_ranks:
+        return False
     return not (
         index._ranks or index._lower or index._device._all or trie.strands or trie.root.children
     ) and not any(index._device._by_bit)
@@ -186,6 +230,7 @@ def test_the_index_does_what_the_model_does(
 def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) -> None:
     index = KvIndex(16)
     models = {key: RankModel() for key in RANKS}
+    bounds: dict[int, int] = {}
     prompts: set[Path] = {()}
     for kind, *arguments in operations:
         if kind in ("chain", "evict"):
@@ -213,6 +258,7 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
             else:
                 assert got is StoreResult.STORED
                 models[key].store_lower(tier - 1, parent, names, local)
+            keep_bound(index, key, models[key], bounds.get(key[0]))
         elif kind == "remove":
             key, tier, names = arguments
             model = models[key]
@@ -224,7 +270,15 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
         elif kind == "clear":
             assert index.clear(*arguments[0]) == models[arguments[0]].blocks()
             models[arguments[0]] = RankModel()
+        elif kind == "bound":
+            worker_id, bound = arguments
+            index.set_bound(worker_id, bound, bound)
+            bounds[worker_id] = bound
+            for key in RANKS:
+                if key[0] == worker_id:
+                    keep_bound(index, key, models[key], bound)
         else:
+            bounds.pop(arguments[0], None)
             mine = [key for key in RANKS if key[0] == arguments[0]]
             assert index.drop_worker(arguments[0]) == sum(models[key].blocks() for key in mine)
             models.update({key: RankModel() for key in mine})
@@ -239,6 +293,19 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
         for tier, edges in enumerate(model.lower, 1):
             index.remove(worker_id, dp_rank, Tier(tier), list(edges.values()))
     assert is_pristine(index)
+
+
+def keep_bound(index: KvIndex, key: tuple[int, int], model: RankModel, bound: int | None) -> None:
+    """The model after an event or a new bound; the index has kept to it already."""
+    if bound is None:
+        return
+    if len(model.name_of) > bound:
+        held = held_paths(index, key)
+        assert len(held) == bound
+        assert held <= set(model.name_of)
+        model.forget_all_but(held)
+    for tier in range(3):
+        model.bound_lower(tier, bound)
 
 
 def check_dump(

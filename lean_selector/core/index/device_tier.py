@@ -83,16 +83,18 @@ class DeviceTier:
         # One chain may split a run, and starts a strand per STRAND_BLOCKS.
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
-    def match(self, local_hashes: bytes) -> tuple[dict[RankKey, Matched], list[Run]]:
-        """What each rank with a hit holds of the start of a prompt, and the runs along it."""
-        sets, path = self.match_sets(local_hashes)
+    def by_rank(self, sets: list[tuple[int, int]]) -> dict[RankKey, Matched]:
+        """Sets of ranks, as `match_sets` finds them, rank by rank."""
         result: dict[RankKey, Matched] = {}
         for blocks, mask in sets:
             result.update(dict.fromkeys(self._keys_of(mask), Matched(blocks)))
-        return result, path
+        return result
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
-        """The same as (leading blocks, set of ranks), the sets apart and not empty."""
+        """What ranks hold of the start of a prompt, and the runs along it.
+
+        As (leading blocks, set of ranks), the sets apart and not empty, for ranks with a hit.
+        """
         result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.trie.root.children
@@ -341,7 +343,8 @@ class DeviceTier:
         """
         told: set[Run] = set()  # whole runs: what hangs on them is in reach
         cut_off: set[Run] = set()  # runs that nothing leads to
-        for strand in list(rank.names.rows):
+        # dict's own view: an OrderedDict's looks each key up as it goes, at ten times the cost.
+        for strand in list(dict.keys(rank.names.rows)):
             # A rank without a row holds nothing there now; its bit may even be another's.
             if strand in rank.names.rows:
                 steps = [

@@ -9,6 +9,7 @@ A hash that stands for two blocks names the newer one, and the older one again a
 removed; such hashes have lists of places beside the dicts.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import repeat
 from typing import cast
@@ -41,7 +42,9 @@ class EngineHashes:
     __slots__ = ("_alias_at", "_aliases", "_front", "_places", "_recent", "_shards", "rows")
 
     def __init__(self) -> None:
-        self.rows: dict[int, bytearray] = {}  # strand -> 8 bytes per position, oldest strand first
+        # strand -> 8 bytes per position, oldest strand first. A plain dict would step over all that
+        # left before it, each time the oldest is asked for.
+        self.rows: OrderedDict[int, bytearray] = OrderedDict()
         # Flat dicts of ints: nothing for the collector to visit. A name -> its segment.
         self._front: dict[int, int] = {0: _LISTED}  # a row cannot tell a block named 0 from none
         self._shards: list[dict[int, int]] = []  # none until the front is full

@@ -24,8 +24,9 @@ from lean_selector.core.hashing import u64s
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.device_tier import Matched as Matched
 from lean_selector.core.index.engine_hashes import NOWHERE
-from lean_selector.core.index.lower_tiers import ROOT, LowerTier
-from lean_selector.core.rank_bits import RankBits
+from lean_selector.core.index.lower_tiers import ROOT, Continuations, LowerTier
+from lean_selector.core.index.runs import Run
+from lean_selector.core.rank_bits import RankBits, bits_of
 from lean_selector.core.rank_bits import RankKey as RankKey
 
 # Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
@@ -98,9 +99,12 @@ class KvIndex:
         self.block_size = block_size
         self.evicted = 0
         self._default_bound = (device_bound, lower_tier_bound)
-        self._bounds: dict[RankKey, tuple[int, int]] = {}
+        self._bounds: dict[int, tuple[int, int]] = {}  # by worker id, where set
+        self._dp_ranks: dict[int, set[int]] = {}  # by worker id, those of its ranks in `_ranks`
         self._ranks: dict[RankKey, _Rank] = {}  # those with a holding, no others
-        self._lower: dict[RankKey, _Rank] = {}  # those of them with one on a lower tier
+        self._lower: dict[int, _Rank] = {}  # by bit, those of them with one on a lower tier
+        self._lower_bits = 0  # the same as a set
+        self._continuations = Continuations()
         self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
         self._device = DeviceTier(self.bits)
 
@@ -129,18 +133,10 @@ class KvIndex:
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
         """What each rank holds of the start of a prompt. Ranks without a hit are left out."""
-        result, path = self._device.match(local_hashes)
-        # On from the last device block tier by tier, never stepping back (spec 3.5).
-        for key, rank in self._lower.items():
-            matched = result.get(key)
-            device = matched.device if matched else 0
-            name = self._device.last_name(rank.device, path, device) if device else ROOT
-            start = device << 3
-            name, host_end = rank.lower[0].walk(name, local_hashes, start)
-            name, disk_end = rank.lower[1].walk(name, local_hashes, host_end)
-            name, end = rank.lower[2].walk(name, local_hashes, disk_end)
-            if end > start:
-                result[key] = Matched(device, host_end - start >> 3, end - host_end >> 3)
+        sets, path = self._device.match_sets(local_hashes)
+        result = self._device.by_rank(sets)
+        if self._lower:
+            result.update(self._extended(sets, path, local_hashes))
         return result
 
     def match_sets(
@@ -151,18 +147,55 @@ class KvIndex:
         The sets are apart, none is empty, and they leave out the ranks in the dict: those for which
         a lower tier goes on.
         """
-        if self._lower:
-            matches = self.match(local_hashes)
-            extended = {key: found for key, found in matches.items() if found.host or found.disk}
-        else:
-            extended = {}
-        sets, _ = self._device.match_sets(local_hashes)
+        sets, path = self._device.match_sets(local_hashes)
+        if not self._lower:
+            return sets, {}
+        extended = self._extended(sets, path, local_hashes)
         if extended:
             apart = 0
             for key in extended:
                 apart |= 1 << self._ranks[key].device.bit
             sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
         return sets, extended
+
+    def _extended(
+        self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
+    ) -> dict[RankKey, Matched]:
+        """The ranks for which a lower tier goes on where their device blocks end.
+
+        Looks only at those that have the prompt's next block there, below whatever other block.
+        """
+        found: dict[RankKey, Matched] = {}
+        rest = self._lower_bits
+        for blocks, mask in sets:
+            here = rest & mask
+            if here:
+                rest ^= here
+                if here := here & self._continuations.of(local_hashes, blocks << 3):
+                    self._walk(here, blocks, path, local_hashes, found)
+        if rest := rest & self._continuations.of(local_hashes, 0):
+            self._walk(rest, 0, path, local_hashes, found)
+        return found
+
+    def _walk(
+        self,
+        bits: int,
+        device: int,
+        path: list[Run],
+        local_hashes: bytes,
+        found: dict[RankKey, Matched],
+    ) -> None:
+        """On from the last device block tier by tier, never stepping back (spec 3.5)."""
+        start = device << 3
+        for bit in bits_of(bits):
+            rank = self._lower[bit]
+            name = self._device.last_name(rank.device, path, device) if device else ROOT
+            name, host_end = rank.lower[0].walk(name, local_hashes, start)
+            name, disk_end = rank.lower[1].walk(name, local_hashes, host_end)
+            name, end = rank.lower[2].walk(name, local_hashes, disk_end)
+            if end > start:
+                host, disk = host_end - start >> 3, end - host_end >> 3
+                found[rank.device.key] = Matched(device, host, disk)
 
     # Events
 
@@ -211,7 +244,7 @@ class KvIndex:
             return StoreResult.FULL
         rank = rank or self._admit(key)
         self._device.store(rank.device, place, block_hashes, packed, local_hashes)
-        bound = self._bounds.get(key, self._default_bound)[0]
+        bound = self._bounds.get(worker_id, self._default_bound)[0]
         if rank.device.blocks > bound:
             self._evict_device(rank, bound)
             self._release_if_empty(key, rank)
@@ -241,34 +274,43 @@ class KvIndex:
             return 0
         dropped = rank.blocks()
         self._device.clear(rank.device)
+        for held in rank.lower:
+            held.drop_oldest(len(held))
         rank.lower = []
         self._release_if_empty(key, rank)
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
         """Drop all that a worker holds, on all ranks that ever appeared, and its bounds."""
-        for key in [key for key in self._bounds if key[0] == worker_id]:
-            del self._bounds[key]
-        return sum(self.clear(*key) for key in self.ranks() if key[0] == worker_id)
+        self._bounds.pop(worker_id, None)
+        return sum(self.clear(worker_id, dp_rank) for dp_rank in self._ranks_of(worker_id))
 
     def set_bound(
-        self, worker_id: int, dp_rank: int, device_blocks: int | None, lower_tier_blocks: int | None
+        self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
-        """Bound a rank's holdings, on the device and on each lower tier; None means the default.
+        """Bound what each rank of a worker holds, on the device and on each lower tier.
 
-        Beyond it the oldest go: the run that was stored first, from its end.
+        None means the default. Beyond it the oldest go: the run that was stored first, from its
+        end.
         """
-        device = self._default_bound[0] if device_blocks is None else device_blocks
-        lower = self._default_bound[1] if lower_tier_blocks is None else lower_tier_blocks
-        key = (worker_id, dp_rank)
-        self._bounds[key] = (device, lower)
-        rank = self._ranks.get(key)
-        if rank is None:
-            return
-        self._evict_device(rank, device)
-        for held in rank.lower:
-            self._evict_lower(held, lower)
-        self._release_if_empty(key, rank)
+        device, lower = self._default_bound
+        if device_blocks is not None:
+            device = device_blocks
+        if lower_tier_blocks is not None:
+            lower = lower_tier_blocks
+        self._bounds[worker_id] = (device, lower)
+        if self._bounds[worker_id] == self._default_bound:
+            del self._bounds[worker_id]
+        for dp_rank in self._ranks_of(worker_id):
+            key = worker_id, dp_rank
+            rank = self._ranks[key]
+            self._evict_device(rank, device)
+            for held in rank.lower:
+                self._evict_lower(held, lower)
+            self._release_if_empty(key, rank)
+
+    def _ranks_of(self, worker_id: int) -> list[int]:
+        return list(self._dp_ranks.get(worker_id, ()))
 
     # Dump
 
@@ -316,11 +358,13 @@ class KvIndex:
     ) -> None:
         rank = self._ranks.get(key) or self._admit(key)
         if not rank.lower:
-            rank.lower = [LowerTier(), LowerTier(), LowerTier()]
-            self._lower[key] = rank
+            bit = rank.device.bit
+            rank.lower = [LowerTier(self._continuations, bit) for _ in range(3)]
+            self._lower[bit] = rank
+            self._lower_bits |= 1 << bit
         held = rank.lower[tier - 1]
         held.store(parent, names, local)
-        self._evict_lower(held, self._bounds.get(key, self._default_bound)[1])
+        self._evict_lower(held, self._bounds.get(key[0], self._default_bound)[1])
         self._release_if_empty(key, rank)
 
     def _evict_device(self, rank: _Rank, bound: int) -> None:
@@ -336,6 +380,7 @@ class KvIndex:
 
     def _admit(self, key: RankKey) -> _Rank:
         rank = self._ranks[key] = _Rank(self._device.admit(key))
+        self._dp_ranks.setdefault(key[0], set()).add(key[1])
         return rank
 
     def _release_if_empty(self, key: RankKey, rank: _Rank) -> None:
@@ -343,7 +388,11 @@ class KvIndex:
             return
         if not any(rank.lower):
             rank.lower = []
-            self._lower.pop(key, None)
+            if self._lower.pop(rank.device.bit, None):
+                self._lower_bits ^= 1 << rank.device.bit
             if not rank.device.blocks:
                 del self._ranks[key]
+                self._dp_ranks[key[0]].remove(key[1])
+                if not self._dp_ranks[key[0]]:
+                    del self._dp_ranks[key[0]]
                 self._device.release(rank.device)

@@ -5,6 +5,7 @@ of blocks whose children come without one. Never raises for a peer's data: an ev
 count is skipped and counted by reason. Knows no encoding and no socket. Spec: indexer.md 1.4, 3.2.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
@@ -69,7 +70,8 @@ class _Rank(msgspec.Struct):
     """What the events of one rank have taught."""
 
     is_prefix_group: dict[int, bool]  # group_idx -> its blocks count
-    salts: dict[Tier, dict[int, str]]  # block hash -> salt, for salted blocks that are held
+    # block hash -> salt, oldest first, for salted blocks that are held
+    salts: dict[Tier, OrderedDict[int, str]]
 
 
 class KvIngest:
@@ -149,7 +151,7 @@ class KvIngest:
         blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
         counts.blocks_stored += blocks
         if salt is not None:
-            _remember_salt(rank.salts.setdefault(tier, {}), hashes[:blocks], salt)
+            _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
 
     def _remove(self, dp_rank: int, rank: _Rank, event: BlockRemoved) -> None:
         tier = event.tier
@@ -185,15 +187,15 @@ def _objection(rank: _Rank, event: BlockStored | BlockRemoved) -> str | None:
 
 def _salt_of(rank: _Rank, tier: Tier, parent_hash: int) -> str | None:
     """The parent's salt, from the child's own tier if it is there: offloading copies blocks."""
-    own = rank.salts.get(tier, {}).get(parent_hash)
-    if own is not None:
+    salts_here = rank.salts.get(tier)
+    if salts_here and (own := salts_here.get(parent_hash)) is not None:
         return own
     found = (salts.get(parent_hash) for salts in rank.salts.values())
     return next((salt for salt in found if salt is not None), None)
 
 
-def _remember_salt(salts: dict[int, str], hashes: list[int], salt: str) -> None:
+def _remember_salt(salts: OrderedDict[int, str], hashes: list[int], salt: str) -> None:
     for block_hash in hashes:
         salts[block_hash] = salt
     for _ in range(len(salts) - MAX_SALTED_BLOCKS):
-        del salts[next(iter(salts))]
+        salts.popitem(last=False)

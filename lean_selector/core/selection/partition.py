@@ -172,8 +172,7 @@ class Partition:
             if load.bucket is None:
                 self.order.add(load)
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
-        for dp_rank in {*spec.ranks, *spec.kv_events_endpoints}:
-            self.index.set_bound(worker_id, dp_rank, bound, None)
+        self.index.set_bound(worker_id, bound, None)
         worker = self.workers[worker_id] = SchedulableWorker(spec, loads)
         self._limit(worker)
         self.members.add(worker_id)

@@ -264,7 +264,7 @@ def test_a_dropped_worker_leaves_with_all_its_ranks() -> None:
     index = KvIndex(16)
     for rank in (A, (1, 4294967295), B):
         store(index, rank, [1, 2])
-    index.set_bound(1, 0, 5, 5)
+    index.set_bound(1, 5, 5)
     assert index.drop_worker(1) == 4
     assert index.ranks() == [B]
     assert index.drop_worker(2) == 2
@@ -533,7 +533,7 @@ def test_a_device_removal_leaves_the_lower_tiers_alone() -> None:
 
 def test_beyond_its_bound_a_rank_loses_its_oldest_blocks() -> None:
     index = KvIndex(16)
-    index.set_bound(*A, 4, None)
+    index.set_bound(A[0], 4, None)
     store(index, A, [1, 2, 3])
     store(index, A, [7, 8, 9])
     store(index, B, [1, 2, 3])
@@ -541,10 +541,10 @@ def test_beyond_its_bound_a_rank_loses_its_oldest_blocks() -> None:
     assert device(index, [1, 2, 3]) == {A: 1, B: 3}
     assert device(index, [7, 8, 9]) == {A: 3, B: 3}
     assert index.evicted == 2
-    index.set_bound(*A, 0, None)
+    index.set_bound(A[0], 0, None)
     assert index.ranks() == [B]
     assert index.evicted == 6
-    index.set_bound(*A, None, None)
+    index.set_bound(A[0], None, None)
     store(index, A, [1, 2, 3, 4, 5, 6])
     assert index.blocks(*A, Tier.DEVICE) == 6
 
@@ -553,7 +553,7 @@ def test_a_bound_frees_the_older_of_two_blocks_with_one_hash() -> None:
     index = KvIndex(16)
     store(index, A, [1], names=[11])
     store(index, A, [2], names=[11])
-    index.set_bound(*A, 1, None)
+    index.set_bound(A[0], 1, None)
     assert device(index, [1]) == {}
     assert device(index, [2]) == {A: 1}
 
@@ -562,10 +562,10 @@ def test_a_bound_is_kept_where_the_oldest_run_was_split() -> None:
     index = KvIndex(16)
     store(index, A, [1, 2, 3, 4])
     store(index, A, [5], 102)
-    index.set_bound(*A, 4, None)  # of the split run's two pieces only the second is touched
+    index.set_bound(A[0], 4, None)  # of the split run's two pieces only the second is touched
     assert device(index, [1, 2, 3, 4]) == {A: 3}
     index.remove(*A, Tier.DEVICE, [103])
-    index.set_bound(*A, 1, None)  # now the rank holds nothing of the second
+    index.set_bound(A[0], 1, None)  # now the rank holds nothing of the second
     assert index.blocks(*A, Tier.DEVICE) == 1
     assert index.evicted == 3
 
@@ -577,7 +577,7 @@ def test_lower_tiers_have_a_bound_each_and_a_default() -> None:
     store(index, A, [1, 2, 3], tier=Tier.DISK)
     assert [index.blocks(*A, tier) for tier in Tier] == [2, 2, 2, 0]
     assert index.evicted == 3
-    index.set_bound(*A, 0, 0)
+    index.set_bound(A[0], 0, 0)
     assert_pristine(index)
     store(index, A, [1], tier=Tier.DISK)
     assert_pristine(index)

@@ -1,11 +1,14 @@
 """What the index does does not grow with what it holds: operations are counted, not timed."""
 
+from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, ValuesView
 from struct import pack
 
 import pytest
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_batch import BlockStored, EventBatch
+from lean_selector.core.index.kv_index import KvIndex, Matched, Tier
+from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.runs import Run
 from tests.operations import lines_run
 
@@ -112,8 +115,53 @@ def test_eviction_from_a_strand_in_many_runs_does_not_look_at_all_of_them() -> N
     lines = {}
     for blocks in (100, 1000):
         index = split_at_every_block(blocks)
-        index.set_bound(1, 0, 2 * blocks - 2, None)
+        index.set_bound(1, 2 * blocks - 2, None)
         one_more = 1, 0, Tier.DEVICE, None, [7_777], as_bytes([7_777])
         lines[blocks] = lines_run(index.store, *one_more)
         assert index.blocks(1, 0, Tier.DEVICE) == 2 * blocks - 2
     assert lines[1000] <= lines[100] + 20
+
+
+def with_lower_tiers(ranks: int) -> KvIndex:
+    """Each rank has a block of its own on the device and another on each lower tier."""
+    index = KvIndex(16)
+    for worker_id in range(ranks):
+        own = 10_000 + worker_id
+        index.store(worker_id, 0, Tier.DEVICE, None, [own], as_bytes([own]))
+        for tier in (Tier.HOST_PINNED, Tier.DISK, Tier.EXTERNAL):
+            index.store(worker_id, 0, tier, own, [own + 10_000], as_bytes([own + 10_000]))
+    return index
+
+
+def test_a_match_does_not_ask_ranks_whose_lower_tiers_cannot_go_on() -> None:
+    prompt = as_bytes([1, 2, 3, 4])
+    lines: dict[int, list[int]] = {}
+    for ranks in (40, 4_000):
+        index = with_lower_tiers(ranks)
+        for worker_id in (7, 8, 9):
+            index.store(worker_id, 0, Tier.DEVICE, None, [1, 2], as_bytes([1, 2]))
+        index.store(7, 0, Tier.HOST_PINNED, 2, [3], as_bytes([3]))
+        index.store(8, 0, Tier.DISK, 555, [3], as_bytes([3]))  # below another block
+        index.store(11, 0, Tier.EXTERNAL, None, [1], as_bytes([1]))
+        extended = {(7, 0): Matched(2, 1, 0), (11, 0): Matched(0, 0, 1)}
+        assert index.match(prompt) == {**extended, (8, 0): Matched(2), (9, 0): Matched(2)}
+        others = 1 << index.bits.acquire((8, 0)) | 1 << index.bits.acquire((9, 0))
+        assert index.match_sets(prompt) == ([(2, others)], extended)
+        lines[ranks] = [lines_run(call, prompt) for call in (index.match, index.match_sets)]
+    # Asking a rank takes some ten lines.
+    for few, many in zip(lines[40], lines[4_000], strict=True):
+        assert many <= few + 20
+
+
+def test_what_goes_oldest_first_is_kept_where_the_oldest_is_at_hand() -> None:
+    # The first of a plain dict is found behind all the holes that those before it left, which
+    # makes a tier at its bound ever slower; the steps are the interpreter's and cannot be counted.
+    index = KvIndex(4)
+    ingest = KvIngest(index, 1, 0)
+    stored = BlockStored([1], None, [5, 6, 7, 8], 4, Tier.DEVICE, cache_salt="s")
+    ingest.apply(EventBatch(None, [stored], []))
+    index.store(1, 0, Tier.DISK, None, [2], as_bytes([2]))
+    rank = index._ranks[1, 0]
+    assert isinstance(rank.device.names.rows, OrderedDict)
+    assert isinstance(rank.lower[1]._edge, OrderedDict)
+    assert isinstance(ingest._ranks[0].salts[Tier.DEVICE], OrderedDict)

@@ -504,3 +504,16 @@ def test_a_rank_holds_twice_the_blocks_that_its_worker_has(listening: DrivenSele
     for number in range(6, 12):
         index.store(1, 0, Tier.DEVICE, None, [number], pack([number]))
     assert index.blocks(1, 0, Tier.DEVICE) == 10
+
+
+def test_a_worker_whose_rank_range_moves_leaves_no_bounds_behind(deaf: DrivenSelector) -> None:
+    deaf.register(1, total_kv_blocks=2, data_parallel_size=64)
+    index = deaf.partition.index
+    for start in (64, 128, 640):
+        deaf.selector.catalog.patch(1, {"data_parallel_start_rank": start})
+        assert len(index._bounds) == 1
+        for number in range(10):
+            index.store(1, start, Tier.DEVICE, None, [number], pack([number]))
+        assert index.blocks(1, start, Tier.DEVICE) == 4
+    deaf.selector.catalog.patch(1, {"total_kv_blocks": None})
+    assert not index._bounds
