@@ -19,9 +19,9 @@ import zmq.asyncio
 
 from lean_selector.core.index.kv_cursor import KvCursor, Verdict
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.sockets.batch_work import BatchWork
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_sockets import (
-    MAX_BATCH_BYTES,
     live_frames,
     open_live,
     open_replay,
@@ -29,7 +29,6 @@ from lean_selector.sockets.kv_sockets import (
     replay_frames,
     replay_request,
 )
-from lean_selector.wire.kv_events import NotABatch, decode_batch
 
 logger = logging.getLogger("lean_selector.kv_events")
 
@@ -55,7 +54,7 @@ class SourceStatus(msgspec.Struct, frozen=True):
     replay_endpoint: str | None
     state: str  # connecting, live, replaying, degraded
     last_seq: int | None  # of the last live batch
-    lag_batches: int  # known of and not applied
+    lag_batches: int  # known of and not applied, or not to the end
     lost_batches: int  # gone for good since the index last was what the engine held
     gaps: int
     replayed_batches: int
@@ -88,6 +87,7 @@ class KvListener:
         self.replay_endpoint = replay_endpoint
         self.ingest = ingest
         self.cursor = KvCursor(can_replay=replay_endpoint is not None)
+        self._work = BatchWork(ingest, self.cursor, self._report)
         self._context = context
         self._turns = turns
         self._replay_idle_s = replay_idle_s
@@ -126,6 +126,7 @@ class KvListener:
             asyncio.get_running_loop().remove_reader(self._sub.fileno())
             self._sub.close()
             self._live = None
+        self._work.drop()
         tasks = [task for task in (self._replaying,) if task is not None]
         self._replaying = None
         for task in tasks:
@@ -135,6 +136,14 @@ class KvListener:
     async def close(self) -> None:
         """Unsubscribe at once, then wait for the tasks."""
         await self.stop()
+
+    @property
+    def watermark(self) -> int | None:
+        """The last batch that the index holds with all before it; None if there is none such."""
+        cursor = self.cursor
+        if not cursor.is_settled or cursor.lost or self._work.is_under_way:
+            return None
+        return cursor.watermark
 
     def status(self) -> SourceStatus:
         cursor, counts = self.cursor, self.ingest.counts
@@ -146,7 +155,7 @@ class KvListener:
             replay_endpoint=self.replay_endpoint,
             state=cursor.state.value,
             last_seq=cursor.last_live,
-            lag_batches=cursor.lag,
+            lag_batches=cursor.lag + self._work.is_under_way,
             lost_batches=cursor.lost,
             gaps=cursor.gaps,
             replayed_batches=cursor.replayed_batches,
@@ -177,6 +186,8 @@ class KvListener:
         if live is None:
             return False
         for _ in range(MESSAGES_PER_TURN):
+            if not self._has_applied(deadline):
+                return True
             try:
                 frames = received(live)
             except zmq.Again:
@@ -207,33 +218,22 @@ class KvListener:
             remedy = "replay" if self.cursor.can_replay else "batches lost"
             self._report("gap", logging.WARNING, f"gap: {last_seq} then {seq}, {remedy}")
         if verdict is Verdict.APPLY or verdict is Verdict.RESTART:
-            self._apply(payload)
+            self._work.take(payload)
         if self.cursor.is_settled:
             self._stop_replay()
         elif self._replaying is None:
             task = self._replay_until_settled()
             self._replaying = asyncio.get_running_loop().create_task(task)
 
-    def _apply(self, payload: bytes) -> None:
-        if len(payload) > MAX_BATCH_BYTES:
-            self._lose("oversize", f"it has {len(payload)} bytes")
-            return
-        try:
-            batch = decode_batch(payload)
-        except NotABatch as error:
-            self._lose("not_a_batch", f"it cannot be decoded: {error}")
-            return
-        if self.ingest.apply(batch):
-            self.cursor.cleared()
-        if batch.skipped:
-            event = batch.skipped[-1]
-            text = f"{event.event_type} event skipped, {event.reason}: {event.detail}"
-            self._report("event", logging.WARNING, text)
-
-    def _lose(self, reason: str, detail: str) -> None:
-        self.cursor.lose()
-        self.ingest.counts.skip("message", reason)
-        self._report("batch", logging.WARNING, f"batch lost, {detail}")
+    def _has_applied(self, deadline: float) -> bool:
+        """Whether the batch taken last is in to its end; works on it until the deadline."""
+        if not self._work.is_under_way:
+            return True
+        if not self._work.go_on(deadline):
+            return False
+        if self.cursor.is_settled:  # it may have held a clear
+            self._stop_replay()
+        return True
 
     # Replay
 
@@ -277,6 +277,8 @@ class KvListener:
         def drain(deadline: float) -> bool:
             nonlocal has_ended
             for _ in range(MESSAGES_PER_TURN):
+                if not self._has_applied(deadline):
+                    return True
                 try:
                     frames = received(replies)
                 except zmq.Again:
@@ -307,15 +309,18 @@ class KvListener:
         if not payload:
             return True
         if self.cursor.replayed(seq):
-            self._apply(payload)
+            self._work.take(payload)
         return False
 
     def _drain_held(self, deadline: float) -> bool:
-        while (payload := self.cursor.next_held()) is not None:
-            self._apply(payload)
+        while self._has_applied(deadline):
+            payload = self.cursor.next_held()
+            if payload is None:
+                return False
+            self._work.take(payload)
             if time.perf_counter() >= deadline:
-                return True
-        return False
+                break
+        return True
 
     def _report(self, kind: str, level: int, text: str) -> None:
         """Log, at most once in LOG_EVERY_S for each kind of line."""

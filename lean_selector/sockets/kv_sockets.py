@@ -18,10 +18,8 @@ KEEPALIVE_PROBES = 3
 
 # What vLLM's publisher queues per subscriber: a burst that it can hold, we can hold.
 LIVE_RCVHWM = 100_000
-# The largest batch of a 1 M token prompt is some 6 MB. A larger payload is refused by us, because
-# libzmq answers its own limit by dropping the peer for good, and tells nobody; that limit is only
-# the wall before memory runs out.
-MAX_BATCH_BYTES = 32 * 1024 * 1024
+# libzmq answers this limit by dropping the peer for good, and tells nobody: it is only the wall
+# before memory runs out, batches have a smaller bound of ours.
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 
 _SEQ = struct.Struct(">Q")

@@ -97,11 +97,9 @@ class KvSubscriptions:
         """How far the index follows each source of a partition, where nothing before is missing."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
-            cursor = self._listeners[rank].cursor
-            if of is partition and cursor.is_settled and not cursor.lost:
-                watermark = cursor.watermark
-                if watermark is not None:
-                    watermarks[rank] = watermark
+            watermark = self._listeners[rank].watermark if of is partition else None
+            if watermark is not None:
+                watermarks[rank] = watermark
         return watermarks
 
     def is_listening(self, rank: RankKey) -> bool:

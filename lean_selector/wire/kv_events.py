@@ -2,71 +2,69 @@
 
 Tolerant per event: one that cannot be read is skipped with its reason, the others of its batch
 stand. msgspec refuses a union of maps and arrays, so two typed decoders stand behind one function,
-chosen by looking at the first event; a batch that they refuse is taken apart event by event, and
-an event that they refuse is read untyped and put in order first. Knows nothing of the index.
-Spec: indexer.md 1.3, 1.4 and 2.2.
+chosen by looking at the first event. A small batch that they take is read at once; any other is cut
+into pieces, each of bounded work: an event that they refuse is read untyped and put in order first,
+one that is larger than a piece comes as several records. Knows nothing of the index.
+Spec: indexer.md 1.3 and 1.4; D25.
 """
 
-import re
-from typing import cast
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec.msgpack import Decoder
 
-from lean_selector.core.hashing import ENGINE_SALT_PREFIX
-from lean_selector.core.index.kv_batch import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    EventBatch,
-    SkippedEvent,
-)
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.kv_batch import BlockRemoved, Event, EventBatch
 from lean_selector.wire.kv_event_layouts import (
-    ArrayCleared,
     ArrayEvent,
     ArrayEvents,
     ArrayRemoved,
     ArrayStored,
-    ExtraKeys,
-    Hash,
-    MapCleared,
     MapEvent,
     MapEvents,
     MapRemoved,
-    MapStored,
-    MultimodalInfos,
-    RawArrayBatch,
-    RawMapBatch,
-    Token,
     rearranged,
 )
+from lean_selector.wire.kv_event_parts import records_of_large
+from lean_selector.wire.kv_event_records import (
+    DETAIL_CHARACTERS,
+    UNREADABLE,
+    Skips,
+    record_of,
+    stored_record,
+    u64s,
+)
+from lean_selector.wire.messagepack_pieces import (
+    WINDOW_BYTES,
+    Bytes,
+    NotMessagePack,
+    Passing,
+    Piece,
+    array_header,
+    header,
+    is_array,
+    is_map,
+    passed,
+    pieces,
+    trailing_at,
+)
 
-_U64 = 2**64 - 1
+# A prompt of 1 M tokens is 62 500 events if its engine tells of it block by block, 16 tokens each:
+# four times as many pass, as does the same prompt in blocks of 4.
+MAX_BATCH_EVENTS = 1 << 18
+# Events of one slice. Those that nobody understands take the longest: some 8 us each.
+SLICE_EVENTS = 256
+
+# The names that the rank of a batch has had, as a map.
+_RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 _DP_RANK_MAX = 2**32 - 1
-_DETAIL_CHARACTERS = 200  # of a peer's text, in what people are shown
-_MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
-# msgspec's only word about bytes after the first value; a test holds it to this text.
-_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
-
-# What msgspec raises for bytes that are no value, of the wrong type, no UTF-8, or nested too deep.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-# Names are compared in upper case. vLLM says STORAGE for what it offloads to disk.
-_TIERS: dict[str | None, Tier] = {
-    **dict.fromkeys((None, "", "GPU", "DEVICE"), Tier.DEVICE),
-    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST_PINNED),
-    **dict.fromkeys(("CPU_TIER2", "DISK", "NVME", "STORAGE"), Tier.DISK),
-    **dict.fromkeys(("EXTERNAL", "NETWORK", "REMOTE", "SHARED"), Tier.EXTERNAL),
-}
 
 _array_events = Decoder(ArrayEvents).decode
 _map_events = Decoder(MapEvents).decode
+_array_event_list = Decoder(list[ArrayEvent]).decode
+_map_event_list = Decoder(list[MapEvent]).decode
 _array_event = Decoder(ArrayEvent).decode
 _map_event = Decoder(MapEvent).decode
-_raw_array_batch = Decoder(RawArrayBatch).decode
-_raw_map_batch = Decoder(RawMapBatch).decode
+_raw_list = Decoder(list[msgspec.Raw]).decode
 _untyped = Decoder().decode
 
 
@@ -74,50 +72,172 @@ class NotABatch(ValueError):
     """The payload is no event batch at all: nothing in it can be attributed to a rank."""
 
 
-def decode_batch(payload: bytes | memoryview) -> EventBatch:
-    """Read one payload; bytes after its first msgpack value are ignored.
+class TooManyEvents(NotABatch):
+    """More events than MAX_BATCH_EVENTS; none of them was looked at."""
 
-    Raises NotABatch, and nothing else, whatever the payload.
+
+def decode_small(payload: Bytes) -> EventBatch | None:
+    """Read an ordinary batch at once; None for what `batch_slices` has to look at.
+
+    Bytes after the first msgpack value are ignored.
     """
+    if len(payload) > WINDOW_BYTES:
+        return None
     try:
         try:
-            return _decode(payload)
+            batch = _typed(payload)
         except msgspec.DecodeError as error:
-            trailing = _TRAILING.search(str(error))
-            if trailing is None:
-                raise
-            return _decode(payload[: int(trailing[1])])
-    except _UNREADABLE as error:
-        raise NotABatch(str(error)) from None
+            end = trailing_at(error)
+            if end is None:
+                return None
+            batch = _typed(payload[:end])
+        if len(batch.events) > SLICE_EVENTS:
+            return None
+        return _batch(_checked_rank(batch.dp_rank), batch.events)
+    except (*UNREADABLE, NotABatch):
+        return None
 
 
-def _decode(payload: bytes | memoryview) -> EventBatch:
-    batch: ArrayEvents | MapEvents
+def batch_slices(payload: Bytes) -> Iterator[EventBatch | None]:
+    """Any batch in slices of bounded work, to be applied in order; None: nothing to apply so far.
+
+    Raises NotABatch, and nothing else, and only before the first slice.
+    """
+    data = memoryview(payload)
+    layout = _Layout()
     try:
-        batch = (_array_events if _first_event_is_array(payload) else _map_events)(payload)
-    except (msgspec.ValidationError, UnicodeDecodeError, RecursionError):
-        return _decode_apart(payload)
+        for _ in layout.read(data):
+            yield None
+    except (*UNREADABLE, NotMessagePack) as error:
+        raise NotABatch(str(error)[:DETAIL_CHARACTERS]) from None
+    for piece in layout.events:
+        if piece.end - piece.start <= WINDOW_BYTES:
+            yield _of_piece(layout.dp_rank, data, piece)
+            continue
+        for records, skipped in records_of_large(data, piece.start):
+            batch = EventBatch(layout.dp_rank, records, skipped)
+            yield batch if records or skipped else None
+
+
+class _Layout:
+    """Where the parts of a batch are. `read` finds them; until it ends nothing is certain."""
+
+    def __init__(self) -> None:
+        self.dp_rank: int | None = None
+        self.events: list[Piece] = []
+
+    def read(self, data: memoryview) -> Iterator[None]:
+        """Walk a whole batch: an array, or a map, which one vLLM revision sent."""
+        inside, at = header(data, 0)
+        if is_array(data[0]):
+            if inside < 2:
+                raise NotABatch("a batch is [time, events, rank]")
+            at = yield from passed(data, at)
+            at = yield from self._read_events(data, at)
+            for position in range(2, inside):
+                end = yield from passed(data, at)
+                if position == 2:
+                    self.dp_rank = _checked_rank(_small_value(data[at:end]))
+                at = end
+        elif is_map(data[0]):
+            yield from self._read_map(data, at, inside // 2)
+        else:
+            raise NotABatch("a batch is an array or a map")
+        if not self.events:
+            self.events = [Piece(at, at, 0)]
+
+    def _read_map(self, data: memoryview, at: int, fields: int) -> Iterator[None]:
+        ranks: dict[object, object] = {}
+        has_events = False
+        for _ in range(fields):
+            end = yield from passed(data, at)
+            name = _small_value(data[at:end])
+            at = end
+            if name == "events":
+                has_events = True
+                at = yield from self._read_events(data, at)
+                continue
+            end = yield from passed(data, at)
+            if isinstance(name, str) and name in _RANK_NAMES:
+                ranks[name] = _small_value(data[at:end])
+            at = end
+        if not has_events:
+            raise NotABatch("a batch has events")
+        named = (ranks[name] for name in _RANK_NAMES if ranks.get(name) is not None)
+        self.dp_rank = _checked_rank(next(named, None))
+
+    def _read_events(self, data: memoryview, at: int) -> Passing:
+        count, start = header(data, at)
+        if not is_array(data[at]):
+            raise NotABatch("the events of a batch are an array")
+        if count > MAX_BATCH_EVENTS:
+            raise TooManyEvents(f"it has {count} events")
+        self.events = []
+        for piece in pieces(data, start, count, SLICE_EVENTS):
+            if piece is not None:
+                self.events.append(piece)
+            yield None
+        return self.events[-1].end if self.events else start
+
+
+def _small_value(raw: memoryview) -> object:
+    """A name or a number; what is too long for one is neither."""
+    return _untyped(raw) if len(raw) <= DETAIL_CHARACTERS else ()
+
+
+def _typed(payload: Bytes) -> ArrayEvents | MapEvents:
+    return (_array_events if _first_event_is_array(payload) else _map_events)(payload)
+
+
+def _first_event_is_array(payload: Bytes) -> bool:
+    """Look past `[float64 ts, [`: every producer met so far starts like that.
+
+    A wrong guess costs time, not correctness.
+    """
+    if len(payload) < 16:
+        return False
+    start = 11 + {0xDC: 2, 0xDD: 4}.get(payload[10], 0)
+    return is_array(payload[start])
+
+
+def _of_piece(dp_rank: int | None, data: memoryview, piece: Piece) -> EventBatch:
+    if not piece.count:
+        return EventBatch(dp_rank, [], [])
+    events = array_header(piece.count) + data[piece.start : piece.end]
+    try:
+        typed: list[ArrayEvent] | list[MapEvent]
+        if is_array(data[piece.start]):
+            typed = _array_event_list(events)
+        else:
+            typed = _map_event_list(events)
+    except UNREADABLE:
+        return _apart(dp_rank, _raw_list(events))
+    return _batch(dp_rank, typed)
+
+
+def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> EventBatch:
     events: list[Event] = []
-    skipped: list[SkippedEvent] = []
+    skips: Skips | None = None
     removal: BlockRemoved | None = None  # the last record, if it is one that may grow
     medium: str | None = None  # and its
-    for event in batch.events:
+    for event in typed:
         plain = _plain_removal(event)
         if plain is not None and removal is not None and plain.medium == medium:
-            removal.block_hashes += _u64s(plain.block_hashes)
+            removal.block_hashes += u64s(plain.block_hashes)
             removal.events += 1
             continue
         try:
-            record = _stored(event, None, None) if type(event) is ArrayStored else _record(event)
+            record = stored_record(event) if type(event) is ArrayStored else record_of(event)
         except ValueError as error:
-            skipped.append(_skipped("BlockStored", error))
+            skips = skips or Skips()
+            skips.add("BlockStored", error)
         else:
             removal = None
             if record is not None:
                 events.append(record)
             if plain is not None and isinstance(record, BlockRemoved):
                 removal, medium = record, plain.medium
-    return EventBatch(_checked_rank(batch.dp_rank), events, skipped)
+    return EventBatch(dp_rank, events, skips.all() if skips else [])
 
 
 def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
@@ -131,60 +251,38 @@ def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | 
     return None
 
 
-def _first_event_is_array(payload: bytes | memoryview) -> bool:
-    """Look past `[float64 ts, [`: every producer met so far starts like that.
-
-    A wrong guess costs time, not correctness.
-    """
-    if len(payload) < 16:
-        return False
-    start = 11 + {0xDC: 2, 0xDD: 4}.get(payload[10], 0)
-    return payload[start] & 0xF0 == 0x90 or payload[start] in (0xDC, 0xDD)
-
-
-def _decode_apart(payload: bytes | memoryview) -> EventBatch:
-    """Event by event, for batches with something unusual in them."""
-    batch: RawArrayBatch | RawMapBatch
-    try:
-        batch = _raw_array_batch(payload)
-        rank = batch.dp_rank
-    except msgspec.ValidationError:
-        batch = _raw_map_batch(payload)
-        ranks = (batch.data_parallel_rank, batch.dp_rank, batch.attn_dp_rank)
-        rank = next((raw for raw in ranks if bytes(raw) != b"\xc0"), batch.dp_rank)
-    dp_rank = _checked_rank(_untyped(rank))
+def _apart(dp_rank: int | None, raw_events: list[msgspec.Raw]) -> EventBatch:
+    """Event by event, for pieces with something unusual in them."""
     events: list[Event] = []
-    skipped: list[SkippedEvent] = []
-    for raw in batch.events:
-        event = _read_apart(memoryview(raw))
-        if isinstance(event, SkippedEvent):
-            skipped.append(event)
-        elif event is not None:
+    skips = Skips()
+    for raw in raw_events:
+        event = _read_apart(memoryview(raw), skips)
+        if event is not None:
             events.append(event)
-    return EventBatch(dp_rank, events, skipped)
+    return EventBatch(dp_rank, events, skips.all())
 
 
-def _read_apart(raw: memoryview) -> Event | SkippedEvent | None:
+def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
     """One event, typed if its layout is known, else brought into one; None for `Ignored`."""
-    is_array = raw[0] & 0xF0 == 0x90 or raw[0] in (0xDC, 0xDD)
+    if is_array(raw[0]):
+        decode = _array_event
+    elif is_map(raw[0]):
+        decode = _map_event
+    else:
+        skips.add_unreadable()
+        return None
     try:
-        return _record(_array_event(raw) if is_array else _map_event(raw))
-    except (*_UNREADABLE, ValueError):
+        return record_of(decode(raw))
+    except (*UNREADABLE, ValueError):
         pass
     tag: object = None
     try:
         fields = rearranged(_untyped(raw))
         tag = fields.get("type")
-        return _record(msgspec.convert(fields, MapEvent))
-    except (*_UNREADABLE, ValueError, TypeError) as error:
-        return _skipped(tag, error)
-
-
-def _skipped(tag: object, error: Exception) -> SkippedEvent:
-    known = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
-    event_type = known.get(tag) if isinstance(tag, str) else None
-    reason = "malformed" if event_type or not isinstance(tag, str) else "unknown_type"
-    return SkippedEvent(event_type or "unknown", reason, str(error)[:_DETAIL_CHARACTERS])
+        return record_of(msgspec.convert(fields, MapEvent))
+    except (*UNREADABLE, ValueError, TypeError) as error:
+        skips.add(tag, error)
+        return None
 
 
 def _checked_rank(rank: object) -> int | None:
@@ -192,130 +290,5 @@ def _checked_rank(rank: object) -> int | None:
     if rank is None:
         return None
     if type(rank) is not int or rank > _DP_RANK_MAX:
-        raise NotABatch(f"{str(rank)[:_DETAIL_CHARACTERS]} is no dp_rank")
+        raise NotABatch(f"{str(rank)[:DETAIL_CHARACTERS]} is no dp_rank")
     return rank if rank >= 0 else None
-
-
-def _record(event: ArrayEvent | MapEvent) -> Event | None:
-    """The layout-free record of a typed event; ValueError where its fields contradict."""
-    if isinstance(event, ArrayStored):
-        return _stored(event, None, None)
-    if isinstance(event, MapStored):
-        return _stored(event, event.cache_salt, event.block_mm_infos)
-    if isinstance(event, MapRemoved):
-        locality, spec_kind = event.locality, event.kv_cache_spec_kind
-    elif isinstance(event, ArrayRemoved):
-        locality, spec_kind = None, event.kind_or_locality
-        if spec_kind is not None and spec_kind.upper() in ("LOCAL", "REMOTE"):
-            locality, spec_kind = spec_kind, None
-    else:
-        return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
-    hashes = _u64s(event.block_hashes)
-    tier = _tier(event.medium)
-    return BlockRemoved(hashes, tier, event.group_idx, spec_kind, _is_remote(locality))
-
-
-def _stored(
-    event: ArrayStored | MapStored, salt: str | None, infos: MultimodalInfos | None
-) -> BlockStored:
-    is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
-    tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
-    parent = event.parent_block_hash
-    mm_hashes = None
-    if salt is not None:  # its engine keeps it apart, but was given it marked all the same
-        salt = salt.removeprefix(ENGINE_SALT_PREFIX)
-    if event.extra_keys:
-        salt = salt or _salt_of(event.extra_keys[0])
-        mm_hashes = _mm_hashes_of_keys(event.extra_keys)
-    if infos is not None:
-        mm_hashes = _mm_hashes_of_infos(infos)
-    if parent is not None and (isinstance(parent, bytes) or parent < 0):
-        parent = _u64(parent)
-    medium = event.medium
-    return BlockStored(
-        _u64s(event.block_hashes),
-        parent,
-        tokens,
-        event.block_size,
-        _TIERS[medium] if medium in _TIERS else _tier(medium),
-        event.lora_name or None,
-        salt or None,
-        mm_hashes,
-        is_eagle,
-        event.group_idx,
-        event.kv_cache_spec_kind,
-        event.locality is not None and _is_remote(event.locality),
-    )
-
-
-def _u64(value: Hash) -> int:
-    """Negative: the same bits unsigned. Bytes: the last eight, big-endian, as vLLM's own ints."""
-    return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & _U64
-
-
-def _u64s(values: list[Hash]) -> list[int]:
-    numbers = cast("list[int]", values)
-    try:
-        if (min(numbers) if len(numbers) > 1 else numbers[0] if numbers else 0) >= 0:
-            return numbers
-    except TypeError:
-        pass  # bytes among them
-    return [_u64(value) for value in values]
-
-
-def _flattened(pairs: list[Token]) -> list[int]:
-    """[(a, b), (b, c), ...] -> [a, b, c, ...]."""
-    tokens: list[int] = []
-    second = 0
-    for pair in pairs:
-        if not isinstance(pair, tuple):
-            raise ValueError("token pairs and plain tokens are mixed")
-        first, second = pair
-        tokens.append(first)
-    tokens.append(second)
-    return tokens
-
-
-def _tier(medium: str | None) -> Tier | None:
-    tier = _TIERS.get(medium)
-    return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
-
-
-def _is_remote(locality: object) -> bool:
-    """Text other than LOCAL names blocks elsewhere; a value of another type says nothing."""
-    return isinstance(locality, str) and locality.upper() not in ("", "LOCAL")
-
-
-def _salt_of(keys: list[object] | None) -> str | None:
-    for key in keys or ():
-        if isinstance(key, str) and key.startswith(ENGINE_SALT_PREFIX):
-            return key.removeprefix(ENGINE_SALT_PREFIX)
-    return None
-
-
-def _mm_hashes_of_keys(extra_keys: ExtraKeys) -> list[list[int] | None] | None:
-    if not any(extra_keys):
-        return None
-    return [_mm_hashes_of_block(keys) if keys else None for keys in extra_keys]
-
-
-def _mm_hashes_of_block(keys: list[object]) -> list[int] | None:
-    """Identifiers are 64 hex digits, alone or before an offset; the first 16 are the hash."""
-    hashes = []
-    for key in keys:
-        if isinstance(key, list):
-            if not key:
-                continue
-            if len(key) == 1 or type(key[1]) is not int:
-                raise ValueError("an extra key is [identifier, offset]")
-            key = key[0]
-        elif key is None or isinstance(key, float | dict):
-            raise ValueError("an extra key is a text, bytes, an integer, or [identifier, offset]")
-        if isinstance(key, str) and _MM_IDENTIFIER.match(key):
-            hashes.append(int(key[:16], 16))
-    return hashes or None
-
-
-def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """These win over extra keys, even when they name nothing."""
-    return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]

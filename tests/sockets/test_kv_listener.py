@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.sockets import kv_listener, kv_sockets
+from lean_selector.sockets import batch_work, kv_listener, kv_sockets
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 
@@ -101,8 +101,8 @@ class Engine:
         message = await asyncio.wait_for(self.pub.recv(), DEADLINE_S)
         assert message == b"\x01"
 
-    def _batch(self, event: object) -> list[bytes]:
-        payload = msgspec.msgpack.encode([1.5, [event], None])
+    def _batch(self, *events: object) -> list[bytes]:
+        payload = msgspec.msgpack.encode([1.5, events, None])
         self.buffer.append((self.seq, payload))
         self.seq += 1
         return [b"", struct.pack(">Q", self.seq - 1), payload]
@@ -111,6 +111,13 @@ class Engine:
         frames = self._batch(event)
         if not lost:
             await self.pub.send_multipart(frames)
+
+    async def store_at_once(self, *blocks: int) -> None:
+        """One batch of so many events."""
+        self.blocks.update(blocks)
+        await self.pub.send_multipart(
+            self._batch(*(["BlockStored", [block], None, [block, block], 2] for block in blocks))
+        )
 
     async def store(self, *blocks: int, lost: bool = False) -> None:
         for block in blocks:
@@ -414,6 +421,132 @@ async def test_an_engine_restarted_during_a_replay_is_followed() -> None:
             await service.follows(engine)
 
 
+class SteppedTurns(IngestTurns):
+    """Turns that a test takes one by one, each over as soon as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__(slice_s=0.0)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        pass
+
+    async def step_until(self, holds: Callable[[], bool]) -> None:
+        def steps() -> bool:
+            if not holds():
+                self._turn(asyncio.get_running_loop())
+            return holds()
+
+        await until(steps)
+
+
+LARGE = range(1, 4001)  # blocks of a batch of many slices
+
+
+@told
+async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
+    port, turns = free_port(), SteppedTurns()
+    async with Engine(port) as engine, Service(port, 0, turns) as service:
+        await engine.subscribed()
+        await engine.store_at_once(*LARGE)
+        await engine.remove(1)
+        await engine.remove(4000)
+        await turns.step_until(lambda: service.index.total_blocks > 0)
+        seen = set()
+        while service.index.total_blocks < len(LARGE):
+            status = service.listener.status()
+            assert (status.messages, status.lag_batches) == (1, 1)
+            assert service.listener.watermark is None
+            seen.add(service.index.total_blocks)
+            await turns.step_until(lambda: service.index.total_blocks not in seen)
+        assert len(seen) > 10
+        await turns.step_until(lambda: service.listener.watermark == 2)
+        assert service.blocks == engine.blocks
+        assert service.listener.status().lag_batches == 0
+
+
+@told
+async def test_a_source_that_ends_within_a_batch_applies_no_more_of_it() -> None:
+    port, turns = free_port(), SteppedTurns()
+    async with Engine(port) as engine, Service(port, 0, turns) as service:
+        await engine.subscribed()
+        await engine.store_at_once(*LARGE)
+        await turns.step_until(lambda: service.index.total_blocks > 0)
+        await service.listener.close()
+        held = service.index.total_blocks
+        for _ in range(100):
+            turns._turn(asyncio.get_running_loop())
+        assert 0 < held < len(LARGE)
+        assert service.index.total_blocks == held
+
+
+@told
+async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_again() -> None:
+    port, replay_port, turns = free_port(), free_port(), SteppedTurns()
+    async with (
+        Engine(port, replay_port) as engine,
+        Service(port, replay_port, turns) as service,
+    ):
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.store(2, lost=True)
+        await engine.store_at_once(*LARGE)  # applied at once, and again from the replay
+        await engine.remove(3)
+        await engine.store_at_once(3, *LARGE[2000:])
+        await engine.remove(4)
+        await turns.step_until(lambda: service.state == "live" and service.blocks == engine.blocks)
+        assert service.listener.watermark == engine.seq - 1
+        assert service.listener.status().lag_batches == 0
+
+
+@told
+async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> None:
+    port, turns = free_port(), SteppedTurns()
+    async with Engine(port) as engine, Service(port, free_port(), turns) as service:
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.store(2, lost=True)
+        stores = (["BlockStored", [block], None, [block, block], 2] for block in LARGE)
+        frames = engine._batch(*stores, ["AllBlocksCleared"])
+        engine.blocks.clear()
+        await engine.pub.send_multipart(frames)
+        await engine.store(5)
+        await turns.step_until(lambda: service.blocks == {5} and service.state == "live")
+
+
+@told
+async def test_any_content_is_survived_and_the_next_batch_applied() -> None:
+    """Messages that once stopped the loop for seconds, the tamest last."""
+    port = free_port()
+    nils = b"\x93\x01\xdd" + struct.pack(">I", 10_000_000) + b"\xc0" * 10_000_000 + b"\x00"
+    encode = msgspec.msgpack.encode
+    junk = [
+        nils,
+        encode([1.5, [1] * 100_000, None]),
+        encode([1.5, [1] * 2_000_000, None]),
+        encode([1.5, [["BlockRemoved", [5]]] * 200_000, None]),
+        encode([1.5, [["BlockStored", list(range(400_000)), None, [5] * 800_000, 2]], None]),
+        b"\x91" * 1_000_000,
+        encode({"events": "x" * 1_000_000}),
+        b"",
+    ]
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        for payload in junk:
+            await engine.pub.send_multipart([b"", struct.pack(">Q", engine.seq), payload])
+            engine.seq += 1
+        await engine.store(1)
+        await service.follows(engine, "degraded")
+        status = service.listener.status()
+        assert status.skipped == {
+            "message:too_many_events": 2,
+            "unknown:malformed": 100_000,
+            "stored:too_many_blocks": 1,
+            "message:not_a_batch": 3,
+        }
+        assert status.lost_batches == 6
+        assert service.listener.ingest.counts.removed == 200_000
+
+
 @told
 async def test_messages_of_another_shape_are_ignored() -> None:
     port = free_port()
@@ -540,7 +673,7 @@ async def test_a_replay_endpoint_that_libzmq_refuses_degrades_the_source() -> No
 def test_an_oversize_batch_is_refused_and_the_next_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_listener, "MAX_BATCH_BYTES", 1000)
+    monkeypatch.setattr(batch_work, "MAX_BATCH_BYTES", 1000)
 
     @told
     async def story() -> None:

@@ -4,9 +4,23 @@ The wire decodes every producer's layout into these records; the index learns fr
 here are unsigned 64-bit, tokens flat. Spec: indexer.md 1.4.
 """
 
+from enum import IntEnum
+
 import msgspec
 
 from lean_selector.core.index.kv_index import Tier
+
+# Reasons for skipping that mean a bound of ours: blocks that the engine holds are not indexed.
+BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
+
+
+class Part(IntEnum):
+    """Which part of its event a record is. Parts follow one another; the chain goes on in each."""
+
+    WHOLE = 0
+    FIRST = 1
+    MIDDLE = 2
+    LAST = 3
 
 
 class BlockStored(msgspec.Struct, gc=False):
@@ -24,13 +38,14 @@ class BlockStored(msgspec.Struct, gc=False):
     group_idx: int | None = None
     kind: str | None = None  # kv_cache_spec_kind
     is_remote: bool = False  # locality other than LOCAL: not in this worker's reach
+    part: Part = Part.WHOLE
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
     """Blocks that the engine no longer holds on one tier.
 
     `events` in a row that differ in their blocks alone are one record: engines tell evictions
-    block by block.
+    block by block. One that is a part of an event, and not the last, has none.
     """
 
     block_hashes: list[int]
@@ -49,15 +64,16 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class SkippedEvent(msgspec.Struct, gc=False):
-    """An event that could not be read; the others of its batch stand."""
+    """Events that could not be read, for one reason; the others of their batch stand."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
-    reason: str  # "malformed" or "unknown_type": a metric label
-    detail: str  # for people
+    reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label
+    detail: str  # of one of them, for people
+    count: int = 1
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """One message. dp_rank None means the rank that the source was registered for."""
+    """A message, or a slice of one. dp_rank None: the rank that the source was registered for."""
 
     dp_rank: int | None
     events: list[Event]

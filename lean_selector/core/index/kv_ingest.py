@@ -16,6 +16,7 @@ from lean_selector.core.index.kv_batch import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    Part,
 )
 from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
 
@@ -24,6 +25,7 @@ from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
 
 _STORED = StoreResult.STORED
+_WHOLE = Part.WHOLE
 
 MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
 MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
@@ -82,13 +84,14 @@ class KvIngest:
         self.dp_rank = dp_rank  # of batches that name none
         self.counts = EventCounts()
         self._index = index
+        self._is_rest_refused = False  # of the event whose parts are coming
         self._ranks: dict[int, _Rank] = {}  # at most MAX_RANKS, the ranks heard of
 
     def apply(self, batch: EventBatch) -> bool:
         """Apply what counts; True when all that this source ever stored was cleared on the way."""
         counts = self.counts
         for skipped in batch.skipped:
-            counts.skip(skipped.event_type, skipped.reason)
+            counts.skip(skipped.event_type, skipped.reason, skipped.count)
         dp_rank = self.dp_rank if batch.dp_rank is None else batch.dp_rank
         rank = self._ranks.get(dp_rank)
         if rank is None:
@@ -117,6 +120,11 @@ class KvIngest:
         self._ranks.clear()
 
     def _store(self, dp_rank: int, rank: _Rank, event: BlockStored) -> None:
+        if event.part:
+            if event.part is Part.FIRST:
+                self._is_rest_refused = False
+            elif self._is_rest_refused:
+                return
         if event.group_idx is not None and event.kind is not None:
             self._learn(rank, event.group_idx, event.kind)
         tier = event.tier
@@ -124,7 +132,7 @@ class KvIngest:
         if reason is None and event.block_size != self._index.block_size:
             reason = "block_size"
         if tier is None or reason is not None:
-            self.counts.skip("stored", reason or "unknown_medium")
+            self._refuse(event, reason or "unknown_medium")
             return
         salt = event.cache_salt
         if salt is None and rank.salts and event.parent_hash is not None:
@@ -139,25 +147,32 @@ class KvIngest:
         try:
             local = local_hashes(tokens, event.block_size, seed, event.mm_hashes, event.is_eagle)
         except ValueError:
-            self.counts.skip("stored", "bad_tokens")
+            self._refuse(event, "bad_tokens")
             return
         parent_hash = event.parent_hash
         result = self._index.store(self.worker_id, dp_rank, tier, parent_hash, hashes, local)
         if result is not _STORED:
-            self.counts.skip("stored", result.name.lower())
+            self._refuse(event, result.name.lower())
             return
         counts = self.counts
-        counts.stored += 1
+        if event.part is _WHOLE or event.part is Part.LAST:
+            counts.stored += 1
         blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
         counts.blocks_stored += blocks
         if salt is not None:
             _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
 
+    def _refuse(self, event: BlockStored, reason: str) -> None:
+        """Skip an event; with a part of one goes the rest, which hangs below it."""
+        self._is_rest_refused = True
+        self.counts.skip("stored", reason)
+
     def _remove(self, dp_rank: int, rank: _Rank, event: BlockRemoved) -> None:
         tier = event.tier
         reason = _objection(rank, event)
         if tier is None or reason is not None:
-            self.counts.skip("removed", reason or "unknown_medium", event.events)
+            if event.events:
+                self.counts.skip("removed", reason or "unknown_medium", event.events)
             return
         removed = self._index.remove(self.worker_id, dp_rank, tier, event.block_hashes)
         self.counts.removed += event.events

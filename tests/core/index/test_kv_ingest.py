@@ -20,7 +20,8 @@ from lean_selector.core.index.kv_batch import (
 )
 from lean_selector.core.index.kv_index import KvIndex, Tier
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
-from lean_selector.wire.kv_events import NotABatch, decode_batch
+from lean_selector.wire.kv_events import NotABatch
+from tests.kv_batches import decode_batch
 
 DATA = Path(__file__).parents[2] / "data" / "event_payloads.json"
 PAYLOADS: list[dict[str, Any]] = json.loads(DATA.read_text())["payloads"]

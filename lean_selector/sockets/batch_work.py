@@ -1,0 +1,98 @@
+"""The batches of one source on their way into the index: one at a time, in order, in slices.
+
+An ordinary batch is applied as soon as it is taken. A large one, or one that nobody has seen the
+like of, is read and applied in slices of bounded work, and whoever takes the next message goes on
+with it first. Knows neither sockets nor sequence numbers. D25.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from lean_selector.core.index.kv_batch import BOUND_REASONS, EventBatch
+from lean_selector.core.index.kv_cursor import KvCursor
+from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
+
+# The largest batch of a 1 M token prompt is some 12 MB, told block by block. A larger payload is
+# refused by us, because libzmq answers its own limit by dropping the peer for good, and tells
+# nobody.
+MAX_BATCH_BYTES = 32 * 1024 * 1024
+
+Report = Callable[[str, int, str], None]  # kind of line, level, text
+
+
+class BatchWork:
+    """At most one batch is under way. Never raises for a peer's data."""
+
+    def __init__(self, ingest: KvIngest, cursor: KvCursor, report: Report) -> None:
+        self.slices = 0  # ever applied, of batches that were not applied at once
+        self._ingest = ingest
+        self._cursor = cursor
+        self._report = report
+        self._rest: Iterator[EventBatch | None] | None = None
+        self._is_lost = False  # the batch under way has been counted as lost
+
+    @property
+    def is_under_way(self) -> bool:
+        """A batch was taken and is not applied to its end."""
+        return self._rest is not None
+
+    def take(self, payload: bytes) -> None:
+        """Begin a batch; `go_on` ends it if `is_under_way` afterwards."""
+        assert self._rest is None, "batches are applied in order"
+        self._is_lost = False
+        if len(payload) > MAX_BATCH_BYTES:
+            self._lose_all("oversize", f"it has {len(payload)} bytes")
+            return
+        batch = decode_small(payload)
+        if batch is None:
+            self._rest = batch_slices(payload)
+        else:
+            self._apply(batch)
+
+    def go_on(self, deadline: float) -> bool:
+        """Work on the batch under way until the deadline (perf_counter); True when none is left."""
+        rest = self._rest
+        if rest is None:
+            return True
+        try:
+            for batch in rest:
+                if batch is not None:
+                    self.slices += 1
+                    self._apply(batch)
+                if time.perf_counter() >= deadline:
+                    return False
+        except TooManyEvents as error:
+            self._lose_all("too_many_events", str(error))
+        except NotABatch as error:
+            self._lose_all("not_a_batch", f"it cannot be decoded: {error}")
+        except BaseException:
+            self._rest = None
+            raise
+        self._rest = None
+        return True
+
+    def drop(self) -> None:
+        """Leave out what is not applied yet: its source has ended or started again."""
+        self._rest = None
+
+    def _apply(self, batch: EventBatch) -> None:
+        if self._ingest.apply(batch):
+            self._cursor.cleared()
+        for event in batch.skipped:
+            text = f"{event.event_type} event skipped, {event.reason}: {event.detail}"
+            self._report("event", logging.WARNING, text)
+            if event.reason in BOUND_REASONS:
+                self._lose(f"a part of it: {text}")
+
+    def _lose_all(self, reason: str, detail: str) -> None:
+        self._ingest.counts.skip("message", reason)
+        self._lose(detail)
+
+    def _lose(self, detail: str) -> None:
+        """The batch, or a part of it, is not in the index, and a second reading would not help."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._cursor.lose()
+        self._report("batch", logging.WARNING, f"batch lost, {detail}")

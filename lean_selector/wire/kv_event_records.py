@@ -1,0 +1,218 @@
+"""One event of any layout, once decoded, as the record that the index learns from.
+
+What its fields mean and what they leave open: tiers, hashes as unsigned, tokens flat, the salt and
+the multimodal hashes among the extra keys. Knows no bytes but those of keys, and no batch.
+Spec: indexer.md 1.4 and 2.2.
+"""
+
+import re
+from typing import cast
+
+import msgspec
+
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX
+from lean_selector.core.index.kv_batch import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    SkippedEvent,
+)
+from lean_selector.core.index.kv_index import Tier
+from lean_selector.wire.kv_event_layouts import (
+    ArrayCleared,
+    ArrayEvent,
+    ArrayRemoved,
+    ArrayStored,
+    ExtraKeys,
+    Hash,
+    MapCleared,
+    MapEvent,
+    MapRemoved,
+    MapStored,
+    MultimodalInfos,
+    Token,
+)
+
+DETAIL_CHARACTERS = 200  # of a peer's text, in what people are shown
+
+# What msgspec raises for bytes that are no value, of the wrong type, no UTF-8, or nested too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_U64 = 2**64 - 1
+_EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
+_MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
+
+# Names are compared in upper case. vLLM says STORAGE for what it offloads to disk.
+_TIERS: dict[str | None, Tier] = {
+    **dict.fromkeys((None, "", "GPU", "DEVICE"), Tier.DEVICE),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST_PINNED),
+    **dict.fromkeys(("CPU_TIER2", "DISK", "NVME", "STORAGE"), Tier.DISK),
+    **dict.fromkeys(("EXTERNAL", "NETWORK", "REMOTE", "SHARED"), Tier.EXTERNAL),
+}
+
+
+class Skips:
+    """The events of a slice that could not be read: counts, and a text for the last of each kind.
+
+    A message can hold a million of them, so nothing is made per event.
+    """
+
+    def __init__(self) -> None:
+        self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
+
+    def add(self, tag: object, error: Exception) -> None:
+        """An event of this tag, and why it cannot be read."""
+        event_type = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
+        is_unknown = event_type is None and isinstance(tag, str)
+        reason = "unknown_type" if is_unknown else "malformed"
+        self.count(event_type or "unknown", reason, str(error))
+
+    def add_unreadable(self) -> None:
+        """A value that is neither a map nor an array."""
+        self.count("unknown", "malformed", "an event is a map or an array")
+
+    def count(self, event_type: str, reason: str, detail: str) -> None:
+        known = self._by_kind.get((event_type, reason))
+        if known is None:
+            skipped = SkippedEvent(event_type, reason, detail[:DETAIL_CHARACTERS])
+            self._by_kind[event_type, reason] = skipped
+        else:
+            known.count += 1
+
+    def all(self) -> list[SkippedEvent]:
+        return list(self._by_kind.values())
+
+
+def record_of(event: ArrayEvent | MapEvent) -> Event | None:
+    """The layout-free record of a typed event; ValueError where its fields contradict."""
+    if isinstance(event, ArrayStored):
+        return stored_record(event)
+    if isinstance(event, MapStored):
+        return stored_record(event, event.cache_salt, event.block_mm_infos)
+    if isinstance(event, MapRemoved):
+        locality, spec_kind = event.locality, event.kv_cache_spec_kind
+    elif isinstance(event, ArrayRemoved):
+        locality, spec_kind = None, event.kind_or_locality
+        if spec_kind is not None and spec_kind.upper() in ("LOCAL", "REMOTE"):
+            locality, spec_kind = spec_kind, None
+    else:
+        return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
+    hashes = u64s(event.block_hashes)
+    tier = _tier(event.medium)
+    return BlockRemoved(hashes, tier, event.group_idx, spec_kind, _is_remote(locality))
+
+
+def stored_record(
+    event: ArrayStored | MapStored,
+    salt: str | None = None,
+    infos: MultimodalInfos | None = None,
+) -> BlockStored:
+    """Salt and infos are those that only the map form has room for."""
+    is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
+    tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
+    parent = event.parent_block_hash
+    mm_hashes = None
+    if salt is not None:  # its engine keeps it apart, but was given it marked all the same
+        salt = salt.removeprefix(ENGINE_SALT_PREFIX)
+    if event.extra_keys:
+        salt = salt or _salt_of(event.extra_keys[0])
+        mm_hashes = _mm_hashes_of_keys(event.extra_keys[: _blocks(event)])
+    if infos is not None:
+        mm_hashes = _mm_hashes_of_infos(infos)
+    if parent is not None and (isinstance(parent, bytes) or parent < 0):
+        parent = _u64(parent)
+    medium = event.medium
+    return BlockStored(
+        u64s(event.block_hashes),
+        parent,
+        tokens,
+        event.block_size,
+        _TIERS[medium] if medium in _TIERS else _tier(medium),
+        event.lora_name or None,
+        salt or None,
+        mm_hashes,
+        is_eagle,
+        event.group_idx,
+        event.kv_cache_spec_kind,
+        event.locality is not None and _is_remote(event.locality),
+    )
+
+
+def _u64(value: Hash) -> int:
+    """Negative: the same bits unsigned. Bytes: the last eight, big-endian, as vLLM's own ints."""
+    return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & _U64
+
+
+def _blocks(event: ArrayStored | MapStored) -> int:
+    """How many blocks have a name and all their tokens; pairs count as tokens."""
+    size = event.block_size
+    return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
+
+
+def u64s(values: list[Hash]) -> list[int]:
+    numbers = cast("list[int]", values)
+    try:
+        if (min(numbers) if len(numbers) > 1 else numbers[0] if numbers else 0) >= 0:
+            return numbers
+    except TypeError:
+        pass  # bytes among them
+    return [_u64(value) for value in values]
+
+
+def _flattened(pairs: list[Token]) -> list[int]:
+    """[(a, b), (b, c), ...] -> [a, b, c, ...]."""
+    tokens: list[int] = []
+    second = 0
+    for pair in pairs:
+        if not isinstance(pair, tuple):
+            raise ValueError("token pairs and plain tokens are mixed")
+        first, second = pair
+        tokens.append(first)
+    tokens.append(second)
+    return tokens
+
+
+def _tier(medium: str | None) -> Tier | None:
+    tier = _TIERS.get(medium)
+    return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
+
+
+def _is_remote(locality: object) -> bool:
+    """Text other than LOCAL names blocks elsewhere; a value of another type says nothing."""
+    return isinstance(locality, str) and locality.upper() not in ("", "LOCAL")
+
+
+def _salt_of(keys: list[object] | None) -> str | None:
+    for key in keys or ():
+        if isinstance(key, str) and key.startswith(ENGINE_SALT_PREFIX):
+            return key.removeprefix(ENGINE_SALT_PREFIX)
+    return None
+
+
+def _mm_hashes_of_keys(extra_keys: ExtraKeys) -> list[list[int] | None] | None:
+    if not any(extra_keys):
+        return None
+    return [_mm_hashes_of_block(keys) if keys else None for keys in extra_keys]
+
+
+def _mm_hashes_of_block(keys: list[object]) -> list[int] | None:
+    """Identifiers are 64 hex digits, alone or before an offset; the first 16 are the hash."""
+    hashes = []
+    for key in keys:
+        if isinstance(key, list):
+            if not key:
+                continue
+            if len(key) == 1 or type(key[1]) is not int:
+                raise ValueError("an extra key is [identifier, offset]")
+            key = key[0]
+        elif key is None or isinstance(key, float | dict):
+            raise ValueError("an extra key is a text, bytes, an integer, or [identifier, offset]")
+        if isinstance(key, str) and _MM_IDENTIFIER.match(key):
+            hashes.append(int(key[:16], 16))
+    return hashes or None
+
+
+def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
+    """These win over extra keys, even when they name nothing."""
+    return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]

@@ -1,0 +1,44 @@
+"""Whole batches from payloads, and windows so small that small payloads are read in many slices."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lean_selector.core.index.kv_batch import EventBatch, SkippedEvent
+from lean_selector.wire import kv_event_parts, kv_events, messagepack_pieces
+from lean_selector.wire.kv_events import batch_slices, decode_small
+from lean_selector.wire.messagepack_pieces import Bytes
+
+
+def decode_batch(payload: Bytes) -> EventBatch:
+    """A whole batch at once, however large, as a source would apply it. Raises NotABatch."""
+    small = decode_small(payload)
+    slices = [small] if small is not None else [part for part in batch_slices(payload) if part]
+    whole = EventBatch(slices[0].dp_rank if slices else None, [], [])
+    skipped: dict[tuple[str, str], SkippedEvent] = {}
+    for part in slices:
+        assert part.dp_rank == whole.dp_rank
+        whole.events += part.events
+        for event in part.skipped:
+            kind = event.event_type, event.reason
+            if kind in skipped:
+                skipped[kind].count += event.count
+            else:
+                skipped[kind] = event
+    whole.skipped += skipped.values()
+    return whole
+
+
+@contextmanager
+def small_windows(
+    window: int, events: int = 4, blocks: int = 4, tokens: int = 16
+) -> Iterator[pytest.MonkeyPatch]:
+    """What is large begins at `window` bytes, and a slice holds so many of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (messagepack_pieces, kv_events, kv_event_parts):
+            patch.setattr(module, "WINDOW_BYTES", window)
+        patch.setattr(kv_events, "SLICE_EVENTS", events)
+        patch.setattr(kv_event_parts, "PART_BLOCKS", blocks)
+        patch.setattr(kv_event_parts, "PART_TOKENS", tokens)
+        yield patch

@@ -1,0 +1,304 @@
+"""Batches read in slices: the same outcome as at once, and bounded work whatever the bytes."""
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_selector.core.index.kv_batch import BlockRemoved, BlockStored, EventBatch, Part
+from lean_selector.core.index.kv_index import KvIndex, StoredRun
+from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.wire import kv_event_parts, kv_events
+from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
+from tests.kv_batches import decode_batch, small_windows
+
+encode = msgspec.msgpack.encode
+HEX = "a1b2c3d4e5f60718" + 48 * "0"
+
+
+def slices(payload: bytes) -> list[EventBatch]:
+    return [batch for batch in batch_slices(payload) if batch is not None]
+
+
+# The same outcome
+
+
+def stored(
+    first: int,
+    blocks: int,
+    parent: int | None = None,
+    *,
+    form: str = "array",
+    tokens: int | None = None,
+    eagle: bool = False,
+    **fields: object,
+) -> object:
+    """An event of blocks of two tokens."""
+    hashes = list(range(first, first + blocks))
+    count = 2 * blocks if tokens is None else tokens
+    plain = [100_000 + first * 2 + at for at in range(count)]
+    told: object = [[token, token + 1] for token in plain] if eagle else plain
+    names: dict[str, object] = {
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": told,
+        "block_size": 2,
+        **fields,
+    }
+    if form == "map":
+        return {"type": "BlockStored", **names}
+    if form == "bin map":
+        return {b"type": b"BlockStored", **{name.encode(): names[name] for name in names}}
+    tail = [names.get("extra_keys")]
+    if "block_mm_infos" in names:
+        tail.append(names["block_mm_infos"])
+    tail += [names.get("group_idx"), names.get("kv_cache_spec_kind"), None, names.get("locality")]
+    head = ["BlockStored", hashes, parent, told, 2, "lora id", names.get("medium")]
+    salt = names.get("cache_salt")
+    return [*head, {"cache_salt": salt} if salt else names.get("lora_name"), *tail]
+
+
+@st.composite
+def stored_events(draw: st.DrawFn) -> object:
+    blocks = draw(st.integers(0, 30))
+    fields: dict[str, object] = {}
+    if draw(st.booleans()):
+        key = st.sampled_from((HEX, [HEX, 3], "dynamo-cache-salt:s", "ad", 7, []))
+        keys = st.none() | st.lists(key, max_size=2)
+        fields["extra_keys"] = draw(st.lists(keys, max_size=blocks + 1))
+    if draw(st.booleans()):
+        info = st.none() | st.builds(
+            lambda mm_hash: {"mm_objects": [{"mm_hash": mm_hash, "offsets": [[0, 2]]}]},
+            st.integers(0, 2**64 - 1),
+        )
+        fields["block_mm_infos"] = draw(st.lists(info, max_size=blocks))
+    for name, values in {
+        "medium": ("GPU", "CPU", "FOO"),
+        "lora_name": ("ad",),
+        "cache_salt": ("s", ""),
+        "group_idx": (0, 1),
+        "kv_cache_spec_kind": ("full_attention", "mamba"),
+        "locality": ("LOCAL", "REMOTE"),
+    }.items():
+        if draw(st.integers(0, 3)) == 0:
+            fields[name] = draw(st.sampled_from(values))
+    return stored(
+        draw(st.integers(1, 60)),
+        blocks,
+        draw(st.none() | st.integers(1, 60)),
+        form=draw(st.sampled_from(("array", "map", "bin map"))),
+        tokens=draw(st.none() | st.integers(0, 2 * blocks + 3)),
+        eagle=draw(st.booleans()),
+        **fields,
+    )
+
+
+REMOVED = st.builds(
+    lambda names, medium, form: (
+        ["BlockRemoved", names, medium]
+        if form
+        else {"type": "BlockRemoved", "block_hashes": names, "medium": medium}
+    ),
+    st.lists(st.integers(1, 90), max_size=40),
+    st.sampled_from((None, "CPU", "FOO")),
+    st.booleans(),
+)
+JUNK = st.sampled_from(
+    [
+        *(None, 7, "x" * 300, [], {}, [b"\xff"] * 200),
+        *(["Moved"] * 90, {"type": "Moved", "x": [0] * 300}),
+        ["BlockStored", [1], None, [1, 2], 2, None, "GPU", None, None, *[None] * 300],
+        ["BlockStored", None, None, [0] * 300, 2],
+        {"type": "BlockStored", "token_ids": [0] * 300},
+        {"type": "BlockStored", "block_hashes": [[0] * 300], "token_ids": [], "block_size": 2},
+        *(["AllBlocksCleared", "x" * 300], {"type": "Ignored", "more": ["x"] * 300}),
+    ]
+)
+
+
+def outcome(payload: bytes) -> tuple[list[StoredRun], EventCounts]:
+    index = KvIndex(2)
+    ingest = KvIngest(index, 1, 0)
+    small = decode_small(payload)
+    for batch in [small] if small is not None else slices(payload):
+        ingest.apply(batch)
+    return [run for runs in index.dump() for run in runs], ingest.counts
+
+
+@settings(deadline=None)
+@given(
+    st.lists(stored_events() | REMOVED | JUNK, max_size=6),
+    st.sampled_from(([1.5], ["now" * 100])),
+    st.sampled_from(((), (3,), (None, [0] * 300))),
+    st.booleans(),
+)
+def test_a_batch_in_slices_has_the_outcome_of_one_at_once(
+    events: list[object], time: list[object], after: tuple[object, ...], is_map: bool
+) -> None:
+    batch: object = [*time, events, *after]
+    if is_map:
+        batch = {"ts": time, "events": events, "dp_rank": 3, b"x" * 300: [0] * 300}
+    payload = encode(batch) + b"\xc1 and what comes after it"
+    at_once = outcome(payload)
+    with small_windows(240):
+        in_slices = outcome(payload)
+    assert in_slices[0] == at_once[0]
+    assert sorted(in_slices[1].results()) == sorted(at_once[1].results())
+    assert in_slices[1].blocks_stored == at_once[1].blocks_stored
+    assert in_slices[1].blocks_removed == at_once[1].blocks_removed
+
+
+def test_what_hangs_below_a_refused_part_is_left_out_and_counted_once() -> None:
+    known = stored(1, 30)
+    orphan = stored(5, 30, parent=99)  # its later parts hang below blocks that are held
+    with small_windows(240):
+        index = KvIndex(2)
+        ingest = KvIngest(index, 1, 0)
+        for batch in slices(encode([1.5, [known, orphan], 0])):
+            ingest.apply(batch)
+    assert index.total_blocks == 30
+    assert ingest.counts.skipped == {("stored", "unknown_parent"): 1}
+
+
+def test_blocks_before_a_token_that_cannot_be_read_stand() -> None:
+    event = stored(1, 30)
+    assert isinstance(event, list)
+    event[3][40] = "x"
+    with small_windows(240):
+        runs, counts = outcome(encode([1.5, [event], 0]))
+    assert sum(len(run.block_hashes) for run in runs) == 20  # of whole parts
+    assert counts.skipped == {("stored", "malformed"): 1}
+    assert counts.stored == 0
+
+
+def test_a_large_event_that_names_a_block_twice_is_skipped_whole() -> None:
+    event = stored(1, 30)
+    assert isinstance(event, list)
+    event[1][29] = 1
+    with small_windows(240):
+        assert outcome(encode([1.5, [event], 0]))[1].skipped == {("stored", "self_reference"): 1}
+
+
+# Bounds
+
+
+def test_a_batch_of_too_many_events_is_refused_unread() -> None:
+    for junk in (b"\xc0", b"\x01", b"\x91\x01"):
+        count = kv_events.MAX_BATCH_EVENTS + 1
+        payload = b"\x93\x01\xdd" + struct.pack(">I", count) + junk * count + b"\x00"
+        with pytest.raises(TooManyEvents, match=r"it has 262145 events"):
+            list(batch_slices(payload))
+
+
+def test_an_event_of_too_many_blocks_is_skipped_and_the_others_stand() -> None:
+    over = kv_event_parts.MAX_EVENT_BLOCKS + 1
+    events = [["BlockStored", range_of(over), None, [5] * over, 1, None], stored(1, 2)]
+    events += [["BlockRemoved", range_of(over)]]
+    batch = decode_batch(encode([1.5, events, 0]))
+    reasons = [(each.event_type, each.reason, each.count) for each in batch.skipped]
+    assert reasons == [("stored", "too_many_blocks", 1), ("removed", "too_many_blocks", 1)]
+    assert batch.skipped[0].detail == "it has 262145 blocks"
+    assert [record.block_hashes for record in batch.events if isinstance(record, BlockStored)] == [
+        [1, 2]
+    ]
+
+
+def range_of(count: int) -> list[int]:
+    return list(range(1, count + 1))
+
+
+def test_a_block_of_too_many_tokens_is_skipped() -> None:
+    event = ["BlockStored", [1], None, [5] * 70_000, 70_000, None]
+    (skipped,) = decode_batch(encode([1.5, [event], 0])).skipped
+    assert (skipped.event_type, skipped.reason) == ("stored", "oversize_block")
+
+
+BLOCKS = 62_500  # of 16 tokens: a prompt of 1 M
+
+
+def vllm() -> list[object]:
+    hashes = [2**63 + block for block in range(BLOCKS)]
+    return [["BlockStored", hashes, None, list(range(10**6)), 16, None, "GPU", None, None]]
+
+
+def vllm_bytes_and_keys() -> list[object]:
+    hashes = [b"%032d" % block for block in range(BLOCKS)]
+    keys = [None, ["ad"]] * (BLOCKS // 2)
+    event = ["BlockStored", hashes, None, list(range(10**6)), 16, None, "GPU", "ad", keys]
+    return [[*event, 0, "full_attention", None]]
+
+
+def sglang() -> Iterator[object]:
+    for block in range(BLOCKS):
+        yield {
+            "type": "BlockStored",
+            "block_hashes": [2**62 + block],
+            "parent_block_hash": 2**62 + block - 1 if block else None,
+            "token_ids": list(range(100_000 + 16 * block, 100_016 + 16 * block)),
+            "block_size": 16,
+            "lora_id": None,
+            "medium": "GPU",
+        }
+
+
+def eagle() -> list[object]:
+    hashes = [2**63 + block for block in range(BLOCKS)]
+    pairs = [[token, token + 1] for token in range(100_000, 100_000 + 16 * BLOCKS)]
+    return [["BlockStored", hashes, None, pairs, 16, None, "GPU"]]
+
+
+@pytest.mark.parametrize("events", [vllm, vllm_bytes_and_keys, sglang, eagle])
+def test_a_prompt_of_a_million_tokens_passes(events: "type[Iterator[object]]") -> None:
+    payload = encode([1.5, list(events()), None])
+    index = KvIndex(16)
+    ingest = KvIngest(index, 1, 0)
+    for batch in slices(payload):
+        ingest.apply(batch)
+    assert (index.total_blocks, ingest.counts.skipped) == (BLOCKS, {})
+    assert ingest.counts.stored in (1, BLOCKS)
+
+
+# Bounded work
+
+
+@pytest.mark.parametrize(
+    "junk", [None, 1, [], {}, [1], ["BlockMoved"], ["BlockRemoved", [5]], "", [[[]]]], ids=repr
+)
+def test_a_slice_has_a_bounded_number_of_events(junk: object) -> None:
+    few, many = (encode([1.5, [junk] * count, 0]) for count in (10_000, 40_000))
+    assert decode_small(few) is None
+    for payload, count in ((few, 10_000), (many, 40_000)):
+        batches = slices(payload)
+        handled = [
+            sum(skipped.count for skipped in batch.skipped)
+            + sum(record.events for record in batch.events if isinstance(record, BlockRemoved))
+            for batch in batches
+        ]
+        assert max(handled) <= kv_events.SLICE_EVENTS
+        assert sum(handled) == count
+        assert len(handled) <= count // kv_events.SLICE_EVENTS + 8
+        assert all(len(batch.skipped) <= 1 for batch in batches)
+
+
+def test_a_part_of_an_event_has_a_bounded_number_of_blocks() -> None:
+    records = [record for batch in slices(encode([1.5, vllm(), 0])) for record in batch.events]
+    assert all(isinstance(record, BlockStored) for record in records)
+    stored_records = [record for record in records if isinstance(record, BlockStored)]
+    assert all(len(record.block_hashes) <= kv_event_parts.PART_BLOCKS for record in stored_records)
+    assert all(len(record.token_ids) <= kv_event_parts.PART_TOKENS for record in stored_records)
+    parts = [record.part for record in stored_records]
+    assert parts == [Part.FIRST, *[Part.MIDDLE] * (len(parts) - 2), Part.LAST]
+
+
+@given(st.binary(max_size=400), st.integers(40, 80))
+def test_any_bytes_are_slices_or_no_batch(payload: bytes, window: int) -> None:
+    with small_windows(window):
+        told = []
+        try:
+            for batch in batch_slices(payload):
+                told += [batch] if batch is not None else []
+        except NotABatch:
+            assert not told, "refused before anything was told"
