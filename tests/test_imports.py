@@ -82,7 +82,9 @@ ROOMS: dict[str, set[str]] = {
     "process": {"process", "services", "sockets", "observing", "http1", "wire", *CORE},
     # what speaks HTTP, what waits for other sockets, what users import
     "services": {"services", "observing", "http1", "wire", *CORE},
-    "sockets": {"sockets", "client", "wire", *CORE},
+    "sockets": {"sockets", "wire", *CORE},
+    "client.aio": {"client.aio", "client", "wire", *CORE},
+    "client.sync": {"client.sync", "client", "wire", *CORE},
     "client": {"client", "wire", *CORE},
     "publisher": {"wire", *CORE},
     # what only observes, what speaks HTTP/1.1 and nothing else, what travels

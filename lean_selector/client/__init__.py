@@ -12,6 +12,8 @@ except ImportError as error:
         'lean_selector.client needs httpx: pip install "lean-selector[client]"'
     ) from error
 
+from lean_selector.client.aio.router import KvPushRouter, KvRouter, Placement, TokenStream
+from lean_selector.client.aio.slot_tracker import SlotTracker
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.errors import (
     AlreadyExists,
@@ -29,10 +31,9 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     WrongBlockSize,
 )
-from lean_selector.client.router import KvPushRouter, KvRouter, Placement, TokenStream
 from lean_selector.client.router_config import KvRouterConfig
-from lean_selector.client.slot_tracker import SlotTracker, SyncSlotTracker
-from lean_selector.client.sync_router import SyncKvRouter, SyncPlacement, SyncTokenStream
+from lean_selector.client.sync.router import SyncKvRouter, SyncPlacement, SyncTokenStream
+from lean_selector.client.sync.slot_tracker import SyncSlotTracker
 from lean_selector.client.transport import Timeouts
 
 __all__ = [

@@ -131,7 +131,6 @@ def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
 
 # What opening a stream may raise; InvalidURL comes from how a worker was registered.
 OPEN_ERRORS = (httpx.HTTPError, httpx.InvalidURL)
-NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 

@@ -15,7 +15,9 @@ def modules_after(code: str, *prelude: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("server", ["server", "cli", "slot_tracker", "demo.command"])
+@pytest.mark.parametrize(
+    "server", ["process.selector", "process.slot_tracker", "cli", "demo.command"]
+)
 def test_a_server_does_not_import_the_client(server: str) -> None:
     loaded = modules_after(f"import lean_selector.{server}")
     assert not loaded & {"httpx", "httpcore", "lean_selector.client"}

@@ -1,6 +1,6 @@
-"""SyncKvRouter: the router API without an event loop; the twin of `router`, name by name.
+"""SyncKvRouter: the router API without an event loop; the twin of `aio.router`, name by name.
 
-Translates calls into flows of `routing`, which `sync_driver` runs.
+Translates calls into flows of `routing`, which `driver` runs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from lean_selector.client.reservation import Reservation
 from lean_selector.client.router_config import KvRouterConfig
 from lean_selector.client.routing import Generation, Prompt, Routing, Terms, ask
 from lean_selector.client.service_calls import Selected
-from lean_selector.client.sync_driver import SyncDriver, SyncOpened
+from lean_selector.client.sync.driver import SyncDriver, SyncOpened
 from lean_selector.client.transport import Timeouts
 
 

@@ -1,4 +1,4 @@
-"""Exchanges with one selection service or slot tracker, in both kinds.
+"""Exchanges with one selection service or slot tracker.
 
 Only carries a Call there and its answer back; what is retried, and when, is decided elsewhere.
 """
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ServiceConnection:
-    """For an event loop."""
+    """From its first exchange to close()."""
 
     def __init__(self, endpoint: str, timeouts: Timeouts) -> None:
         self._address = ServiceAddress(endpoint)
@@ -37,28 +37,3 @@ class ServiceConnection:
 
     async def close(self) -> None:
         await self._http.aclose()
-
-
-class SyncServiceConnection:
-    """The synchronous twin."""
-
-    def __init__(self, endpoint: str, timeouts: Timeouts) -> None:
-        self._address = ServiceAddress(endpoint)
-        self._timeouts = timeouts
-        transport = httpx.HTTPTransport(uds=self._address.uds, limits=SERVICE_LIMITS)
-        self._http = httpx.Client(transport=transport, trust_env=False)
-
-    def exchange(self, call: Call[T]) -> T:
-        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
-        if self._http.is_closed:
-            raise ClientClosed(f"{self._address.endpoint}: the client is closed")
-        try:
-            response = self._http.send(self._address.request(call, self._timeouts))
-            if self._address.wants_json(response):
-                response = self._http.send(self._address.request(call, self._timeouts))
-        except httpx.HTTPError as error:
-            raise self._address.lost(error) from error
-        return self._address.answer(call, response)
-
-    def close(self) -> None:
-        self._http.close()

@@ -24,7 +24,7 @@ from lean_selector.client.routing import (
     Routing,
     Step,
 )
-from lean_selector.client.service_connection import SyncServiceConnection
+from lean_selector.client.sync.service_connection import SyncServiceConnection
 from lean_selector.client.transport import (
     BOOKING_GRACE_S,
     DRAIN_S,

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from lean_selector.client import service_calls
+from lean_selector.client.aio.driver import Driver, Opened
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.completions import Chunk, Option
-from lean_selector.client.driver import Driver, Opened
 from lean_selector.client.placed import ChunkIntake, Placed
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.router_config import KvRouterConfig

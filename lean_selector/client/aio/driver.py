@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from lean_selector.client import service_calls
+from lean_selector.client.aio.service_connection import ServiceConnection
 from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import (
@@ -24,7 +25,6 @@ from lean_selector.client.routing import (
     Routing,
     Step,
 )
-from lean_selector.client.service_connection import ServiceConnection
 from lean_selector.client.transport import (
     BOOKING_GRACE_S,
     DRAIN_S,
