@@ -4,7 +4,6 @@
       BadRequest     400  the request makes no sense, whatever the state
       NotFound       404  it names something that does not exist
       Conflict       409  it clashes with what exists
-      Unprocessable  422  a value of the right syntax and the wrong shape
       Unavailable    503  no worker can take it now
         AllWorkersBusy    those that could are above their thresholds
 
@@ -34,10 +33,6 @@ class NotFound(SelectorError):
 
 class Conflict(SelectorError):
     status = 409
-
-
-class Unprocessable(SelectorError):
-    status = 422
 
 
 class Unavailable(SelectorError):

@@ -96,10 +96,6 @@ class Trackers:
         """Every tracker, in order of (model_name, tenant_id)."""
         return list(self._selected(None, None))
 
-    def all(self) -> list[Tracker]:
-        """In order of (model_name, tenant_id)."""
-        return list(self._selected(None, None))
-
     # workers ------------------------------------------------------------------------------------
 
     def register(self, row: WorkerRow) -> None:

@@ -49,7 +49,7 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
                 context,
                 config.replica,
                 trackers.lookup,
-                trackers.all,
+                trackers.in_order,
                 _nobody_waits,
                 config.reservation_expiry_s,
             )

@@ -31,11 +31,6 @@ def _packer(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"<{count}q").pack
 
 
-def pack_signed(hashes: list[int]) -> bytes:
-    """Signed 64-bit hashes as 8 bytes each; raises struct.error for one out of range."""
-    return _packer(len(hashes))(*hashes)
-
-
 def unpack_signed(hashes: bytes) -> tuple[int, ...]:
     """Hashes of 8 bytes each as the signed integers that JSON carries."""
     return struct.unpack(f"<{len(hashes) // 8}q", hashes)

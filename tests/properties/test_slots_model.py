@@ -155,7 +155,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         if known is not None:
             assert (known.active_prefill_tokens, known.active_decode_blocks) == (0, 0)
             assert not known.active_requests
-            assert not known.decaying
+            assert known.decay is None
             assert not known.block_weights.counts
 
     @rule(
@@ -289,10 +289,12 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert rank.active_decode_blocks == self.decode_blocks(key)
             assert rank.prefill_tokens_at(self.now) == self.prefill_tokens_at(key)
             timed = any(p.duration_s is not None for p in self.prefills.get(key, []))
-            assert rank.decaying is timed
+            assert (rank.decay is not None) is timed
             heard = self.heard.get(key, (0, 0))
             assert heard == (rank.active_prefill_tokens, rank.active_decode_blocks)
-        assert self.slots.decaying_ranks == sum(r.decaying for r in self.slots.ranks.values())
+        assert self.slots.decaying_ranks == sum(
+            r.decay is not None for r in self.slots.ranks.values()
+        )
 
     @invariant()
     def reservations_are_the_models(self) -> None:

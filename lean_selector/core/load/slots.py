@@ -60,11 +60,6 @@ class RankLoad:
     def active_requests(self) -> int:
         return len(self.reservations)
 
-    @property
-    def decaying(self) -> bool:
-        """True when active_prefill_tokens is not the whole truth: ask prefill_tokens_at(now)."""
-        return self.decay is not None
-
     def prefill_tokens_at(self, now: float) -> int:
         """Outstanding prefill tokens, less what the worker should have computed by now."""
         if self.decay is None:

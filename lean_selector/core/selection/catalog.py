@@ -304,7 +304,6 @@ class Catalog:
         if partition.members:
             return
         del self.partitions[key]
-        partition.closed = True
         for worker in self.matching(*key):
             if worker.reasons:
                 self._install(worker.spec)

@@ -60,7 +60,6 @@ class Partition:
         "_limits",
         "block_size",
         "busy_ranks",
-        "closed",
         "established",
         "index",
         "is_eagle",
@@ -87,18 +86,15 @@ class Partition:
         is_eagle: bool,
         index: KvIndex,
         prefill_load_scale: float = 1.0,
-        *,
-        established: bool = True,
     ) -> None:
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
         self.is_eagle = is_eagle
         self.index = index
-        self.established = established
+        self.established = True
         # Came with a recovered index: the last batch in it, by source not subscribed to since.
         self.watermarks: dict[RankKey, int] = {}
-        self.closed = False  # gone from the catalog; only requests parked here still see it
         self.order = LoadOrder(block_size, prefill_load_scale)
         self.slots = Slots(self.order.changed, index.bits)
         self.workers: dict[int, SchedulableWorker] = {}

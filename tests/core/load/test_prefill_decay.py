@@ -37,13 +37,13 @@ def test_worked_example_of_the_specification(slots: Slots, rank: RankLoad) -> No
 
 def test_without_a_duration_nothing_decays(slots: Slots, rank: RankLoad) -> None:
     book(slots, "a", 1000, None, 0.0)
-    assert not rank.decaying
+    assert rank.decay is None
     assert rank.prefill_tokens_at(100.0) == 1000
 
 
 def test_a_duration_without_tokens_means_nothing(slots: Slots, rank: RankLoad) -> None:
     book(slots, "a", 0, 4.0, 0.0)
-    assert not rank.decaying
+    assert rank.decay is None
     assert rank.prefill_tokens_at(100.0) == 0
 
 
@@ -53,7 +53,7 @@ def test_an_older_prefill_without_duration_holds_the_clock_back(
     book(slots, "old", 30, None, 0.0)
     book(slots, "empty", 0, None, 0.0)
     book(slots, "timed", 100, 10.0, 0.0)
-    assert rank.decaying
+    assert rank.decay is not None
     assert rank.prefill_tokens_at(9.0) == 130
     slots.free("old", 9.0)
     assert rank.prefill_tokens_at(9.0) == 100
@@ -98,7 +98,7 @@ def test_decay_ends_with_the_last_prefill_that_has_a_duration(slots: Slots, rank
     assert slots.decaying_ranks == 1
     slots.prefill_complete("a", 1.0)
     assert slots.decaying_ranks == 0
-    assert not rank.decaying
+    assert rank.decay is None
     assert rank.prefill_tokens_at(100.0) == 50
 
 

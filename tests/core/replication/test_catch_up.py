@@ -126,7 +126,7 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     assert (copy.rank.key, copy.prefill_tokens, copy.prefill_done) == ((7, 1), 48, False)
     assert (copy.lora_name, copy.expected_output_tokens, copy.touched_at) == ("a", 9, 5.0)
     assert here.slots.sequence_hashes_of(copy) == PROMPT
-    assert here.slots.ranks[7, 1].decaying
+    assert here.slots.ranks[7, 1].decay is not None
     assert here.published == []
 
 
