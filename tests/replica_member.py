@@ -201,7 +201,8 @@ class Member:
         self.shows(loads)
 
         def heard() -> bool:
-            request_id = f"{self.port}-hears-{next(tries)}"  # an end without a beginning is kept
+            # Unlike any other, for an end without a beginning is kept, and may be on its way still.
+            request_id = f"{self.port}-hears-{other.port}-{next(tries)}"
             other.add(request_id, 1)
             deadline = time.monotonic() + 0.2
             seen = False

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from lean_selector.core.load.slots import RankLoad, Slots
 from lean_selector.core.replication.events import EventKind, ReplicaApplier, ReplicaEvents, Verdict
+from lean_selector.core.replication.sequences import ReplicaSequences
 from lean_selector.core.trackers import Trackers
 from lean_selector.observing.metrics import Family, HistogramFamily, Sample, escaped, labels
 
@@ -40,6 +41,8 @@ class ReplicaCounts(Protocol):
     def overflows(self) -> int: ...
     @property
     def undecodable(self) -> int: ...
+    @property
+    def heard(self) -> ReplicaSequences: ...
 
     def peer_states(self) -> Sequence[PeerState]: ...
 
@@ -178,6 +181,12 @@ def replica_families(plane: Replicas | None) -> Families:
             "counter",
             "Times that a peer's send queue was found full.",
             lambda: [("", sync.overflows)],
+        ),
+        Family(
+            "lean_selector_replica_missed_events_total",
+            "counter",
+            "Events that peers of ours published and that never arrived here.",
+            lambda: [("", sync.heard.missed)],
         ),
         Family("lean_selector_replica_peers", "gauge", "Peers by connection state.", peers),
     ]

@@ -34,6 +34,10 @@ log = logging.getLogger("lean_selector.replica")
 
 Lookup = Callable[[str, str], ReplicaTarget | None]
 _SMALL_SNAPSHOT = 100  # reservations: up to a millisecond
+# Snapshots cost the loops of those who give and take them: no more than a fifth of the time.
+COST_PAUSE = 5
+# Between tries to mend what nobody could tell more of.
+MEND_PAUSE_MAX_S = 60.0
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
 
@@ -47,6 +51,16 @@ class PeerState(msgspec.Struct, frozen=True):
     retries: int  # attempts to reconnect meanwhile
 
 
+class PublisherState(msgspec.Struct, frozen=True):
+    """One replica that numbers what it publishes."""
+
+    router_id: int
+    sequence: int  # the last that was heard of
+    heard_s: float  # how long ago
+    missed: int
+    is_behind: bool  # something was missed, and not mended since
+
+
 class PlaneState(msgspec.Struct, frozen=True):
     """GET /replica_sync/peers?detail=true."""
 
@@ -55,7 +69,10 @@ class PlaneState(msgspec.Struct, frozen=True):
     published: int
     refused: int  # not published: too many waited
     queue_overflows: int  # times that the queue of a peer began to drop what is published
+    sequence: int  # the number of the last event published or refused
     received: int
+    missed: int  # published by replicas that number their events, and never arrived
+    publishers: list[PublisherState]  # those replicas
     applied: dict[str, int]  # by kind of event
     dropped: dict[str, int]  # by reason
     catch_up: dict[str, int] | msgspec.UnsetType  # how many reservations met which fate
@@ -85,6 +102,10 @@ class ReplicaPlane:
         self._catch_up_again = asyncio.Event()
         self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
         self._catching_up: asyncio.Task[None] | None = None
+        self._mending: asyncio.TimerHandle | None = None
+        self._mend_not_before = 0.0
+        self._mend_pause_s = 0.0
+        self._is_mending = False  # the catch-up that runs or will was asked for by a gap
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
         )
@@ -92,7 +113,12 @@ class ReplicaPlane:
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
         self.sync = ReplicaSync(
-            context, config.bind, config.peers, self._on_event, advertise=config.advertise
+            context,
+            config.bind,
+            config.peers,
+            self._on_event,
+            router_id=self.router_id,
+            advertise=config.advertise,
         )
         self.events = ReplicaEvents(self.router_id, self._publish)
 
@@ -109,30 +135,57 @@ class ReplicaPlane:
             )
             self._catch_up, self._fates = catch_up, catch_up.fates
             self.sync.on_connected = self._catch_up_again.set
+            self.sync.on_missed = self._mend_soon
             self._catching_up = asyncio.create_task(self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
-        """At start, and again whenever a subscription came or came back."""
+        """At start, and again whenever a subscription came or came back, or events were missed."""
+        again = self._catch_up_again
         running = CatchingUp(
             catch_up, self.sync, self._catch_up_urls, self._targets, self._on_event
         )
         from_all = False
-        began = time.monotonic()
         while True:
+            began = time.monotonic()
             try:
-                await running.run(self._catch_up_again, from_all=from_all)
+                await running.run(again, from_all=from_all, on_taken=self._plan_to_mend)
             except Exception:
                 log.exception("catch-up failed; going on with what there is")
-            if not self._catch_up_again.is_set():
+            if not again.is_set():
                 self._catch_up = None
-                await self._catch_up_again.wait()
+                await again.wait()
             from_all = True
-            await asyncio.sleep(max(0.0, began + AGAIN_S - time.monotonic()))
-            began = time.monotonic()
             self._catch_up = catch_up
-            catch_up.begin_again(time.monotonic())
+            catch_up.begin_again(time.monotonic())  # from here on what ends is noted
+            pause_s = max(AGAIN_S, COST_PAUSE * running.took_s)
+            await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+
+    def _mend_soon(self) -> None:
+        """Events were missed. Where the last try brought nothing, the next waits longer."""
+        if self._mending is None:
+            left_s = self._mend_not_before - time.monotonic()
+            self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
+
+    def _mend(self) -> None:
+        self._mending = None
+        if self.sync.heard.behind():
+            self._is_mending = True
+            self._catch_up_again.set()
+
+    def _plan_to_mend(self, mended: bool) -> None:
+        """The peers' snapshots were taken; `mended`: that closed a gap."""
+        if mended:
+            self._mend_pause_s = 0.0
+        elif self._is_mending:
+            self._mend_pause_s = min(max(AGAIN_S, 2 * self._mend_pause_s), MEND_PAUSE_MAX_S)
+        self._is_mending = False
+        self._mend_not_before = time.monotonic() + self._mend_pause_s
+        if self.sync.heard.behind():
+            self._mend_soon()
 
     async def close(self) -> None:
+        if self._mending is not None:
+            self._mending.cancel()
         if self._catching_up is not None:
             self._catching_up.cancel()
             await asyncio.gather(self._catching_up, return_exceptions=True)
@@ -166,7 +219,9 @@ class ReplicaPlane:
         return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
 
     def _snapshot(self) -> Iterator[bytes]:
-        return encode_snapshot(self.router_id, self._live_bookings(), time.monotonic)
+        # The number first: what it counts is booked, what is booked later may be in there too.
+        sequence = self.sync.sequence
+        yield from encode_snapshot(self.router_id, sequence, self._live_bookings(), time.monotonic)
 
     def _live_bookings(self) -> Iterator[LiveBooking]:
         for target in list(self._targets()):
@@ -192,7 +247,19 @@ class ReplicaPlane:
             self.sync.published,
             self.sync.refused,
             self.sync.overflows,
+            self.sync.sequence,
             self.sync.received,
+            self.sync.heard.missed,
+            [
+                PublisherState(
+                    publisher.router_id,
+                    publisher.sequence,
+                    round(now - publisher.heard_at, 3),
+                    publisher.missed,
+                    publisher.gap_at > 0,
+                )
+                for publisher in self.sync.heard.publishers()
+            ],
             {name: counts[kind][Verdict.APPLIED] for kind, name in _KIND_NAMES.items()},
             dropped,
             msgspec.UNSET

@@ -126,7 +126,7 @@ REPLICA_OPTIONS = (
         urls,
         [],
         "comma-separated HTTP URLs of other replicas: take over the live reservations of the first "
-        "that answers, at start",
+        "that answers, at start, and ask all of them when events were missed",
         metavar="URLS",
         repeats=True,
     ),

@@ -1,23 +1,29 @@
 """Runs a catch-up: fetches peers' live reservations and hands them to `core.catch_up`.
 
-At start from the first peer that has a snapshot; after a subscription came (back) from all of them,
-for each knows best what has become of the requests that it admitted itself. Waits for the
-subscriptions first, so that nothing ends unheard after a snapshot was taken. A peer that has none
-(404: a reference) is passed over. Reads and books in slices of the loop's turns, and looks on for
-ranks that are registered later, until the catch-up ends.
+At start from the first peer that has a snapshot; after a subscription came (back), or events were
+missed, from all of them, for each knows best what has become of the requests that it admitted
+itself (decision D24). Waits for the subscriptions first, so that nothing ends unheard after a
+snapshot was taken. A peer that has none (404: a reference) is passed over. Reads and books in
+slices of the loop's turns, and looks on for ranks that are registered later, until the catch-up
+ends.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
+from lean_selector.core.replication.catch_up import CatchUp, Fate, LiveBooking, ended_meanwhile
 from lean_selector.core.replication.events import ReplicaEvent, ReplicaTarget
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
-from lean_selector.sockets.replica_mesh import ReplicaSync
-from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
+from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
+from lean_selector.wire.replica_snapshot import (
+    BadSnapshot,
+    SnapshotParts,
+    decode_line,
+    split_snapshot,
+)
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -32,6 +38,8 @@ SLICE_S = 0.001
 STEPS = 16  # bookings between looks at the clock
 LOOK_AGAIN_S = 0.1
 AGAIN_S = 2.0  # at least between two: a peer that comes and goes must not cost more than that
+# Heard that recently, a replica is connected: three heartbeats.
+FOLLOWED_S = 3 * HEARTBEAT_S
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
 
@@ -52,15 +60,27 @@ class CatchingUp:
         self._urls = urls
         self._targets = targets
         self._tell = tell
+        self.took_s = 0.0  # what the last run spent on snapshots
+        self._failed = False  # a peer that might have one gave none in the last run
 
-    async def run(self, again: asyncio.Event, *, from_all: bool) -> None:
+    async def run(
+        self, again: asyncio.Event, *, from_all: bool, on_taken: Callable[[bool], None]
+    ) -> None:
         """Returns when the catch-up has ended, with everything booked or given up; or when it is
-        to begin `again`.
+        to begin `again`. `on_taken` hears when the snapshots were taken, and whether they closed a
+        gap in what was heard of the peers.
         """
         try:
             await _connected(self._sync)
             again.clear()
-            await self._take_from(self._urls, from_all)
+            began = time.monotonic()
+            mended = False
+            if from_all:
+                mended = await self._take_from_all()
+            else:
+                await self._take_from_first()
+            self.took_s = time.monotonic() - began
+            on_taken(mended)
         finally:
             self._catch_up.snapshot_is_in()
         while not again.is_set() and time.monotonic() < self._catch_up.ends_at:
@@ -78,55 +98,109 @@ class CatchingUp:
         while self._catch_up.admit_waiting(now, STEPS):
             await pause()
 
-    async def _take_from(self, urls: Sequence[str], from_all: bool) -> None:
+    async def _take_from_first(self) -> None:
+        """All that the first peer knows which has a snapshot: nothing is known here yet."""
+        async for url, asked_at, snapshot in self._snapshots():
+            live, _ = await self._read(url, asked_at, snapshot)
+            await self._take(live)
+            self._log(url, snapshot)
+            return
+        log.warning("catch-up: no peer had a snapshot; going on without")
+
+    async def _take_from_all(self) -> bool:
+        """What each says of its own requests, and what they know of those who cannot be asked.
+
+        Of a replica that answers, or that is heard without a gap, others may know less: what they
+        hold of it may be what they never heard the end of. True: a gap was closed.
+        """
+        heard = self._sync.heard
+        began = time.monotonic()
+        mended = False
+        unasked: list[LiveBooking] = []
+        answered = set()
+        async for url, asked_at, snapshot in self._snapshots():
+            router_id = snapshot.router_id
+            live, whole = await self._read(url, asked_at, snapshot)
+            await self._take(booking for booking in live if booking.router_id == router_id)
+            unasked += (booking for booking in live if booking.router_id != router_id)
+            answered.add(router_id)
+            if whole and heard.mended(router_id, snapshot.sequence):
+                mended = True
+            self._log(url, snapshot)
+        since = began - FOLLOWED_S
+        await self._take(
+            booking
+            for booking in unasked
+            if booking.router_id not in answered and not heard.is_followed(booking.router_id, since)
+        )
+        if not self._failed:  # nobody else is there to be asked
+            for publisher in heard.behind():
+                if publisher.router_id not in answered:
+                    heard.mended(publisher.router_id, publisher.sequence)
+        if not answered:
+            log.warning("catch-up: no peer had a snapshot; going on without")
+        return mended
+
+    async def _snapshots(self) -> AsyncIterator[tuple[str, float, SnapshotParts]]:
+        """Of each peer that has one: its URL, when it was asked, and the snapshot."""
         ends = time.monotonic() + TIMEOUT_S
-        taken = 0
-        for at, url in enumerate(urls):
+        self._failed = False
+        for at, url in enumerate(self._urls):
             asked_at = time.monotonic()
             left_s = ends - asked_at
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
                 fetch = PeerFetch(url, PATH, left_s, MAX_SNAPSHOT_BYTES, split_snapshot)
-                router_id, lines = await fetched(fetch, left_s, len(urls) - at)
+                snapshot = await fetched(fetch, left_s, len(self._urls) - at)
             except PeerFailed as error:
                 if error.status == 404:
                     log.info("catch-up: %s has no snapshot, as the reference; passed over", url)
                 else:
+                    self._failed = True
                     log.warning("catch-up: nothing from %s: %s", url, error)
                 continue
-            await self._take(url, lines, router_id, asked_at)
-            taken += 1
-            if not from_all:
-                return
-        if not taken:
-            log.warning("catch-up: no peer had a snapshot; going on without")
+            yield url, asked_at, snapshot
 
-    async def _take(self, url: str, lines: list[bytes], router_id: int, asked_at: float) -> None:
+    async def _read(
+        self, url: str, asked_at: float, snapshot: SnapshotParts
+    ) -> tuple[list[LiveBooking], bool]:
+        """The bookings, and whether all could be read: then what has become here meanwhile of those
+        that the peer admitted is acted on.
+        """
         fetched_at = time.monotonic()
         pause = _Pauses()
-        live = []
+        live: list[LiveBooking] = []
         problems = 0
-        for line in lines:
+        for line in snapshot.lines:
             try:
                 live.append(decode_line(line, fetched_at))
             except BadSnapshot as error:
                 problems += 1
                 if problems <= _LOGGED_PROBLEMS:
                     log.warning("catch-up: a reservation of %s skipped: %s", url, error)
-            else:
-                self._catch_up.take(live[-1], time.monotonic())
             await pause()
+        if problems:
+            return live, False  # what could not be read may be what seems to be missing
         ended = 0
-        if not problems:  # what could not be read may be what is missing
-            for event in ended_meanwhile(self._targets(), router_id, live, asked_at):
-                if event is not None:
-                    self._tell(event, time.monotonic())
-                    ended += 1
-                await pause()
+        for event in ended_meanwhile(self._targets(), snapshot.router_id, live, asked_at):
+            if event is not None:
+                self._tell(event, time.monotonic())
+                ended += 1
+            await pause()
+        if ended:
+            log.info("catch-up: %d reservations of %s had changed unheard", ended, url)
+        return live, True
+
+    async def _take(self, bookings: Iterable[LiveBooking]) -> None:
+        pause = _Pauses()
+        for booking in bookings:
+            self._catch_up.take(booking, time.monotonic())
+            await pause()
+
+    def _log(self, url: str, snapshot: SnapshotParts) -> None:
         counts = {fate.name.lower(): count for fate, count in self._catch_up.fates()}
-        text = "catch-up: %d reservations from %s: %s; %d had changed unheard"
-        log.info(text, len(lines), url, counts, ended)
+        log.info("catch-up: %d reservations at %s: %s", len(snapshot.lines), url, counts)
 
 
 class _Pauses:

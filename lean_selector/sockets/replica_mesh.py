@@ -14,6 +14,9 @@ What libzmq drops for a peer that does not read cannot be counted message by mes
 XPUB_NODROP a send that meets a full queue fails (EAGAIN), for all peers; it is then repeated
 without the option, which serves the others. From then on libzmq passes over the full queue silently
 until half of it is read, so `overflows` counts the beginnings of such losses, not what was lost.
+
+What was lost the receiver can tell: our events are numbered, and a heartbeat says every second how
+many there were, so that a loss shows also when nothing follows it (decision D24).
 """
 
 import asyncio
@@ -30,8 +33,17 @@ from zmq.utils.monitor import parse_monitor_message
 
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import ReplicaEvent, Verdict
+from lean_selector.core.replication.sequences import ReplicaSequences
 from lean_selector.sockets.endpoints import check_endpoint
-from lean_selector.wire.replica_frames import TOPIC, UndecodableFrames, decode_frames, encode_event
+from lean_selector.wire.replica_frames import (
+    HEARTBEAT_TOPIC,
+    TOPIC,
+    UndecodableFrames,
+    decode_frames,
+    decode_heartbeat,
+    encode_event,
+    encode_heartbeat,
+)
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -50,6 +62,8 @@ MAX_TURN_S = 0.001
 # Above any request body that a replica takes; a peer that sends more is cut off.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 WARN_EVERY_S = 10.0
+# A loss at the end of a burst is seen that much later; costs a message of 60 bytes.
+HEARTBEAT_S = 1.0
 
 _OPTIONS = {
     zmq.LINGER: 0,
@@ -105,8 +119,9 @@ class ReplicaSync:
     """The replica plane of one process. Must be used from the loop that it was started in.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` hears each
-    decoded event, `now` in monotonic seconds, and says what became of it. `advertise` is our own
-    endpoint as peers see it, refused as a peer. Raises ReplicaSyncError when it cannot be set up.
+    decoded event, `now` in monotonic seconds, and says what became of it. `router_id` is the sender
+    of what is published here. `advertise` is our own endpoint as peers see it, refused as a peer.
+    Raises ReplicaSyncError when it cannot be set up.
     """
 
     def __init__(
@@ -116,6 +131,7 @@ class ReplicaSync:
         peers: Iterable[str],
         on_event: Callable[[ReplicaEvent, float], Verdict],
         *,
+        router_id: int,
         advertise: str | None = None,
         high_water_mark: int = HIGH_WATER_MARK,
     ) -> None:
@@ -124,6 +140,9 @@ class ReplicaSync:
         self.refused = 0  # never sent: the outbox was full
         self.received = 0
         self.undecodable = 0
+        self.sequence = 0  # events handed over to be published, sent or refused
+        self.heard = ReplicaSequences()
+        self._router_id = router_id
         self._on_event = on_event
         self._advertise = advertise
         self._peers: dict[str, Peer] = {}
@@ -131,6 +150,7 @@ class ReplicaSync:
         self._last_lost: str | None = None
         self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
         self.on_connected: Callable[[], None] | None = None  # a subscription came, or came back
+        self.on_missed: Callable[[], None] | None = None  # `heard` has a gap more
         self._outbox: deque[ReplicaEvent] = deque()
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
@@ -183,6 +203,7 @@ class ReplicaSync:
         self._tasks = [
             asyncio.create_task(self._receive(), name="replica events"),
             asyncio.create_task(self._watch_connections(), name="replica connections"),
+            asyncio.create_task(self._beat(), name="replica heartbeat"),
         ]
         for task in self._tasks:
             task.add_done_callback(_report_end)
@@ -211,6 +232,7 @@ class ReplicaSync:
         """
         if len(self._outbox) >= MAX_OUTBOX:
             self.refused += 1
+            self.sequence += 1  # so that peers learn of it
             self._warn(time.monotonic(), "the outbox is full", _name(event))
             return
         self._outbox.append(event)
@@ -234,20 +256,33 @@ class ReplicaSync:
             self._call_soon(self._flush)
 
     def _send(self, event: ReplicaEvent) -> None:
-        payload = encode_event(event)
-        send = self._plain_pub.send
+        self.sequence += 1
+        payload = encode_event(event, self.sequence)
         try:
-            send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
+            self._plain_pub.send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:
             self._warn(time.monotonic(), "queue of a peer is full", _name(event))
             self.overflows += 1
-            self._plain_pub.setsockopt(zmq.XPUB_NODROP, 0)
-            send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
-            self._plain_pub.setsockopt(zmq.XPUB_NODROP, 1)
-        send(
-            payload, zmq.DONTWAIT
-        )  # the second frame of a message always goes where the first went
+            self._send_to_others(TOPIC)
+        # The second frame of a message always goes where the first went.
+        self._plain_pub.send(payload, zmq.DONTWAIT)
         self.published += 1
+
+    def _send_to_others(self, topic: bytes) -> None:
+        """To all peers but those whose queues are full."""
+        self._plain_pub.setsockopt(zmq.XPUB_NODROP, 0)
+        self._plain_pub.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
+        self._plain_pub.setsockopt(zmq.XPUB_NODROP, 1)
+
+    async def _beat(self) -> None:
+        """Tell again and again how many events there were: a heartbeat may be lost as they are."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                self._plain_pub.send(HEARTBEAT_TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
+            except zmq.Again:
+                self._send_to_others(HEARTBEAT_TOPIC)
+            self._plain_pub.send(encode_heartbeat(self._router_id, self.sequence), zmq.DONTWAIT)
 
     # peers --------------------------------------------------------------------------------------
 
@@ -350,6 +385,9 @@ class ReplicaSync:
                 await asyncio.sleep(0)  # awaiting a message that is there would not yield
 
     def _handle(self, frames: list[bytes], now: float) -> None:
+        if frames[0] == HEARTBEAT_TOPIC:
+            self._hear_heartbeat(frames, now)
+            return
         self.received += 1
         try:
             event = decode_frames(frames)
@@ -361,18 +399,35 @@ class ReplicaSync:
             verdict = self._on_event(event, now)
         except Exception:
             log.exception("replica event failed: %s", _name(event))
-            return
-        if verdict in _WORTH_A_WARNING:
-            self._warn(
-                now,
-                verdict.name.lower().replace("_", " "),
-                _name(event),
-            )
+        else:
+            if verdict in _WORTH_A_WARNING:
+                self._warn(now, verdict.name.lower().replace("_", " "), _name(event))
+        if event.sequence is not None and event.router_id != self._router_id:
+            missed = self.heard.event(event.router_id, event.sequence, now)
+            if missed:
+                self._tell_missed(event.router_id, missed, now)
 
-    def _warn(self, now: float, reason: str, detail: str) -> None:
+    def _hear_heartbeat(self, frames: list[bytes], now: float) -> None:
+        try:
+            beat = decode_heartbeat(frames)
+        except UndecodableFrames as error:
+            self.undecodable += 1
+            self._warn(now, "undecodable", str(error))
+            return
+        if beat.router_id != self._router_id:
+            missed = self.heard.heartbeat(beat.router_id, beat.lean_sequence, now)
+            if missed:
+                self._tell_missed(beat.router_id, missed, now)
+
+    def _tell_missed(self, router_id: int, missed: int, now: float) -> None:
+        self._warn(now, "never arrived", f"{missed} from router {router_id}", missed)
+        if self.on_missed is not None:
+            self.on_missed()
+
+    def _warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
         """At most one line per reason in WARN_EVERY_S, with how many there were since the last."""
         last, count = self._warnings.get(reason, (-WARN_EVERY_S, 0))
-        count += 1
+        count += events
         if now - last < WARN_EVERY_S:
             self._warnings[reason] = last, count
             return

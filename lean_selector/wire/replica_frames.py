@@ -3,6 +3,9 @@
 Owns the MessagePack layout of slot_tracker.md section 3.2 and the leniency and strictness of its
 section 3.4. Knows nothing of sockets, nor of what an event does. Frames go out with both names of
 the group key, as 1.3 receivers need `tenant_id` and later ones `routing_group`; either is read.
+Ours also say the how-manieth event of their sender they are (decision D24), in a key that the
+reference ignores as it does any unknown one, and so does the heartbeat, whose topic a reference
+drops for not being its own.
 
 Reading has two paths. The fast one is a typed decoder whose result is encoded again: equal bytes
 prove that there was no repeated or unknown key, nor anything else to be lenient about. All known
@@ -11,7 +14,7 @@ senders pass it. What does not pass goes to a reader that takes MessagePack apar
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 import msgspec
 
@@ -19,6 +22,7 @@ from lean_selector.core.replication.events import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import Hashes, Map, Reader, Value, turned_round
 
 TOPIC = b"dynamo.slot-tracker.v1"
+HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # subscribed to by its prefix
 
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
@@ -66,10 +70,19 @@ class _Envelope(msgspec.Struct, gc=False, kw_only=True):
     routing_group: str | msgspec.UnsetType = msgspec.UNSET
     block_size: U32
     event: _Event
+    lean_sequence: U64 | msgspec.UnsetType = msgspec.UNSET
+
+
+class Heartbeat(msgspec.Struct, gc=False):
+    """How many events a replica has published."""
+
+    router_id: U64
+    lean_sequence: U64
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 
 _NO_HASHES = msgspec.Raw(b"\x90")
 _KIND_NAME: dict[EventKind, Literal["MarkPrefillCompleted", "Free"]] = {
@@ -83,8 +96,8 @@ class UndecodableFrames(ValueError):
     """What arrived is not a replica event; the message says why."""
 
 
-def encode_event(event: ReplicaEvent) -> bytes:
-    """The second frame of an event; the first is always TOPIC."""
+def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
+    """The second frame of an event, numbered if `sequence` is given; the first is always TOPIC."""
     data: Literal["MarkPrefillCompleted", "Free"] | _AddVariant
     if event.kind is EventKind.ADD:
         hint = None
@@ -119,8 +132,24 @@ def encode_event(event: ReplicaEvent) -> bytes:
                 event.router_id,
                 event.lora_name,
             ),
+            lean_sequence=msgspec.UNSET if sequence is None else sequence,
         )
     )
+
+
+def encode_heartbeat(router_id: int, sequence: int) -> bytes:
+    """The second frame of a heartbeat; the first is HEARTBEAT_TOPIC."""
+    return _encode(Heartbeat(router_id, sequence))
+
+
+def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
+    """The heartbeat in a received message; raises UndecodableFrames."""
+    if len(frames) != 2:
+        raise UndecodableFrames(f"{len(frames)} frames instead of 2")
+    try:
+        return _decode_heartbeat(frames[1])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UndecodableFrames(f"heartbeat: {error}") from None
 
 
 def decode_frames(frames: Sequence[bytes]) -> ReplicaEvent:
@@ -143,6 +172,7 @@ def decode_event(payload: bytes) -> ReplicaEvent:
         tenant_id = envelope.routing_group
     if tenant_id is msgspec.UNSET or _encode(envelope) != payload:
         return _tolerant_event(payload)
+    sequence = None if envelope.lean_sequence is msgspec.UNSET else envelope.lean_sequence
     event = envelope.event
     data = event.data
     worker = event.worker
@@ -157,6 +187,7 @@ def decode_event(payload: bytes) -> ReplicaEvent:
             worker.dp_rank,
             event.router_id,
             event.lora_name,
+            sequence=sequence,
         )
     add = data.add
     hashes = _packed_hashes(add.token_sequence)
@@ -179,6 +210,7 @@ def decode_event(payload: bytes) -> ReplicaEvent:
         hint.initial_effective_prefill_tokens if hint is not None else None,
         duration.secs + duration.nanos / _NANOS if duration is not None else None,
         add.expected_output_tokens,
+        sequence,
     )
 
 
@@ -232,11 +264,12 @@ def _tolerant_event(payload: bytes) -> ReplicaEvent:
 
 
 def _event_from(value: Value) -> ReplicaEvent:
-    envelope = _fields(value, _ENVELOPE, also=("routing_group",))
+    envelope = _fields(value, _ENVELOPE, also=("routing_group", "lean_sequence"))
     event = _fields(envelope["event"], _EVENT)
     worker = _fields(event["worker"], _WORKER)
     kind, payload = _variant(event["data"])
     lora_name = event.get("lora_name")
+    sequence = envelope.get("lean_sequence")
     record = ReplicaEvent(
         kind,
         _string(envelope["model_name"]),
@@ -247,6 +280,7 @@ def _event_from(value: Value) -> ReplicaEvent:
         _unsigned(worker["dp_rank"], 2**32),
         _unsigned(event["router_id"]),
         None if lora_name is None else _string(lora_name),
+        sequence=sequence if _is_unsigned(sequence) else None,
     )
     if kind is not EventKind.ADD:
         return record
@@ -340,7 +374,11 @@ def _string(value: Value) -> str:
     return value
 
 
+def _is_unsigned(value: Value, bound: int = 2**64) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < bound
+
+
 def _unsigned(value: Value, bound: int = 2**64) -> int:
-    if type(value) is not int or not 0 <= value < bound:
+    if not _is_unsigned(value, bound):
         raise ValueError("not an unsigned integer in range")
     return value

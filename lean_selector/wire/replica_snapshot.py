@@ -5,7 +5,7 @@ it apart without parsing all of it at once. Ages instead of times: replicas shar
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ class _Head(msgspec.Struct):
     version: Literal[1]
     router_id: NonNegative
     reservations: list[msgspec.Raw]
+    sequence: NonNegative = 0
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -52,10 +53,13 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def encode_snapshot(
-    router_id: int, bookings: Iterable[LiveBooking], clock: Callable[[], float]
+    router_id: int, sequence: int, bookings: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """The text in parts; ages are counted by `clock`, monotonic seconds."""
-    yield b'{"version":1,"router_id":%d,"reservations":[' % router_id
+    """The text in parts; ages are counted by `clock`, monotonic seconds.
+
+    `sequence`: how many events this replica has published; what they tell must be in `bookings`.
+    """
+    yield b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
     end = b"\n"
     for booking in bookings:
         yield end + _encode(
@@ -80,16 +84,24 @@ def encode_snapshot(
     yield b"\n]}"
 
 
-def split_snapshot(text: bytes) -> tuple[int, list[bytes]]:
-    """The router id, and the lines of the reservations; raises BadSnapshot."""
+class SnapshotParts(NamedTuple):
+    """A snapshot whose reservations are still to be read."""
+
+    router_id: int
+    sequence: int  # how many events its replica had published; 0: it does not say
+    lines: list[bytes]
+
+
+def split_snapshot(text: bytes) -> SnapshotParts:
+    """Takes the text apart by lines; raises BadSnapshot."""
     head, *lines = text.rstrip().split(b"\n")
     try:
-        router_id = _decode_head(head + b"]}").router_id
+        about = _decode_head(head + b"]}")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadSnapshot(f"not a snapshot: {error}") from None
     if not lines or lines.pop() != b"]}":
         raise BadSnapshot("not a snapshot: its end is missing")
-    return router_id, lines
+    return SnapshotParts(about.router_id, about.sequence, lines)
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:

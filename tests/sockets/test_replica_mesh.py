@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 import struct
@@ -28,6 +29,7 @@ DEADLINE_S = 20.0
 EVENT = ReplicaEvent(
     EventKind.ADD, "llama", "t1", 16, "r", 7, 0, 1, None, struct.pack("<3Q", 1, 2, 3), True, 48
 )
+_ROUTER_IDS = itertools.count(1)
 ANY_PORT = "tcp://127.0.0.1:*"
 
 
@@ -46,12 +48,20 @@ class Replica:
     ) -> None:
         self.heard: list[ReplicaEvent] = []
         self.verdict = Verdict.APPLIED
-        self.sync = ReplicaSync(context, bind, [], self.hear, high_water_mark=high_water_mark)
+        self.router_id = next(_ROUTER_IDS)
+        self.sync = ReplicaSync(
+            context,
+            bind,
+            [],
+            self.hear,
+            router_id=self.router_id,
+            high_water_mark=high_water_mark,
+        )
         self.sync.start()
 
     def hear(self, event: ReplicaEvent, now: float) -> Verdict:
         assert abs(now - time.monotonic()) < DEADLINE_S
-        self.heard.append(event)
+        self.heard.append(msgspec.structs.replace(event, sequence=None))
         return self.verdict
 
     async def connect_to(self, other: "Replica") -> None:
@@ -321,7 +331,9 @@ def test_an_endpoint_that_cannot_be_a_peer_is_refused_in_the_documented_words(
 ) -> None:
     async def scenario() -> None:
         context = zmq.asyncio.Context()
-        sync = ReplicaSync(context, ANY_PORT, [], lambda *_: Verdict.OWN, advertise="tcp://me:1")
+        sync = ReplicaSync(
+            context, ANY_PORT, [], lambda *_: Verdict.OWN, router_id=1, advertise="tcp://me:1"
+        )
         with pytest.raises(BadRequest) as raised:
             sync.register_peer(endpoint)
         assert (raised.value.message, sync.peers()) == (text, [])
@@ -472,7 +484,7 @@ def test_a_peer_of_the_start_that_is_no_endpoint_is_one_clear_error() -> None:
     async def scenario() -> None:
         context = zmq.asyncio.Context()
         with pytest.raises(ReplicaSyncError) as raised:
-            ReplicaSync(context, ANY_PORT, ["b:1"], lambda *_: Verdict.OWN)
+            ReplicaSync(context, ANY_PORT, ["b:1"], lambda *_: Verdict.OWN, router_id=1)
         context.term()  # would hang if a socket had been left open
         assert str(raised.value) == (
             "invalid replica peer endpoint `b:1`: invalid ZMQ endpoint `b:1`: missing scheme"

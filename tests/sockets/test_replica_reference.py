@@ -9,7 +9,7 @@ import struct
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -57,7 +57,9 @@ class Ours:
         self.slots.add_rank(7, 1)
         self.applier = ReplicaApplier(router_id, lambda *scope: self if scope == SCOPE else None)
         self.heard: list[str] = []  # request ids
-        self.sync = ReplicaSync(context, "tcp://127.0.0.1:*", [peer], self.hear)
+        self.sync = ReplicaSync(
+            context, "tcp://127.0.0.1:*", [peer], self.hear, router_id=router_id
+        )
         self.events = ReplicaEvents(router_id, self.sync.publish)
         self.sync.start()
 
@@ -147,8 +149,13 @@ class Reference:
 
 
 @contextlib.asynccontextmanager
-async def pair(python: Path, service: str) -> AsyncIterator[tuple[Ours, Reference]]:
-    """One of ours and one reference that hear each other and know worker 7."""
+async def pair(
+    python: Path, service: str, log: IO[bytes] | None = None
+) -> AsyncIterator[tuple[Ours, Reference]]:
+    """One of ours and one reference that hear each other and know worker 7.
+
+    The reference's warnings and worse go to `log`.
+    """
     port, sync_port = free_port(), free_port()
     context = zmq.asyncio.Context()
     ours = Ours(context, f"tcp://127.0.0.1:{sync_port}")
@@ -159,7 +166,10 @@ async def pair(python: Path, service: str) -> AsyncIterator[tuple[Ours, Referenc
     }
     command = [str(python), "-m", f"dynamo.{service}", *(part for f in flags.items() for part in f)]
     process = subprocess.Popen(  # noqa: ASYNC220 - starting it does not wait
-        command, env={**os.environ, "DYN_LOG": "error"}
+        command,
+        env={**os.environ, "DYN_LOG": "error" if log is None else "warn"},
+        stdout=log,
+        stderr=log,
     )
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -248,6 +258,37 @@ def test_requests_admitted_on_either_side_load_both_and_end_on_both(
             assert counts[Verdict.OWN] == counts[Verdict.WORKER_MISMATCH] == 0
 
     uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("service", ["slot_tracker", "select_service"])
+@pytest.mark.parametrize("version", ["131", "161"])
+def test_a_reference_applies_numbered_events_and_says_nothing_of_heartbeats(
+    version: str,
+    service: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    python: Path = request.getfixturevalue(f"reference_{version}")
+    monkeypatch.setattr("lean_selector.sockets.replica_mesh.HEARTBEAT_S", 0.001)
+
+    async def scenario() -> None:
+        with (tmp_path / "log").open("wb") as log:
+            async with pair(python, service, log) as (ours, reference):
+                before = ours.sync.sequence
+                for n in range(50):
+                    ours.add(f"r{n}", n % 2)
+                    await asyncio.sleep(0.001)  # so that heartbeats come between
+
+                async def all_booked() -> bool:
+                    return await reference.loads() == [(25 * 48, 3), (25 * 48, 3)]
+
+                await until(all_booked)
+                assert ours.sync.sequence == before + 50
+
+    uvloop.run(scenario())
+    said = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in said if "Adding worker" not in line] == []
 
 
 def test_a_pipelining_1_3_peer_that_reorders_leaves_no_load_here(reference_131: Path) -> None:

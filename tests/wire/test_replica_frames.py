@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import (
+    HEARTBEAT_TOPIC,
     TOPIC,
     UndecodableFrames,
     decode_event,
     decode_frames,
+    decode_heartbeat,
     encode_event,
+    encode_heartbeat,
 )
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
@@ -104,7 +107,7 @@ def event_caused_by(version: str, case: dict[str, Any]) -> ReplicaEvent:
 
 
 @pytest.mark.parametrize(("version", "case"), CAPTURED)
-def test_what_we_publish_is_what_the_reference_published_and_the_second_group_key(
+def test_what_we_publish_is_what_the_reference_published_the_second_group_key_and_a_number(
     version: str, case: dict[str, Any]
 ) -> None:
     topic, payload = frames_of(case)
@@ -116,6 +119,8 @@ def test_what_we_publish_is_what_the_reference_published_and_the_second_group_ke
     assert ours.count(extra) == 1
     assert ours[0] == 0x85
     assert b"\x84" + ours[1:].replace(extra, b"") == payload
+    number = b"\xadlean_sequence\xcd\x03\xe8"  # the last key, where the reference has no more
+    assert encode_event(event, 1000) == b"\x86" + ours[1:] + number
 
 
 @pytest.mark.parametrize(("version", "case"), CAPTURED)
@@ -152,6 +157,42 @@ FULL = ReplicaEvent(
 
 def test_our_own_frame_reads_back_with_every_field() -> None:
     assert decode_event(encode_event(FULL)) == FULL
+
+
+def test_the_number_of_an_event_is_read_wherever_it_stands() -> None:
+    numbered = msgspec.structs.replace(FULL, sequence=2**40)
+    assert decode_event(encode_event(FULL, 2**40)) == numbered
+    short = ReplicaEvent(EventKind.FREE, "llama", "t1", 16, "req", 7, 1, 5, sequence=3)
+    assert decode_event(encode_event(short, 3)) == short
+    values = tree()
+    assert decode_event(msgspec.msgpack.encode({"lean_sequence": 2**40, **values})) == numbered
+    for no_number in (-1, "1", None, 1.0):
+        odd = msgspec.msgpack.encode({"lean_sequence": no_number, **values})
+        assert decode_event(odd) == FULL
+
+
+def test_a_heartbeat_is_printed_as_documented_and_read_back() -> None:
+    payload = encode_heartbeat(5, 1000)
+    assert payload == b"\x82\xa9router_id\x05\xadlean_sequence\xcd\x03\xe8"
+    beat = decode_heartbeat([HEARTBEAT_TOPIC, payload])
+    assert (beat.router_id, beat.lean_sequence) == (5, 1000)
+    assert HEARTBEAT_TOPIC == b"dynamo.slot-tracker.v1.lean-heartbeat"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [HEARTBEAT_TOPIC],
+        [HEARTBEAT_TOPIC, encode_heartbeat(5, 1), b""],
+        [HEARTBEAT_TOPIC, b""],
+        [HEARTBEAT_TOPIC, msgspec.msgpack.encode({"router_id": 5})],
+        [HEARTBEAT_TOPIC, msgspec.msgpack.encode({"router_id": 5, "lean_sequence": -1})],
+        [HEARTBEAT_TOPIC, b"\x81\xa2\xff\xff\x01"],
+    ],
+)
+def test_a_heartbeat_that_is_none_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(UndecodableFrames):
+        decode_heartbeat(frames)
 
 
 def test_a_long_prompt_of_full_size_hashes_reads_back() -> None:

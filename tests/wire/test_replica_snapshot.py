@@ -29,7 +29,7 @@ CLOCK = 2e6
 
 
 def text_of(bookings: list[LiveBooking]) -> bytes:
-    return b"".join(encode_snapshot(2**64 - 1, bookings, lambda: CLOCK))
+    return b"".join(encode_snapshot(2**64 - 1, 77, bookings, lambda: CLOCK))
 
 
 @given(st.lists(BOOKINGS, max_size=4))
@@ -38,8 +38,8 @@ def test_what_was_written_is_read_back(bookings: list[LiveBooking]) -> None:
     whole = json.loads(text)
     assert (whole["version"], whole["router_id"]) == (1, 2**64 - 1)
     assert len(whole["reservations"]) == len(bookings)
-    router_id, lines = split_snapshot(text)
-    assert router_id == 2**64 - 1
+    router_id, sequence, lines = split_snapshot(text)
+    assert (router_id, sequence) == (2**64 - 1, 77)
     back = [decode_line(line, CLOCK) for line in lines]
     for booking, read in zip(bookings, back, strict=True):
         assert read.touched_at == pytest.approx(booking.touched_at, abs=0.001)
@@ -49,14 +49,20 @@ def test_what_was_written_is_read_back(bookings: list[LiveBooking]) -> None:
 
 def test_a_snapshot_is_printed_as_documented() -> None:
     booking = LiveBooking("m", "t", 16, "r", 7, 0, 5, struct.pack("<2q", 1, -2), 48, None, False, 0)
-    assert b"".join(encode_snapshot(9, [booking], lambda: 1.5)) == (
-        b'{"version":1,"router_id":9,"reservations":[\n'
+    assert b"".join(encode_snapshot(9, 5, [booking], lambda: 1.5)) == (
+        b'{"version":1,"router_id":9,"sequence":5,"reservations":[\n'
         b'{"model_name":"m","tenant_id":"t","block_size":16,"request_id":"r","worker_id":7,'
         b'"dp_rank":0,"router_id":5,"age_s":1.5,"prefill_tokens":48,"prefill_done":false,'
         b'"prefill_duration_s":null,"expected_output_tokens":null,"lora_name":null,'
         b'"sequence_hashes":[1,-2]}\n]}'
     )
-    assert text_of([]) == b'{"version":1,"router_id":18446744073709551615,"reservations":[\n]}'
+    assert text_of([]) == (
+        b'{"version":1,"router_id":18446744073709551615,"sequence":77,"reservations":[\n]}'
+    )
+
+
+def test_a_snapshot_that_does_not_say_how_many_events_there_were_is_read() -> None:
+    assert split_snapshot(b'{"version":1,"router_id":9,"reservations":[\n]}') == (9, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_other_text_is_refused(text: bytes) -> None:
 )
 def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None:
     booking = LiveBooking("m", "t", 16, "r", 7, 0, 5, b"", 48, None, False, 0.0)
-    line = json.loads(split_snapshot(text_of([booking]))[1][0])
+    line = json.loads(split_snapshot(text_of([booking])).lines[0])
     assert decode_line(json.dumps(line).encode(), CLOCK).request_id == "r"
     with pytest.raises(BadSnapshot):
         decode_line(json.dumps({**line, **change}).encode(), CLOCK)

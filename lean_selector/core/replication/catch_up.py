@@ -231,14 +231,17 @@ def ended_meanwhile(
 ) -> Iterator[ReplicaEvent | None]:
     """What a replica would have told of requests that it admitted, had it been heard.
 
-    `live` is its snapshot, asked for at `asked_at`: what it does not list has ended, since whatever
-    was heard of before was admitted before. PREFILL_COMPLETE for those that are past that; None for
-    each that nothing is to be said of, so that the caller may pause.
+    `live` is its snapshot, asked for at `asked_at`: what it does not list on the same rank has
+    ended, since whatever was heard of before was admitted before. What was heard of since is left
+    alone. PREFILL_COMPLETE for those that are past that; None for each that nothing is to be said
+    of, so that the caller may pause.
     """
     listed = {_id_of(booking): booking for booking in live if booking.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):
             booking = listed.get((target.model_name, target.tenant_id, held.request_id))
+            if booking is not None and (booking.worker_id, booking.dp_rank) != held.rank.key:
+                booking = None
             if (
                 held.router_id != router_id
                 or held.touched_at >= asked_at

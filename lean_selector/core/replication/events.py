@@ -37,7 +37,9 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event on the wire. The fields after lora_name mean something for ADD only."""
+    """One event on the wire. The fields from sequence_hashes to expected_output_tokens mean
+    something for ADD only.
+    """
 
     kind: EventKind
     model_name: str
@@ -53,6 +55,7 @@ class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens: int | None = None  # None: the sender gave no hint
     prefill_duration_s: float | None = None
     expected_output_tokens: int | None = None
+    sequence: int | None = None  # as heard: its number among the sender's; a reference gives none
 
 
 class Verdict(IntEnum):

@@ -423,3 +423,82 @@ def test_a_late_replica_agrees_with_its_peers_in_the_end(seed: int, steps: int) 
     catch_up.admit_waiting(0.0, 100)
     assert set(late.slots.reservations) == set(first.slots.reservations)
     assert late.loads() == first.loads() == second.loads()
+
+
+@given(st.integers(0, 2**32), st.integers(5, 60))
+def test_a_replica_that_missed_events_agrees_after_it_asked(seed: int, steps: int) -> None:
+    """Events are lost and late; it asks now and then, the last time after it heard of all gaps."""
+    rng = random.Random(seed)
+    owner = Replica(PEER)
+    here, catch_up = starting()
+    on_the_way: list[ReplicaEvent] = []
+    live: list[str] = []
+    told = 0
+
+    def act(loss: float) -> None:
+        nonlocal told
+        here.now = owner.now = owner.now + 1.0
+        choice = rng.random()
+        if choice < 0.5 or not live:
+            live.append(f"r{told}")
+            owner.add(live[-1], rng.randrange(2))
+        elif choice < 0.7:
+            owner.complete(rng.choice(live))
+        else:
+            owner.free(live.pop(rng.randrange(len(live))))
+        on_the_way.extend(said for said in owner.published[told:] if rng.random() >= loss)
+        told = len(owner.published)
+
+    def go_on(loss: float) -> None:
+        for _ in range(rng.randrange(4)):
+            act(loss)
+            for _ in range(rng.randint(0, len(on_the_way))):
+                here.hear(on_the_way.pop(0))
+
+    def ask(loss: float) -> None:
+        catch_up.begin_again(here.now)
+        go_on(loss)
+        here.now = owner.now = owner.now + 1.0
+        asked_at, snapshot = here.now, owner.snapshot()
+        go_on(loss)
+        for said in ended_meanwhile([here], PEER, snapshot, asked_at):
+            if said is not None:
+                here.hear(said)
+            if rng.random() < 0.2:
+                go_on(loss)
+        for taken in snapshot:
+            catch_up.take(taken, here.now)
+            if rng.random() < 0.2:
+                go_on(loss)
+        catch_up.snapshot_is_in()
+
+    for _ in range(steps):
+        go_on(0.3)
+        if rng.random() < 0.1:
+            ask(0.3)
+    while on_the_way:
+        here.hear(on_the_way.pop(0))
+    go_on(0.0)
+    ask(0.0)
+    go_on(0.0)
+    while on_the_way:
+        here.hear(on_the_way.pop(0))
+    assert set(here.slots.reservations) == set(owner.slots.reservations)
+    assert here.loads() == owner.loads()
+
+
+def test_a_booking_that_was_ended_and_booked_elsewhere_unheard_moves() -> None:
+    owner = Replica(PEER)
+    here, catch_up = starting()
+    owner.add("r", 0)
+    here.hear(owner.published[0])
+    owner.free("r")
+    owner.add("r", 1)
+    here.now = 5.0
+    catch_up.begin_again(here.now)
+    for said in ended_meanwhile([here], PEER, owner.snapshot(), asked_at=5.0):
+        assert said is not None
+        here.hear(said)
+    for taken in owner.snapshot():
+        catch_up.take(taken, here.now)
+    assert here.loads() == owner.loads() == {(7, 0): (0, 0, 0), (7, 1): (48, 3, 1)}
