@@ -79,16 +79,16 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"process", "demo"},
     "demo": {"demo", "publisher", "wire", *CORE},
     # wiring
-    "process": {"process", "services", "sockets", "observing", "http1", "wire", *CORE},
+    "process": {"process", "services", "sockets", "observing", "http1", "wire", "tasks", *CORE},
     # what speaks HTTP, what waits for other sockets, what users import
     "services": {"services", "observing", "http1", "wire", *CORE},
-    "sockets": {"sockets", "wire", *CORE},
+    "sockets": {"sockets", "wire", "tasks", *CORE},
     "client.aio": {"client.aio", "client", "wire", *CORE},
     "client.sync": {"client.sync", "client", "wire", *CORE},
     "client": {"client", "wire", *CORE},
     "publisher": {"wire", *CORE},
     # what only observes, what speaks HTTP/1.1 and nothing else, what travels
-    "observing": {"observing", *CORE},
+    "observing": {"observing", "tasks", *CORE},
     "http1": {"http1"},
     "wire": {"wire", *CORE},
     # the state machines
@@ -98,6 +98,8 @@ ROOMS: dict[str, set[str]] = {
     "core.load": {"core.load", LEAVES},
     "core.index": {"core.index", LEAVES},
     LEAVES: {LEAVES},
+    # watches whatever runs beside the requests
+    "tasks": set(),
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import prometheus_client
 
+from lean_selector.tasks import failures
+
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 # Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; parked
@@ -228,6 +230,12 @@ def process_families(
             "counter",
             "Log lines that a rate limit kept back.",
             lambda: [("", suppressed_log_lines())],
+        ),
+        Family(
+            "lean_selector_task_failures_total",
+            "counter",
+            "Background tasks that failed and were begun again or ended, each with a log line.",
+            lambda: [(labels(task=task), count) for task, count in sorted(failures.items())],
         ),
     ]
 

@@ -1,0 +1,130 @@
+"""What all links of a process share: names, the work of a turn, and the bytes that may wait.
+
+Links are opened, closed and read a few per turn of the loop, however many ask at once. Bytes that
+were received and not used yet are accounted for; when all together are too many, whoever has most
+gives up its oldest.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from lean_selector.sockets.resolver import Resolver
+
+# What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a
+# second's worth at 64 MB/s, or 300 000 small batches.
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024
+# What is given up at once when that is too much, so that finding the greediest is not for each
+# message.
+_SHED_PART = 16
+# Sockets opened or closed per turn: each costs some 50 us.
+STEPS_PER_TURN = 16
+# Reading and taking apart, of all links together. Who comes later in the turn waits for the next.
+READ_SLICE_S = 0.001
+
+
+class Backlog:
+    """The bytes that one holder has waiting; `shed(bytes)` asks it to give up its oldest."""
+
+    def __init__(self, waiting: "Waiting", shed: Callable[[int], None]) -> None:
+        self.bytes = 0
+        self.shed = shed
+        self._waiting = waiting
+
+    def set(self, size: int) -> None:
+        self._waiting.change(self, size)
+
+
+class Waiting:
+    """The bytes of all backlogs of a process."""
+
+    def __init__(self, limit: int = MAX_WAITING_BYTES) -> None:
+        self.bytes = 0
+        self.limit = limit
+        self._backlogs: set[Backlog] = set()  # those that hold something
+
+    def backlog(self, shed: Callable[[int], None]) -> Backlog:
+        return Backlog(self, shed)
+
+    def change(self, backlog: Backlog, size: int) -> None:
+        if not backlog.bytes:
+            self._backlogs.add(backlog)
+        self.bytes += size - backlog.bytes
+        backlog.bytes = size
+        if not size:
+            self._backlogs.discard(backlog)
+        elif self.bytes > self.limit:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """The greediest first; one that has a single message left keeps it."""
+        goal = self.limit - self.limit // _SHED_PART
+        for backlog in sorted(self._backlogs, key=lambda each: -each.bytes):
+            if self.bytes <= goal:
+                return
+            backlog.shed(self.bytes - goal)
+
+
+class Readable(Protocol):
+    """What a turn's reading can be put off for."""
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Links:
+    """One per process. Only from the thread of its loop."""
+
+    def __init__(self, resolver: Resolver | None = None, waiting: Waiting | None = None) -> None:
+        self.resolver = resolver or Resolver()
+        self.waiting = waiting or Waiting()
+        self._steps: deque[Callable[[], None]] = deque()
+        self._is_stepping = False
+        self._read_s = 0.0  # in this turn
+        self._is_reading = False
+        self._put_off: list[Readable] = []
+
+    # opening and closing
+
+    def call(self, step: Callable[[], None]) -> None:
+        """Soon, in the order of the calls, not too many in one turn."""
+        self._steps.append(step)
+        if not self._is_stepping:
+            self._is_stepping = True
+            asyncio.get_running_loop().call_soon(self._step)
+
+    async def turn(self) -> None:
+        """Until it is the caller's turn to open a socket."""
+        mine = asyncio.get_running_loop().create_future()
+        self.call(lambda: None if mine.done() else mine.set_result(None))
+        await mine
+
+    def _step(self) -> None:
+        for _ in range(min(len(self._steps), STEPS_PER_TURN)):
+            self._steps.popleft()()
+        self._is_stepping = bool(self._steps)
+        if self._is_stepping:
+            asyncio.get_running_loop().call_soon(self._step)
+
+    # reading
+
+    def has_read(self, reader: Readable, began: float) -> None:
+        """`reader` has read since `began` (perf_counter); it is put off if the turn is used up."""
+        if not self._is_reading:
+            self._is_reading = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._read_s += time.perf_counter() - began
+        if self._read_s >= READ_SLICE_S:
+            reader.pause_reading()
+            self._put_off.append(reader)
+
+    def _next_turn(self) -> None:
+        self._is_reading = False
+        self._read_s = 0.0
+        put_off, self._put_off = self._put_off, []
+        for reader in put_off:
+            reader.resume_reading()

@@ -1,0 +1,166 @@
+"""The peers of a replica: a link to each, and their messages in bounded turns of the loop.
+
+Knows nothing of what a message means. Spec: slot_tracker.md 3.1 and 3.6.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from lean_selector.sockets.link import Link, LinkState
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.zmtp import Message, subscription
+
+log = logging.getLogger("lean_selector.replica")
+
+# Work per turn of the loop, of all peers together: HTTP waits a millisecond at most.
+MAX_EVENTS_PER_TURN = 256
+MAX_TURN_S = 0.001
+# Above any request body that a replica takes; what a peer sends beyond is cut off.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+
+class Peer(msgspec.Struct):
+    """A peer and the state of the connection to it."""
+
+    endpoint: str
+    state: str  # "connecting" or "resolving" until the first handshake, then "connected" or
+    # "disconnected"
+    since: float  # monotonic seconds of the last change of state
+    retries: int  # attempts to connect since then
+    last_error: str | None  # why there is no connection now
+
+
+class ReplicaLinks:
+    """Hears the peers that it is told of, from start() to close(). From the loop's thread only."""
+
+    def __init__(
+        self,
+        links: Links,
+        topic: bytes,
+        on_message: Callable[[Message, float], None],
+        on_connected: Callable[[], None],
+    ) -> None:
+        """`on_message(frames, now)` hears what begins with `topic`, in the order of each peer;
+        `on_connected()` that a subscription came, or came back."""
+        self._links = links
+        self._opening = subscription(topic)
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._is_started = False
+        self._peers: dict[str, Link] = {}
+        self._states: dict[str, tuple[str, float]] = {}  # and since when
+        self._ready: deque[Link] = deque()  # those with messages, each once
+        self._is_scheduled = False
+        self._ending: set[asyncio.Task[None]] = set()
+        self._dropped = 0  # of peers that are gone
+
+    def start(self) -> None:
+        """Begin to connect; call it in the running loop."""
+        self._is_started = True
+        for link in self._peers.values():
+            link.start()
+
+    async def close(self) -> None:
+        for endpoint in list(self._peers):
+            self.remove(endpoint)
+        self._ready.clear()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._peers
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def add(self, endpoint: str) -> None:
+        link = Link(
+            self._links,
+            endpoint,
+            b"SUB",
+            self._opening,
+            lambda: self._wake(link),
+            lambda: self._note(link),
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+        self._peers[endpoint] = link
+        self._states[endpoint] = "connecting", time.monotonic()
+        if self._is_started:
+            link.start()
+
+    def remove(self, endpoint: str) -> None:
+        """Nothing of this peer is heard any more."""
+        link = self._peers.pop(endpoint)
+        del self._states[endpoint]
+        self._dropped += link.dropped
+        task = link.close()
+        if task is not None:
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    @property
+    def dropped(self) -> int:
+        """Messages that nobody took, for too many waited."""
+        return self._dropped + sum(link.dropped for link in self._peers.values())
+
+    def states(self) -> list[Peer]:
+        """Sorted by endpoint."""
+        return [
+            Peer(endpoint, *self._states[endpoint], link.retries, link.error)
+            for endpoint, link in sorted(self._peers.items())
+        ]
+
+    def _note(self, link: Link) -> None:
+        """Keep a peer's state, and say when it has changed."""
+        if link.state is LinkState.CONNECTED:
+            state = "connected"
+        elif link.was_connected:
+            state = "disconnected"
+        elif link.state is LinkState.RESOLVING:
+            state = "resolving"
+        else:
+            state = "connecting"
+        endpoint = link.endpoint
+        if state == self._states[endpoint][0]:
+            return
+        self._states[endpoint] = state, time.monotonic()
+        fields = {"endpoint": endpoint, "state": state}
+        log.info("replica peer %s is %s", endpoint, state, extra=fields)
+        if state == "connected":
+            self._on_connected()
+
+    # receiving
+
+    def _wake(self, link: Link) -> None:
+        self._ready.append(link)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._ready and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """One message of each peer in turn, while the time lasts."""
+        self._is_scheduled = False
+        ready = self._ready
+        now = time.monotonic()
+        ends = now + MAX_TURN_S
+        left = MAX_EVENTS_PER_TURN
+        while ready and left and now < ends:
+            link = ready.popleft()
+            message = link.take()
+            if link.waiting:
+                ready.append(link)
+            if message is not None:
+                try:
+                    self._on_message(message, now)
+                except Exception:  # our bug; the next message is another
+                    log.exception("message of replica peer %s failed", link.endpoint)
+            left -= 1
+            now = time.monotonic()
+        self._schedule()

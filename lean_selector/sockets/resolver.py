@@ -1,0 +1,176 @@
+"""Names to addresses, off the loop: a name that hangs in DNS delays nobody but those who want it.
+
+getaddrinfo blocks for as long as its servers are silent, often 30 s. It runs in daemon threads of
+their own, which are never waited for: also not at the end of the process. A name is looked up once
+for all who ask at the same time, its answer holds for a moment, and names that hang may not take
+all threads. An address that is one already takes no thread.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+# (ip, port), (ip, port, flow, scope) of IPv6, a path of a UNIX socket
+SocketAddress = tuple[Any, ...] | bytes
+Address = tuple[int, SocketAddress]  # with its family
+LookUp = Callable[[str], list[Address]]  # blocks; port 0; raises OSError
+
+MAX_THREADS = 64
+MAX_SLOW_THREADS = 16  # of these, for names known to hang
+# A look-up that takes longer no longer keeps others from their turn.
+SLOW_S = 1.0
+# Both for answers and for failures. Names are looked up only to connect, so this decides how late
+# an engine is found that came back elsewhere; 4 096 ranks of one host still ask once.
+HOLDS_S = 5.0
+_MAX_ANSWERS = 4096  # beyond, those that are too old are dropped
+
+
+class _LookingUp(msgspec.Struct, eq=False):
+    name: str
+    done: "asyncio.Future[list[Address]]"
+    is_slow: bool
+    began: float = 0.0  # monotonic
+
+
+class _Answer(msgspec.Struct):
+    until: float  # monotonic
+    addresses: list[Address]
+    error: OSError | None
+    was_slow: bool
+
+
+def look_up(name: str) -> list[Address]:
+    """Ask the system: both families, in its order. Raises OSError."""
+    found: list[Address] = []
+    try:
+        answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise OSError("not a host name") from None
+    for family, _, _, _, address in answers:
+        if family in (socket.AF_INET, socket.AF_INET6):
+            found.append((family, address))
+    return found
+
+
+class Resolver:
+    """One per process. From the thread of the loop only."""
+
+    def __init__(self, look_up: LookUp = look_up) -> None:
+        """`look_up` is called in threads."""
+        self._look_up = look_up
+        self._answers: dict[str, _Answer] = {}
+        self._in_flight: dict[str, _LookingUp] = {}
+        self._waiting: dict[bool, deque[_LookingUp]] = {False: deque(), True: deque()}
+        self._running = {False: 0, True: 0}  # threads, by is_slow
+
+    async def resolve(self, host: str, port: int) -> list[Address]:
+        """The addresses to try, in order; never empty. Raises OSError."""
+        known = numeric(host)
+        if known is not None:
+            return [_at(port, known)]
+        addresses = await self._named(host)
+        if not addresses:
+            raise OSError("the name has no addresses")
+        return [_at(port, address) for address in addresses]
+
+    async def _named(self, name: str) -> list[Address]:
+        answer = self._answers.get(name)
+        if answer is not None and time.monotonic() < answer.until:
+            if answer.error is not None:
+                raise answer.error
+            return answer.addresses
+        looking_up = self._in_flight.get(name)
+        if looking_up is None:
+            looking_up = _LookingUp(
+                name,
+                asyncio.get_running_loop().create_future(),
+                answer is not None and answer.was_slow,
+            )
+            self._in_flight[name] = looking_up
+            self._waiting[looking_up.is_slow].append(looking_up)
+            self._start_waiting()
+        return await asyncio.shield(looking_up.done)
+
+    def _start_waiting(self) -> None:
+        """New names first: one that is known to hang can wait."""
+        for is_slow, limit in ((False, MAX_THREADS), (True, MAX_SLOW_THREADS)):
+            waiting = self._waiting[is_slow]
+            while (
+                waiting
+                and self._running[is_slow] < limit
+                and sum(self._running.values()) < MAX_THREADS
+            ):
+                self._start(waiting.popleft())
+
+    def _start(self, looking_up: _LookingUp) -> None:
+        loop = asyncio.get_running_loop()
+        looking_up.began = time.monotonic()
+        self._running[looking_up.is_slow] += 1
+
+        def run() -> None:
+            result: list[Address] | OSError
+            try:
+                result = self._look_up(looking_up.name)
+            except OSError as error:
+                result = error
+            except Exception as error:
+                result = OSError(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
+                loop.call_soon_threadsafe(self._finish, looking_up, result)
+
+        try:
+            threading.Thread(target=run, name="look-up", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self._finish(looking_up, OSError(str(error)))
+            return
+        if not looking_up.is_slow:
+            loop.call_later(SLOW_S, self._note_slow, looking_up)
+
+    def _note_slow(self, looking_up: _LookingUp) -> None:
+        if self._in_flight.get(looking_up.name) is looking_up:
+            self._running[False] -= 1
+            self._running[True] += 1
+            looking_up.is_slow = True
+            self._start_waiting()
+
+    def _finish(self, looking_up: _LookingUp, result: list[Address] | OSError) -> None:
+        del self._in_flight[looking_up.name]
+        self._running[looking_up.is_slow] -= 1
+        now = time.monotonic()
+        error = result if isinstance(result, OSError) else None
+        addresses = [] if isinstance(result, OSError) else result
+        was_slow = now - looking_up.began >= SLOW_S
+        if len(self._answers) >= _MAX_ANSWERS:
+            self._answers = {
+                name: answer for name, answer in self._answers.items() if now < answer.until
+            }
+        self._answers[looking_up.name] = _Answer(now + HOLDS_S, addresses, error, was_slow)
+        if error is None:
+            looking_up.done.set_result(addresses)
+        else:
+            looking_up.done.set_exception(error)
+            looking_up.done.exception()  # nobody may be waiting any more
+        self._start_waiting()
+
+
+def numeric(host: str) -> Address | None:
+    """The address that `host` is itself, without a look-up; None for a name."""
+    text = host[1:-1] if host.startswith("[") else host
+    try:
+        found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return None
+    family, _, _, _, address = found[0]
+    return family, address
+
+
+def _at(port: int, address: Address) -> Address:
+    family, (ip, _, *rest) = address
+    return family, (ip, port, *rest)

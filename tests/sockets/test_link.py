@@ -1,0 +1,501 @@
+"""A link against real ZMQ sockets, and against listeners that are none."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+
+from lean_selector.sockets import link as module
+from lean_selector.sockets import links as links_module
+from lean_selector.sockets import zmtp
+from lean_selector.sockets.link import Link, LinkState, check_link
+from lean_selector.sockets.links import Links, Waiting
+from lean_selector.sockets.resolver import Address, Resolver
+from lean_selector.sockets.zmtp import Message
+
+DEADLINE_S = 20.0
+MAX_BYTES = 1 << 20
+
+Story = Callable[[], Coroutine[Any, Any, None]]
+
+
+def told(story: Story) -> Callable[[], None]:
+    def test() -> None:
+        async def run() -> None:
+            await asyncio.wait_for(story(), 3 * DEADLINE_S)
+
+        uvloop.run(run())
+
+    return test
+
+
+async def until(holds: Callable[[], object], what: Callable[[], object] = str) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, what()
+        await asyncio.sleep(0.002)
+
+
+class Heard:
+    """A link and what it brought."""
+
+    def __init__(
+        self, endpoint: str, links: Links | None = None, kind: bytes = b"SUB", **options: Any
+    ) -> None:
+        self.messages: list[Message] = []
+        self.states: list[LinkState] = []
+        self.takes = True
+        opening = zmtp.subscription(b"") if kind == b"SUB" else b""
+        self.link = Link(
+            links or Links(),
+            endpoint,
+            kind,
+            options.pop("opening", opening),
+            self._on_message,
+            lambda: self.states.append(self.link.state),
+            max_message_bytes=MAX_BYTES,
+            **options,
+        )
+
+    def _on_message(self) -> None:
+        while self.takes and (message := self.link.take()) is not None:
+            self.messages.append(message)
+
+    async def __aenter__(self) -> "Heard":
+        self.link.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        task = self.link.close()
+        assert task is not None
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def publisher(endpoint: str = "tcp://127.0.0.1:*") -> AsyncIterator[zmq.asyncio.Socket]:
+    """XPUB is PUB, and shows who subscribes."""
+    context = zmq.asyncio.Context()
+    pub = context.socket(zmq.XPUB)
+    pub.setsockopt(zmq.LINGER, 0)
+    pub.setsockopt(zmq.SNDHWM, 100_000)
+    pub.setsockopt(zmq.IPV6, "[" in endpoint)
+    pub.bind(endpoint)
+    try:
+        yield pub
+    finally:
+        context.destroy(linger=0)
+
+
+def endpoint_of(pub: zmq.asyncio.Socket) -> str:
+    return pub.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def port_of(pub: zmq.asyncio.Socket) -> int:
+    return int(endpoint_of(pub).rpartition(":")[2])
+
+
+@told
+async def test_messages_of_a_publisher_arrive_in_order() -> None:
+    async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+        assert await pub.recv() == b"\x01"
+        sent = [[b"", str(n).encode(), b"p" * n] for n in range(600)]
+        for frames in sent:
+            await pub.send_multipart(frames)
+        await until(lambda: len(heard.messages) == 600)
+        assert heard.messages == sent
+        assert heard.states == [LinkState.CONNECTED]
+        assert (heard.link.waiting, heard.link.waiting_bytes, heard.link.error) == (0, 0, None)
+
+
+@told
+async def test_a_dealer_asks_a_router_and_is_answered() -> None:
+    async with publisher() as pub:
+        router = pub.context.socket(zmq.ROUTER)
+        router.bind("tcp://127.0.0.1:*")
+        question = zmtp.message(b"", b"\0" * 7 + b"\x05")
+        async with Heard(endpoint_of(router), kind=b"DEALER", opening=question, once=True) as heard:
+            identity, *rest = await router.recv_multipart()
+            assert rest == [b"", b"\0" * 7 + b"\x05"]
+            await router.send_multipart([identity, b"", b"answer"])
+            await until(lambda: heard.messages == [[b"", b"answer"]])
+
+
+@told
+async def test_the_heartbeats_of_a_peer_are_answered() -> None:
+    async with publisher() as other:
+        pub = other.context.socket(zmq.XPUB)
+        pub.setsockopt(zmq.HEARTBEAT_IVL, 20)
+        pub.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000)
+        monitor = pub.get_monitor_socket(zmq.Event.DISCONNECTED)
+        pub.bind("tcp://127.0.0.1:*")
+        async with Heard(endpoint_of(pub)) as heard:
+            answered = 0
+            feed = zmtp.Decoder._command
+
+            def counted(self: zmtp.Decoder, body: bytes) -> None:
+                nonlocal answered
+                answered += body.startswith(b"\x04PING")
+                feed(self, body)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(zmtp.Decoder, "_command", counted)
+                await until(lambda: answered > 60)  # longer than the time-out
+            assert heard.states == [LinkState.CONNECTED]
+            assert not await monitor.poll(0)
+
+
+@told
+async def test_a_publisher_that_comes_back_is_found_again() -> None:
+    async with publisher() as pub:
+        endpoint = endpoint_of(pub)
+    async with Heard(endpoint) as heard:
+        await until(lambda: heard.link.retries >= 2)
+        assert heard.link.error == "Connection refused"
+        for _ in range(2):
+            async with publisher(endpoint) as pub:
+                assert await pub.recv() == b"\x01"
+                await until(lambda: heard.link.state is LinkState.CONNECTED)
+                await pub.send(b"here")
+                await until(lambda: heard.messages == [[b"here"]])
+                heard.messages.clear()
+            await until(lambda: heard.link.state is not LinkState.CONNECTED)
+            assert heard.link.error
+
+
+def test_a_unix_socket_is_reached_too(tmp_path: Path) -> None:
+    @told
+    async def story() -> None:
+        for endpoint in (f"ipc://{tmp_path}/s", f"ipc://@lean-selector-{tmp_path.name}"):
+            async with publisher(endpoint) as pub, Heard(endpoint) as heard:
+                await pub.recv()
+                await pub.send(b"x")
+                await until(lambda: heard.messages == [[b"x"]])
+
+    story()
+
+
+def names(**addresses: list[str]) -> Resolver:
+    def look_up(name: str) -> list[Address]:
+        found: list[Address] = []
+        for ip in addresses[name]:
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            found.append((family, (ip, 0, 0, 0) if ":" in ip else (ip, 0)))
+        return found
+
+    return Resolver(look_up)
+
+
+@told
+async def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
+    """An engine listens in one family; its name often has both."""
+    async with publisher() as pub:
+        resolver = names(engine=["::1", "127.0.0.1"])
+        async with Heard(f"tcp://engine:{port_of(pub)}", Links(resolver)) as heard:
+            assert await pub.recv() == b"\x01"
+            await until(lambda: heard.link.state is LinkState.CONNECTED)
+            assert heard.states == [
+                LinkState.RESOLVING,
+                LinkState.CONNECTING,
+                LinkState.CONNECTED,
+            ]
+
+
+@told
+async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lean_selector.sockets.resolver.HOLDS_S", 0.0)
+        addresses = ["127.0.0.1"]
+        async with publisher("tcp://127.0.0.1:*") as first:
+            port = port_of(first)
+            async with Heard(f"tcp://engine:{port}", Links(names(engine=addresses))) as heard:
+                await first.recv()
+                addresses[:] = ["127.0.0.2"]  # it moves
+                async with publisher(f"tcp://127.0.0.2:{port}") as second:
+                    first.context.destroy(linger=0)
+                    assert await second.recv() == b"\x01"
+                    await second.send(b"moved")
+                    await until(lambda: heard.messages == [[b"moved"]])
+
+
+@told
+async def test_a_name_that_hangs_says_so_and_delays_no_other_link() -> None:
+
+    release = threading.Event()
+
+    def look_up(name: str) -> list[Address]:
+        assert release.wait(DEADLINE_S)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    links = Links(Resolver(look_up))
+    async with publisher() as pub, Heard("tcp://silent:1", links) as silent:
+        await until(lambda: silent.link.state is LinkState.RESOLVING)
+        async with Heard(endpoint_of(pub), links) as heard:
+            await pub.recv()
+            await pub.send(b"x")
+            await until(lambda: heard.messages == [[b"x"]])
+        assert silent.link.state is LinkState.RESOLVING
+        release.set()
+        await until(lambda: silent.link.state is LinkState.RETRYING)
+        assert silent.link.error == "Temporary failure in name resolution"
+
+
+@contextlib.asynccontextmanager
+async def listener(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
+    """Something that is not ZMQ; the list has a number for each connection that came."""
+    came: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(len(came))
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        yield f"tcp://127.0.0.1:{port}", came
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", zmtp.GREETING])
+def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    really_sleep = asyncio.sleep
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await really_sleep(0)
+
+    @told
+    async def story() -> None:
+        async with listener(answer) as (endpoint, came), Heard(endpoint) as heard:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "sleep", sleep)
+                while len(came) < 12:
+                    await really_sleep(0.001)
+            assert LinkState.CONNECTED not in heard.states
+            assert heard.link.error
+
+    story()
+    expected = [min(module.RETRY_FIRST_S * 2**n, module.RETRY_LIMIT_S) for n in range(11)]
+    for pause_s, about_s in zip(pauses, expected, strict=False):
+        assert 0.8 * about_s <= pause_s <= 1.2 * about_s
+
+
+def test_a_listener_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.05)
+
+    @told
+    async def story() -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            async with Heard(f"tcp://127.0.0.1:{silent.getsockname()[1]}") as heard:
+                await until(lambda: heard.link.retries >= 1)
+                assert heard.link.error == "it accepts connections and does not speak"
+
+    story()
+
+
+def test_a_link_that_found_no_descriptor_is_opened_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @told
+    async def story() -> None:
+        async with publisher() as pub:
+            endpoint = endpoint_of(pub)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            Links()  # everything is imported
+            with none_left(soft, hard):
+                heard = Heard(endpoint)
+                heard.link.start()
+                await until(lambda: heard.link.retries >= 1)
+                assert heard.link.error == "Too many open files"
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_exit(heard.__aexit__)
+                await pub.recv()
+                await pub.send(b"x")
+                await until(lambda: heard.messages == [[b"x"]])
+
+    story()
+
+
+@contextlib.contextmanager
+def none_left(soft: int, hard: int) -> Iterator[None]:
+    """No more descriptors, within."""
+    taken: list[socket.socket] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        while True:
+            try:
+                taken.append(socket.socket())
+            except OSError:
+                break
+        yield
+    finally:
+        for each in taken:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@told
+async def test_beyond_its_bound_a_backlog_loses_its_oldest_and_counts_them() -> None:
+    async with publisher() as pub, Heard(endpoint_of(pub), max_backlog_bytes=50_000) as heard:
+        await pub.recv()
+        heard.takes = False
+        for n in range(1000):
+            await pub.send_multipart([b"%03d" % n, bytes(744)])
+        link = heard.link
+        await until(lambda: link.waiting and link.dropped + link.waiting == 1000)
+        assert link.waiting == 50_000 // (3 + 744 + module.MESSAGE_OVERHEAD)
+        assert 0 < link.waiting_bytes <= 50_500
+        first = link.take()
+        assert first is not None
+        assert first[0] == b"%03d" % link.dropped
+        while link.take() is not None:
+            pass
+        assert link.waiting_bytes == 0
+
+
+@told
+async def test_beyond_the_bound_of_all_the_greediest_gives_way() -> None:
+    waiting = Waiting(limit=200_000)
+    links = Links(waiting=waiting)
+    async with (
+        publisher() as loud,
+        publisher() as quiet,
+        Heard(endpoint_of(loud), links) as a,
+        Heard(endpoint_of(quiet), links) as b,
+    ):
+        a.takes = b.takes = False
+        await loud.recv()
+        await quiet.recv()
+        await quiet.send(b"few")
+        await until(lambda: b.link.waiting == 1)
+        for _ in range(1000):
+            await loud.send(bytes(744))
+        await until(lambda: a.link.dropped + a.link.waiting == 1000)
+        assert a.link.dropped > 700
+        assert b.link.dropped == 0
+        assert waiting.bytes <= waiting.limit
+        assert waiting.bytes == a.link.waiting_bytes + b.link.waiting_bytes
+    assert waiting.bytes == 0  # what is closed holds nothing
+
+
+@told
+async def test_a_large_message_counts_before_it_is_whole() -> None:
+    waiting = Waiting()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        async with Heard(endpoint, Links(waiting=waiting)) as heard:
+            server.setblocking(False)
+            peer, _ = await asyncio.get_running_loop().sock_accept(server)
+            with peer:
+                part = zmtp.message(bytes(500_000))[:400_000]
+                await asyncio.get_running_loop().sock_sendall(
+                    peer, zmtp.GREETING + zmtp.ready(b"PUB") + part
+                )
+                await until(lambda: waiting.bytes >= 399_000)
+            await until(lambda: waiting.bytes == 0)  # the connection is gone, and that with it
+            assert heard.messages == []
+
+
+@told
+async def test_many_links_are_opened_a_few_per_turn() -> None:
+    """4 096 at once must not hold the loop, so what one turn opens does not grow with them."""
+    opened: list[int] = []
+    turn = 0
+
+    class Counted(Links):
+        def _step(self) -> None:
+            nonlocal turn
+            turn += 1
+            before = len(self._steps)
+            super()._step()
+            opened.append(before - len(self._steps))
+
+    async def refused(self: Link) -> None:
+        raise OSError("not now")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "_connected", refused)
+        links = Counted()
+        many = [Heard("tcp://127.0.0.1:1", links) for _ in range(400)]
+        for each in many:
+            each.link.start()
+        await until(lambda: all(each.states for each in many))
+        for each in many:
+            await each.__aexit__()
+    assert max(opened) == links_module.STEPS_PER_TURN
+
+
+@told
+async def test_reading_is_put_off_when_a_turn_is_used_up() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links_module, "READ_SLICE_S", 0.0)  # each read is one too many
+        async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+            await pub.recv()
+            for n in range(2000):
+                await pub.send(b"%d" % n)
+            await until(lambda: len(heard.messages) == 2000)
+            assert heard.messages[-1] == [b"1999"]
+
+
+@told
+async def test_nothing_arrives_after_close() -> None:
+    async with publisher() as pub:
+        heard = Heard(endpoint_of(pub))
+        heard.link.start()
+        await pub.recv()
+        heard.takes = False
+        await pub.send(b"x")
+        await until(lambda: heard.link.waiting)
+        task = heard.link.close()
+        assert heard.link.take() is None
+        assert task is not None
+        await asyncio.gather(task, return_exceptions=True)
+        assert await pub.recv() == b"\x00"  # and the other side sees it go
+        assert heard.states == [LinkState.CONNECTED]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_one"),
+    [
+        ("tcp://127.0.0.1:5", True),
+        ("tcp://[::1%lo]:5", True),
+        ("tcp://a-b.c_d:05", True),
+        ("ipc:///run/engine", True),
+        ("inproc://a", True),
+        ("tcp://*:5", False),
+        ("tcp://h:+5", False),
+        ("tcp://user@h:5", False),
+        ("tcp://é:5", False),
+        (f"ipc://{'x' * 108}", False),
+    ],
+)
+def test_what_no_one_can_connect_to_is_refused_at_once(endpoint: str, is_one: bool) -> None:
+    if is_one:
+        check_link(endpoint)
+    else:
+        with pytest.raises(ValueError, match=r"address|path"):
+            check_link(endpoint)
+
+
+@told
+async def test_what_only_a_process_of_its_own_reaches_says_so() -> None:
+    async with Heard("inproc://a") as heard:
+        await until(lambda: heard.link.error)
+        assert heard.link.error == "inproc reaches nobody outside of this process"
