@@ -26,8 +26,10 @@ from lean_selector.core.replication.events import (
 from lean_selector.process.selector_config import ReplicaConfig
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
+from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp
 from lean_selector.sockets.replica_mesh import ReplicaSync
+from lean_selector.tasks import supervise
 from lean_selector.wire.replica_snapshot import encode_snapshot
 
 log = logging.getLogger("lean_selector.replica")
@@ -48,7 +50,8 @@ class PeerState(msgspec.Struct, frozen=True):
     endpoint: str
     state: str
     since_s: float  # how long it has been so
-    retries: int  # attempts to reconnect meanwhile
+    retries: int  # attempts to connect meanwhile
+    last_error: str | None  # why there is no connection now
 
 
 class PublisherState(msgspec.Struct, frozen=True):
@@ -92,8 +95,9 @@ class ReplicaPlane:
         targets: Callable[[], Iterable[ReplicaTarget]],
         on_applied: Callable[[ReplicaEvent, float], None],
         reservation_expiry_s: float,
+        links: Links | None = None,
     ) -> None:
-        """`targets` are all partitions that `lookup` finds."""
+        """`targets` are all partitions that `lookup` finds; `links` those of the process."""
         self._lookup = lookup
         self._targets = targets
         self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
@@ -119,6 +123,7 @@ class ReplicaPlane:
             self._on_event,
             router_id=self.router_id,
             advertise=config.advertise,
+            links=links,
         )
         self.events = ReplicaEvents(self.router_id, self._publish)
 
@@ -136,7 +141,7 @@ class ReplicaPlane:
             self._catch_up, self._fates = catch_up, catch_up.fates
             self.sync.on_connected = self._catch_up_again.set
             self.sync.on_missed = self._mend_soon
-            self._catching_up = asyncio.create_task(self._run_catch_up(catch_up))
+            self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
         """At start, and again whenever a subscription came or came back, or events were missed."""
@@ -238,10 +243,17 @@ class ReplicaPlane:
             for verdict in _REASONS
         }
         dropped["undecodable"] = self.sync.undecodable
+        dropped["too_many_waiting"] = self.sync.dropped
         return PlaneState(
             self.router_id,
             [
-                PeerState(peer.endpoint, peer.state, round(now - peer.since, 3), peer.retries)
+                PeerState(
+                    peer.endpoint,
+                    peer.state,
+                    round(now - peer.since, 3),
+                    peer.retries,
+                    peer.last_error,
+                )
                 for peer in self.sync.peer_states()
             ],
             self.sync.published,

@@ -42,8 +42,10 @@ from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.observed import Observation, observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.links import Links
 from lean_selector.sockets.recovery import Recovery
 from lean_selector.sockets.replica_mesh import ReplicaSyncError
+from lean_selector.tasks import supervise
 
 log = logging.getLogger("lean_selector.server")
 
@@ -69,6 +71,7 @@ def run_selector(config: SelectorConfig) -> None:
 async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
     loop = asyncio.get_running_loop()
     context = new_zmq_context()
+    links = Links()
     subscriptions = KvSubscriptions(context)
 
     def new_index(block_size: int) -> KvIndex:
@@ -95,6 +98,7 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
                 lambda: established(selector.catalog, None, None),
                 on_applied,
                 config.router.reservation_expiry_s,
+                links,
             )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
@@ -167,11 +171,13 @@ def start_recovery(
     service.recovering = bool(peers)
 
     async def recover() -> None:
-        if peers:
-            await recovery.run()
-        service.recovering = False
+        try:
+            if peers:
+                await recovery.run()
+        finally:
+            service.recovering = False
 
-    return asyncio.create_task(recover())
+    return supervise("recovery", recover, again=False)
 
 
 def new_zmq_context() -> zmq.asyncio.Context:

@@ -1,14 +1,14 @@
-"""Replica sync on the network: one PUB bound here, one SUB connected to every peer.
+"""Replica sync on the network: one PUB bound here, and a link to the PUB of every peer.
 
-Owns the sockets, the peer list and the state of each connection (slot_tracker.md 3.1 and 3.6). Does
-not know what an event does: hands decoded events to `on_event`, and publishes those it is given.
+Owns the PUB, and the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in
+`replica_links`. Does not know what an event does: hands decoded events to `on_event`, and publishes
+those it is given.
 
-Both sockets are zmq.asyncio ones, but events leave through the PUB's own plain shadow, DONTWAIT. A
-PUB never has to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes
-and stays synchronous, and it costs a tenth of the awaitable send. What one turn of the loop brings
-is sent at its end, in the order of the calls: the answers go first, and libzmq's thread, which has
-to be woken through a pipe, is woken once. Reading does the same: the first message of a burst is
-awaited, the rest come from the shadow.
+The PUB is a zmq.asyncio one, but events leave through its own plain shadow, DONTWAIT. A PUB never
+has to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes and stays
+synchronous, and it costs a tenth of the awaitable send. What one turn of the loop brings is sent at
+its end, in the order of the calls: the answers go first, and libzmq's thread, which has to be woken
+through a pipe, is woken once.
 
 What libzmq drops for a peer that does not read cannot be counted message by message. With
 XPUB_NODROP a send that meets a full queue fails (EAGAIN), for all peers; it is then repeated
@@ -20,21 +20,28 @@ many there were, so that a loss shows also when nothing follows it (decision D24
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import msgspec
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import ReplicaEvent, Verdict
 from lean_selector.core.replication.sequences import ReplicaSequences
 from lean_selector.sockets.endpoints import check_endpoint
+from lean_selector.sockets.link import check_link
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.replica_links import (
+    MAX_EVENTS_PER_TURN,
+    MAX_MESSAGE_BYTES,
+    MAX_TURN_S,
+    Peer,
+    ReplicaLinks,
+)
+from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
     TOPIC,
@@ -47,52 +54,29 @@ from lean_selector.wire.replica_frames import (
 
 log = logging.getLogger("lean_selector.replica")
 
-# Events per peer in each direction. libzmq's 1000 loses bursts; the reference puts queues of
-# 100 000 before it. All peers' queues share a message's bytes, and the heartbeat cuts off a peer
-# that is stuck altogether after 15-20 s.
+# Events that may wait for each peer that we publish to. libzmq's 1000 loses bursts; the reference
+# puts queues of 100 000 before it. All peers' queues share a message's bytes, and the heartbeat
+# cuts off a peer that is stuck altogether after 15-20 s.
 HIGH_WATER_MARK = 100_000
 # Events that wait to be sent, as in the reference: a burst that 256 a turn cannot carry off.
 MAX_OUTBOX = 100_000
-# Replicas of one service are a handful; each peer may queue HIGH_WATER_MARK events here.
+# Replicas of one service are a handful.
 MAX_PEERS = 256
-# Work per turn of the loop, inbound and outbound, as the reference's batches: HTTP waits a
-# millisecond at most.
-MAX_EVENTS_PER_TURN = 256
-MAX_TURN_S = 0.001
-# Above any request body that a replica takes; a peer that sends more is cut off.
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 WARN_EVERY_S = 10.0
 # A loss at the end of a burst is seen that much later; costs a message of 60 bytes.
 HEARTBEAT_S = 1.0
 
 _OPTIONS = {
     zmq.LINGER: 0,
-    zmq.RECONNECT_IVL: 100,
-    zmq.RECONNECT_IVL_MAX: 5_000,
-    zmq.CONNECT_TIMEOUT: 5_000,
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 5,
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 3,
     zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
-}
-# Only on the PUB, whatever the reference does. A SUB that sends heartbeats while its queue is full
-# reads no answers, resets the connection, and on the next read libzmq aborts the process
-# ("Assertion failed: _input_stopped", libzmq issue 4767, also in 4.3.5). The keepalive above
-# finds a dead peer in 20 s, and peers' own heartbeats are answered in any case.
-_PUB_OPTIONS = {
     zmq.HEARTBEAT_IVL: 5_000,
     zmq.HEARTBEAT_TIMEOUT: 15_000,
     zmq.HEARTBEAT_TTL: 15_000,
 }
-_MONITORED = (
-    zmq.Event.HANDSHAKE_SUCCEEDED
-    | zmq.Event.DISCONNECTED
-    | zmq.Event.CONNECT_RETRIED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
 # Verdicts that speak of a configuration fault: a worker or model that one replica was not told of.
 _WORTH_A_WARNING = (
     Verdict.UNKNOWN_PARTITION,
@@ -104,15 +88,6 @@ _WORTH_A_WARNING = (
 
 class ReplicaSyncError(Exception):
     """Replica sync cannot start; the message is one clear line."""
-
-
-class Peer(msgspec.Struct):
-    """A peer and the state of the connection to it."""
-
-    endpoint: str
-    state: str  # "connecting" until the first handshake, then "connected" or "disconnected"
-    since: float  # monotonic seconds of the last change of state
-    retries: int = 0  # attempts to reconnect since then
 
 
 class ReplicaSync:
@@ -134,6 +109,7 @@ class ReplicaSync:
         router_id: int,
         advertise: str | None = None,
         high_water_mark: int = HIGH_WATER_MARK,
+        links: Links | None = None,
     ) -> None:
         self.published = 0
         self.overflows = 0
@@ -145,31 +121,21 @@ class ReplicaSync:
         self._router_id = router_id
         self._on_event = on_event
         self._advertise = advertise
-        self._peers: dict[str, Peer] = {}
-        self._resolved: dict[str, str] = {}  # libzmq's name of a peer after a reconnect -> peer
-        self._last_lost: str | None = None
+        self._links = ReplicaLinks(links or Links(), TOPIC, self._handle, self._tell_connected)
         self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
         self.on_connected: Callable[[], None] | None = None  # a subscription came, or came back
         self.on_missed: Callable[[], None] | None = None  # `heard` has a gap more
+        self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent] = deque()
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
-        self._tasks: list[asyncio.Task[None]] = []
         self._pub = context.socket(zmq.PUB)
-        self._sub = context.socket(zmq.SUB)
         self._plain_pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub.underlying)
-        self._plain_sub: zmq.Socket[bytes] = zmq.Socket.shadow(self._sub.underlying)
-        self._monitor: zmq.asyncio.Socket = self._sub.get_monitor_socket(_MONITORED)
         try:
             for option, value in _OPTIONS.items():
                 self._pub.setsockopt(option, value)
-                self._sub.setsockopt(option, value)
-            for option, value in _PUB_OPTIONS.items():
-                self._pub.setsockopt(option, value)
             self._pub.setsockopt(zmq.SNDHWM, high_water_mark)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-            self._sub.setsockopt(zmq.RCVHWM, high_water_mark)
-            self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
             self._bind(f"tcp://*:{bind}" if isinstance(bind, int) else bind)
             for peer in peers:
                 try:
@@ -179,7 +145,7 @@ class ReplicaSync:
                         f"invalid replica peer endpoint `{peer}`: {error.message}"
                     ) from None
         except BaseException:
-            self._close_sockets()
+            self._pub.close(0)
             raise
 
     def _bind(self, endpoint: str) -> None:
@@ -198,30 +164,18 @@ class ReplicaSync:
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
-        """Begin to receive; call it in the running loop."""
-        assert not self._tasks, "started twice"
-        self._tasks = [
-            asyncio.create_task(self._receive(), name="replica events"),
-            asyncio.create_task(self._watch_connections(), name="replica connections"),
-            asyncio.create_task(self._beat(), name="replica heartbeat"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(_report_end)
+        """Begin to connect and to receive; call it in the running loop."""
+        assert self._beating is None, "started twice"
+        self._links.start()
+        self._beating = supervise("replica heartbeat", self._beat)
 
     async def close(self) -> None:
         """Stop at once; what is queued for peers is dropped."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        await self._links.close()
         self._outbox.clear()
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        if not self._sub.closed:
-            self._sub.disable_monitor()
-        self._monitor.close(0)
-        self._sub.close(0)
         self._pub.close(0)
 
     # publishing ---------------------------------------------------------------------------------
@@ -295,94 +249,44 @@ class ReplicaSync:
         _check(endpoint)
         if endpoint == self._advertise:
             raise BadRequest("peer endpoint matches this replica's advertised endpoint")
-        if endpoint in self._peers:
+        if endpoint in self._links:
             return False
-        if len(self._peers) >= MAX_PEERS:
+        if len(self._links) >= MAX_PEERS:
             raise Conflict(f"no more than {MAX_PEERS} replica peers")
-        # Only for literal addresses: with it, libzmq looks names up as IPv6 first.
-        self._sub.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
         try:
-            self._sub.connect(endpoint)
-        except (zmq.ZMQError, UnicodeError):
+            check_link(endpoint)
+        except ValueError:
             raise BadRequest(f"failed to register replica peer `{endpoint}`") from None
-        self._peers[endpoint] = Peer(endpoint, "connecting", time.monotonic())
+        self._links.add(endpoint)
         log.info("replica peer registered", extra={"endpoint": endpoint})
         return True
 
     def deregister_peer(self, endpoint: str) -> bool:
         """Disconnect from a peer; False when there is no such peer. Raises BadRequest."""
         _check(endpoint)
-        if endpoint not in self._peers:
+        if endpoint not in self._links:
             return False
-        with contextlib.suppress(zmq.ZMQError):  # it may have gone by itself: ENOENT
-            self._sub.disconnect(endpoint)
-        del self._peers[endpoint]
+        self._links.remove(endpoint)
         log.info("replica peer deregistered", extra={"endpoint": endpoint})
-        self._forget_name_of(endpoint)
-        if self._last_lost == endpoint:
-            self._last_lost = None
         return True
 
     def peers(self) -> list[str]:
-        return sorted(self._peers)
+        return [peer.endpoint for peer in self.peer_states()]
 
     def peer_states(self) -> list[Peer]:
-        return [self._peers[endpoint] for endpoint in self.peers()]
+        """Sorted by endpoint."""
+        return self._links.states()
 
-    async def _watch_connections(self) -> None:
-        while True:
-            message = parse_monitor_message(await self._monitor.recv_multipart())
-            self._note(message["event"], message["endpoint"].decode(errors="replace"))
-
-    def _note(self, event: int, name: str) -> None:
-        """Keep a peer's state. `name` is its endpoint, but from the first reconnect on its address.
-
-        The retry that follows a loss at once is the first to bear that address, so a name that is
-        not known belongs to the peer that was lost last.
-        """
-        endpoint = name if name in self._peers else self._resolved.get(name)
-        if endpoint is None:
-            endpoint = self._last_lost
-            if endpoint is None:
-                return  # of a peer that was deregistered meanwhile
-            self._forget_name_of(endpoint)
-            self._resolved[name] = endpoint
-        peer = self._peers[endpoint]
-        if event == zmq.Event.CONNECT_RETRIED:
-            peer.retries += 1
-            return
-        state = "connected" if event == zmq.Event.HANDSHAKE_SUCCEEDED else "disconnected"
-        self._last_lost = endpoint if state == "disconnected" else None
-        if state != peer.state:
-            if state == "connected" and self.on_connected is not None:
-                self.on_connected()
-            peer.state, peer.since, peer.retries = state, time.monotonic(), 0
-            fields = {"endpoint": endpoint, "state": state}
-            log.info("replica peer %s is %s", endpoint, state, extra=fields)
-
-    def _forget_name_of(self, endpoint: str) -> None:
-        self._resolved = {name: peer for name, peer in self._resolved.items() if peer != endpoint}
+    def _tell_connected(self) -> None:
+        if self.on_connected is not None:
+            self.on_connected()
 
     # receiving ----------------------------------------------------------------------------------
 
-    async def _receive(self) -> None:
-        receive = self._plain_sub.recv_multipart
-        while True:
-            frames = await self._sub.recv_multipart()
-            now = time.monotonic()
-            turn_ends = now + MAX_TURN_S
-            self._handle(frames, now)
-            left = MAX_EVENTS_PER_TURN - 1
-            while left and now < turn_ends:
-                try:
-                    frames = receive(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
-                now = time.monotonic()
-                self._handle(frames, now)
-                left -= 1
-            else:
-                await asyncio.sleep(0)  # awaiting a message that is there would not yield
+    @property
+    def dropped(self) -> int:
+        """Messages received and never looked at: too many waited."""
+        return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> None:
         if frames[0] == HEARTBEAT_TOPIC:
@@ -433,12 +337,6 @@ class ReplicaSync:
             return
         self._warnings[reason] = now, 0
         log.warning("replica events dropped (%s): %d; the last: %s", reason, count, detail)
-
-
-def _report_end(task: asyncio.Task[None]) -> None:
-    """The loops never end by themselves; say so if one does, rather than fall silent."""
-    if not task.cancelled():
-        log.critical("replica sync has stopped: %s", task.get_name(), exc_info=task.exception())
 
 
 def _name(event: ReplicaEvent) -> str:

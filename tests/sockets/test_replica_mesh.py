@@ -6,6 +6,7 @@ import itertools
 import logging
 import socket
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -17,12 +18,10 @@ import zmq.asyncio
 
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import EventKind, ReplicaEvent, Verdict
-from lean_selector.sockets.replica_mesh import (
-    HIGH_WATER_MARK,
-    MAX_EVENTS_PER_TURN,
-    ReplicaSync,
-    ReplicaSyncError,
-)
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
+from lean_selector.sockets.replica_mesh import HIGH_WATER_MARK, ReplicaSync, ReplicaSyncError
+from lean_selector.sockets.resolver import Address, Resolver
 from lean_selector.wire.replica_frames import TOPIC, encode_event
 
 DEADLINE_S = 20.0
@@ -44,7 +43,11 @@ class Replica:
     """A ReplicaSync and what it heard."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, bind: int | str, high_water_mark: int = HIGH_WATER_MARK
+        self,
+        context: zmq.asyncio.Context,
+        bind: int | str,
+        high_water_mark: int = HIGH_WATER_MARK,
+        links: Links | None = None,
     ) -> None:
         self.heard: list[ReplicaEvent] = []
         self.verdict = Verdict.APPLIED
@@ -56,6 +59,7 @@ class Replica:
             self.hear,
             router_id=self.router_id,
             high_water_mark=high_water_mark,
+            links=links,
         )
         self.sync.start()
 
@@ -223,17 +227,6 @@ def test_a_fault_of_the_listener_does_not_end_the_listening(
 
     uvloop.run(scenario())
     assert "replica event failed: ADD 'r' of model='llama'" in caplog.text
-
-
-def test_a_loop_that_ends_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            a.sync._sub.close(0)
-            await until(lambda: bool(caplog.records))
-
-    uvloop.run(scenario())
-    assert "replica sync has stopped: replica events" in caplog.text
 
 
 def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count(
@@ -414,34 +407,27 @@ def test_the_state_of_a_connection_is_followed_through_a_restart_of_the_peer(hos
     uvloop.run(scenario())
 
 
-def test_news_of_a_connection_that_is_no_peers_change_nothing() -> None:
+def test_a_peer_whose_name_hangs_delays_no_other_and_says_so() -> None:
+    release = threading.Event()
+
+    def look_up(name: str) -> list[Address]:
+        assert release.wait(DEADLINE_S)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
     async def scenario() -> None:
         async with mesh() as made:
             a = made.replica()
-            a.sync.register_peer("tcp://b:1")
-            a.sync._note(zmq.Event.DISCONNECTED, "tcp://stranger:1")
-            assert a.sync.peer_states()[0].state == "connecting"
-            a.sync._note(zmq.Event.HANDSHAKE_SUCCEEDED, "tcp://b:1")
-            since = a.sync.peer_states()[0].since
-            a.sync._note(zmq.Event.HANDSHAKE_SUCCEEDED, "tcp://b:1")
-            assert a.sync.peer_states()[0].since == since
-
-    uvloop.run(scenario())
-
-
-def test_a_peer_whose_address_moves_keeps_one_name_at_a_time() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            a.sync.register_peer("tcp://b:1")
-            last = "tcp://b:1"
-            for n in range(3):
-                a.sync._note(zmq.Event.DISCONNECTED, last)
-                last = f"tcp://10.0.0.{n}:1"
-                a.sync._note(zmq.Event.CONNECT_RETRIED, last)
-                a.sync._note(zmq.Event.HANDSHAKE_SUCCEEDED, last)
-                assert a.sync.peer_states()[0].state == "connected"
-            assert a.sync._resolved == {last: "tcp://b:1"}
+            b = Replica(made.context, ANY_PORT, links=Links(Resolver(look_up)))
+            made.replicas.append(b)
+            b.sync.register_peer("tcp://silent:1")
+            await b.connect_to(a)  # hears its events
+            silent = b.sync.peer_states()[1]
+            assert (silent.endpoint, silent.state) == ("tcp://silent:1", "resolving")
+            release.set()
+            await until(lambda: b.sync.peer_states()[1].last_error is not None)
+            silent = b.sync.peer_states()[1]
+            assert silent.state == "connecting"
+            assert silent.last_error == "Temporary failure in name resolution"
 
     uvloop.run(scenario())
 
@@ -520,12 +506,10 @@ def test_close_drops_what_is_queued_for_a_peer() -> None:
     uvloop.run(scenario())
 
 
-def test_the_subscriber_sends_no_heartbeats_for_they_can_abort_the_process() -> None:
+def test_the_publisher_sends_heartbeats_so_that_a_stuck_peer_is_cut_off() -> None:
     async def scenario() -> None:
         async with mesh() as made:
-            sync = made.replica().sync
-            assert sync._sub.getsockopt(zmq.HEARTBEAT_IVL) == 0
-            assert sync._pub.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
+            assert made.replica().sync._pub.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
 
     uvloop.run(scenario())
 
