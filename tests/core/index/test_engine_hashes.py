@@ -1,0 +1,168 @@
+"""The engine's names of one rank's blocks, against a model that keeps lists."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lean_selector.core.index import engine_hashes
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
+from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
+
+# 0 stands in a row as nothing does; the others share shards, bytes and low bits.
+NAMES = [0, 1, 2, 3, 33, 65, 256, 1 << 56, 2**64 - 1, *range(100, 110)]
+names = st.sampled_from(NAMES)
+strands = st.integers(0, 3)
+
+
+def packed(of: list[int]) -> bytes:
+    return b"".join(name.to_bytes(8, "little") for name in of)
+
+
+class Names(RuleBasedStateMachine):
+    """`held` is what each place was named first; a name stands for the newest of its places."""
+
+    front_blocks = 40_000
+
+    @initialize()
+    def start(self) -> None:
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(engine_hashes, "_FRONT_BLOCKS", self.front_blocks)
+        self.hashes = EngineHashes()
+        self.held: dict[int, int] = {}
+        self.places: dict[int, list[int]] = {}
+        self.second: dict[int, int] = {}  # a second name -> its place
+        self.ends: dict[int, int] = {}  # strand -> positions that were ever named, less what is cut
+
+    def teardown(self) -> None:
+        if hasattr(self, "patched"):
+            self.patched.undo()
+
+    def place_of(self, name: int) -> int:
+        if name in self.second:
+            return self.second[name]
+        return self.places[name][-1] if self.places.get(name) else NOWHERE
+
+    def name(self, place: int, given: list[int]) -> None:
+        self.hashes.add(place, given, packed(given))
+        for at, name in enumerate(given):
+            self.second.pop(name, None)
+            self.held[place + at] = name
+            self.places.setdefault(name, []).append(place + at)
+
+    def forget(self, place: int) -> None:
+        name = self.held.pop(place)
+        self.places[name].remove(place)
+        for second in [other for other, at in self.second.items() if at == place]:
+            del self.second[second]
+
+    @rule(strand=strands, given=st.lists(names, min_size=1, max_size=9, unique=True))
+    def a_strand_grows(self, strand: int, given: list[int]) -> None:
+        end = self.ends.get(strand, 0)
+        self.name(strand << POSITION_BITS | end, given)
+        self.ends[strand] = end + len(given)
+
+    def holes(self) -> Iterator[int]:
+        for strand, end in self.ends.items():
+            for place in range(strand << POSITION_BITS, strand << POSITION_BITS | end):
+                if place not in self.held:
+                    yield place
+
+    @precondition(lambda self: any(self.holes()))
+    @rule(data=st.data(), given=st.lists(names, min_size=1, max_size=4, unique=True))
+    def a_hole_is_filled(self, data: st.DataObject, given: list[int]) -> None:
+        place = data.draw(st.sampled_from(list(self.holes())))
+        free = set(self.holes())
+        fitting = 0
+        while fitting < len(given) and place + fitting in free:
+            fitting += 1
+        self.name(place, given[:fitting])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), name=names)
+    def a_block_gets_a_second_name(self, data: st.DataObject, name: int) -> None:
+        place = data.draw(st.sampled_from(sorted(self.held)))
+        if self.held[place] == name:
+            return  # it has that one
+        self.hashes.alias(place, name)
+        for other in [other for other, at in self.second.items() if at == place]:
+            del self.second[other]
+        self.second[name] = place
+
+    @rule(given=st.lists(names, min_size=1, max_size=6))
+    def names_are_removed(self, given: list[int]) -> None:
+        gone: dict[int, int] = {}
+        for name in given:
+            place = self.place_of(name)
+            if place != NOWHERE:
+                self.forget(place)
+                strand = place >> POSITION_BITS
+                gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+        assert self.hashes.take(given) == gone
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def a_block_is_dropped(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.held)))
+        self.hashes.discard(place)
+        self.forget(place)
+
+    @rule(strand=strands)
+    def the_end_of_a_row_is_given_back(self, strand: int) -> None:
+        if strand in self.ends:
+            held = [
+                place & POSITION_MASK for place in self.held if place >> POSITION_BITS == strand
+            ]
+            end = max(held, default=-1) + 1
+            self.hashes.cut_row(strand, end)
+            self.ends[strand] = end
+            if not end:
+                del self.ends[strand]
+
+    @invariant()
+    def every_name_leads_to_its_newest_block(self) -> None:
+        if hasattr(self, "hashes"):
+            found = {name: self.hashes.find(name) for name in NAMES}
+            assert found == {name: self.place_of(name) for name in NAMES}
+
+    @invariant()
+    def every_block_tells_its_first_name(self) -> None:
+        if hasattr(self, "hashes"):
+            for place, name in self.held.items():
+                assert self.hashes.name_at(place) == name.to_bytes(8, "little")
+
+    @invariant()
+    def rows_end_where_the_last_name_is(self) -> None:
+        if not hasattr(self, "hashes"):
+            return
+        assert self.hashes.has_unnamed() is (0 in self.held.values())
+        for strand in range(4):
+            ends = [
+                (place & POSITION_MASK) + 1
+                for place, name in self.held.items()
+                if place >> POSITION_BITS == strand and name
+            ]
+            assert self.hashes.named_end(strand) == max(ends, default=0)
+
+
+class NamesInShards(Names):
+    """The same where the first dict is full after three blocks."""
+
+    front_blocks = 3
+
+
+TestNames = Names.TestCase
+TestNamesInShards = NamesInShards.TestCase
+TestNames.settings = settings(max_examples=60, stateful_step_count=30)
+TestNamesInShards.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_neighbours_that_are_removed_together_are_found_in_either_direction() -> None:
+    hashes = EngineHashes()
+    given = list(range(1, 101))
+    hashes.add(0, given, packed(given))
+    assert hashes.take(given[59::-1]) == {0: (1 << 60) - 1}
+    assert hashes.take(given[60:]) == {0: ((1 << 100) - 1) ^ ((1 << 60) - 1)}
+    assert hashes.named_end(0) == 0
