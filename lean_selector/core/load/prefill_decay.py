@@ -7,7 +7,7 @@ became the oldest. Knows nothing of blocks or of requests beyond their ids.
 """
 
 from collections import OrderedDict
-from math import ceil, floor
+from math import ceil, floor, inf
 
 import msgspec
 
@@ -61,3 +61,17 @@ class PrefillDecay:
             return total_tokens - tokens + ceil(tokens * left)
         # Not capped at the anchor's own tokens: a late anchor eats those of the others.
         return max(0, total_tokens - floor(tokens * max(0.0, elapsed_s) / duration_s))
+
+    def reaches_at(self, total_tokens: int, at_most: float) -> float:
+        """When `tokens_at` will be down to `at_most`, but for rounding; infinite when it takes more
+        than time. `at_most` is below `total_tokens` and not negative."""
+        anchor = next(iter(self._prefills.values()))
+        tokens, duration_s = anchor.tokens, anchor.duration_s
+        if duration_s is None:
+            return inf
+        wears_off = ceil(total_tokens - at_most)  # of the anchor, so that it is
+        if duration_s <= 0.0:
+            return self._anchor_since if wears_off <= tokens else inf
+        if self._untimed and wears_off > tokens:
+            return inf
+        return self._anchor_since + wears_off / tokens * duration_s

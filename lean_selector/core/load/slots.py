@@ -115,7 +115,6 @@ class Slots:
 
     __slots__ = (
         "_copies_by_touch",
-        "_heard_at",
         "_local_by_touch",
         "_trie",
         "bits",
@@ -125,6 +124,7 @@ class Slots:
         "dropped",
         "expired",
         "freed",
+        "heard_at",
         "on_load_change",
         "ranks",
         "reservations",
@@ -146,7 +146,7 @@ class Slots:
         self.booked = self.freed = self.expired = self.dropped = 0
         self.copied = 0  # copies of what peers admitted, ever
         self._trie = PromptTrie()
-        self._heard_at = 0.0
+        self.heard_at = 0.0  # the time of what was done last
         # Ordered by touch, oldest first. Two, because their limits differ; OrderedDict, because
         # taking the oldest of a plain dict steps over every hole that earlier removals left.
         self._local_by_touch: OrderedDict[str, Reservation] = OrderedDict()
@@ -233,7 +233,7 @@ class Slots:
         else:
             self.copied += 1
             self._copies_by_touch[request_id] = reservation
-        self._heard_at = now
+        self.heard_at = now
         if prefill_tokens and (prefill_duration_s is not None or rank.decay is not None):
             self._start_prefill(reservation, now)
         self._set_load(
@@ -294,7 +294,9 @@ class Slots:
         if reservation is not None:
             if reservation.router_id is None:
                 self.freed += 1
-            self._release(reservation, self._heard_at if now is None else now)
+            if now is not None:
+                self.heard_at = now
+            self._release(reservation, self.heard_at)
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
@@ -332,7 +334,7 @@ class Slots:
         The longest overdue first, so that neither kind waits behind the other. Returns them. As
         many as max_steps: call again, there may be more.
         """
-        self._heard_at = now
+        self.heard_at = now
         expired: list[Reservation] = []
         local, copies = self._local_by_touch, self._copies_by_touch
         while len(expired) < max_steps:
@@ -381,7 +383,7 @@ class Slots:
     def _touch(self, reservation: Reservation, now: float) -> None:
         by_touch = self._local_by_touch if reservation.router_id is None else self._copies_by_touch
         by_touch.move_to_end(reservation.request_id)
-        reservation.touched_at = self._heard_at = now
+        reservation.touched_at = self.heard_at = now
 
     def _release(self, reservation: Reservation, now: float) -> None:
         rank, tokens = reservation.rank, reservation.prefill_tokens

@@ -1,22 +1,33 @@
 """Requests that wait for a worker, in the order in which they may go.
 
 Order (spec selection.md 3.4): strict_priority, highest first; then the score
-max(priority_jump, 0) - arrival, highest first; then arrival. Every request is looked at in that
-order whenever capacity may have come free, so a blocked head does not hold those behind it (D11).
+max(priority_jump, 0) - arrival, highest first; then arrival. Nobody holds those behind it who may
+go elsewhere (D11). So requests that may go to the same ranks wait in one line, each line knows its
+ranks as a set, and when a rank comes free only the heads of lines that lead there are looked at.
 The queue is bounded by the connections that wait in it: each holds at most one.
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from lean_selector.core.errors import SelectorError
-from lean_selector.core.selection.records import Placement, SelectionRequest
+from lean_selector.core.load.headroom import Headroom
+from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
+
+if TYPE_CHECKING:
+    from lean_selector.core.selection.partition import SchedulableWorker
+
+# What ties a request to some of the ranks: a pin, allowed workers, required taints.
+Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
+Place = tuple[int, float, int]  # in the queue; no two are equal
 
 
 class Parked:
     """A request in the queue. `on_answer` hears once: a placement, or why there is none."""
 
-    __slots__ = ("arrived_at", "key", "on_answer", "request")
+    __slots__ = ("arrived_at", "key", "line", "on_answer", "request")
 
     def __init__(
         self,
@@ -24,32 +35,96 @@ class Parked:
         arrived_at: float,
         serial: int,
         on_answer: Callable[["Parked", Placement | SelectorError], None],
+        line: "Line",
     ) -> None:
         self.request = request
         self.arrived_at = arrived_at
         self.on_answer = on_answer
+        self.line = line
         jump = max(request.priority_jump, 0.0)
-        self.key = (-request.strict_priority, arrived_at - jump, serial)
+        self.key: Place = (-request.strict_priority, arrived_at - jump, serial)
+
+
+_place = attrgetter("key")
+
+
+class Line:
+    """The parked requests with the same ties; never empty while it is in the queue."""
+
+    __slots__ = ("items", "leads_to", "ranks", "ties")
+
+    def __init__(self, ties: Ties) -> None:
+        self.ties = ties
+        self.items: list[Parked] = []  # in order
+        self.ranks = 0  # that its requests may go to, busy or not
+        # Ranks that may let somebody go when they come free. With a pin all of its worker's: a busy
+        # rank takes the request that insists on it while the worker has another that is not.
+        self.leads_to = 0
+
+    def open_worker(self, worker: "SchedulableWorker") -> None:
+        """Takes in the ranks of a new worker that suit."""
+        pinned, allowed, required = self.ties
+        if not required <= worker.taints:
+            return
+        if pinned is not None:
+            if pinned.worker_id != worker.worker_id:
+                return
+            for load in worker.loads:
+                if load.dp_rank == pinned.dp_rank:
+                    self.ranks |= load.mask
+                    self.leads_to |= worker.mask
+        elif allowed is None or worker.worker_id in allowed:
+            self.ranks |= worker.mask
+            self.leads_to |= worker.mask
+
+    def close_worker(self, worker: "SchedulableWorker") -> None:
+        self.ranks &= ~worker.mask
+        self.leads_to &= ~worker.mask
+
+    def is_open(self, room: Headroom) -> bool:
+        """True when its requests may go now: when they have a rank below the threshold among those
+        that `scheduler.not_busy` would leave them."""
+        if self.ties[0] is None:
+            return self.ranks & room.below & room.idle != 0
+        return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
 
 
 class ParkedQueue:
     """The parked requests of one partition."""
 
-    __slots__ = ("_items", "_serial", "admitted", "isl_tokens", "waited_s")
+    __slots__ = (
+        "_lines",
+        "_serial",
+        "_size",
+        "_workers",
+        "admitted",
+        "hopeless",
+        "is_moving",
+        "isl_tokens",
+        "waited_s",
+    )
 
-    def __init__(self) -> None:
-        self._items: list[Parked] = []  # sorted by key
+    def __init__(self, workers: Mapping[int, "SchedulableWorker"]) -> None:
+        """`workers` are the partition's; of each change of them `worker_changed` must hear."""
+        self._workers = workers
+        self._lines: dict[Ties, Line] = {}
         self._serial = 0
+        self._size = 0
+        self.hopeless: set[Line] = set()  # those that lead nowhere
+        self.is_moving = False  # while requests are being let go
         self.isl_tokens = 0  # sum over the items
         self.admitted = 0  # requests that left for a worker, ever, and how long they had waited
         self.waited_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._size
+
+    def lines(self) -> Iterable[Line]:
+        return self._lines.values()
 
     def in_order(self) -> list[Parked]:
         """A copy, so that items may leave while the caller walks."""
-        return self._items.copy()
+        return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
         self,
@@ -57,17 +132,55 @@ class ParkedQueue:
         now: float,
         on_answer: Callable[[Parked, Placement | SelectorError], None],
     ) -> Parked:
+        ties = request.pinned, request.allowed_worker_ids, request.required_taints
+        line = self._lines.get(ties)
+        if line is None:
+            line = self._lines[ties] = self._new_line(ties)
         self._serial += 1
-        parked = Parked(request, now, self._serial, on_answer)
-        bisect.insort(self._items, parked, key=lambda item: item.key)
+        parked = Parked(request, now, self._serial, on_answer, line)
+        bisect.insort(line.items, parked, key=_place)
+        self._size += 1
         self.isl_tokens += request.prompt.isl_tokens
         return parked
 
+    def _new_line(self, ties: Ties) -> Line:
+        line = Line(ties)
+        pinned = ties[0]
+        if pinned is None:
+            for worker in self._workers.values():
+                line.open_worker(worker)
+        elif (only := self._workers.get(pinned.worker_id)) is not None:
+            line.open_worker(only)
+        if not line.ranks:
+            self.hopeless.add(line)
+        return line
+
     def leave(self, parked: Parked) -> bool:
         """Takes an item out; False when it has left already."""
-        at = bisect.bisect_left(self._items, parked.key, key=lambda item: item.key)
-        if at == len(self._items) or self._items[at] is not parked:
+        line = parked.line
+        if self._lines.get(line.ties) is not line:
             return False
-        del self._items[at]
+        at = bisect.bisect_left(line.items, parked.key, key=_place)
+        if at == len(line.items) or line.items[at] is not parked:
+            return False
+        del line.items[at]
+        if not line.items:
+            del self._lines[line.ties]
+            self.hopeless.discard(line)
+        self._size -= 1
         self.isl_tokens -= parked.request.prompt.isl_tokens
         return True
+
+    def worker_changed(
+        self, old: "SchedulableWorker | None", new: "SchedulableWorker | None"
+    ) -> None:
+        """A worker came, went (None), or is another than it was."""
+        for line in self._lines.values():
+            if old is not None:
+                line.close_worker(old)
+            if new is not None:
+                line.open_worker(new)
+            if line.ranks:
+                self.hopeless.discard(line)
+            else:
+                self.hopeless.add(line)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lean_selector.core.index.kv_index import KvIndex, RankKey
 from lean_selector.core.load.busy import OFF, BusyThreshold, RankLimits
+from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
 from lean_selector.core.selection.parking import ParkedQueue
@@ -27,6 +28,7 @@ class SchedulableWorker:
     __slots__ = (
         "endpoint",
         "loads",
+        "mask",
         "max_num_batched_tokens",
         "no_overlap",
         "rank_name",
@@ -42,6 +44,9 @@ class SchedulableWorker:
         self.taints = spec.taints
         self.ranks = spec.ranks
         self.loads = loads  # one per rank, in rank order
+        self.mask = 0  # the same as a set
+        for load in loads:
+            self.mask |= load.mask
         self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
         self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
@@ -53,7 +58,8 @@ class Partition:
     """State of one (model_name, tenant_id).
 
     `busy_ranks` are those above the threshold by what is booked on them. They are not in `order`,
-    so the choice by load never comes upon them, and it costs nothing while there are none.
+    so the choice by load never comes upon them, and it costs nothing while there are none. `room`
+    is there if requests may have to wait.
     """
 
     __slots__ = (
@@ -69,6 +75,7 @@ class Partition:
         "parked",
         "prefill_tokens",
         "prompt_tokens",
+        "room",
         "shed_bookings",
         "shed_selects",
         "slots",
@@ -86,6 +93,8 @@ class Partition:
         is_eagle: bool,
         index: KvIndex,
         prefill_load_scale: float = 1.0,
+        *,
+        queue_threshold: float | None = None,
     ) -> None:
         self.model_name = model_name
         self.tenant_id = tenant_id
@@ -101,7 +110,8 @@ class Partition:
         self.members: set[int] = (
             set()
         )  # ids whose record names this partition and was complete once
-        self.parked = ParkedQueue()
+        self.parked = ParkedQueue(self.workers)
+        self.room = None if queue_threshold is None else Headroom(queue_threshold)
         # Ever: of the prompts that were placed, and of them what was not cached; requests shed.
         self.prompt_tokens = self.prefill_tokens = 0
         self.shed_selects = self.shed_bookings = 0
@@ -110,11 +120,27 @@ class Partition:
         self._limits: dict[
             RankKey, RankLimits
         ] = {}  # every worker's ranks, while a threshold is set
+        self._listen()
+
+    def _listen(self) -> None:
+        """Has changes of load told to whom they concern, and to nobody else."""
+        told = self._judge if self.threshold.is_set else self.order.changed
+        room, slots = self.room, self.slots
+        if room is None:
+            slots.on_load_change = told
+            return
+        room_changed = room.changed
+
+        def tell_both(load: RankLoad) -> None:
+            told(load)
+            room_changed(load, slots.heard_at)
+
+        slots.on_load_change = tell_both
 
     def set_threshold(self, threshold: BusyThreshold) -> None:
         """What makes a rank busy, from now on; every rank is judged again."""
         self.threshold = threshold
-        self.slots.on_load_change = self._judge if threshold.is_set else self.order.changed
+        self._listen()
         self._limits = {}
         for worker in self.workers.values():
             self._limit(worker)
@@ -129,6 +155,8 @@ class Partition:
             elif load.bucket is None:
                 self.busy_ranks.discard(load.key)
                 self.order.add(load)
+            if self.room is not None:
+                self.room.put(load, worker.max_num_batched_tokens, limits, self.slots.heard_at)
 
     def _judge(self, load: RankLoad) -> None:
         """A rank's load or limits may have changed; those of no worker are not our concern."""
@@ -170,6 +198,7 @@ class Partition:
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)
         worker = self.workers[worker_id] = SchedulableWorker(spec, loads)
+        self.parked.worker_changed(old, worker)
         self._limit(worker)
         self.members.add(worker_id)
         return dropped
@@ -179,7 +208,9 @@ class Partition:
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
             del self.watermarks[rank]
         dropped: list[Reservation] = []
-        for load in self.workers.pop(worker_id).loads:
+        worker = self.workers.pop(worker_id)
+        self.parked.worker_changed(worker, None)
+        for load in worker.loads:
             dropped += self._drop_rank(load)
         return dropped
 
@@ -188,4 +219,6 @@ class Partition:
             self.order.remove(load)
         self.busy_ranks.discard(load.key)
         self._limits.pop(load.key, None)
+        if self.room is not None:
+            self.room.drop(load)
         return self.slots.remove_rank(load.worker_id, load.dp_rank)

@@ -93,12 +93,6 @@ def not_busy(partition: Partition, ranks: list[Candidate], now: float) -> list[C
     return free
 
 
-def over_threshold(candidate: Candidate, threshold: float, now: float) -> bool:
-    """True above `threshold` of what the worker batches at once, not at it."""
-    worker, load = candidate
-    return load.prefill_tokens_at(now) > threshold * worker.max_num_batched_tokens
-
-
 def place(
     partition: Partition,
     request: SelectionRequest,
@@ -120,19 +114,23 @@ def place(
 
 
 def place_by_order(
-    partition: Partition, request: SelectionRequest, rng: random.Random
+    partition: Partition,
+    request: SelectionRequest,
+    rng: random.Random,
+    among: int | None = None,
 ) -> tuple[RankLoad, Placement]:
     """What `place` does for a request that `suits_order`, without visiting every rank.
 
     Ranks fall into sets that hold equally many blocks, cached and active; within a set only load
     decides, and the partition keeps its ranks in that order. Ranks with blocks on lower tiers are
-    costed one by one. The partition has a rank.
+    costed one by one. `among` are the ranks to choose from, all that are not busy by default; there
+    is one.
     """
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size, isl, new_blocks = partition.block_size, prompt.isl_tokens, prompt.sequence_count
     matched, extended = partition.index.match_sets(prompt.local_hashes)
     active = active_prefix_sets(partition, request)
-    rest = order.everyone
+    rest = order.everyone if among is None else among
     if not (matched or active or extended):
         load = order.rank(_drawn(order.least(rest, isl, 0.0, new_blocks)[1], rng))
         worker = partition.workers[load.worker_id]
@@ -142,7 +140,7 @@ def place_by_order(
     least, tied = math.inf, list[int]()
     for key, match in extended.items():
         rank = partition.slots.ranks.get(key)
-        if rank is None or rank.bucket is None:
+        if rank is None or not rank.mask & rest:
             continue
         rest ^= rank.mask
         cost = _plain_cost(partition, request, rank, match, active)

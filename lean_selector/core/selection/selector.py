@@ -25,8 +25,10 @@ from lean_selector.core.errors import (
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.load.busy import OFF, BusyThreshold, BusyThresholds
 from lean_selector.core.load.expiry import Expiry
+from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.slots import RankLoad, Reservation
 from lean_selector.core.replication.events import republish_after_s
+from lean_selector.core.selection.admission import Admission
 from lean_selector.core.selection.catalog import (
     Catalog,
     PartitionKey,
@@ -49,7 +51,6 @@ from lean_selector.core.selection.scheduler import (
     candidates,
     check_pin,
     not_busy,
-    over_threshold,
     place,
     place_by_order,
     suits_order,
@@ -57,8 +58,8 @@ from lean_selector.core.selection.scheduler import (
 from lean_selector.core.selection.settings import RouterSettings, Terms, terms
 
 U64_MAX = 2**64 - 1
-# Load can fall with no event, and a request can be parked only because others were: whoever has
-# waited this long is looked at again by the clock. The reference does so every 60 s.
+# A request that nobody can serve is parked like others while others are, and a worker for it may
+# register meanwhile: without any event it is answered this late. The reference does so every 60 s.
 RECHECK_AFTER_S = 2.0
 
 OnAnswer = Callable[[Parked, Placement | SelectorError], None]
@@ -112,11 +113,19 @@ class Selector:
         )
         # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
         self._booked: dict[str, Partition] = {}
+        self._admission = Admission(self._place, settings.overlap_refresh_after_s)
         self._refuses_to_park: SelectorError | None = None
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
         index = self._new_index(block_size)
-        partition = Partition(*key, block_size, is_eagle, index, self.terms.scale)
+        partition = Partition(
+            *key,
+            block_size,
+            is_eagle,
+            index,
+            self.terms.scale,
+            queue_threshold=self.settings.queue_threshold,
+        )
         partition.set_threshold(self._thresholds.of(key))
         return partition
 
@@ -207,20 +216,51 @@ class Selector:
         Answers at once, or parks the request and answers through `on_answer` later. Raises
         SelectorError; then nothing has changed.
         """
-        threshold = self.settings.queue_threshold
-        if threshold is None:
+        room, parked = partition.room, partition.parked
+        if room is None:
             return self.select_now(partition, request, now)
-        ranks = self._free_candidates(partition, request, now)
-        if len(partition.parked) or (
-            ranks and all(over_threshold(rank, threshold, now) for rank in ranks)
-        ):
-            if self._refuses_to_park is not None:
-                raise self._refuses_to_park
-            request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
-            request.matches = partition.index.match(request.prompt.local_hashes)
-            return partition.parked.park(request, now, on_answer)
-        matches = partition.index.match(request.prompt.local_hashes)
-        return self._place(partition, request, ranks, matches, now)
+        if len(parked):
+            self._admission.admit_next(partition, now)  # what wore off is theirs who waited for it
+        # Whoever passes others gives no more load to what they wait for.
+        passes = len(parked) > 0
+        if suits_order(partition, request, self.terms):
+            if room.free and not (passes and parked.is_moving):
+                among = room.free if passes else None
+                chosen = place_by_order(partition, request, self._rng, among)
+                return self._taken(partition, request, chosen, now)
+        else:
+            room.advance(now)
+            if not room.free and room.idle and request.takes_any_rank():
+                return self._park(partition, room, request, now, on_answer)
+            ranks = self._free_candidates(partition, request, now)
+            if passes:
+                ranks = [rank for rank in ranks if rank[1].mask & room.below]
+                is_next = bool(ranks) and not parked.is_moving
+            else:  # when nobody can serve it, it is told so
+                is_next = not ranks or any(rank[1].mask & room.below for rank in ranks)
+            if is_next:
+                matches = partition.index.match(request.prompt.local_hashes)
+                return self._place(partition, request, ranks, matches, now)
+        return self._park(partition, room, request, now, on_answer)
+
+    def _park(
+        self,
+        partition: Partition,
+        room: Headroom,
+        request: SelectionRequest,
+        now: float,
+        on_answer: OnAnswer,
+    ) -> Parked:
+        if self._refuses_to_park is not None:
+            raise self._refuses_to_park
+        request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
+        request.matches = partition.index.match(request.prompt.local_hashes)
+        if not len(partition.parked):
+            room.came_free = 0  # nobody waited for it
+        parked = partition.parked.park(request, now, on_answer)
+        if partition.parked.is_moving:  # it came between those who are let go: it may be next
+            room.came_free |= parked.line.leads_to
+        return parked
 
     @property
     def parks(self) -> bool:
@@ -294,48 +334,17 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """Looks again at those who have waited for RECHECK_AFTER_S: call it about every second."""
-        for partition in list(self.catalog.partitions.values()):
-            self.admit_parked(partition, now, RECHECK_AFTER_S)
+        """For those whom no event lets go: call it about every second.
 
-    def admit_parked(self, partition: Partition, now: float, waited_s: float = 0.0) -> None:
-        """Looks at every parked request again, in order, after something may have come free.
-
-        A request that nobody can serve any more is told so. Those who came less than `waited_s`
-        ago are left where they are.
+        Load can wear off, and who came when nobody could serve him but others waited is told so
+        after RECHECK_AFTER_S.
         """
-        threshold = self.settings.queue_threshold
-        if threshold is None or not len(partition.parked):
-            return
-        refresh_after = self.settings.overlap_refresh_after_s
-        is_full = False  # every rank is known to be over the threshold
-        for parked in partition.parked.in_order():
-            request = parked.request
-            waited = now - parked.arrived_at
-            if waited < waited_s or (is_full and request.takes_any_rank()):
-                continue
-            try:
-                ranks = not_busy(partition, candidates(partition, request), now)
-            except AllWorkersBusy:
-                is_full = is_full or request.takes_any_rank()
-                continue  # it was let in, so it waits
-            free = [rank for rank in ranks if not over_threshold(rank, threshold, now)]
-            if ranks and not free:
-                is_full = is_full or request.takes_any_rank()
-                continue
-            if not partition.parked.leave(parked):
-                continue  # answered by what an earlier answer set off
-            matches = request.matches
-            if refresh_after is not None and waited >= refresh_after:
-                matches = partition.index.match(request.prompt.local_hashes)
-            answer: Placement | SelectorError
-            try:
-                answer = self._place(partition, request, ranks, matches, now)
-                partition.parked.admitted += 1
-                partition.parked.waited_s += waited
-            except SelectorError as error:
-                answer = error
-            parked.on_answer(parked, answer)
+        for partition in list(self.catalog.partitions.values()):
+            self._admission.admit(partition, now, RECHECK_AFTER_S)
+
+    def admit_parked(self, partition: Partition, now: float) -> None:
+        """Something may have come free: lets those go who waited for it."""
+        self._admission.admit(partition, now)
 
     def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
         """The client of a parked request is gone: it leaves the queue, and so its count (D11)."""
@@ -482,6 +491,8 @@ class Selector:
             reservation = partition.slots.output_block(reservation_id, now, decay_fraction)
             assert reservation is not None
             self._keep_alive(partition, reservation, now)
+            if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free
+                self.admit_parked(partition, now)
 
     def _keep_alive(self, partition: Partition, reservation: Reservation, now: float) -> None:
         """Peers do not hear of what just touched it: say now and then that it lives (D12)."""

@@ -35,7 +35,7 @@ arrivals = st.lists(
 def test_order_is_priority_then_score_then_arrival(
     arrivals: list[tuple[int, int, int, int]], leave: random.Random
 ) -> None:
-    queue = ParkedQueue()
+    queue = ParkedQueue({})
     now, expected, items = 0.0, [], []
     for serial, (strict, jump, wait, isl_tokens) in enumerate(arrivals):
         now += wait
@@ -59,14 +59,14 @@ def test_order_is_priority_then_score_then_arrival(
 
 
 def test_who_walks_the_queue_may_take_items_out_of_it() -> None:
-    queue = ParkedQueue()
+    queue = ParkedQueue({})
     for _ in range(3):
         queue.park(request(), 0.0, never)
     assert [queue.leave(parked) for parked in queue.in_order()] == [True] * 3
 
 
 def test_an_item_of_another_queue_is_not_taken_for_ones_own() -> None:
-    one, other = ParkedQueue(), ParkedQueue()
+    one, other = ParkedQueue({}), ParkedQueue({})
     foreign = other.park(request(), 0.0, never)
     one.park(request(), 0.0, never)
     assert not one.leave(foreign)

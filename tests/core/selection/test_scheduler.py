@@ -17,7 +17,6 @@ from lean_selector.core.selection.scheduler import (
     candidates,
     check_pin,
     effective_prefill_tokens,
-    over_threshold,
     place,
 )
 from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
@@ -267,17 +266,6 @@ def test_who_is_eligible(
 def test_a_pin_that_is_not_allowed_is_refused(fleet: DrivenSelector) -> None:
     with pytest.raises(BadRequest, match="pinned worker 1 is not in allowed worker set"):
         check_pin(fleet.request([], 4, pin=(1, 0), allowed={2}))
-
-
-def test_a_rank_is_over_the_threshold_above_it_only(fleet: DrivenSelector) -> None:
-    fleet.register(3, max_num_batched_tokens=8)
-    fleet.reserve("r", (3, 0), prefill=16)
-    (candidate,) = candidates(fleet.partition, fleet.request([], 4, allowed={3}))
-    assert [over_threshold(candidate, threshold, 0.0) for threshold in (1.9, 2.0, math.inf)] == [
-        True,
-        False,
-        False,
-    ]
 
 
 # -- what is answered -----------------------------------------------------------------------------

@@ -7,12 +7,13 @@ import pytest
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
 from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.load.busy import BusyThreshold
 from lean_selector.core.load.expiry import REPLICA_GRACE_S
 from lean_selector.core.replication.events import REPUBLISH_AFTER_S
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import Placement
+from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import (
     RECHECK_AFTER_S,
     U64_MAX,
@@ -306,27 +307,135 @@ def test_a_client_that_hangs_up_leaves_the_queue_and_its_count(queueing: DrivenS
     assert "gone" not in partition.slots.reservations
 
 
-def test_who_was_parked_only_because_of_others_goes_when_they_hang_up(
+def test_a_newcomer_is_placed_at_once_whoever_waits_for_something_else(
     queueing: DrivenSelector,
 ) -> None:
     fill(queueing, 1)
+    assert isinstance(queueing.book("head", pin=(1, 0)), Parked)
+    for newcomer in ({}, {"pin": (2, 0)}, {"allowed": {1, 2}}, {"strict_priority": -1}):
+        request = queueing.request([], 16, **newcomer)
+        placement = queueing.submit("newcomer", request)
+        assert isinstance(placement, Placement)
+        assert placement.worker_id == 2
+    assert isinstance(queueing.submit("behind", queueing.request([], 16, allowed={1})), Parked)
+    assert queueing.pending() == (2, 32)
+
+
+def test_a_newcomer_finds_no_rank_that_who_waits_could_have(queueing: DrivenSelector) -> None:
+    """Also where load wears off, which is no event."""
+    slots = queueing.partition.slots
+    for worker_id in (1, 2):
+        slots.book(
+            f"copy{worker_id}", worker_id, 0, b"", 32, 0.0, router_id=9, prefill_duration_s=1.0
+        )
+    queueing.book("waits", isl_tokens=40, pin=(1, 0))
+    queueing.now = 0.5  # both are down to 16 tokens
+    placement = queueing.book("newcomer", strict_priority=9)
+    assert queueing.placed("waits") == (1, 0)
+    assert isinstance(placement, Placement)
+    assert placement.worker_id == 2
+
+
+def test_who_passes_others_gives_no_more_load_to_what_they_wait_for(
+    queueing: DrivenSelector,
+) -> None:
+    """However much of its prompt is cached there."""
+    index = queueing.partition.index
+    path = list(range(1, 101))
+    index.store(1, 0, Tier.DEVICE, None, path, pack(path))
+    fill(queueing, 1)
+    unhindered = queueing.submit("free", queueing.request(path, 400))
+    assert isinstance(unhindered, Placement)
+    assert unhindered.worker_id == 1  # as long as nobody waits
+    queueing.book("head", pin=(1, 0))
+    newcomer = queueing.book("newcomer", hashes=path, isl_tokens=400)
+    assert isinstance(newcomer, Placement)
+    assert newcomer.worker_id == 2
+    queueing.book("parked", hashes=path, isl_tokens=400)
+    assert queueing.pending()[0] == 2
+    queueing.selector.prefill_complete("newcomer", queueing.now)
+    assert queueing.placed("parked") == (2, 0)
+    assert "head" not in queueing.answers
+
+
+def test_whom_nobody_can_serve_is_told_when_the_others_hang_up(queueing: DrivenSelector) -> None:
+    fill(queueing, 1)
     head = queueing.book("head", pin=(1, 0))
     assert isinstance(head, Parked)
-    assert isinstance(queueing.book("behind"), Parked)  # although worker 2 is free
+    queueing.book("r", allowed={9})
     queueing.selector.hung_up(queueing.partition, head, queueing.now)
-    assert queueing.placed("behind") == (2, 0)
+    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
 
 
-def test_who_was_parked_only_because_of_others_goes_by_the_clock(queueing: DrivenSelector) -> None:
+def test_whom_nobody_can_serve_is_told_by_the_clock(queueing: DrivenSelector) -> None:
     fill(queueing, 1)
     queueing.book("head", pin=(1, 0))
-    queueing.book("behind")
+    queueing.book("r", allowed={9})
     queueing.now = RECHECK_AFTER_S - 0.1
     queueing.selector.admit_waiting(queueing.now)
     assert not queueing.answers
     queueing.now = RECHECK_AFTER_S
     queueing.selector.admit_waiting(queueing.now)
-    assert list(queueing.answers) == ["behind"]
+    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
+    assert queueing.pending() == (1, 16)
+
+
+def test_a_worker_that_registers_meanwhile_serves_whom_nobody_could(
+    queueing: DrivenSelector,
+) -> None:
+    fill(queueing, 1)
+    queueing.book("head", pin=(1, 0))
+    queueing.book("r", allowed={9})
+    queueing.register(9)
+    assert queueing.placed("r") == (9, 0)
+
+
+def test_load_that_wore_off_lets_the_parked_go_by_the_clock(queueing: DrivenSelector) -> None:
+    queueing.remove(2)
+    queueing.partition.slots.book("copy", 1, 0, b"", 32, 0.0, router_id=9, prefill_duration_s=1.0)
+    queueing.book("r")
+    for now, answered in ((0.4, False), (0.5, True)):
+        queueing.now = now
+        queueing.selector.admit_waiting(now)
+        assert ("r" in queueing.answers) is answered
+
+
+def test_blocks_that_weigh_less_let_the_parked_go(queueing: DrivenSelector) -> None:
+    queueing.remove(2)
+    queueing.register(1, total_kv_blocks=4)
+    key = ("default", "default")
+    queueing.reserve("r", hashes=[1, 2, 3, 4], isl_tokens=17, prefill=17)
+    queueing.book("parked")
+    queueing.selector.change_threshold(key, BusyThreshold(active_decode_blocks=0.5), 0.0)
+    queueing.selector.prefill_complete("r", 0.0)
+    assert not queueing.answers  # its blocks keep the rank busy
+    queueing.selector.output_block("r", 0.0, 0.0)
+    assert queueing.placed("parked") == (1, 0)
+
+
+def test_a_pipelined_request_does_not_overtake_who_is_about_to_be_let_go(
+    queueing: DrivenSelector,
+) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+    order = []
+
+    def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+        order.append(parked.request.reservation_id)
+        if order == ["a"]:
+            late = queueing.request([], 10, books=True, reservation_id="late")
+            assert isinstance(submit(late), Parked)
+
+    def submit(request: SelectionRequest) -> Placement | Parked:
+        return queueing.selector.select(queueing.partition, request, queueing.now, on_answer)
+
+    for name in "ab":
+        submit(queueing.request([], 9, books=True, reservation_id=name))
+    queueing.selector.free("fill1", queueing.now)
+    assert order == ["a", "b"]
+    assert queueing.pending() == (1, 10)
+    queueing.selector.free("a", queueing.now)
+    assert order == ["a", "b", "late"]
 
 
 def test_a_conflict_found_late_is_the_answer(queueing: DrivenSelector) -> None:
