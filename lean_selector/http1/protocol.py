@@ -49,12 +49,26 @@ class PendingReply:
 
     `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
     nothing. Else `on_answer` is, with the response. `reshape` may change it before it is sent.
+
+    A client that closes only its sending side, as `nc -N` does after its request, is taken to have
+    hung up, unless the answer `is_being_made`: then it gets it, as it gets one that is made at once.
     """
 
-    __slots__ = ("_connection", "on_answer", "on_disconnect", "reshape", "response")
+    __slots__ = (
+        "_connection",
+        "is_being_made",
+        "on_answer",
+        "on_disconnect",
+        "reshape",
+        "response",
+    )
 
-    def __init__(self, on_disconnect: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, on_disconnect: Callable[[], None] | None = None, *, is_being_made: bool = False
+    ) -> None:
+        """`is_being_made`: the answer waits for nothing but the turns of the loop."""
         self.on_disconnect = on_disconnect
+        self.is_being_made = is_being_made
         self.on_answer: Callable[[bytes], None] | None = None
         self.reshape: Callable[[bytes], bytes] | None = None
         self.response: bytes | None = None
@@ -213,10 +227,11 @@ class HttpProtocol(asyncio.Protocol):
     def eof_received(self) -> bool:
         """True keeps the transport open for writing. A client that half-closes gets its answers."""
         self._got_eof = True
-        if self._parked is not None:
+        parked = self._parked
+        if parked is not None and not parked.is_being_made:
             self._hang_up()  # D11: nobody waits for this answer, as far as can be known
             self._holds |= _ENDED
-        return bool(self._queue)
+        return bool(self._queue) or self._parked is not None
 
     def pause_writing(self) -> None:
         self._holds |= _WRITE_PAUSED
@@ -282,7 +297,7 @@ class HttpProtocol(asyncio.Protocol):
             return
         if self._holds & _ANSWERED_LAST:
             self._end(lingers=reader.has_unread_input)
-        elif self._parked is not None and self._got_eof:
+        elif self._got_eof and self._parked is not None and not self._parked.is_being_made:
             self._hang_up()
             self._end(lingers=False)
         elif self._queue or self._parked is not None:

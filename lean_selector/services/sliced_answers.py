@@ -45,7 +45,7 @@ class SlicedAnswers:
         """`at_once`: the body is known to be small."""
         if at_once:
             return encode_response(200, b"".join(self._new_parts()), self._content_type)
-        pending = PendingReply()
+        pending = PendingReply(is_being_made=True)
         pending.on_disconnect = lambda: self._hung_up(pending)
         self._waiting.add(pending)
         if self._parts is None and len(self._waiting) == 1:

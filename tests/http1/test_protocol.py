@@ -12,6 +12,7 @@ from lean_selector.http1.response import encode_response
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
+MADE = PARK.replace(b"park", b"made")
 MIB = 1024 * 1024
 
 
@@ -108,6 +109,9 @@ class Client:
         reply = PendingReply(self.count_hang_up)
         if request.path == b"/resolved":
             reply.resolve(ok(request.path))
+        elif request.path == b"/made":
+            reply.is_being_made = True
+            self.parked.append(reply)
         elif request.path == b"/park":
             self.parked.append(reply)
         else:
@@ -406,6 +410,34 @@ def test_a_half_closed_client_cannot_be_parked(client: Client) -> None:
     client.run_soon()
     assert client.hang_ups == 1
     assert client.state == "closed"
+
+
+def test_a_half_closed_client_gets_an_answer_that_is_being_made(client: Client) -> None:
+    client.send(MADE + GET)
+    assert client.protocol.eof_received(), "the transport stays open"
+    client.parked[0].resolve(ok(b"/made"))
+    assert client.transport.take() == ok(b"/made")
+    assert client.state == "open"
+    assert client.run_soon() == ok(b"/a")
+    assert client.state == "closed"
+    assert client.hang_ups == 0
+
+
+def test_an_answer_may_begin_to_be_made_for_a_half_closed_client(client: Client) -> None:
+    client.send(GET * 64 + MADE)
+    assert client.protocol.eof_received()
+    client.run_soon()
+    assert client.state == "open"
+    client.parked[0].resolve(ok(b"/made"))
+    assert client.transport.take() == ok(b"/made")
+    assert client.state == "closed"
+
+
+def test_a_lost_connection_is_a_hang_up_also_while_an_answer_is_being_made(client: Client) -> None:
+    client.send(MADE)
+    assert client.protocol.eof_received()
+    client.protocol.connection_lost(None)
+    assert client.hang_ups == 1
 
 
 def test_end_of_input_between_requests_closes(client: Client) -> None:

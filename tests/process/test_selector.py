@@ -224,6 +224,20 @@ def test_a_path_that_cannot_be_a_socket_is_one_line_and_stays(tmp_path: Path, ki
         assert path.read_text() == "precious"
 
 
+# -- half a hang-up -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/loads", "/dump"])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(path: str) -> None:
+    with RunningService(env=NO_EVENTS) as service:
+        for _ in range(5):
+            asking = Raw(service)
+            asking.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n")
+            asking.socket.shutdown(socket.SHUT_WR)
+            assert asking.read_all().startswith("HTTP/1.1 200 ")
+            asking.close()
+
+
 # -- what the clock does --------------------------------------------------------------------------
 
 
