@@ -151,7 +151,8 @@ WAITING_OR_CLOCKED = {
 PURE = [
     module
     for module in MODULES
-    if part_of(module) in ("core", "http1") and module != "lean_selector.http1.protocol"
+    if part_of(module) in ("core", "http1")
+    and module not in ("lean_selector.http1.protocol", "lean_selector.http1.listener")
 ]
 # A parser, the names of statuses, and the layout of a date: nothing that waits.
 MAY = {

@@ -3,17 +3,21 @@
 Owns order (answers leave in the order of the requests, also when one waits), back-pressure,
 time-outs and closing. Knows no route and no body. The app is a plain function; nothing here
 awaits, and no task or timer is made per request: `Connections.sweep`, called about once a second,
-is the only clock (spec: slot_tracker.md 1.2; decisions D11 and D14).
+is the only clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27).
 """
 
+import array
 import asyncio
+import fcntl
 import logging
+import termios
 from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
-from lean_selector.http1.header_block import HeaderBlocks
-from lean_selector.http1.limits import HttpError, Limits
+from lean_selector.http1.connections import Connections as Connections
+from lean_selector.http1.connections import Timeouts as Timeouts
+from lean_selector.http1.limits import HttpError
 from lean_selector.http1.reader import Request, RequestReader
 from lean_selector.http1.response import encode_response, with_connection, without_body
 
@@ -31,6 +35,7 @@ _MAX_PASS_BYTES = 256 * 1024
 # unnoticed until the parked one is answered. Clients that pipeline send a few, and few do.
 _MAX_QUEUED_REQUESTS = 64
 _MAX_QUEUED_BYTES = 1024 * 1024
+_REQUEST_BYTES = 512  # of a queued request beside its body
 
 # What a client may still send after its last answer, so that it gets to read that: a close with
 # unread input makes the kernel send RST, which destroys what the client has not read yet.
@@ -51,7 +56,7 @@ class PendingReply:
     nothing. Else `on_answer` is, with the response. `reshape` may change it before it is sent.
 
     A client that closes only its sending side, as `nc -N` does after its request, is taken to have
-    hung up, unless the answer `is_being_made`: then it gets it, as it gets one that is made at once.
+    hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
     """
 
     __slots__ = (
@@ -103,66 +108,6 @@ class PendingReply:
 App = Callable[[Request], bytes | PendingReply]
 
 
-class Timeouts:
-    """Seconds, to the precision of the sweep."""
-
-    __slots__ = ("idle_s", "linger_s", "read_s", "write_s")
-
-    def __init__(
-        self,
-        idle_s: float = 75.0,  # a keep-alive connection without a request
-        read_s: float = 30.0,  # an unfinished request; see _MIN_BODY_BYTES_PER_S
-        write_s: float = 30.0,  # a client that takes nothing of what is written to it
-        linger_s: float = 5.0,  # a client that goes on sending after its last answer
-    ) -> None:
-        self.idle_s = idle_s
-        self.read_s = read_s
-        self.write_s = write_s
-        self.linger_s = linger_s
-
-
-class Connections:
-    """The open connections of one server, and what they share. Only for the thread of the loop."""
-
-    __slots__ = ("call_soon", "header_blocks", "is_draining", "limits", "now", "open", "timeouts")
-
-    def __init__(
-        self,
-        call_soon: Callable[[Callable[[], None]], object],
-        limits: Limits | None = None,
-        timeouts: Timeouts | None = None,
-    ) -> None:
-        """`call_soon` is the loop's."""
-        self.call_soon = call_soon
-        self.limits = limits or Limits()
-        self.timeouts = timeouts or Timeouts()
-        self.header_blocks: HeaderBlocks = {}
-        self.open: set[HttpProtocol] = set()
-        self.now = 0.0  # monotonic seconds at the last sweep
-        self.is_draining = False
-
-    def sweep(self, now: float) -> None:
-        """Apply the time-outs. `now` is monotonic seconds.
-
-        Call it about once a second, and once before the first connection: ages count from the
-        sweep before them.
-        """
-        self.now = now
-        for connection in tuple(self.open):
-            connection.expire(now)
-
-    def start_draining(self) -> None:
-        """Close what is idle now, and every other connection after the answer it is working on."""
-        self.is_draining = True
-        for connection in tuple(self.open):
-            connection.settle()
-
-    def abort(self) -> None:
-        """Drop all connections at once, unsent answers included."""
-        for connection in tuple(self.open):
-            connection.abort()
-
-
 class HttpProtocol(asyncio.Protocol):
     """One connection."""
 
@@ -177,8 +122,9 @@ class HttpProtocol(asyncio.Protocol):
         "_queue",
         "_reader",
         "_reading_paused",
-        "_since",
         "_unwritten_bytes",
+        "held_bytes",
+        "since",
         "transport",
     )
 
@@ -193,9 +139,10 @@ class HttpProtocol(asyncio.Protocol):
         self._holds = 0  # 0: whatever is queued may be handled
         self._reading_paused = False
         self._got_eof = False
-        self._since = connections.now  # when the present state began, for the time-outs
+        self.since = connections.now  # when the present state began, for the time-outs
         self._unwritten_bytes = 0  # at the last sweep of a client that does not read
         self._linger_bytes = 0  # thrown away since the last answer
+        self.held_bytes = 0  # of requests that the app has not got; 0 where none waits
         # Requests not handled yet, and the one whose answer is awaited.
         self._queue: deque[Request] = deque()
         self._parked: PendingReply | None = None
@@ -205,7 +152,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
-        self._connections.open.add(self)
+        self._connections.admit(self)
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -217,12 +164,13 @@ class HttpProtocol(asyncio.Protocol):
         begins = not reader.is_unfinished
         requests = reader.feed(data)
         if begins or requests:
-            self._since = self._connections.now
+            self.since = self._connections.now
         self._queue.extend(requests)
         if not self._holds:
             self._serve()
-        else:
+        if self._holds or reader.is_unfinished or self.held_bytes:
             self._update_reading()
+            self._connections.make_room()
 
     def eof_received(self) -> bool:
         """True keeps the transport open for writing. A client that half-closes gets its answers."""
@@ -235,21 +183,22 @@ class HttpProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._holds |= _WRITE_PAUSED
-        self._since = self._connections.now
+        self.since = self._connections.now
         self._unwritten_bytes = self.transport.get_write_buffer_size()
         self._update_reading()
 
     def resume_writing(self) -> None:
         self._holds &= ~_WRITE_PAUSED
-        self._since = self._connections.now
+        self.since = self._connections.now
         if not self._holds:
             self._serve()
         self._update_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.open.discard(self)
+        self._connections.forget(self)
         self._holds |= _ENDED
         self._hang_up()
+        self._let_go()
 
     # Called by PendingReply and Connections.
 
@@ -259,7 +208,7 @@ class HttpProtocol(asyncio.Protocol):
         assert request is not None
         self._parked = self._parked_request = None
         self._holds &= ~_PARKED
-        self._since = self._connections.now
+        self.since = self._connections.now
         if self.transport.is_closing():
             return
         self.transport.write(self._framed(request, response))
@@ -270,13 +219,17 @@ class HttpProtocol(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """Close if a time-out has passed. See Timeouts."""
-        timeouts = self._connections.timeouts
-        age_s = now - self._since
+        connections = self._connections
+        timeouts, is_draining = connections.timeouts, connections.is_draining
+        age_s = now - self.since
         if self._holds & (_ENDED | _WRITE_PAUSED):
             unwritten = self.transport.get_write_buffer_size()
+            # Who has its answer while we drain need only notice that we closed.
+            is_read = is_draining and not self._reader.has_unread_input
+            linger_s = timeouts.quiet_s if is_read else timeouts.linger_s
             if unwritten < self._unwritten_bytes:
-                self._since = now  # slow, but it takes something
-            elif age_s > (timeouts.write_s if unwritten else timeouts.linger_s):
+                self.since = now  # slow, but it takes something
+            elif age_s > (timeouts.write_s if unwritten else linger_s):
                 self.transport.abort()
             self._unwritten_bytes = unwritten
         elif self._holds:
@@ -284,8 +237,17 @@ class HttpProtocol(asyncio.Protocol):
         elif self._reader.is_unfinished:
             if age_s > timeouts.read_s + self._reader.received_bytes / _MIN_BODY_BYTES_PER_S:
                 self._refuse(HttpError(408, "request not received in time"))
-        elif age_s > timeouts.idle_s:
-            self._end(lingers=False)
+        else:
+            is_quiet = is_draining and min(age_s, now - connections.quiet_from) > timeouts.quiet_s
+            # A request that the loop has not got to yet is one.
+            if (age_s > timeouts.idle_s or is_quiet) and not _has_unread(self.transport):
+                self._end(lingers=is_draining)
+
+    def turn_away(self, reason: str) -> None:
+        """Answer 503 in place of what is parked, queued or being received, and close."""
+        if not self._holds & (_ENDED | _ANSWERED_LAST) and not self.transport.is_closing():
+            self._hang_up()
+            self._refuse(HttpError(503, reason))
 
     def abort(self) -> None:
         self.transport.abort()
@@ -296,7 +258,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._holds & _ENDED:
             return
         if self._holds & _ANSWERED_LAST:
-            self._end(lingers=reader.has_unread_input)
+            self._end(lingers=reader.has_unread_input or self._connections.is_draining)
         elif self._got_eof and self._parked is not None and not self._parked.is_being_made:
             self._hang_up()
             self._end(lingers=False)
@@ -304,7 +266,7 @@ class HttpProtocol(asyncio.Protocol):
             return
         elif reader.error is not None:
             self._refuse(reader.error)
-        elif self._got_eof or (self._connections.is_draining and not reader.is_unfinished):
+        elif self._got_eof:
             self._end(lingers=False)
         elif reader.wants_continue:
             reader.wants_continue = reader.notice = False
@@ -361,7 +323,10 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _park(self, reply: PendingReply, request: Request) -> None:
-        self._parked, self._parked_request = reply, request
+        # What is still needed of the request; the app has taken what it needs of the body.
+        parked = Request(request.method, request.path, request.query, b"", request.headers)
+        parked.keep_alive = request.keep_alive
+        self._parked, self._parked_request = reply, parked
         self._holds |= _PARKED
         reply.park(self)
         self._update_reading()
@@ -393,11 +358,15 @@ class HttpProtocol(asyncio.Protocol):
         """Read unless the client does not take its answers, or too much of its input waits."""
         holds = self._holds
         queue = self._queue
+        queued_bytes = sum(len(request.body) for request in queue)
         pause = not holds & _ENDED and bool(
             holds & _WRITE_PAUSED
             or len(queue) > _MAX_QUEUED_REQUESTS
-            or sum(len(request.body) for request in queue) > _MAX_QUEUED_BYTES
+            or queued_bytes > _MAX_QUEUED_BYTES
         )
+        held = self._reader.held_bytes + queued_bytes + len(queue) * _REQUEST_BYTES
+        self._connections.held_bytes += held - self.held_bytes
+        self.held_bytes = held
         if pause != self._reading_paused and not self.transport.is_closing():
             self._reading_paused = pause
             if pause:
@@ -416,11 +385,28 @@ class HttpProtocol(asyncio.Protocol):
         sending.
         """
         self._holds |= _ENDED
-        self._queue.clear()
-        self._since = self._connections.now
+        self._let_go()
+        self.since = self._connections.now
         self._unwritten_bytes = self.transport.get_write_buffer_size()
         if lingers and not self._got_eof and self.transport.can_write_eof():
             self.transport.write_eof()
             self._update_reading()
         else:
             self.transport.close()
+
+    def _let_go(self) -> None:
+        """Keep nothing of requests that will not be handled."""
+        self._queue.clear()
+        self._reader.drop()
+        self._connections.held_bytes -= self.held_bytes
+        self.held_bytes = 0
+
+
+def _has_unread(transport: asyncio.Transport) -> bool:
+    """Whether the client has sent what we have not read: a close would reset the connection."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return False
+    waiting = array.array("i", [0])
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, waiting)
+    return waiting[0] > 0

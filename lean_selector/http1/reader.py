@@ -134,6 +134,16 @@ class RequestReader:
         """How much of the unfinished request is here; 0 between requests."""
         return len(self._head) if self._body is None else self._body.wire_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """How much memory the unfinished request takes; of a body too large nothing is kept."""
+        return len(self._head) if self._body is None else len(self._body.content)
+
+    def drop(self) -> None:
+        """Keep nothing of an unfinished request, and read nothing more."""
+        self._forget_unfinished()
+        self.is_finished = True
+
     def feed(self, data: bytes) -> list[Request]:
         """The requests that `data` completes, in order; never raises."""
         requests: list[Request] = []

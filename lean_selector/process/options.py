@@ -93,6 +93,13 @@ def text(value: str) -> str:
     return value
 
 
+def path(value: str) -> str:
+    """Of a file. The empty one means to the kernel an address that it chooses."""
+    if not value:
+        raise ValueError("expected a path")
+    return value
+
+
 def urls(value: str) -> list[str]:
     """Comma-separated base URLs; blanks around them and one trailing slash are dropped."""
     items = [item.strip().removesuffix("/") for item in value.split(",") if item.strip()]

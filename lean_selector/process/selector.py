@@ -12,8 +12,6 @@ import os
 import random
 import resource
 import signal
-import socket
-import stat
 import time
 from collections.abc import Awaitable, Callable
 
@@ -27,8 +25,10 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.replication.events import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.selector import Selector
-from lean_selector.http1.protocol import App, Connections, HttpProtocol
-from lean_selector.http1.reader import Limits
+from lean_selector.http1.connections import Connections
+from lean_selector.http1.limits import Limits
+from lean_selector.http1.listener import Listener, UnixPath, tcp_socket
+from lean_selector.http1.protocol import App, HttpProtocol
 from lean_selector.http1.response import date_header
 from lean_selector.observing import logs
 from lean_selector.observing.lifecycle_log import SelectorLog
@@ -38,6 +38,7 @@ from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.selector_config import Listen, SelectorConfig
 from lean_selector.services.busy_threshold import BusyThresholdService
+from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.observed import Observation, observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
@@ -50,7 +51,9 @@ from lean_selector.tasks import supervise
 log = logging.getLogger("lean_selector.server")
 
 TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
-BACKLOG = 1024
+DRAIN_LOOK_S = 0.05
+# For handshakes under way when a stop begins. It costs a newcomer of that time a second.
+LAST_CALL_S = 0.05
 # One SUB per worker rank, and beside it a DEALER while a rank replays.
 MAX_ZMQ_SOCKETS = 65_536
 
@@ -113,17 +116,21 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
     )
     routes = (*service.routes(), *BusyThresholdService(selector).routes())
     recovering = start_recovery(config, selector, subscriptions, service)
+    connections = Connections(
+        loop.call_soon, Limits(), max_connections=config.listen.max_connections
+    )
     server = HttpServer(
         observed(
             routes,
             lambda meters: [
                 *selection_families(selector, subscriptions, meters, config.overload_status),
                 *replica_families(plane),
+                *connection_families(connections),
             ],
             observation("selector", config.listen, limit),
             config.overload_status,
         ),
-        Limits(),
+        connections,
         config.listen,
     )
     await server.start()
@@ -206,15 +213,16 @@ class HttpServer:
     """Listens on TCP and perhaps on a UNIX socket, and serves one app until told to stop."""
 
     def __init__(
-        self, app: App, limits: Limits, listen: Listen, name: str = "lean-selector"
+        self, app: App, connections: Connections, listen: Listen, name: str = "lean-selector"
     ) -> None:
         """`name` is for the log."""
         self._listen = listen
         self._name = name
         self._loop = asyncio.get_running_loop()
-        self.connections = Connections(self._loop.call_soon, limits)
+        self.connections = connections
         self._app = app
-        self._servers: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
+        self._refusals = 0, 0  # that the log knows of
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -224,47 +232,28 @@ class HttpServer:
         self.connections.sweep(time.monotonic())
         listen = self._listen
         try:
-            tcp = await self._loop.create_server(
-                self._protocol, sock=_tcp_listener(listen.host, listen.port), backlog=BACKLOG
-            )
+            tcp = tcp_socket(listen.host, listen.port)
         except OSError as error:
             raise StartError(f"{_os_reason(error)}: {listen.host}:{listen.port}") from None
-        self._servers.append(tcp)
+        port = tcp.getsockname()[1]
+        self._listeners.append(Listener(tcp, self._protocol, self.connections))
         if listen.uds is not None:
+            path = UnixPath(listen.uds)
             try:
-                self._servers.append(await self._bind_unix(listen.uds))
+                unix = path.take()
             except OSError as error:
                 tcp.close()
                 raise StartError(f"{_os_reason(error)}: {listen.uds}") from None
+            self._listeners.append(Listener(unix, self._protocol, self.connections, path))
+        for listener in self._listeners:
+            listener.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        port = tcp.sockets[0].getsockname()[1]
         fields = {"service": self._name, "version": __version__, "host": listen.host, "port": port}
         log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
 
     def _protocol(self) -> HttpProtocol:
         return HttpProtocol(self._app, self.connections)
-
-    async def _bind_unix(self, path: str) -> asyncio.Server:
-        """A UNIX socket of mode 0660 from its first moment; one that nobody serves is replaced."""
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.lstat(path).st_mode):
-                with socket.socket(socket.AF_UNIX) as probe:
-                    probe.settimeout(1.0)
-                    try:
-                        probe.connect(path)
-                    except (ConnectionRefusedError, FileNotFoundError):
-                        os.unlink(path)
-        listener = socket.socket(socket.AF_UNIX)
-        before = os.umask(0o117)
-        try:
-            listener.bind(path)
-        except BaseException:
-            listener.close()
-            raise
-        finally:
-            os.umask(before)
-        return await self._loop.create_unix_server(self._protocol, sock=listener, backlog=BACKLOG)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -290,50 +279,57 @@ class HttpServer:
             stopping.cancel()
             if ticking.done():
                 ticking.result()
-            for server in self._servers:
-                server.close()
+            for listener in self._listeners:
+                listener.stop_inviting()
             refuse_new()
-            self.connections.start_draining()
-            await self._drained()
+            await self._drain()
         finally:
             ticking.cancel()
+            for listener in self._listeners:
+                listener.close()
             self.connections.abort()
-            if self._listen.uds is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._listen.uds)
             await close()
         log.info("stopped")
 
-    async def _drained(self) -> None:
-        deadline = self._loop.time() + self._listen.drain_s
-        while self.connections.open and self._loop.time() < deadline:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop_now.wait(), 0.02)
-            if self._stop_now.is_set():
+    async def _drain(self) -> None:
+        """Answer what still comes until all are quiet, for at most `drain_s` (D14, D27)."""
+        started = now = time.monotonic()
+        self.connections.sweep(now)
+        self.connections.start_draining()
+        while now - started < self._listen.drain_s and not self._stop_now.is_set():
+            if now - started >= LAST_CALL_S:
+                for listener in self._listeners:
+                    listener.close()
+            self.connections.sweep(now)
+            if not self.connections.open and all(each.is_done for each in self._listeners):
                 return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_now.wait(), DRAIN_LOOK_S)
+            now = time.monotonic()
 
     async def _tick(self, tick: Callable[[float], None]) -> None:
         while True:
             now = time.monotonic()
             date_header.set(time.time())
             self.connections.sweep(now)
+            self._log_refusals()
             tick(now)
             await asyncio.sleep(TICK_S)
 
-
-def _tcp_listener(host: str, port: int) -> socket.socket:
-    """Resolved and bound here: the loop's own resolver would leave four threads behind."""
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    def _log_refusals(self) -> None:
+        connections = self.connections
+        refusals = connections.refused, connections.bodies_refused
+        if refusals != self._refusals:
+            were, self._refusals = self._refusals, refusals
+            log.warning(
+                "clients were refused",
+                extra={
+                    "connections": refusals[0] - were[0],
+                    "bodies": refusals[1] - were[1],
+                    "open": len(connections.open),
+                    "held_bytes": connections.held_bytes,
+                },
+            )
 
 
 def _os_reason(error: OSError) -> str:

@@ -19,6 +19,7 @@ from lean_selector.process.options import (
     integer,
     number,
     or_none,
+    path,
     peer_endpoints,
     resolve,
     status,
@@ -37,6 +38,7 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     uds: str | None
     drain_s: float
+    max_connections: int
     log_level: str
     log_format: str
     access_log: bool
@@ -73,8 +75,14 @@ _POSITIVE_SECONDS = number(1e-3)
 
 LISTEN_OPTIONS = (
     Option("--host", text, "0.0.0.0", "address to bind", metavar="ADDRESS"),
-    Option("--uds", text, None, "listen on this UNIX socket too (mode 0660)", metavar="PATH"),
+    Option("--uds", path, None, "listen on this UNIX socket too (mode 0660)", metavar="PATH"),
     Option("--drain-secs", number(0.0), 5.0, "how long a stop may take"),
+    Option(
+        "--max-connections",
+        integer(1, 2**20),
+        16_384,
+        "most HTTP connections at a time; one more is answered 503 and closed",
+    ),
     Option(
         "--log-level",
         word("debug", "info", "warning", "error"),
@@ -403,6 +411,7 @@ def listen_of(values: Mapping[str, object]) -> dict[str, object]:
         "port": values["port"],
         "uds": values["uds"],
         "drain_s": values["drain_secs"],
+        "max_connections": values["max_connections"],
         "log_level": values["log_level"],
         "log_format": values["log_format"],
         "access_log": values["access_log"],

@@ -10,6 +10,7 @@ import uvloop
 
 from lean_selector.core.replication.events import ReplicaEvent
 from lean_selector.core.trackers import Trackers
+from lean_selector.http1.connections import Connections
 from lean_selector.http1.limits import Limits
 from lean_selector.observing import logs
 from lean_selector.observing.lifecycle_log import TrackerLog
@@ -23,6 +24,7 @@ from lean_selector.process.selector import (
     observation,
 )
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
+from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
 from lean_selector.sockets.replica_mesh import ReplicaSyncError
@@ -57,16 +59,22 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
             raise StartError(str(error)) from None
         trackers.events = plane.events
     service = SlotTrackerService(trackers, plane=plane)
+    connections = Connections(
+        asyncio.get_running_loop().call_soon,
+        Limits(max_body_bytes=MAX_BODY_BYTES),
+        max_connections=config.listen.max_connections,
+    )
     server = HttpServer(
         observed(
             service.routes(),
             lambda _: [
                 *tracker_families(trackers),
                 *replica_families(plane),
+                *connection_families(connections),
             ],
             observation("slot_tracker", config.listen, limit),
         ),
-        Limits(max_body_bytes=MAX_BODY_BYTES),
+        connections,
         config.listen,
         name="lean-slot-tracker",
     )

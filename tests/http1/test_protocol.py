@@ -1,6 +1,7 @@
 """One connection driven by hand: bytes and events in, bytes and closing out. No socket, no loop."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 
@@ -575,28 +576,60 @@ def test_an_answer_that_closes_has_the_time_of_writing(client: Client) -> None:
 # Draining.
 
 
-def test_draining_closes_what_is_idle_and_lets_the_busy_finish() -> None:
-    idle = Client()
-    parked, halfway, both = (Client(connections=idle.connections) for _ in range(3))
+def test_draining_answers_what_still_comes_and_closes_with_the_answer(client: Client) -> None:
+    client.send(GET)
+    client.connections.start_draining()
+    assert client.state == "open", "a request may be on its way"
+    assert client.send(GET) == closing(ok(b"/a"))
+    assert client.state == "half closed", "one behind it must not reset what was answered"
+    assert client.send(GET) == b""
+    client.protocol.eof_received()
+
+
+def test_draining_lets_the_busy_finish() -> None:
+    parked = Client()
+    halfway, both = (Client(connections=parked.connections) for _ in range(2))
     parked.send(PARK + GET)
     halfway.send(GET[:5])
     both.send(PARK + GET[:5])
-    idle.connections.start_draining()
-    assert [c.state for c in (idle, parked, halfway, both)] == ["closed", "open", "open", "open"]
+    parked.connections.start_draining()
+    parked.connections.sweep(2.0)
+    assert [c.state for c in (parked, halfway, both)] == ["open", "open", "open"]
 
     parked.parked[0].resolve(ok(b"/park"))
     assert parked.transport.take() == ok(b"/park")
-    idle.run_soon()
-    assert parked.transport.take() == closing(ok(b"/a"))
-    assert parked.state == "closed"
+    assert parked.run_soon() == closing(ok(b"/a"))
+    assert parked.state == "half closed"
 
     assert halfway.send(GET[5:]) == closing(ok(b"/a"))
-    assert halfway.state == "closed"
+    assert halfway.state == "half closed"
 
     both.parked[0].resolve(ok(b"/park"))
     assert both.transport.take() == ok(b"/park")
     assert both.send(GET[5:]) == closing(ok(b"/a"))
-    assert both.state == "closed"
+    assert both.state == "half closed"
+
+
+def test_draining_closes_a_connection_once_it_is_quiet(client: Client) -> None:
+    client.connections.sweep(50.0)
+    client.connections.start_draining()
+    client.connections.sweep(51.0)
+    assert client.state == "open", "quiet is counted from the beginning of the drain"
+    client.connections.sweep(51.1)
+    assert client.state == "half closed"
+    client.connections.sweep(52.1)
+    assert client.state == "half closed"
+    client.connections.sweep(52.2)
+    assert client.state == "aborted"
+
+
+def test_draining_waits_longer_for_a_client_that_is_still_sending(client: Client) -> None:
+    client.send(b"nonsense\r\n\r\n")
+    client.connections.start_draining()
+    client.connections.sweep(5.0)
+    assert client.state == "half closed"
+    client.connections.sweep(5.1)
+    assert client.state == "aborted"
 
 
 def test_draining_leaves_a_connection_that_is_ending_alone(client: Client) -> None:
@@ -609,7 +642,7 @@ def test_a_connection_made_while_draining_gets_one_answer(client: Client) -> Non
     client.connections.start_draining()
     late = Client(connections=client.connections)
     assert late.send(GET) == closing(ok(b"/a"))
-    assert late.state == "closed"
+    assert late.state == "half closed"
 
 
 def test_time_outs_can_be_chosen() -> None:
@@ -617,3 +650,146 @@ def test_time_outs_can_be_chosen() -> None:
     client = Client(connections=connections)
     connections.sweep(1.1)
     assert client.state == "closed"
+
+
+# How many, and how much they may hold together (D27).
+
+HALF_POST = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+NO_ROOM = b'{"error":"too many requests are being received"}'
+
+
+def held_by(*clients: Client) -> list[int]:
+    return [client.protocol.held_bytes for client in clients]
+
+
+def test_one_connection_too_many_is_told_so() -> None:
+    connections = Connections(lambda callback: None, max_connections=2)
+    first, second, third = (Client(connections=connections) for _ in range(3))
+    answer = third.transport.take()
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nconnection: close\r\n" in answer
+    assert answer.endswith(b'{"error":"too many connections"}')
+    assert third.state == "half closed"
+    assert third.send(GET) == b"", "it is not served"
+    assert (connections.accepted, connections.refused, len(connections.open)) == (2, 1, 2)
+    assert first.send(GET) == second.send(GET) == ok(b"/a")
+
+    first.protocol.connection_lost(None)
+    assert Client(connections=connections).send(GET) == ok(b"/a")
+
+
+def test_whoever_was_refused_is_waited_for_no_longer_than_others() -> None:
+    connections = Connections(lambda callback: None, max_connections=0)
+    refused = Client(connections=connections)
+    connections.sweep(5.0)
+    assert refused.state == "half closed"
+    connections.sweep(5.1)
+    assert refused.state == "aborted"
+
+
+def test_of_very_many_refused_only_some_are_told_why() -> None:
+    connections = Connections(lambda callback: None, max_connections=0)
+    refused = [Client(connections=connections) for _ in range(300)]
+    assert [client.state for client in refused] == ["half closed"] * 256 + ["aborted"] * 44
+    assert connections.refused == 300
+    refused[0].protocol.connection_lost(None)
+    assert Client(connections=connections).state == "half closed"
+
+
+def test_what_is_held_is_counted_and_given_back(client: Client) -> None:
+    connections = client.connections
+    client.send(GET)
+    assert connections.held_bytes == 0
+    client.send(b"GET /a HT")
+    assert connections.held_bytes == client.protocol.held_bytes == 9
+    client.send(GET[9:])
+    assert connections.held_bytes == 0
+    body = post(b"x" * 1000)
+    client.send(body[:-10])
+    assert connections.held_bytes == 990
+    client.send(body[-10:])
+    assert connections.held_bytes == 0
+    client.send(PARK + body + body)
+    assert connections.held_bytes > 2000
+    client.parked[0].resolve(ok(b"/park"))
+    client.run_soon()
+    assert connections.held_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["lost", "timed out", "bad request", "half close"])
+def test_what_is_held_is_given_back_however_a_connection_ends(client: Client, end: str) -> None:
+    client.send(PARK + post(b"x" * 1000) + HALF_POST + b"x" * 1000)
+    assert client.connections.held_bytes > 2000
+    if end == "lost":
+        client.protocol.connection_lost(ConnectionResetError())
+    elif end == "half close":
+        client.protocol.eof_received()
+        client.protocol.connection_lost(None)
+    else:
+        client.parked[0].resolve(ok(b"/park"))
+        client.run_soon()
+        assert client.connections.held_bytes == 1000
+        if end == "timed out":
+            client.connections.sweep(1000.0)
+        else:
+            client.send(b"x" * 999_000 + b"nonsense\r\n\r\n")
+    assert client.connections.held_bytes == 0
+    assert client.protocol.held_bytes == 0
+
+
+def test_who_has_held_the_most_for_the_longest_makes_room() -> None:
+    connections = Connections(lambda callback: None, max_held_bytes=10_000)
+    stalled, small, fresh, newest = (Client(connections=connections) for _ in range(4))
+    stalled.send(HALF_POST + b"x" * 6000)
+    small.send(HALF_POST + b"x" * 100)
+    connections.sweep(10.0)
+    fresh.send(HALF_POST + b"x" * 3000)
+    assert connections.held_bytes == 9100
+    newest.send(HALF_POST + b"x" * 901)
+    assert held_by(stalled, small, fresh, newest) == [0, 100, 3000, 901]
+    answer = stalled.transport.take()
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert answer.endswith(NO_ROOM)
+    assert stalled.state == "half closed"
+    assert [c.state for c in (small, fresh, newest)] == ["open"] * 3
+    assert connections.held_bytes == 4001
+    assert connections.bodies_refused == 1
+
+
+def test_of_newcomers_the_largest_makes_room_even_if_it_is_the_one_that_asks() -> None:
+    connections = Connections(lambda callback: None, max_held_bytes=10_000)
+    one, two = (Client(connections=connections) for _ in range(2))
+    one.send(HALF_POST + b"x" * 4000)
+    answer = two.send(HALF_POST + b"x" * 7000)
+    assert answer.endswith(NO_ROOM)
+    assert held_by(one, two) == [4000, 0]
+
+
+def test_room_is_made_for_many_at_once() -> None:
+    """Looking at all connections costs, so it is not done for every piece of a body."""
+    connections = Connections(lambda callback: None, max_held_bytes=8_000)
+    clients = [Client(connections=connections) for _ in range(81)]
+    for client in clients:
+        client.send(HALF_POST + b"x" * 100)
+    assert connections.bodies_refused == 11
+    assert connections.held_bytes == 7_000
+
+
+def test_what_waits_behind_a_parked_request_makes_room_too() -> None:
+    connections = Connections(lambda callback: None, max_held_bytes=10_000)
+    waiting, other = (Client(connections=connections) for _ in range(2))
+    waiting.send(PARK + post(b"x" * 8000))
+    connections.sweep(10.0)
+    other.send(HALF_POST + b"x" * 5000)
+    assert waiting.hang_ups == 1
+    assert waiting.transport.take().endswith(NO_ROOM)
+    assert held_by(waiting, other) == [0, 5000]
+    waiting.parked[0].resolve(ok(b"/park"))
+    assert waiting.transport.take() == b""
+
+
+def test_the_body_of_a_parked_request_is_not_kept(client: Client) -> None:
+    client.send(post(b"x" * 100_000, path=b"/park"))
+    assert client.connections.held_bytes == 0
+    body = client.handled.pop().body
+    assert not any(isinstance(holder, Request) for holder in gc.get_referrers(body))

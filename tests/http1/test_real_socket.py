@@ -1,6 +1,9 @@
 """The same over real sockets on uvloop: what only a kernel and an event loop can show."""
 
 import asyncio
+import logging
+import os
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -8,13 +11,17 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply
+from lean_selector.http1 import listener as listener_module
+from lean_selector.http1.connections import Connections
+from lean_selector.http1.listener import ACCEPTS_PER_TURN, Listener, UnixPath, tcp_socket
+from lean_selector.http1.protocol import HttpProtocol, PendingReply
 from lean_selector.http1.reader import Limits, Request
 from lean_selector.http1.response import encode_response
 
 DEADLINE_S = 20.0  # for the whole of a test; none waits for it
 MIB = 1024 * 1024
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+TCP_SYN_SENT = 2  # the first byte of struct tcp_info
 TOO_LARGE = encode_response(413, b'{"error":"too large"}')
 
 Reader = asyncio.StreamReader
@@ -32,7 +39,7 @@ class Server:
         self.hung_up = asyncio.Event()
         self.handled = 0
         self.port = 0
-        self.listeners: list[asyncio.Server] = []
+        self.listeners: list[Listener] = []
         self.clients: list[Writer] = []
 
     def app(self, request: Request) -> bytes | PendingReply:
@@ -61,12 +68,14 @@ class Server:
         return reader, writer
 
     async def listen(self, unix_path: str | None = None) -> None:
-        loop = asyncio.get_running_loop()
         if unix_path is None:
-            listener = await loop.create_server(self.new_protocol, "127.0.0.1", 0)
-            self.port = listener.sockets[0].getsockname()[1]
+            tcp = tcp_socket("127.0.0.1", 0)
+            self.port = tcp.getsockname()[1]
+            listener = Listener(tcp, self.new_protocol, self.connections)
         else:
-            listener = await loop.create_unix_server(self.new_protocol, unix_path)
+            path = UnixPath(unix_path)
+            listener = Listener(path.take(), self.new_protocol, self.connections, path)
+        listener.start()
         self.listeners.append(listener)
 
     async def close(self) -> None:
@@ -76,8 +85,7 @@ class Server:
         for client in self.clients:
             client.transport.abort()
         self.connections.abort()
-        for listener in self.listeners:
-            await listener.wait_closed()
+        await until(lambda: all(listener.is_done for listener in self.listeners))
         await until(lambda: not self.connections.open)
 
 
@@ -277,13 +285,35 @@ def test_draining_finishes_what_is_parked() -> None:
         writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
         parked = await server.parked.get()
         server.connections.start_draining()
+        server.connections.sweep(2.0)
         assert await idle_reader.read() == b""
         parked.resolve(encode_response(503, b"{}"))
         status, head, _ = await answer(reader)
         assert status == 503
         assert b"connection: close" in head
         assert await reader.read() == b""
+        idle_writer.close()
+        writer.close()
         await until(lambda: not server.connections.open)
+
+    run(test)
+
+
+def test_a_request_that_the_loop_has_not_got_to_keeps_an_idle_connection_open() -> None:
+    """By time-out as by draining: it lies in the kernel when the sweep looks."""
+
+    async def test(server: Server) -> None:
+        for drains in (False, True):
+            reader, writer = await server.connect()
+            writer.write(GET)
+            await answer(reader)
+            # At once: the writer would wait for the end of this turn, and the server would read.
+            os.write(writer.get_extra_info("socket").fileno(), GET)
+            if drains:
+                server.connections.start_draining()
+            server.connections.sweep(server.connections.now + 100.0)
+            assert (await answer(reader))[2] == b"/a 0"
+            writer.close()
 
     run(test)
 
@@ -311,3 +341,167 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         assert await reader.read() == b""
 
     run(test)
+
+
+# How connections come in (D27).
+
+
+def test_a_burst_of_newcomers_is_let_in_within_a_few_turns_of_the_loop() -> None:
+    """So that turns, however long each, do not keep them waiting one by one."""
+
+    async def test(server: Server) -> None:
+        newcomers = 4 * ACCEPTS_PER_TURN
+        clients = [socket.socket() for _ in range(newcomers)]
+        for client in clients:
+            client.connect(("127.0.0.1", server.port))
+        turns = 0
+        while len(server.connections.open) < newcomers:
+            await asyncio.sleep(0)  # one turn
+            turns += 1
+        for client in clients:
+            client.close()
+        assert turns < newcomers / 8
+
+    run(test)
+
+
+def test_a_host_that_vanishes_is_noticed_by_the_kernel() -> None:
+    async def test(server: Server) -> None:
+        _, writer = await server.connect()
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
+        await server.parked.get()
+        (protocol,) = server.protocols
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        every_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        probes = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle_s + every_s * probes == 30
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+    run(test)
+
+
+def test_one_connection_too_many_reads_503_also_when_it_has_sent_already() -> None:
+    async def test(server: Server) -> None:
+        server.connections.max_connections = 1
+        first = await server.connect()
+        first[1].write(GET)
+        assert (await answer(first[0]))[0] == 200
+        reader, writer = await server.connect()
+        writer.write(GET + bytes(100_000))
+        status, head, body = await answer(reader)
+        assert (status, body) == (503, b'{"error":"too many connections"}')
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        first[1].write(GET)
+        assert (await answer(first[0]))[0] == 200
+
+    run(test)
+
+
+def test_who_connected_before_the_listener_closes_is_answered(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        path = str(tmp_path / "s")
+        await server.listen(path)
+        clients = []
+        for family, address in (
+            (socket.AF_INET, ("127.0.0.1", server.port)),
+            (socket.AF_UNIX, path),
+        ):
+            for _ in range(3 * ACCEPTS_PER_TURN):
+                client = socket.socket(family)
+                client.connect(address)  # the kernel's doing: the loop has no turn meanwhile
+                client.sendall(GET)
+                client.setblocking(False)
+                clients.append(client)
+        for listener in server.listeners:
+            listener.stop_inviting()
+            listener.close()
+        loop = asyncio.get_running_loop()
+        for client in clients:
+            assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
+            client.close()
+
+    run(test)
+
+
+def test_a_listener_that_stops_inviting_lets_nobody_in(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        path = str(tmp_path / "s")
+        await server.listen(path)
+        for listener in server.listeners:
+            listener.stop_inviting()
+        with socket.socket(socket.AF_UNIX) as late, pytest.raises(FileNotFoundError):
+            late.connect(path)
+        with socket.socket() as late:
+            late.setblocking(False)
+            late.connect_ex(("127.0.0.1", server.port))
+            # On loopback a handshake ends within connect(2), if at all.
+            assert late.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) == TCP_SYN_SENT
+
+    run(test)
+
+
+def test_want_of_descriptors_is_logged_once_counted_and_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: Server) -> None:
+        monkeypatch.setattr(listener_module, "ACCEPT_PAUSE_S", 0.01)
+        newcomer = socket.socket()
+        newcomer.setblocking(False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = os.dup(0)
+        os.close(spare)  # the lowest number that is free
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+            newcomer.connect_ex(("127.0.0.1", server.port))
+            await until(lambda: server.connections.accept_failures >= 3)
+            assert not server.connections.open
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(newcomer, GET)
+        assert (await loop.sock_recv(newcomer, 1000)).startswith(b"HTTP/1.1 200 ")
+        newcomer.close()
+
+    with caplog.at_level(logging.INFO):
+        run(test)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["no connection can be accepted", "connections are accepted again"]
+
+
+# The path of a UNIX socket.
+
+
+def test_a_path_belongs_to_its_successor_once_it_has_taken_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first, second = UnixPath(path), UnixPath(path)
+    listening = first.take()
+    with pytest.raises(OSError, match="Address already in use"):
+        second.take()
+    first.let_go()
+    assert not os.path.exists(path)
+    with second.take(), listening:
+        first.let_go()
+        assert os.path.exists(path)
+        second.let_go()
+        assert not os.path.exists(path)
+
+
+def test_a_path_that_another_took_over_by_force_is_left_to_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first, second = UnixPath(path), UnixPath(path)
+    with first.take():
+        os.unlink(path)
+        with second.take():
+            first.let_go()
+            assert os.path.exists(path)
+
+
+def test_taking_a_path_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    with UnixPath(str(tmp_path / "s")).take():
+        assert os.listdir(tmp_path) == ["s"]
+    with pytest.raises(OSError, match="too long"):
+        UnixPath(str(tmp_path / ("s" * 200))).take()
+    assert os.listdir(tmp_path) == ["s"]

@@ -1,20 +1,23 @@
 """Start and stop of the service's process, its UNIX socket, and its clock."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.prometheus_tools import scrape
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
@@ -47,11 +50,35 @@ class Raw:
         self.socket.close()
 
 
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def connect_to(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+
+
+def connect_tcp(service: RunningService) -> socket.socket:
+    return connect_to(service.port)
+
+
+def connect_unix(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(DEADLINE_S)
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def refuses_connections(service: RunningService) -> bool:
     try:
         socket.create_connection(("127.0.0.1", service.port), 1.0).close()
     except ConnectionRefusedError:
         return True
+    except TimeoutError:
+        pass  # it keeps newcomers away while it takes those who had come
     return False
 
 
@@ -132,6 +159,53 @@ def test_parked_requests_are_told_that_the_service_stops(number: int) -> None:
         pipelining.close()
 
 
+def exchange(connection: socket.socket, request: bytes = GET) -> bytes:
+    """One answer, of which only the end says that it is whole: `{"status":"ok"}`."""
+    connection.sendall(request)
+    return answer_to(connection)
+
+
+def answer_to(connection: socket.socket) -> bytes:
+    text = b""
+    while not text.endswith(b"}"):
+        piece = connection.recv(65536)
+        if not piece:
+            break
+        text += piece
+    return text
+
+
+@STOPS
+def test_a_request_that_crosses_the_signal_is_answered(number: int, tmp_path: Path) -> None:
+    """The process is stopped while it comes, on connections old and new: nothing is by chance."""
+    path = tmp_path / "s"
+    with RunningService("--drain-secs", "3600", "--uds", str(path), env=NO_EVENTS) as service:
+        kept = [connect_tcp(service) for _ in range(32)] + [connect_unix(path) for _ in range(32)]
+        for connection in kept:
+            assert exchange(connection).startswith(b"HTTP/1.1 200 ")
+        service.process.send_signal(signal.SIGSTOP)
+        new = [connect_tcp(service) for _ in range(32)] + [connect_unix(path) for _ in range(32)]
+        for connection in kept + new:
+            connection.sendall(GET)
+        service.process.send_signal(number)
+        service.process.send_signal(signal.SIGCONT)
+        for connection in kept + new:
+            assert answer_to(connection).startswith(b"HTTP/1.1 200 OK\r\n")
+            assert connection.recv(1) == b"", "then it ends without a reset"
+            connection.close()
+        assert service.stop()[0] == 0
+
+
+def test_a_connection_that_goes_quiet_is_closed_without_a_word() -> None:
+    with RunningService("--drain-secs", "3600") as service:
+        used = connect_tcp(service)
+        assert exchange(used).startswith(b"HTTP/1.1 200 ")
+        service.process.send_signal(signal.SIGTERM)
+        assert used.recv(1) == b""
+        used.close()
+        assert service.stop()[0] == 0
+
+
 @STOPS
 def test_a_second_signal_ends_it_at_once(number: int) -> None:
     with RunningService("--drain-secs", "3600") as service:
@@ -154,6 +228,163 @@ def test_draining_takes_no_longer_than_it_may() -> None:
 
 
 # -- the UNIX socket (D19) ------------------------------------------------------------------------
+
+
+def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with RunningService("--uds", str(path), "--drain-secs", "3600") as old:
+        half = connect_unix(path)
+        half.sendall(GET[:10])
+        assert '{"status":"ok"}' in ask_unix(path)
+        old.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not path.exists(), "the old process lets go of the path")
+        with RunningService("--uds", str(path)) as new:
+            assert '{"status":"ok"}' in ask_unix(path)
+            assert old.process.poll() is None, "the old process still drains"
+            assert exchange(half, GET[10:]).startswith(b"HTTP/1.1 200 ")
+            half.close()
+            assert old.stop()[0] == 0
+            assert '{"status":"ok"}' in ask_unix(path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
+            assert new.stop()[0] == 0
+    assert not path.exists()
+
+
+class KeepAliveClients:
+    """Clients that ask without end, each on a connection that it keeps as long as it may.
+
+    What may fail is a connection that is refused: nothing was sent, and the client tries again. A
+    request that was sent and is not answered 200 is lost.
+    """
+
+    def __init__(self, count: int, connect: Callable[[], socket.socket]) -> None:
+        self._connect = connect
+        self._ends = threading.Event()
+        self.answered = [0] * count
+        self.lost: list[str] = []
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(count)]
+
+    def __enter__(self) -> "KeepAliveClients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+
+    def _ask(self, index: int) -> None:
+        connection = None
+        while not self._ends.is_set():
+            if connection is None:
+                try:
+                    connection = self._connect()
+                except (ConnectionRefusedError, FileNotFoundError):
+                    self._ends.wait(0.01)
+                    continue
+            try:
+                answer = exchange(connection)
+            except OSError as error:
+                answer = repr(error).encode()
+            if not answer.startswith(b"HTTP/1.1 200 ") or not answer.endswith(b"}"):
+                self.lost.append(answer[:100].decode())
+                return
+            self.answered[index] += 1
+            if b"\r\nconnection: close\r\n" in answer:
+                connection.close()
+                connection = None
+        if connection is not None:
+            connection.close()
+
+    def go_on(self, rounds: int = 20) -> None:
+        """Every client is answered `rounds` times from now on, or one has lost a request."""
+        goals = [count + rounds for count in self.answered]
+
+        def reached() -> bool:
+            return bool(self.lost) or all(
+                count >= goal for count, goal in zip(self.answered, goals, strict=True)
+            )
+
+        wait_until(reached, "all clients are answered")
+        assert self.lost == []
+
+
+def test_restarts_on_one_path_lose_no_request(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    flags = ("--uds", str(path), "--drain-secs", "20")
+    with contextlib.ExitStack() as services:
+        serving = services.enter_context(RunningService(*flags))
+        with KeepAliveClients(16, lambda: connect_unix(path)) as clients:
+            for _ in range(3):
+                clients.go_on()
+                serving.process.send_signal(signal.SIGTERM)
+                wait_until(lambda: not path.exists(), "the old process lets go of the path")
+                successor = services.enter_context(RunningService(*flags))
+                clients.go_on()
+                assert serving.stop()[0] == 0
+                serving = successor
+            clients.go_on()
+
+
+HAPROXY = """
+defaults
+    mode http
+    timeout connect 10s
+    timeout client 60s
+    timeout server 60s
+    option redispatch 1
+    retries 10
+frontend gateway
+    bind 127.0.0.1:{port}
+    default_backend selectors
+backend selectors
+    option httpchk GET /health
+    http-reuse always
+"""
+HAPROXY_SERVER = "    server s{port} 127.0.0.1:{port} check inter 100ms fall 1 rise 1\n"
+
+
+@contextlib.contextmanager
+def gateway(folder: Path, services: list[RunningService]) -> Iterator[int]:
+    """The port of a haproxy before the services. It tries again only what was refused."""
+    haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
+    assert haproxy is not None, "this test needs haproxy: apt-get install haproxy"
+    config = folder / "haproxy.cfg"
+
+    def start() -> tuple[int, subprocess.Popen[bytes]]:
+        port = free_port()
+        servers = "".join(HAPROXY_SERVER.format(port=service.port) for service in services)
+        config.write_text(HAPROXY.format(port=port) + servers)
+        return port, subprocess.Popen([haproxy, "-q", "-db", "-f", str(config)])
+
+    port, process = start()
+    try:
+
+        def is_up() -> bool:
+            nonlocal port, process
+            if process.poll() == 1:
+                port, process = start()  # somebody was faster, and has the port
+            with contextlib.suppress(OSError), connect_to(port) as connection:
+                return exchange(connection).startswith(b"HTTP/1.1 200 ")
+            return False
+
+        wait_until(is_up, "the gateway is up")
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_services_that_stop_behind_a_gateway_lose_no_request(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as started:
+        services = [started.enter_context(RunningService("--drain-secs", "20")) for _ in range(3)]
+        port = started.enter_context(gateway(tmp_path, services))
+        with KeepAliveClients(16, lambda: connect_to(port)) as clients:
+            clients.go_on()
+            for stopping in services[:2]:
+                assert stopping.stop()[0] == 0
+                clients.go_on()
 
 
 def ask_unix(path: Path) -> str:
@@ -222,6 +453,34 @@ def test_a_path_that_cannot_be_a_socket_is_one_line_and_stays(tmp_path: Path, ki
     assert str(path) in err
     if kind == "file":
         assert path.read_text() == "precious"
+
+
+def test_an_empty_path_is_no_path() -> None:
+    status, err = refused_start("--port", str(free_port()), "--uds", "")
+    assert status == 2
+    assert err.endswith("error: --uds: invalid value ``: expected a path\n")
+
+
+# -- how many (D27) -------------------------------------------------------------------------------
+
+
+def test_connections_beyond_the_most_are_refused_and_counted() -> None:
+    with RunningService("--max-connections", "2", env=NO_EVENTS) as service:
+        first, second = connect_tcp(service), connect_tcp(service)
+        assert exchange(first).startswith(b"HTTP/1.1 200 ")
+        assert exchange(second).startswith(b"HTTP/1.1 200 ")
+        third = connect_tcp(service)
+        answer = exchange(third)
+        assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert answer.endswith(b'{"error":"too many connections"}')
+        assert third.recv(1) == b""
+        third.close()
+        second.close()
+        wait_until(lambda: service.get("/health")[0] == 200, "a place is free again")
+        text = scrape(service.port)
+        assert "\nlean_selector_http_connections 2\n" in text
+        assert re.search(r"\nlean_selector_http_connections_refused_total [1-9]", text)
+        first.close()
 
 
 # -- half a hang-up -------------------------------------------------------------------------------
