@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Held(msgspec.Struct, frozen=True):
     """What holding a chain did: blocks [0, hit) were there, [hit, hit + stored) are new.
 
     The rest of the chain found no room. evicted: hashes that had to go, in order.
@@ -42,7 +42,7 @@ class BlockCache:
     def __contains__(self, block: int) -> bool:
         return block in self._users or block in self._idle
 
-    def hold(self, chain: Sequence[int]) -> Placement:
+    def hold(self, chain: Sequence[int]) -> Held:
         """Pin the resident prefix of a chain and store the rest, as far as there is room.
 
         chain: distinct chained hashes that start at a sequence's first block, or continue one
@@ -64,7 +64,7 @@ class BlockCache:
         evicted = [idle.popitem(last=False)[0] for _ in range(excess)]
         for block in chain[hit : hit + stored]:
             users[block] = 1
-        return Placement(hit, stored, evicted)
+        return Held(hit, stored, evicted)
 
     def release(self, chain: Sequence[int]) -> None:
         """Let go of a held chain; its blocks stay until they are evicted."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from lean_selector.demo.block_cache import BlockCache, Placement
+from lean_selector.demo.block_cache import BlockCache, Held
 from lean_selector.demo.request import Request
 from lean_selector.publisher import KvEventPublisher
 
@@ -54,7 +54,7 @@ class EngineModel:
         """Seconds in which one request fills one block of output."""
         return self.block_size / self.speed.decode_tokens_per_s
 
-    def admit(self, request: Request, now: float) -> tuple[Running, Placement]:
+    def admit(self, request: Request, now: float) -> tuple[Running, Held]:
         """Place the prompt in the cache and queue its uncached part for prefill."""
         blocks = request.prompt_blocks
         placed = self.cache.hold(request.sequence_hashes[:blocks])
@@ -69,7 +69,7 @@ class EngineModel:
         running = Running(request, placed.hit + placed.stored, placed.hit, self._prefill_free_at)
         return running, placed
 
-    def decode_block(self, running: Running, index: int) -> Placement | None:
+    def decode_block(self, running: Running, index: int) -> Held | None:
         """Cache output block `index` if its tokens are known and all before it are cached."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
@@ -142,7 +142,7 @@ class SimulatedEngine(EngineModel):
         if placed is not None:
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
-    def _publish(self, request: Request, first: int, placed: Placement) -> None:
+    def _publish(self, request: Request, first: int, placed: Held) -> None:
         """Tell what placing request's blocks from `first` on changed, in one message."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit

@@ -16,7 +16,7 @@ from lean_selector.wire.scalars import U32, NonNegative, check_u64, f32, f32_sho
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 
 # The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
-RankKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
+RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 Enforcement = Literal["required", "preferred"]
 
 
@@ -61,8 +61,8 @@ class WorkerRequest(WorkerFields, kw_only=True):
     model_name: str = DEFAULT_GROUP
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
-    kv_events_endpoints: dict[RankKey, str] = {}
-    replay_endpoints: dict[RankKey, str] = {}
+    kv_events_endpoints: dict[RankText, str] = {}
+    replay_endpoints: dict[RankText, str] = {}
     taints: list[str] = []
     topology_domains: dict[str, str] = {}
 
@@ -87,8 +87,8 @@ class WorkerRequest(WorkerFields, kw_only=True):
 class WorkerPatch(WorkerFields, kw_only=True):
     """PATCH /workers/{worker_id}: what is present and not null overwrites."""
 
-    kv_events_endpoints: dict[RankKey, str] | None = None
-    replay_endpoints: dict[RankKey, str] | None = None
+    kv_events_endpoints: dict[RankText, str] | None = None
+    replay_endpoints: dict[RankText, str] | None = None
     taints: list[str] | None = None
     topology_domains: dict[str, str] | None = None
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lean_selector.demo.block_cache import BlockCache, Placement
+from lean_selector.demo.block_cache import BlockCache, Held
 
 CAPACITY = 7
 Path = tuple[int, ...]
@@ -23,7 +23,7 @@ class NaiveCache:
         self.idle_since: dict[Path, int] = {}
         self.clock = 0
 
-    def hold(self, blocks: list[Path]) -> Placement:
+    def hold(self, blocks: list[Path]) -> Held:
         hit = 0
         while hit < len(blocks) and blocks[hit] in self.users:
             self.users[blocks[hit]] += 1
@@ -38,7 +38,7 @@ class NaiveCache:
                 evicted.append(hash(victim))
             self.users[block] = 1
             stored += 1
-        return Placement(hit, stored, evicted)
+        return Held(hit, stored, evicted)
 
     def oldest_idle_leaf(self) -> Path | None:
         parents = {path[:-1] for path in self.users}
@@ -98,20 +98,20 @@ TestBlockCache = CacheMachine.TestCase
 
 def test_a_chain_longer_than_the_cache_is_stored_from_its_start() -> None:
     cache = BlockCache(3)
-    assert cache.hold([1, 2, 3, 4, 5]) == Placement(0, 3, [])
+    assert cache.hold([1, 2, 3, 4, 5]) == Held(0, 3, [])
     assert [block in cache for block in range(1, 6)] == [True, True, True, False, False]
 
 
 def test_blocks_in_use_are_never_evicted() -> None:
     cache = BlockCache(3)
     cache.hold([1, 2])
-    assert cache.hold([11, 12]) == Placement(0, 1, [])
+    assert cache.hold([11, 12]) == Held(0, 1, [])
     cache.release([11])
-    assert cache.hold([21, 22]) == Placement(0, 1, [11])
+    assert cache.hold([21, 22]) == Held(0, 1, [11])
 
 
 def test_the_end_of_a_released_chain_goes_first() -> None:
     cache = BlockCache(3)
     cache.hold([1, 2, 3])
     cache.release([1, 2, 3])
-    assert cache.hold([9]) == Placement(0, 1, [3])
+    assert cache.hold([9]) == Held(0, 1, [3])

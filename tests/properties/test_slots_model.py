@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
-from lean_selector.core.load.prompt_trie import Run
+from lean_selector.core.load.prompt_trie import ActiveRun
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
 
 RankKey = tuple[int, int]
@@ -354,7 +354,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert ends + root.ends == len(self.live)
 
     def dump(self) -> object:
-        def tree(run: Run) -> object:
+        def tree(run: ActiveRun) -> object:
             below = [tree(child) for child in run.children.values()]
             return run.label, dict(run.refs), run.ends, dict(run.weights or {}), below
 

@@ -15,7 +15,7 @@ from lean_selector.core.rank_bits import RankKey
 HASH_BYTES = 8
 
 
-class Run(msgspec.Struct, eq=False, gc=False):
+class ActiveRun(msgspec.Struct, eq=False, gc=False):
     """Consecutive blocks that are held by the same requests.
 
     Not tracked by the collector, nor are the dicts that hold only runs: a live trie costs a
@@ -26,8 +26,8 @@ class Run(msgspec.Struct, eq=False, gc=False):
     label: (
         bytes  # the blocks' sequence hashes, 8 bytes little-endian each; only the root's is empty
     )
-    parent: "Run | None"  # None only at the root
-    children: "dict[bytes, Run]"  # first hash of the child -> child
+    parent: "ActiveRun | None"  # None only at the root
+    children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
     refs: dict[
         RankKey, int
     ]  # requests per rank that cross the run, each >= 1; never empty but at the root
@@ -42,9 +42,9 @@ class PromptTrie:
     __slots__ = ("root",)
 
     def __init__(self) -> None:
-        self.root = Run(b"", None, {}, {})
+        self.root = ActiveRun(b"", None, {}, {})
 
-    def insert(self, hashes: bytes, key: RankKey, mask: int) -> tuple[Run, int]:
+    def insert(self, hashes: bytes, key: RankKey, mask: int) -> tuple[ActiveRun, int]:
         """Add a prompt of a rank, whose bit is `mask`; returns its last run, and how many of its
         blocks are new there.
 
@@ -58,7 +58,7 @@ class PromptTrie:
             child = run.children.get(first)
             if child is None:
                 rest = hashes[start:]
-                run.children[first] = run = Run(rest, run, {}, {key: 1}, mask)
+                run.children[first] = run = ActiveRun(rest, run, {}, {key: 1}, mask)
                 new_bytes += len(rest)
                 break
             label = child.label
@@ -75,7 +75,7 @@ class PromptTrie:
         run.ends += 1
         return run, new_bytes // HASH_BYTES
 
-    def remove(self, run: Run, key: RankKey, mask: int, weights: BlockWeights) -> int:
+    def remove(self, run: ActiveRun, key: RankKey, mask: int, weights: BlockWeights) -> int:
         """Take away one prompt of a rank that ends with `run`; returns how many blocks left the
         rank.
 
@@ -101,7 +101,7 @@ class PromptTrie:
             run = parent
         return freed_bytes // HASH_BYTES
 
-    def weigh(self, run: Run, key: RankKey, weight: float, weights: BlockWeights) -> None:
+    def weigh(self, run: ActiveRun, key: RankKey, weight: float, weights: BlockWeights) -> None:
         """Give `weight` to each block of the prompt ending with `run` that no other of the rank
         holds."""
         while (parent := run.parent) is not None:
@@ -138,7 +138,7 @@ class PromptTrie:
             seen = mask
         return found
 
-    def hashes_of(self, run: Run) -> bytes:
+    def hashes_of(self, run: ActiveRun) -> bytes:
         """The prompt that ends with `run`."""
         labels = []
         while run.parent is not None:
@@ -148,13 +148,15 @@ class PromptTrie:
         return b"".join(labels)
 
 
-def _split(run: Run, head_bytes: int) -> Run:
+def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
     """Cut the first `head_bytes` off as a run of its own, and return that; `run` stays the tail,
     because requests point at the run they end with."""
     parent, label = run.parent, run.label
     assert parent is not None
     tail = label[head_bytes:]
-    head = Run(label[:head_bytes], parent, {tail[:HASH_BYTES]: run}, run.refs.copy(), run.mask)
+    head = ActiveRun(
+        label[:head_bytes], parent, {tail[:HASH_BYTES]: run}, run.refs.copy(), run.mask
+    )
     if run.weights is not None:
         head.weights = run.weights.copy()
     parent.children[label[:HASH_BYTES]] = head
@@ -163,7 +165,7 @@ def _split(run: Run, head_bytes: int) -> Run:
     return head
 
 
-def _merge_into_child(run: Run) -> None:
+def _merge_into_child(run: ActiveRun) -> None:
     """Undo a split that nothing needs any more: all requests of `run` go on to its only child."""
     (child,) = run.children.values()
     if child.weights != run.weights:
@@ -175,7 +177,7 @@ def _merge_into_child(run: Run) -> None:
     parent.children[run.label[:HASH_BYTES]] = child
 
 
-def _weigh_run(run: Run, key: RankKey, weight: float, weights: BlockWeights) -> None:
+def _weigh_run(run: ActiveRun, key: RankKey, weight: float, weights: BlockWeights) -> None:
     held = run.weights or {}
     weights.move(held.get(key, 1.0), weight, len(run.label) // HASH_BYTES)
     if weight != 1.0:

@@ -16,7 +16,7 @@ import msgspec
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.block_weights import BlockWeights
 from lean_selector.core.load.prefill_decay import Prefill, PrefillDecay
-from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie, Run
+from lean_selector.core.load.prompt_trie import HASH_BYTES, ActiveRun, PromptTrie
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 
@@ -76,7 +76,7 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
 
     request_id: str
     rank: RankLoad
-    run: Run  # where the prompt ends in the trie; the root when it is empty
+    run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
     block_count: int  # of the prompt, also when other requests hold the same blocks
     prefill_tokens: int  # outstanding: 0 from prefill_complete on
     prefill_duration_s: float | None

@@ -1,7 +1,7 @@
 import pytest
 
 from lean_selector.core.load.block_weights import BlockWeights
-from lean_selector.core.load.prompt_trie import PromptTrie, Run
+from lean_selector.core.load.prompt_trie import ActiveRun, PromptTrie
 
 ONE, TWO = (1, 0), (2, 0)
 BIT = {ONE: 1, TWO: 2, (3, 0): 4}
@@ -57,7 +57,7 @@ def test_runs_grow_together_when_the_split_has_no_reason_left() -> None:
     trie = PromptTrie()
     stays, _ = trie.insert(packed(1, 2, 3, 4), ONE, BIT[ONE])
     weights = BlockWeights()
-    goers: list[Run] = [
+    goers: list[ActiveRun] = [
         trie.insert(hashes, TWO, BIT[TWO])[0]
         for hashes in (packed(1), packed(1, 2, 9), packed(1, 2, 3))
     ]
