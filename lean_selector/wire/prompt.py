@@ -141,10 +141,10 @@ def prompt_decoder(body_type: type[T]) -> Callable[[bytes | bytearray], T]:
         start = body.find(_BLOCK_HASHES_KEY) + len(_BLOCK_HASHES_KEY)
         if start < len(_BLOCK_HASHES_KEY):
             return decode(body)
-        if body[start] == 0x20:
+        if body.startswith(b" ", start):  # unlike an index, right at the end of a cut body too
             start += 1
         end = body.find(b"]", start) + 1
-        if body[start] != 0x5B or not end:
+        if not end or not body.startswith(b"[", start):
             return decode(body)
         try:
             fields = decode(b"".join((body[:start], _CUT, body[end:])))
