@@ -26,6 +26,12 @@ from lean_selector.http1.router import (
     percent_decode,
 )
 from lean_selector.observing.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
+from lean_selector.wire.body_text import (
+    MOST_COSTLY_NUMBERS,
+    has_costly_numbers,
+    json_fault,
+    messagepack_fault,
+)
 from lean_selector.wire.busy import overload_body
 from lean_selector.wire.prompt import PromptFields, binary_form, prompt_decoder
 from lean_selector.wire.scalars import U64_MAX
@@ -43,6 +49,12 @@ _encode = msgspec.json.Encoder().encode
 NOT_JSON = "Expected request with `Content-Type: application/json`"
 MSGPACK = b"application/msgpack"
 LONGEST_TRANSCODED = 64 * 1024  # a millisecond of work; only dumps are longer
+# A body as short as this cannot hold the loop for long, whatever it says.
+LONG_BODY_BYTES = 16 * 1024
+COSTLY_NUMBERS = (
+    "Failed to parse the request body as JSON: "
+    f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"
+)
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 # Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
 RETRY_AFTER = b"retry-after: 1\r\n"
@@ -235,6 +247,8 @@ def _reader(body_type: type[T]) -> Callable[[Request], T | bytes]:
             refusal = _refused(request)
             if refusal is not None:
                 return refusal
+        if len(request.body) >= LONG_BODY_BYTES and has_costly_numbers(request.body):
+            return error_reply(400, COSTLY_NUMBERS)
         try:
             return decode(request.body)
         except msgspec.ValidationError:
@@ -352,22 +366,9 @@ def _is_json(content_type: bytes | None) -> bool:
 
 def _judged(request: Request, error: msgspec.ValidationError) -> tuple[int, str]:
     """Status and text for a body of the wrong shape: 400 if it is broken as a whole (D8)."""
-    body = request.body
     is_binary = _is_msgpack(request.content_type)
     form = "MessagePack" if is_binary else "JSON"
-    try:
-        value = msgspec.msgpack.decode(body) if is_binary else msgspec.json.decode(body)
-        text = "" if _fits_f64(value) else "number out of range"
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
-        text = str(problem)
-    if text:
-        return 400, f"Failed to parse the request body as {form}: {text}"
+    fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
+    if fault:
+        return 400, f"Failed to parse the request body as {form}: {fault}"
     return 422, f"Failed to deserialize the {form} body into the target type: {error}"
-
-
-def _fits_f64(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(_fits_f64, value.values()))
-    if isinstance(value, list):
-        return all(map(_fits_f64, value))
-    return not isinstance(value, int) or abs(value) < 2**1024

@@ -130,7 +130,7 @@ def check(gate: Gate, method: str, path: str, body: bytes, kind: bytes = JSON) -
         assert isinstance(text, str)
         assert text
         if status == 422:
-            assert re.search(r"`\$|missing required field|Expected `object`|: ", text), text
+            assert re.search(r"`\$|missing required field `\w+`|Expected `object`", text), text
 
 
 def cuts(body: bytes) -> Iterator[bytes]:

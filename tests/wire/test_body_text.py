@@ -1,0 +1,212 @@
+"""Bodies judged as a whole: exactly as value by value, but without a step of Python for each."""
+
+import json
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lean_selector.services.gate import LONG_BODY_BYTES, MSGPACK
+from lean_selector.wire.body_text import (
+    MOST_COSTLY_NUMBERS,
+    has_costly_numbers,
+    json_fault,
+    messagepack_fault,
+)
+from lean_selector.wire.scalars import hashes_from_integers, hashes_from_json
+from tests.gates import answered, request, selection_gate
+from tests.operations import lines_run
+
+LARGEST = 2**1024 - 2**970  # what is as large rounds to an infinity
+
+
+def fits(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(fits, value.values()))
+    if isinstance(value, list):
+        return all(map(fits, value))
+    return not isinstance(value, int) or abs(value) < LARGEST
+
+
+def is_json_value_by_value(text: bytes) -> bool:
+    try:
+        return fits(msgspec.json.decode(text))
+    except (msgspec.DecodeError, ValueError):
+        return False
+
+
+digits = st.one_of(
+    st.sampled_from(["0", "1", "9", "17976931348623157", "17976931348623158079", str(LARGEST)]),
+    st.integers(1, 320).map(lambda count: "9" * count),
+    st.integers(1, 400).map(lambda count: "1" * count),
+)
+numbers = st.builds(
+    "{}{}{}{}".format,
+    st.sampled_from(["", "-"]),
+    digits,
+    st.one_of(st.just(""), st.just("." + "0" * 310 + "1"), digits.map(".{}".format)),
+    st.one_of(
+        st.just(""),
+        st.builds(
+            "{}{}{}{}".format,
+            st.sampled_from("eE"),
+            st.sampled_from(["", "+", "-"]),
+            st.sampled_from(["", "0", "000"]),
+            st.one_of(st.integers(0, 700), st.integers(290, 310), st.just(10**20)),
+        ),
+    ),
+)
+texts = st.one_of(
+    numbers,
+    st.sampled_from(['"1e999"', '"\\"1e999"', '"\\\\"', '"\\\\\\"1e999,"', '"e400"', '""', "true"]),
+    st.sampled_from(["null", '"\\ud800"', '"\\u12"', "[", "1e", "01", "nul", '"', "{}", "[]"]),
+)
+
+
+@given(st.lists(texts, min_size=1, max_size=6), st.sampled_from(["[{}]", '{{"k":[{}]}}', "{} "]))
+def test_a_text_is_judged_as_if_value_by_value(values: list[str], around: str) -> None:
+    text = around.format(", ".join(values)).encode()
+    assert (json_fault(text) == "") is is_json_value_by_value(text)
+    assert json_fault(bytearray(text)) == json_fault(text)
+
+
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (str(LARGEST - 1), ""),
+        (str(LARGEST), "number out of range"),
+        (f"-{LARGEST}", "number out of range"),
+        ("1.7976931348623157e308", ""),
+        ("1.7976931348623159e308", "number out of range"),
+        ("17976931348623157" + "0" * 292, ""),
+        ("0." + "0" * 399 + "1e700", ""),
+        ("0." + "0" * 300 + "1e700", "number out of range"),
+        ("1e-" + "1" * 400, ""),
+        ("0e999", ""),
+        ("1e00000000000000000309", "number out of range"),
+    ],
+)
+def test_the_largest_number_is_the_largest_of_f64(number: str, fault: str) -> None:
+    assert math.isinf(float(number)) is bool(fault)
+    for text in (number, f'{{"a":["1e999",{number}]}}', f'["\\\\",{number},"\\""]'):
+        assert json_fault(text.encode()) == fault
+
+
+def test_a_quote_may_fall_anywhere_in_a_long_text() -> None:
+    for length in range(1, 6):
+        strings = ",".join(['"' + "1e999" * 5 + "x" * length + '"'] * 20_000)
+        assert json_fault(f"[{strings},1e5]".encode()) == ""
+        assert json_fault(f"[{strings},1e500]".encode()) == "number out of range"
+
+
+def listed(item: bytes, length: int, last: bytes | None = None) -> bytes:
+    count = length // (len(item) + 1)
+    return b"[" + (item + b",") * count + (item if last is None else last) + b"]"
+
+
+# What was walked over in Python, or read a number at a time by a parser that is slow at it.
+SLOW_VALUES = {
+    "ints and a string": (b"1", b'"x"'),
+    "strings": (b'""', b"5"),
+    "strings like numbers": (b'"1e999"', b"5"),
+    "escapes": (b'"\\"\\\\"', b"5"),
+    "negative": (b"-1", None),
+    "floats": (b"1.5", None),
+    "an int too large": (b"1", b"9223372036854775808"),
+    "lists": (b"[]", None),
+    "nested lists": (b"[" * 300 + b"]" * 300, None),
+    "objects": (b'{"a":1}', None),
+    "ints of hundreds of digits": (b"1" * 300, None),
+}
+FIELDS = ("token_ids", "block_hashes", "sequence_hashes", "routing_constraints", "unknown")
+
+
+@pytest.mark.parametrize(("item", "last"), SLOW_VALUES.values(), ids=SLOW_VALUES)
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("path", ["/select", "/reservations"])
+def test_a_body_costs_no_step_for_each_of_its_values(
+    path: str, field: str, item: bytes, last: bytes | None
+) -> None:
+    gate = selection_gate()
+    statuses = set()
+
+    def post(length: int) -> None:
+        body = b'{"isl_tokens":"x","%b":%b}' % (field.encode(), listed(item, length, last))
+        statuses.add(answered(gate, request("POST", path, body))[0])
+
+    post(100_000)  # what is made once is made
+    few, many = lines_run(post, 100_000), lines_run(post, 800_000)
+    assert statuses == {422}
+    assert many <= few + 100
+
+
+@pytest.mark.parametrize(
+    "item", [b"\x01", b"\xa1x", b"\x90", b"\x81\x01\x02", b"\xcb" + b"\x40" * 8, b"\xff"]
+)
+def test_a_body_in_messagepack_costs_no_step_for_each_of_its_values(item: bytes) -> None:
+    gate = selection_gate()
+    statuses = set()
+
+    def post(count: int) -> None:
+        body = b"\x81\xa9token_ids\xdd" + (count + 1).to_bytes(4, "big") + item * count + b"\xc0"
+        asked = request("POST", "/select", body, content_type=MSGPACK)
+        statuses.add(answered(gate, asked)[0])
+
+    post(10_000)
+    few, many = lines_run(post, 10_000), lines_run(post, 80_000)
+    assert statuses == {422}
+    assert many <= few + 5
+
+
+def test_hashes_of_either_sign_cost_no_step_for_each() -> None:
+    def packed(count: int) -> None:
+        hashes_from_integers("f", [-1, 2**64 - 1] * count)
+        with pytest.raises(msgspec.ValidationError, match=r"18446744073709551616 - at `\$.f\["):
+            hashes_from_integers("f", [1] * count + [2**64])
+        with pytest.raises(msgspec.ValidationError, match=rf"at `\$.f\[{count}\]"):
+            hashes_from_json("f", msgspec.Raw(json.dumps([1] * count + [2**63, 2**64]).encode()))
+
+    for count in (4100, 9 * 4096 + 4):  # what is made once is made, patterns among it
+        packed(count)
+    few, many = lines_run(packed, 4100), lines_run(packed, 9 * 4096 + 4)
+    assert many <= few + 200  # 4 096 are looked at together, and at most as many one by one
+    assert hashes_from_integers("f", [-1, 2**64 - 1, 0]) == b"\xff" * 16 + bytes(8)
+
+
+def test_what_is_no_messagepack_is_told_from_what_is() -> None:
+    whole = msgspec.msgpack.encode({"a": [1, "x", None, 1.5, {"b": b"c"}]})
+    assert messagepack_fault(whole) == ""
+    assert all(messagepack_fault(whole[:end]) for end in range(len(whole)))
+    assert messagepack_fault(whole + b"\x00")
+    assert messagepack_fault(b"\x91" * 100_000)
+
+
+# -- numbers that are slow to parse (D32) ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [b"1e308", b"1E+308", b"-2.5e-310", b"1e0000308"])
+def test_more_than_a_thousand_costly_numbers_are_refused(number: bytes) -> None:
+    gate = selection_gate()
+    for count, status in ((MOST_COSTLY_NUMBERS, 422), (MOST_COSTLY_NUMBERS + 1, 400)):
+        taints = b",".join(b'"t%d":%b' % (i, number) for i in range(count))
+        body = b'{"model_name":5,"pad":"%b","routing_constraints":{"preferred_taints":{%b}}}' % (
+            b"x" * LONG_BODY_BYTES,
+            taints,
+        )
+        answer = answered(gate, request("POST", "/select", body))
+        assert answer[0] == status, answer
+        assert (b"numbers with an exponent" in answer[1]) is (status == 400)
+
+
+@pytest.mark.parametrize(
+    "item", [b'"1e308"', b'"\\"1e308"', b"1e99", b"true", b'"e"', b"1.5", b"10", b'"bee100"']
+)
+def test_other_values_may_be_as_many_as_they_like(item: bytes) -> None:
+    assert not has_costly_numbers(listed(item, 100_000))
+
+
+def test_a_body_of_tokens_is_hardly_looked_at() -> None:
+    body = b'{"model_name":"m","token_ids":%b,"isl_tokens":5}' % listed(b"12345", 500_000)
+    assert lines_run(has_costly_numbers, body) < 10
