@@ -9,8 +9,25 @@ from lean_selector.process.options import OneLineParser, add_options
 from lean_selector.process.selector_config import SELECTOR_OPTIONS, selector_config
 
 
+def hold_standard_streams() -> None:
+    """Opens what of stdin, stdout and stderr was closed at the start, on nothing.
+
+    Otherwise the first socket gets such a number: what is logged is written into it, and libuv ends
+    the process with an abort when it is closed.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as it runs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the selection service, or with `demo` the demonstration; returns the exit status."""
+    hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
         from lean_selector.demo.command import main as demo
@@ -38,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     """Runs the slot tracker; returns the exit status."""
+    hold_standard_streams()
     from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS, slot_tracker_config
 
     parser = OneLineParser(

@@ -2,17 +2,19 @@
 
 Fields are what a log call passes as `extra`; nothing else need know how a line looks. What peers
 and clients can provoke is bounded here, for every kind of line at once (`RateLimit`); the access
-log, which is one line per request by definition, is not.
+log, which is one line per request by definition, is not. Who writes the lines is `log_writer`.
 """
 
 import logging
 import re
-import sys
 import time
 from collections.abc import Mapping
 
 import msgspec
 
+from lean_selector.observing.log_writer import LineWriter, QueuedLines
+
+STDERR = 2
 ACCESS_LOG = "lean_selector.access"
 # A kind of line, which is a logger and an unformatted message, may come in a burst, as when a fleet
 # of 512 workers registers at once; a kind that keeps coming gets one line a second.
@@ -27,15 +29,32 @@ _CONTROLS = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
-def set_up(level: str, form: str) -> "RateLimit":
+class LogState:
+    """The logging of the process, for who counts what it did not write."""
+
+    def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
+        self._limit = limit
+        self._writer = writer
+
+    def suppressed(self) -> int:
+        """Lines that the rate limit kept back."""
+        return self._limit.suppressed
+
+    def dropped(self) -> int:
+        """Lines for which there was no room, because stderr is not read."""
+        return self._writer.dropped
+
+
+def set_up(level: str, form: str) -> LogState:
     """Sends all logging of the process to stderr; `form` is "text" or "json"."""
-    handler = logging.StreamHandler(sys.stderr)
+    writer = LineWriter(STDERR)
+    handler = QueuedLines(writer)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     limit = RateLimit()
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.raiseExceptions = False  # a closed stderr is no reason to write to stderr
-    return limit
+    return LogState(limit, writer)
 
 
 def flat(config: object) -> dict[str, object]:

@@ -214,7 +214,11 @@ def http_families(meters: Iterable[RouteMeter]) -> list[Family | HistogramFamily
 
 
 def process_families(
-    service: str, version: str, lag: LoopLag, suppressed_log_lines: Callable[[], int]
+    service: str,
+    version: str,
+    lag: LoopLag,
+    suppressed_log_lines: Callable[[], int],
+    dropped_log_lines: Callable[[], int],
 ) -> list[Family | HistogramFamily]:
     build = labels(service=service, version=version, python=platform.python_version())
     histogram = lag.histogram
@@ -236,6 +240,12 @@ def process_families(
             "counter",
             "Background tasks that failed and were begun again or ended, each with a log line.",
             lambda: [(labels(task=task), count) for task, count in sorted(failures.items())],
+        ),
+        Family(
+            "lean_selector_log_lines_dropped_total",
+            "counter",
+            "Log lines for which there was no room, because stderr is not read.",
+            lambda: [("", dropped_log_lines())],
         ),
     ]
 

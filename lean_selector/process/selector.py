@@ -64,14 +64,14 @@ class StartError(Exception):
 
 def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
-    limit = logs.set_up(config.listen.log_level, config.listen.log_format)
+    log_state = logs.set_up(config.listen.log_level, config.listen.log_format)
     log.info("configuration", extra=logs.flat(config))
     for warning in config.warnings:
         log.warning(warning)
-    uvloop.run(_selector(config, limit))
+    uvloop.run(_selector(config, log_state))
 
 
-async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
+async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     loop = asyncio.get_running_loop()
     context = new_zmq_context()
     links = Links()
@@ -127,7 +127,7 @@ async def _selector(config: SelectorConfig, limit: logs.RateLimit) -> None:
                 *replica_families(plane),
                 *connection_families(connections),
             ],
-            observation("selector", config.listen, limit),
+            observation("selector", config.listen, log_state),
             config.overload_status,
         ),
         connections,
@@ -197,13 +197,14 @@ def new_zmq_context() -> zmq.asyncio.Context:
     return context
 
 
-def observation(service: str, listen: Listen, limit: logs.RateLimit) -> Observation:
+def observation(service: str, listen: Listen, log_state: logs.LogState) -> Observation:
     loop = asyncio.get_running_loop()
     return Observation(
         service=service,
         version=__version__,
         access_log=listen.access_log,
-        suppressed_log_lines=lambda: limit.suppressed,
+        suppressed_log_lines=log_state.suppressed,
+        dropped_log_lines=log_state.dropped,
         call_soon=loop.call_soon,
         call_later=loop.call_later,
     )

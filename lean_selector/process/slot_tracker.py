@@ -36,12 +36,12 @@ MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 def run_slot_tracker(config: SlotTrackerConfig) -> None:
     """Runs the slot tracker until it is told to stop. Raises StartError."""
-    limit = logs.set_up(config.listen.log_level, config.listen.log_format)
+    log_state = logs.set_up(config.listen.log_level, config.listen.log_format)
     log.info("configuration", extra=logs.flat(config))
-    uvloop.run(_slot_tracker(config, limit))
+    uvloop.run(_slot_tracker(config, log_state))
 
 
-async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> None:
+async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:
     context = new_zmq_context()
     trackers = Trackers(reservation_expiry_s=config.reservation_expiry_s)
     plane = None
@@ -72,7 +72,7 @@ async def _slot_tracker(config: SlotTrackerConfig, limit: logs.RateLimit) -> Non
                 *replica_families(plane),
                 *connection_families(connections),
             ],
-            observation("slot_tracker", config.listen, limit),
+            observation("slot_tracker", config.listen, log_state),
         ),
         connections,
         config.listen,

@@ -23,6 +23,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     access_log: bool
     suppressed_log_lines: Callable[[], int]
+    dropped_log_lines: Callable[[], int]
     call_soon: Callable[[Callable[[], None]], object]
     call_later: Callable[[float, Callable[[], None]], object]
 
@@ -43,7 +44,11 @@ def observed(
         *families_of(gate.meters),
         *http_families(gate.meters),
         *process_families(
-            observation.service, observation.version, lag, observation.suppressed_log_lines
+            observation.service,
+            observation.version,
+            lag,
+            observation.suppressed_log_lines,
+            observation.dropped_log_lines,
         ),
     ]
     lag.start()

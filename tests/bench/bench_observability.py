@@ -264,7 +264,7 @@ def scrape(workers: int, ranks: int) -> None:
     families = [
         *selection_families(service.selector, service.sources, service.gate.meters, 503),
         *http_families(service.gate.meters),
-        *process_families("selector", __version__, lag, lambda: 0),
+        *process_families("selector", __version__, lag, lambda: 0, lambda: 0),
     ]
     ((_, _, ask),) = MetricsAnswers(lambda: families, due.append).routes()
     slices: list[list[float]] = []

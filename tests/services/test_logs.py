@@ -1,9 +1,16 @@
 """What the services log: start, lifecycle, shedding, expiry, and requests if they are asked to."""
 
+import contextlib
 import http.client
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +18,7 @@ import pytest
 from lean_selector.observing.logs import BURST
 from lean_selector.publisher import KvEventPublisher
 from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import RunningService, free_port, wait_until
+from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -307,3 +314,72 @@ def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:
     assert suppressed > 0
     written = 2 * (BURST + 50) - suppressed
     assert counts["replica peer registered"] + counts["replica peer deregistered"] == written
+
+
+@contextlib.contextmanager
+def with_stderr(stderr: int | None, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A service whose stderr is that descriptor, or closed from the start; and its port."""
+    port = free_port()
+    own = ["-m", "lean_selector", "--use-kv-events", "false", "--port", str(port)]
+    close_stderr = (
+        "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    start = [] if stderr is not None else ["-c", close_stderr]
+    process = subprocess.Popen([sys.executable, *start, *own, *flags], stderr=stderr)
+
+    def is_up() -> bool:
+        assert process.poll() is None
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return True
+        return False
+
+    try:
+        wait_until(is_up, "the service is up")
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_pipe_that_nobody_reads_holds_no_request_and_no_exit(signal_number: int) -> None:
+    read, write = os.pipe()
+    with with_stderr(write, "--access-log") as (process, port):
+        os.close(write)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        target = "/" + "x" * 1000
+        for _ in range(6000):  # 6 MB of lines: more than the pipe and what may wait for it
+            connection.request("GET", target)
+            assert connection.getresponse().read()
+        dropped = value(parsed(scrape(port)), "lean_selector_log_lines_dropped_total")
+        connection.close()
+        assert dropped > 0
+        process.send_signal(signal_number)
+        assert process.wait(DEADLINE_S) == 0
+    with os.fdopen(read, "rb") as pipe:
+        assert b"listening" in pipe.read()
+
+
+def test_a_service_started_with_stderr_closed_runs_and_ends_like_any_other() -> None:
+    with with_stderr(None, "--access-log") as (process, port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        connection.request("GET", "/health")
+        assert json.loads(connection.getresponse().read()) == {"status": "ok"}
+        connection.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_what_was_logged_before_a_crash_and_its_traceback_are_both_on_stderr() -> None:
+    code = (
+        "from lean_selector.observing import logs; import logging;"
+        "logs.set_up('info', 'text');"
+        "[logging.info('line %d', number) for number in range(1000)];"
+        "raise RuntimeError('the end')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "line 999\n" in ended.stderr
+    assert ended.stderr.count("RuntimeError: the end\n") == 1
+    assert ended.stderr.count("INFO root ") == 1000
