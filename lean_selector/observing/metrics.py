@@ -8,6 +8,7 @@ family comes from prometheus-client.
 """
 
 import platform
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
@@ -27,6 +28,9 @@ LATENCY_BOUNDS_S = (
 FASTEST_S = LATENCY_BOUNDS_S[0]
 LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
 LAG_EVERY_S = 0.05  # 20 wake-ups a second cost 0.01 % of a core
+
+# All but the line feed, which the format has an escape for; and changes of direction.
+_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 Number = int | float
 Sample = tuple[str, Number] | None  # labels as `labels` writes them, value; None: nothing, go on
@@ -182,8 +186,14 @@ def labels(**values: Any) -> str:
 
 
 def escaped(value: str) -> str:
-    """A label value; what cannot be written as UTF-8 is replaced."""
-    value = value.encode("utf-8", "replace").decode()
+    """A label value; what cannot be written as UTF-8 is replaced.
+
+    Control characters, which the format allows but a terminal or a parser may act upon, are shown
+    as JSON writes them, `\\u001b`: so two names that differ in them stay two series.
+    """
+    if not value.isprintable():
+        value = value.encode("utf-8", "replace").decode()
+        value = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

@@ -344,6 +344,24 @@ def test_the_slot_tracker_shows_its_loads() -> None:
         assert value(samples, requests, route="/add", status="201") == 1
 
 
+def test_control_characters_of_a_name_do_not_reach_whoever_reads_a_scrape() -> None:
+    nasty = "esc\x1b[31m nul\x00 cr\r tab\t del\x7f next\x85 line\u2028 turn\u202e"
+    names = [nasty, nasty.replace("\x1b", "\x1c"), "two\nlines", "höchst \U0001f600"]
+    with RunningService("--use-kv-events", "false") as service:
+        for worker_id, name in enumerate(names):
+            fields = {"worker_id": worker_id, "model_name": name, "tenant_id": name}
+            assert service.post("/workers", {**fields, "endpoint": "e", "block_size": 16})[0] == 201
+        text = scrape(service.port)
+    for character in set("".join(names)) - {"\n"}:
+        assert (character in text) is character.isprintable()
+    promtool("check", "metrics", text=text)
+    models = {dict(labels)["model"] for labels in parsed(text)["lean_selector_workers"]}
+    shown = nasty
+    for character in "\x1b\x00\r\t\x7f\x85\u2028\u202e":
+        shown = shown.replace(character, f"\\u{ord(character):04x}")
+    assert models == {shown, shown.replace("001b", "001c"), "two\nlines", "höchst \U0001f600"}
+
+
 def test_labels_are_escaped() -> None:
     assert labels(a='x"y', b="back\\slash", c="new\nline") == (
         r'{a="x\"y",b="back\\slash",c="new\nline"}'
