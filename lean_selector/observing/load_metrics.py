@@ -42,6 +42,8 @@ class ReplicaCounts(Protocol):
     @property
     def undecodable(self) -> int: ...
     @property
+    def too_big(self) -> int: ...
+    @property
     def heard(self) -> ReplicaSequences: ...
 
     def peer_states(self) -> Sequence[PeerState]: ...
@@ -161,8 +163,8 @@ def replica_families(plane: Replicas | None) -> Families:
                 result = verdict.name.lower()
                 count = applier.counts[kind][verdict]
                 yield labels(direction="in", kind=name, result=result), count
-        undecodable = sync.undecodable
-        yield labels(direction="in", kind="unknown", result="undecodable"), undecodable
+        for result, count in (("undecodable", sync.undecodable), ("too_big", sync.too_big)):
+            yield labels(direction="in", kind="unknown", result=result), count
 
     def peers() -> Iterator[Sample]:
         by_state = Counter(peer.state for peer in sync.peer_states())

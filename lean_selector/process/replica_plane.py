@@ -70,7 +70,7 @@ class PlaneState(msgspec.Struct, frozen=True):
     router_id: int
     peers: list[PeerState]
     published: int
-    refused: int  # not published: too many waited
+    refused: int  # not published: too many waited, or too big
     queue_overflows: int  # times that the queue of a peer began to drop what is published
     sequence: int  # the number of the last event published or refused
     received: int
@@ -244,6 +244,7 @@ class ReplicaPlane:
         }
         dropped["undecodable"] = self.sync.undecodable
         dropped["too_many_waiting"] = self.sync.dropped
+        dropped["too_big"] = self.sync.too_big
         return PlaneState(
             self.router_id,
             [

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -20,8 +20,8 @@ log = logging.getLogger("lean_selector.replica")
 # Work per turn of the loop, of all peers together: HTTP waits a millisecond at most.
 MAX_EVENTS_PER_TURN = 256
 MAX_TURN_S = 0.001
-# Above any request body that a replica takes; what a peer sends beyond is cut off.
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# Events over their bound are refused one by one; a peer that sends more than this is cut off.
+MAX_MESSAGE_BYTES = 16 << 20
 
 
 class Peer(msgspec.Struct):
@@ -42,11 +42,12 @@ class ReplicaLinks:
         self,
         links: Links,
         topic: bytes,
-        on_message: Callable[[Message, float], None],
+        on_message: Callable[[Message, float], Iterator[None] | None],
         on_connected: Callable[[], None],
     ) -> None:
-        """`on_message(frames, now)` hears what begins with `topic`, in the order of each peer;
-        `on_connected()` that a subscription came, or came back."""
+        """`on_message(frames, now)` hears what begins with `topic`, in order of each peer; where
+        that takes long it returns the steps, and what the peer sent since waits for them.
+        `on_connected()` hears that a subscription came, or came back."""
         self._links = links
         self._opening = subscription(topic)
         self._on_message = on_message
@@ -55,6 +56,7 @@ class ReplicaLinks:
         self._peers: dict[str, Link] = {}
         self._states: dict[str, tuple[str, float]] = {}  # and since when
         self._ready: deque[Link] = deque()  # those with messages, each once
+        self._under_way: dict[Link, Iterator[None]] = {}  # of those, the ones amid a message
         self._is_scheduled = False
         self._ending: set[asyncio.Task[None]] = set()
         self._dropped = 0  # of peers that are gone
@@ -96,6 +98,7 @@ class ReplicaLinks:
         """Nothing of this peer is heard any more."""
         link = self._peers.pop(endpoint)
         del self._states[endpoint]
+        self._under_way.pop(link, None)
         self._dropped += link.dropped
         task = link.close()
         if task is not None:
@@ -136,8 +139,9 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        self._ready.append(link)
-        self._schedule()
+        if link not in self._under_way:
+            self._ready.append(link)
+            self._schedule()
 
     def _schedule(self) -> None:
         if self._ready and not self._is_scheduled:
@@ -145,7 +149,7 @@ class ReplicaLinks:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        """One message of each peer in turn, while the time lasts."""
+        """One message of each peer in turn, or one step of it, while the time lasts."""
         self._is_scheduled = False
         ready = self._ready
         now = time.monotonic()
@@ -153,14 +157,23 @@ class ReplicaLinks:
         left = MAX_EVENTS_PER_TURN
         while ready and left and now < ends:
             link = ready.popleft()
-            message = link.take()
-            if link.waiting:
+            try:
+                self._go_on(link, now)
+            except Exception:  # our bug; the next message is another
+                log.exception("message of replica peer %s failed", link.endpoint)
+            if link in self._under_way or link.waiting:
                 ready.append(link)
-            if message is not None:
-                try:
-                    self._on_message(message, now)
-                except Exception:  # our bug; the next message is another
-                    log.exception("message of replica peer %s failed", link.endpoint)
             left -= 1
             now = time.monotonic()
         self._schedule()
+
+    def _go_on(self, link: Link, now: float) -> None:
+        """With the message that is under way, or the next one."""
+        steps = self._under_way.pop(link, None)
+        if steps is None:
+            message = link.take()
+            steps = None if message is None else self._on_message(message, now)
+        elif next(steps, self) is self:
+            return
+        if steps is not None:
+            self._under_way[link] = steps

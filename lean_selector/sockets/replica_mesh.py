@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import zmq
 import zmq.asyncio
@@ -44,13 +44,15 @@ from lean_selector.sockets.replica_links import (
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
+    MAX_EVENT_BYTES,
     TOPIC,
-    UndecodableFrames,
-    decode_frames,
     decode_heartbeat,
+    decode_quickly,
     encode_event,
     encode_heartbeat,
+    payload_of,
 )
+from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -113,9 +115,10 @@ class ReplicaSync:
     ) -> None:
         self.published = 0
         self.overflows = 0
-        self.refused = 0  # never sent: the outbox was full
+        self.refused = 0  # never sent: the outbox was full, or the event too big
         self.received = 0
         self.undecodable = 0
+        self.too_big = 0  # and not looked at any further
         self.sequence = 0  # events handed over to be published, sent or refused
         self.heard = ReplicaSequences()
         self._router_id = router_id
@@ -212,6 +215,10 @@ class ReplicaSync:
     def _send(self, event: ReplicaEvent) -> None:
         self.sequence += 1
         payload = encode_event(event, self.sequence)
+        if len(payload) > MAX_EVENT_BYTES:
+            self.refused += 1
+            self._warn(time.monotonic(), "too big for peers", _name(event))
+            return
         try:
             self._plain_pub.send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:
@@ -288,17 +295,40 @@ class ReplicaSync:
         """Messages received and never looked at: too many waited."""
         return self._links.dropped
 
-    def _handle(self, frames: list[bytes], now: float) -> None:
+    def _handle(self, frames: list[bytes], now: float) -> Iterator[None] | None:
+        """Act on a message; or return the steps of doing so, of a few milliseconds each."""
         if frames[0] == HEARTBEAT_TOPIC:
             self._hear_heartbeat(frames, now)
-            return
+            return None
         self.received += 1
         try:
-            event = decode_frames(frames)
+            payload = payload_of(frames)
         except UndecodableFrames as error:
+            self._refuse(error, now)
+            return None
+        event = decode_quickly(payload)
+        if event is None:
+            return self._steps_of(payload)
+        self._hear(event, now)
+        return None
+
+    def _steps_of(self, payload: bytes) -> Iterator[None]:
+        try:
+            event = yield from decode_in_steps(payload)
+        except UndecodableFrames as error:
+            self._refuse(error, time.monotonic())
+        else:
+            self._hear(event, time.monotonic())
+
+    def _refuse(self, error: UndecodableFrames, now: float) -> None:
+        if isinstance(error, TooBig):
+            self.too_big += 1
+            self._warn(now, "too big", str(error))
+        else:
             self.undecodable += 1
             self._warn(now, "undecodable", str(error))
-            return
+
+    def _hear(self, event: ReplicaEvent, now: float) -> None:
         try:
             verdict = self._on_event(event, now)
         except Exception:
@@ -315,8 +345,7 @@ class ReplicaSync:
         try:
             beat = decode_heartbeat(frames)
         except UndecodableFrames as error:
-            self.undecodable += 1
-            self._warn(now, "undecodable", str(error))
+            self._refuse(error, now)
             return
         if beat.router_id != self._router_id:
             missed = self.heard.heartbeat(beat.router_id, beat.lean_sequence, now)

@@ -2,13 +2,31 @@
 
 Keeps what such a decoder gives up: repeated keys, the order of pairs, text apart from bytes, and
 extension values. Long arrays of 64-bit integers, which are block hashes, stay packed.
+
+It is done in steps of bounded work, and there are bounds to what it looks at, so that bytes of any
+content cost little: values one by one cost a thousand times what their bytes do.
 """
 
 import struct
+from collections.abc import Generator
+from typing import Annotated
 
 import msgspec
 
+from lean_selector.wire.messagepack_pieces import WINDOW_BYTES, array_header, pieces
+
 _MAX_DEPTH = 32  # of nested values; what replicas send needs 6, unknown keys may hold more
+# Values of a message, but for long arrays of integers: replicas send some forty.
+MAX_VALUES = 10_000
+MAX_INTEGERS = 1 << 20  # of one long array
+MAX_TEXT_BYTES = 1 << 20  # of one string; longer ones stay bytes
+_STEP_VALUES = 1_000
+_STEP_INTEGERS = 16_384
+_TYPED_INTEGERS = 4_096
+
+
+class TooMany(ValueError):
+    """More than anybody has reason to send; the message says of what."""
 
 
 class Map(msgspec.Struct):
@@ -16,7 +34,7 @@ class Map(msgspec.Struct):
 
 
 class Hashes(msgspec.Struct):
-    """A long array of 9-byte integers, kept as 8 bytes LE each."""
+    """A long array of unsigned integers, kept as 8 bytes LE each."""
 
     packed: bytes
 
@@ -28,27 +46,47 @@ class Extension(msgspec.Struct):
 Value = None | bool | int | float | str | bytes | list["Value"] | Map | Hashes | Extension
 
 
+Step = Generator[None, None, Value]  # what comes when it was taken in steps
+
+_decode_integers = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]]).decode
+
+
 class Reader:
     """Takes one MessagePack value apart, keeping repeated keys and telling str from bin."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
+        self._values = 0
 
-    def value(self, depth: int = 0) -> "Value":
-        """The next value; raises IndexError, struct.error or ValueError when there is none."""
+    def value(self, depth: int = 0) -> Step:
+        """The next value, in steps of a millisecond; raises IndexError, struct.error or ValueError
+        when there is none, TooMany when there is too much of it.
+        """
         if depth > _MAX_DEPTH:
             raise ValueError("nested too deep")
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise TooMany(f"more than {MAX_VALUES} values")
+        if self._values % _STEP_VALUES == 0:
+            yield
         tag = self.data[self.at]
         self.at += 1
+        if tag & 0xF0 == 0x80:
+            return (yield from self._map(tag & 15, depth))
+        if tag & 0xF0 == 0x90:
+            return (yield from self._array(tag & 15, depth))
+        if tag in (0xDC, 0xDD):
+            return (yield from self._array(self._size(tag - 0xDB), depth))
+        if tag in (0xDE, 0xDF):
+            return (yield from self._map(self._size(tag - 0xDD), depth))
+        return self._scalar(tag)
+
+    def _scalar(self, tag: int) -> Value:
         if tag < 0x80:
             return tag
         if tag >= 0xE0:
             return tag - 256
-        if tag < 0x90:
-            return self._map(tag & 15, depth)
-        if tag < 0xA0:
-            return self._array(tag & 15, depth)
         if tag < 0xC0:
             return self._text(tag & 31)
         if tag in _FIXED:
@@ -68,10 +106,6 @@ class Reader:
             return Extension()
         if tag in (0xD9, 0xDA, 0xDB):
             return self._text(self._size(tag - 0xD9))
-        if tag in (0xDC, 0xDD):
-            return self._array(self._size(tag - 0xDB), depth)
-        if tag in (0xDE, 0xDF):
-            return self._map(self._size(tag - 0xDD), depth)
         raise ValueError("reserved tag c1")
 
     def _size(self, power: int) -> int:
@@ -86,21 +120,61 @@ class Reader:
 
     def _text(self, count: int) -> str | bytes:
         taken = self._take(count)
+        if count > MAX_TEXT_BYTES:
+            return taken
         try:
             return taken.decode()
         except UnicodeDecodeError:
             return taken  # harmless in a key or value that nobody reads
 
-    def _array(self, count: int, depth: int) -> "list[Value] | Hashes":
-        end = self.at + 9 * count
-        fits = count > 15 and end <= len(self.data)
-        if fits and self.data[self.at : end : 9] == b"\xcf" * count:
-            start, self.at = self.at, end
-            return Hashes(turned_round(self.data, start, count))
-        return [self.value(depth + 1) for _ in range(count)]
+    def _array(self, count: int, depth: int) -> Generator[None, None, list[Value] | Hashes]:
+        if count > 15:
+            packed = yield from self._integers(count)
+            if packed is not None:
+                return Hashes(packed)
+        items: list[Value] = []
+        for _ in range(count):
+            items.append((yield from self.value(depth + 1)))  # noqa: PERF401 - not in one step
+        return items
 
-    def _map(self, count: int, depth: int) -> Map:
-        return Map([(self.value(depth + 1), self.value(depth + 1)) for _ in range(count)])
+    def _integers(self, count: int) -> Generator[None, None, bytes | None]:
+        """A long array of u64, 8 bytes LE each; None, and nothing read, if it is something else."""
+        if count > MAX_INTEGERS:
+            raise TooMany(f"an array of more than {MAX_INTEGERS}")
+        at, parts = self.at, []
+        first = self.data[at]
+        if first >= 0x80 and first not in _INTEGER_TAGS:
+            return None
+        for done in range(0, count, _STEP_INTEGERS):
+            now = min(_STEP_INTEGERS, count - done)
+            end = at + 9 * now
+            if self.data[at:end:9] == b"\xcf" * now and end <= len(self.data):
+                parts.append(turned_round(self.data, at, now))
+                at = end
+                yield
+                continue
+            for piece in pieces(self.data, at, now, _TYPED_INTEGERS):
+                yield
+                if piece is None:
+                    continue
+                if piece.end - piece.start > WINDOW_BYTES:
+                    return None  # one large value
+                inside = array_header(piece.count) + self.data[piece.start : piece.end]
+                try:
+                    integers = _decode_integers(inside)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    return None
+                parts.append(struct.pack(f"<{len(integers)}Q", *integers))
+                at = piece.end
+        self.at = at
+        return b"".join(parts)
+
+    def _map(self, count: int, depth: int) -> Generator[None, None, Map]:
+        pairs = []
+        for _ in range(count):
+            key = yield from self.value(depth + 1)
+            pairs.append((key, (yield from self.value(depth + 1))))
+        return Map(pairs)
 
 
 def turned_round(data: bytes, start: int, count: int) -> bytes:
@@ -127,4 +201,5 @@ _FIXED = {
         0xD3: ">q",
     }.items()
 }
+_INTEGER_TAGS = range(0xCC, 0xD4)
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 
 import msgspec
 import pytest
@@ -18,11 +18,13 @@ import zmq.asyncio
 
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import EventKind, ReplicaEvent, Verdict
+from lean_selector.sockets import replica_links, replica_mesh
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
 from lean_selector.sockets.replica_mesh import HIGH_WATER_MARK, ReplicaSync, ReplicaSyncError
 from lean_selector.sockets.resolver import Address, Resolver
-from lean_selector.wire.replica_frames import TOPIC, encode_event
+from lean_selector.wire import replica_odd_frames
+from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
 
 DEADLINE_S = 20.0
 EVENT = ReplicaEvent(
@@ -74,14 +76,15 @@ class Replica:
         await self.hear_one_from(other)
 
     async def hear_one_from(self, other: "Replica") -> None:
-        marker = msgspec.structs.replace(EVENT, request_id="are you there")
+        ours = msgspec.structs.replace(EVENT, router_id=other.router_id)  # whose numbers they bear
+        marker = msgspec.structs.replace(ours, request_id="are you there")
 
         def heard() -> bool:
             other.sync.publish(marker)
             return marker in self.heard
 
         await until(heard)
-        last = msgspec.structs.replace(EVENT, request_id="you are")
+        last = msgspec.structs.replace(ours, request_id="you are")
         other.sync.publish(last)
         await until(lambda: last in self.heard)
         self.heard.clear()
@@ -209,6 +212,83 @@ def test_frames_that_are_no_events_are_counted_and_nothing_else(
     assert [r.message.split(": 1;")[0] for r in caplog.records] == [
         "replica events dropped (undecodable)"
     ]
+
+
+def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            b = made.replica()
+            stranger = made.context.socket(zmq.PUB)
+            stranger.bind(ANY_PORT)
+            b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+            plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
+
+            def heard() -> bool:
+                plain.send_multipart([TOPIC, encode_event(EVENT)])
+                return bool(b.heard)
+
+            await until(heard)
+            long = msgspec.structs.replace(
+                EVENT, request_id="long", sequence_hashes=struct.pack("<q", -5) * 500_000
+            )
+            behind = msgspec.structs.replace(EVENT, request_id="behind")
+            turns = 0  # of the loop, while the long one is read
+            decode = replica_odd_frames.decode_in_steps
+
+            def counted(payload: bytes) -> Generator[None, None, ReplicaEvent]:
+                is_read = False
+
+                def turn() -> None:
+                    nonlocal turns
+                    turns += 1
+                    if not is_read:
+                        asyncio.get_running_loop().call_soon(turn)
+
+                turn()
+                try:
+                    return (yield from decode(payload))
+                finally:
+                    is_read = True
+
+            monkeypatch.setattr(replica_links, "MAX_TURN_S", 1e-9)  # one step in each
+            monkeypatch.setattr(replica_mesh, "decode_in_steps", counted)
+            for event in (long, behind):
+                plain.send_multipart([TOPIC, encode_event(event)])
+            await until(lambda: behind in b.heard)
+            assert b.heard.index(long) < b.heard.index(behind)
+            assert turns >= 500_000 // 16_384
+            stranger.close(0)
+
+    uvloop.run(scenario())
+
+
+def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with mesh() as made:
+            a, b = made.replica(), made.replica()
+            await b.connect_to(a)
+            plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.underlying)
+            plain.send_multipart([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
+            plain.send_multipart([TOPIC, b"\xdd\xff\xff\xff\xff" + bytes(1000)])
+            await until(lambda: b.sync.too_big == 2)
+            blocks = MAX_EVENT_BYTES // 9 + 1
+            huge = msgspec.structs.replace(EVENT, sequence_hashes=b"\xff" * 8 * blocks)
+            told = msgspec.structs.replace(EVENT, router_id=a.router_id)
+            a.sync.publish(told)
+            a.sync.publish(huge)
+            a.sync.publish(told)
+            await until(lambda: b.heard == [told, told])
+            assert a.sync.refused == b.sync.heard.missed == 1
+            assert b.sync.undecodable == 0
+
+    uvloop.run(scenario())
+    texts = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith("replica events dropped (too big): 1;") for text in texts)
+    assert any(text.startswith("replica events dropped (too big for peers): 1;") for text in texts)
 
 
 def test_a_fault_of_the_listener_does_not_end_the_listening(

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import struct
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.wire.messagepack import MAX_INTEGERS, MAX_TEXT_BYTES, MAX_VALUES
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
+    MAX_EVENT_BYTES,
     TOPIC,
-    UndecodableFrames,
     decode_event,
     decode_frames,
     decode_heartbeat,
     encode_event,
     encode_heartbeat,
 )
+from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
 VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}
@@ -391,3 +395,132 @@ def test_both_readers_agree_on_what_we_publish(event: ReplicaEvent) -> None:
     payload = encode_event(event)
     assert decode_event(payload) == event
     assert decode_event(payload + b"\0") == event  # bytes after the map need the tolerant one
+
+
+# Frames of any content and size ------------------------------------------------------------------
+
+
+def array_of(count: int, body: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + body)
+
+
+def odd(tokens: object, **more: object) -> bytes:
+    """An ADD whose keys stand in another order than known senders write them in."""
+    add = {"track_prefill_tokens": True, "token_sequence": tokens}
+    event = {
+        **{"request_id": "req", "worker": {"worker_id": 7, "dp_rank": 1}, "router_id": 5},
+        **{"data": {"AddRequest": add}, **more},
+    }
+    where = {"model_name": "llama", "tenant_id": "t1", "block_size": 16}
+    return msgspec.msgpack.encode({"event": event, **where})
+
+
+def work_by_step(payload: bytes) -> tuple[list[int], ReplicaEvent | UndecodableFrames]:
+    """How many calls each step of reading makes, of Python functions and of C ones; the end."""
+    work = [0]
+
+    def count(_frame: object, what: str, _arg: object) -> None:
+        work[-1] += what in ("call", "c_call")
+
+    steps = decode_in_steps(payload)
+    sys.setprofile(count)
+    try:
+        while True:
+            next(steps)
+            work.append(0)
+    except StopIteration as end:
+        return work, end.value
+    except UndecodableFrames as error:
+        return work, error
+    finally:
+        sys.setprofile(None)
+
+
+HEAVY: dict[str, Callable[[int], bytes]] = {
+    "an array of nothing": lambda n: odd(array_of(n, b"\xc0" * n)),
+    "an array that says it is longer": lambda n: b"\xdd\xff\xff\xff\xff" + b"\0" * n,
+    "an array of integers and one that is none": lambda n: odd(
+        array_of(n, b"\x01" * (n - 1) + b"\xc0")
+    ),
+    "empty maps under a key that nobody reads": lambda n: odd([], x=array_of(n, b"\x80" * n)),
+    "small integers": lambda n: odd(array_of(n, b"\x01" * n)),
+    "hashes": lambda n: odd(array_of(n, (b"\xcf" + b"\x80" * 8) * n)),
+    "hashes and now and then a small one": lambda n: odd(
+        array_of(n, ((b"\xcf" + b"\x80" * 8) * 99 + b"\x05") * (n // 100))
+    ),
+    "a map without end": lambda n: b"\xdf\xff\xff\xff\xff" + b"\x01" * n,
+    "arrays in arrays": lambda n: odd([], x=[[[1] * 16 + [None]] * 30] * (n // 510)),
+    "large values in large values": lambda n: (
+        b"\xdc\x00\x10\x01" * 30 + bytes(array_of(n, b"\xc0" * n))
+    ),
+    "text": lambda n: odd([], x="t" * n),
+}
+
+
+@pytest.mark.parametrize("content", HEAVY)
+def test_no_step_of_reading_a_frame_grows_with_the_frame(content: str) -> None:
+    make = HEAVY[content]
+    small, _ = work_by_step(make(50_000))
+    large, _ = work_by_step(make(500_000))
+    assert max(large) <= 1.5 * max(small) + 100
+    assert max(large) < 50_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["an array of nothing", "empty maps under a key that nobody reads", "a map without end"],
+)
+def test_what_is_refused_for_its_values_costs_the_same_however_long_it_is(content: str) -> None:
+    make = HEAVY[content]
+    small, refused = work_by_step(make(50_000))
+    large, also_refused = work_by_step(make(500_000))
+    assert isinstance(refused, TooBig)
+    assert isinstance(also_refused, TooBig)
+    assert sum(large) <= 1.5 * sum(small)
+
+
+@pytest.mark.parametrize("last", [2**64 - 1, 2**32, 2**32 - 1, 5])
+@pytest.mark.parametrize("blocks", [1023, 1024, 70_000, 1_000_000])
+def test_a_prompt_of_a_million_tokens_travels_whatever_its_hashes(blocks: int, last: int) -> None:
+    hashes = struct.pack("<Q", 2**63 + 12345) * (blocks - 1) + struct.pack("<Q", last)
+    event = msgspec.structs.replace(FULL, sequence_hashes=hashes)
+    payload = encode_event(event)
+    assert len(payload) <= MAX_EVENT_BYTES
+    assert decode_event(payload) == event
+    values = [2**63 + 12345] * (blocks - 1) + [last]
+    assert payload.count(msgspec.msgpack.encode(values)) == 1  # each in its shortest form
+    assert decode_event(odd(values)).sequence_hashes == hashes
+
+
+def test_integers_of_all_lengths_are_read_from_a_long_odd_array() -> None:
+    values = [(2**64 - 59) >> (n % 64) for n in range(20_000)] + [0, 2**64 - 1]
+    assert decode_event(odd(values)).sequence_hashes == hashes_of(*values)
+
+
+@pytest.mark.parametrize("bad", [-1, None, "1", 1.5, [1]])
+def test_one_value_that_is_no_hash_spoils_a_long_array(bad: object) -> None:
+    with pytest.raises(UndecodableFrames):
+        decode_event(odd([*range(9_000), bad]))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        odd(array_of(MAX_INTEGERS + 1, b"\x01" * (MAX_INTEGERS + 1))),
+        odd(b"\x01" * (MAX_INTEGERS + 1)),
+        odd([], request_id="r" * (MAX_TEXT_BYTES + 1)),
+        odd([], x=[{}] * MAX_VALUES),
+    ],
+    ids=["hashes", "bytes that are hashes", "an id", "values"],
+)
+def test_what_is_more_than_anybody_sends_is_refused_as_too_big(payload: bytes) -> None:
+    with pytest.raises(TooBig):
+        decode_event(payload)
+
+
+def test_a_frame_beyond_the_bound_is_not_looked_at() -> None:
+    with pytest.raises(TooBig):
+        decode_frames([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
+    with pytest.raises(UndecodableFrames) as raised:
+        decode_frames([TOPIC, bytes(MAX_EVENT_BYTES)])
+    assert not isinstance(raised.value, TooBig)
