@@ -2,13 +2,14 @@
 
 What its fields mean and what they leave open: tiers, hashes as unsigned, tokens flat, the salt and
 the multimodal hashes among the extra keys. Knows no bytes but those of keys, and no batch.
-Spec: indexer.md 1.4 and 2.2.
+Spec: indexer.md 1.4 and 2.2; D26.
 """
 
 import re
 from typing import cast
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 from lean_selector.core.index.kv_batch import (
@@ -16,6 +17,7 @@ from lean_selector.core.index.kv_batch import (
     BlockRemoved,
     BlockStored,
     Event,
+    Part,
     SkippedEvent,
 )
 from lean_selector.core.index.kv_index import Tier
@@ -42,6 +44,12 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _U64 = 2**64 - 1
 _EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
 _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
+
+# Extra keys of an unknown kind, and what they are called where they are counted.
+_KINDS = {type(None): "nil", float: "float", dict: "map", list: "list"}
+_UNKNOWN_KEY_SEED = 26  # any but that of tokens
+
+_encode = msgspec.msgpack.Encoder().encode
 
 # Names are compared in upper case. vLLM says STORAGE for what it offloads to disk.
 _TIERS: dict[str | None, Tier] = {
@@ -112,12 +120,12 @@ def stored_record(
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
-    mm_hashes = None
+    mm_hashes, unknown_keys = None, None
     if salt is not None:  # its engine keeps it apart, but was given it marked all the same
         salt = salt.removeprefix(ENGINE_SALT_PREFIX)
     if event.extra_keys:
         salt = salt or _salt_of(event.extra_keys[0])
-        mm_hashes = _mm_hashes_of_keys(event.extra_keys[: _blocks(event)])
+        mm_hashes, unknown_keys = _mm_hashes_of_keys(event.extra_keys[: _blocks(event)])
     if infos is not None:
         mm_hashes = _mm_hashes_of_infos(infos)
     if parent is not None and (isinstance(parent, bytes) or parent < 0):
@@ -136,6 +144,8 @@ def stored_record(
         event.group_idx,
         event.kv_cache_spec_kind,
         event.locality is not None and _is_remote(event.locality),
+        Part.WHOLE,
+        unknown_keys,
     )
 
 
@@ -190,26 +200,43 @@ def _salt_of(keys: list[object] | None) -> str | None:
     return None
 
 
-def _mm_hashes_of_keys(extra_keys: ExtraKeys) -> list[list[int] | None] | None:
+def _mm_hashes_of_keys(
+    extra_keys: ExtraKeys,
+) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
+    """The hashes of each block, and how many keys of an unknown kind there were, by kind.
+
+    Those of a block go into its hash as a number made of them, so that it is held under a hash that
+    no prompt has, and what hangs below it is out of reach (D26).
+    """
     if not any(extra_keys):
-        return None
-    return [_mm_hashes_of_block(keys) if keys else None for keys in extra_keys]
+        return None, None
+    unknown: dict[str, int] = {}
+    mm_hashes = [_mm_hashes_of_block(keys, unknown) if keys else None for keys in extra_keys]
+    return mm_hashes, unknown or None
 
 
-def _mm_hashes_of_block(keys: list[object]) -> list[int] | None:
-    """Identifiers are 64 hex digits, alone or before an offset; the first 16 are the hash."""
+def _mm_hashes_of_block(keys: list[object], unknown: dict[str, int]) -> list[int] | None:
+    """Identifiers are 64 hex digits, alone or before an offset; the first 16 are the hash.
+
+    Other texts, bytes and integers name what is hashed elsewhere, if anything: an adapter, say.
+    """
     hashes = []
+    others = []
     for key in keys:
+        name = key
         if isinstance(key, list):
             if not key:
                 continue
-            if len(key) == 1 or type(key[1]) is not int:
-                raise ValueError("an extra key is [identifier, offset]")
-            key = key[0]
-        elif key is None or isinstance(key, float | dict):
-            raise ValueError("an extra key is a text, bytes, an integer, or [identifier, offset]")
-        if isinstance(key, str) and _MM_IDENTIFIER.match(key):
-            hashes.append(int(key[:16], 16))
+            name = key[0] if len(key) > 1 and type(key[1]) is int else None
+        if isinstance(name, str):
+            if _MM_IDENTIFIER.match(name):
+                hashes.append(int(name[:16], 16))
+        elif not isinstance(name, int | bytes):
+            kind = _KINDS.get(type(key), "other")
+            unknown[kind] = unknown.get(kind, 0) + 1
+            others.append(key)
+    if others:
+        hashes.append(xxh3_64_intdigest(_encode(others), _UNKNOWN_KEY_SEED))
     return hashes or None
 
 

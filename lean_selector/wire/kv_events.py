@@ -56,7 +56,7 @@ SLICE_EVENTS = 256
 
 # The names that the rank of a batch has had, as a map.
 _RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
-_DP_RANK_MAX = 2**32 - 1
+_I32 = range(-(2**31), 2**31)
 
 _array_events = Decoder(ArrayEvents).decode
 _map_events = Decoder(MapEvents).decode
@@ -286,9 +286,9 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
 
 
 def _checked_rank(rank: object) -> int | None:
-    """A negative rank means what nil means; one beyond u32 or of another type fits no worker."""
+    """A negative rank means what nil means; what is no i32 fits no worker, as in the reference."""
     if rank is None:
         return None
-    if type(rank) is not int or rank > _DP_RANK_MAX:
+    if type(rank) is not int or rank not in _I32:
         raise NotABatch(f"{str(rank)[:DETAIL_CHARACTERS]} is no dp_rank")
     return rank if rank >= 0 else None

@@ -66,7 +66,7 @@ def stored_events(draw: st.DrawFn) -> object:
     blocks = draw(st.integers(0, 30))
     fields: dict[str, object] = {}
     if draw(st.booleans()):
-        key = st.sampled_from((HEX, [HEX, 3], "dynamo-cache-salt:s", "ad", 7, []))
+        key = st.sampled_from((HEX, [HEX, 3], "dynamo-cache-salt:s", "ad", None, 1.5, [], {"a": 1}))
         keys = st.none() | st.lists(key, max_size=2)
         fields["extra_keys"] = draw(st.lists(keys, max_size=blocks + 1))
     if draw(st.booleans()):

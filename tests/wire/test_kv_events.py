@@ -95,7 +95,7 @@ def test_a_batch_need_not_name_its_rank(batch: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "read"), [(0, 0), (7, 7), (2**32 - 1, 2**32 - 1), (-1, None), (-(2**40), None)]
+    ("rank", "read"), [(0, 0), (7, 7), (2**31 - 1, 2**31 - 1), (-1, None), (-(2**31), None)]
 )
 def test_a_negative_rank_is_no_rank(rank: int, read: int | None) -> None:
     assert decode(ARRAY, rank=rank).dp_rank == read
@@ -117,7 +117,9 @@ def test_a_negative_rank_is_no_rank(rank: int, read: int | None) -> None:
         pytest.param(encode([1.5, [ARRAY], "0"]), id="rank a text"),
         pytest.param(encode([1.5, [ARRAY], 0.0]), id="rank a float"),
         pytest.param(encode([1.5, [ARRAY], True]), id="rank a bool"),
-        pytest.param(encode([1.5, [ARRAY], 2**32]), id="rank beyond u32"),
+        pytest.param(encode([1.5, [ARRAY], 2**31]), id="rank beyond i32"),
+        pytest.param(encode([1.5, [ARRAY], -(2**31) - 1]), id="rank below i32"),
+        pytest.param(encode([1.5, ["odd", ARRAY], 2**31]), id="rank beyond i32, odd event"),
         pytest.param(encode([1.5, [], [0] * 300]), id="rank a long list"),
         pytest.param(encode({"events": [ARRAY], "dp_rank": "0" * 300}), id="rank a long text"),
         pytest.param(encode([1.5, [ARRAY], 0, 0])[:-1], id="cut after the rank"),
@@ -348,6 +350,41 @@ def test_multimodal_hashes_come_per_block(
     fields: dict[str, object], mm_hashes: list[list[int] | None] | None
 ) -> None:
     assert stored({**STORED, **fields}).mm_hashes == mm_hashes
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        (None, "nil"),
+        (1.5, "float"),
+        ({"a": 1}, "map"),
+        ([HEX], "list"),
+        ([HEX, "a"], "list"),
+        ([HEX, None], "list"),
+        ([[HEX, 0]], "list"),
+        ([[HEX, 0], 0], "list"),
+        (msgspec.msgpack.Ext(5, b"x"), "other"),
+    ],
+    ids=repr,
+)
+def test_a_key_of_an_unknown_kind_sets_its_block_apart(key: object, kind: str) -> None:
+    record = stored({**STORED, "extra_keys": [None, [HEX, key]]})
+    assert record.unknown_keys == {kind: 1}
+    assert record.mm_hashes is not None
+    before, (known, made) = record.mm_hashes[0], record.mm_hashes[1] or []
+    assert (before, known) == (None, MM_HASH)
+    again = stored({**STORED, "extra_keys": [[key], [key, key]]})
+    assert again.unknown_keys == {kind: 3}
+    assert again.mm_hashes is not None
+    assert again.mm_hashes[0] == [made]
+    assert again.mm_hashes[1] not in ([made], None)
+
+
+def test_keys_of_blocks_that_are_not_there_are_not_read() -> None:
+    record = stored({**STORED, "extra_keys": [None, None, [1.5]]})
+    assert (record.unknown_keys, record.mm_hashes) == (None, None)
+    record = stored({**STORED, "token_ids": [1, 2, 3], "extra_keys": [None, [1.5]]})
+    assert (record.unknown_keys, record.mm_hashes) == (None, None)
 
 
 def test_multimodal_infos_in_position_9_shift_the_rest() -> None:

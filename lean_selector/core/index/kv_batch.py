@@ -39,6 +39,7 @@ class BlockStored(msgspec.Struct, gc=False):
     kind: str | None = None  # kv_cache_spec_kind
     is_remote: bool = False  # locality other than LOCAL: not in this worker's reach
     part: Part = Part.WHOLE
+    unknown_keys: dict[str, int] | None = None  # extra keys that nobody can hash, by kind
 
 
 class BlockRemoved(msgspec.Struct, gc=False):

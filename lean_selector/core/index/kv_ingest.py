@@ -161,6 +161,9 @@ class KvIngest:
         counts.blocks_stored += blocks
         if salt is not None:
             _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
+        if event.unknown_keys is not None:
+            for kind, keys in event.unknown_keys.items():
+                counts.skip("block", f"extra_key_{kind}", keys)
 
     def _refuse(self, event: BlockStored, reason: str) -> None:
         """Skip an event; with a part of one goes the rest, which hangs below it."""

@@ -290,6 +290,37 @@ def test_groups_beyond_the_limit_are_not_learned(
     assert source.skipped == {("stored", "other_group"): 1}
 
 
+@pytest.mark.parametrize("key", [None, 1.5, {"a": 1}, ["x"], [["x"], 0]], ids=repr)
+def test_what_hangs_below_a_block_with_an_unknown_key_matches_no_prompt(key: object) -> None:
+    """The blocks before it match; it and those after it are held, and can be removed (D26)."""
+    source = Source()
+    tokens = list(range(10))
+    prompt = local_hashes(tokens, 2)
+
+    def matched() -> int:
+        found = source.index.match(prompt).get((7, 3))
+        return 0 if found is None else found.device
+
+    def told(*events: object) -> None:
+        source.ingest.apply(decode_batch(msgspec.msgpack.encode([1.5, events, None])))
+
+    keys = [None, None, [key], None]
+    told(["BlockStored", [1, 2, 3, 4], None, tokens[:8], 2, None, None, None, keys])
+    told(["BlockStored", [5], 4, tokens[8:], 2])
+    assert (matched(), source.device()) == (2, 5)
+    assert source.ingest.counts.stored == 2
+    assert [reason for _, reason in source.skipped] == [f"extra_key_{kind_of(key)}"]
+    assert list(source.skipped.values()) == [1]
+    told(["BlockRemoved", [5, 4, 3]])
+    assert (matched(), source.device(), source.ingest.counts.blocks_removed) == (2, 2, 3)
+    told(["BlockStored", [3, 4, 5], 2, tokens[4:], 2])
+    assert matched() == 5
+
+
+def kind_of(key: object) -> str:
+    return {type(None): "nil", float: "float", dict: "map"}.get(type(key), "list")
+
+
 def test_a_child_without_salt_has_its_parents(source: Source) -> None:
     source.send(store(1, cache_salt="s"), store(2, parent=1))
     source.send(store(3, parent=2), store(4, parent=3, cache_salt="t"))
