@@ -246,7 +246,11 @@ class KvListener:
         pause_s = self._retry_first_s
         while (start := self.cursor.replay_from) is not None:
             self.cursor.replay_started()
-            if await self._replay(start):
+            restarts = self.cursor.restarts
+            has_ended = await self._replay(start)
+            if self.cursor.restarts > restarts:
+                continue  # the replay showed that the engine is a new one: all of it is wanted
+            if has_ended:
                 self.cursor.replay_finished()
             else:
                 self.cursor.replay_failed()
@@ -299,7 +303,7 @@ class KvListener:
         return has_ended
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Take in one frame list of a replay; True for its end marker."""
+        """Take in one frame list of a replay; True if no more of it is wanted."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")
@@ -308,7 +312,13 @@ class KvListener:
         seq, payload = reply
         if not payload:
             return True
-        if self.cursor.replayed(seq):
+        verdict = self.cursor.replayed(seq, payload)
+        if verdict is Verdict.RESTART:
+            self.ingest.clear()
+            text = f"engine restarted: its batch {seq} is not the one that was applied"
+            self._report("restart", logging.WARNING, text)
+            return True
+        if verdict is Verdict.APPLY:
             self._work.take(payload)
         return False
 

@@ -4,6 +4,7 @@ After each story the index holds what the engine holds, or the source says that 
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import struct
@@ -46,7 +47,10 @@ def free_port() -> int:
 class Engine:
     """A publisher with a replay buffer. `blocks` is what it holds; a batch is one event."""
 
+    engines = itertools.count()  # what each begins with, as with the time
+
     def __init__(self, port: int, replay_port: int = 0, buffer: int = 1000) -> None:
+        self.began_at = 1_000_000.0 * next(self.engines)
         self.context = zmq.asyncio.Context()
         self.port = port
         self.replay_port = replay_port
@@ -102,7 +106,7 @@ class Engine:
         assert message == b"\x01"
 
     def _batch(self, *events: object) -> list[bytes]:
-        payload = msgspec.msgpack.encode([1.5, events, None])
+        payload = msgspec.msgpack.encode([self.began_at + self.seq, events, None])
         self.buffer.append((self.seq, payload))
         self.seq += 1
         return [b"", struct.pack(">Q", self.seq - 1), payload]
@@ -241,7 +245,7 @@ async def replay_of_a_gap(with_topic: bool) -> None:
         await engine.remove(1, lost=True)
         await engine.store(4)
         await service.follows(engine)
-        assert engine.requests == [2]
+        assert engine.requests == [1]
         status = service.listener.status()
         assert (status.gaps, status.replayed_batches, status.lost_batches) == (1, 3, 0)
         await engine.store(5)
@@ -352,7 +356,7 @@ async def test_a_rolled_buffer_degrades_the_source() -> None:
         await until(lambda: service.blocks == {1, 4, 5, 6})
         await until(lambda: service.state == "degraded")
         assert service.listener.status().lost_batches == 2
-        assert engine.requests == [1]
+        assert engine.requests == [0]
         await engine.clear()
         await engine.store(7)
         await service.follows(engine)
@@ -371,7 +375,7 @@ async def test_a_replay_that_stops_midway_is_taken_up_there() -> None:
         await until(lambda: len(engine.requests) > 1)
         engine.answers = None
         await service.follows(engine)
-        assert engine.requests[:2] == [1, 3]
+        assert engine.requests[:2] == [0, 1]
 
 
 @told
@@ -403,6 +407,45 @@ async def test_a_restarted_engine_first_heard_midway_is_replayed_from_its_start(
             await engine.store(9)
             await service.follows(engine)
             assert engine.requests == [0]
+
+
+@told
+async def test_a_restart_that_has_passed_our_number_before_it_is_heard_is_noticed() -> None:
+    port, replay_port = free_port(), free_port()
+    async with Service(port, replay_port) as service:
+        async with Engine(port, replay_port) as engine:
+            await engine.subscribed()
+            await engine.store(*range(1, 6))
+            await service.follows(engine)
+        async with Engine(port, replay_port) as engine:
+            await engine.store(*range(101, 121), lost=True)
+            await engine.subscribed()
+            await engine.store(200)
+            await service.follows(engine)
+            status = service.listener.status()
+            assert (status.restarts, status.lost_batches, status.lag_batches) == (1, 0, 0)
+            assert engine.requests == [4, 0]
+            assert "restarted" in (status.last_error or "")
+
+
+@told
+async def test_without_replay_such_a_restart_degrades_the_source_until_a_clear() -> None:
+    port = free_port()
+    async with Service(port) as service:
+        async with Engine(port) as engine:
+            await engine.subscribed()
+            await engine.store(1, 2)
+            await service.follows(engine)
+        async with Engine(port) as engine:
+            await engine.store(11, 12, 13, lost=True)
+            await engine.subscribed()
+            await engine.store(14)
+            await until(lambda: service.blocks == {1, 2, 14})
+            status = service.listener.status()
+            assert (status.state, status.lost_batches) == ("degraded", 1)
+            await engine.clear()
+            await engine.store(15)
+            await service.follows(engine)
 
 
 @told

@@ -5,12 +5,19 @@ publisher. A replay carries everything from its start to the engine's newest bat
 that arrive before its first answer are applied at once, so that a dead replay endpoint holds nobody
 up, and kept; those that arrive after it are only kept. Once the replay ends, what it did not carry
 is applied from there: every batch has then been applied in order after the gap, which makes the
-outcome that of the stream, whatever was applied early. Decides, never applies; no clock, no
-socket. Spec: indexer.md 1.5.
+outcome that of the stream, whatever was applied early.
+
+An engine that starts again may pass our number before we hear of it. So a replay is asked for from
+the batch before the gap, which we have: if the engine's is another one, so is the engine. Without a
+replay endpoint such a restart is a gap, and the source is degraded. In both cases nobody can tell
+if the first number heard is just the next. Decides, never applies; no clock, no socket.
+Spec: indexer.md 1.5.
 """
 
 from collections import deque
 from enum import Enum, auto
+
+from xxhash import xxh3_64_intdigest
 
 UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch that bears it leaves a fresh cursor
 
@@ -21,7 +28,7 @@ MAX_HELD_BYTES = 64 * 1024 * 1024
 
 
 class Verdict(Enum):
-    """What to do with a live batch."""
+    """What to do with a batch."""
 
     APPLY = auto()
     IGNORE = auto()  # applied before
@@ -57,10 +64,13 @@ class KvCursor:
         self.lost = 0
         self.last_live: int | None = None  # sequence number; grows until a restart
         self._next = 0  # the number that continues what is applied; 0 before the first batch
+        self._digest: int | None = None  # of the batch before it; None: unknown, or of no use
         self._missing_from: int | None = None  # the first batch that a replay should bring
         self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
+        self._proof: int | None = None  # digest of the batch before _missing_from, until compared
         self._phase = _Phase.IDLE
         self._asked_next = 0  # _next when the replay was requested
+        self._asked_digest: int | None = None  # and _digest
         self._failures = 0  # replays in a row that did not end
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
@@ -86,8 +96,13 @@ class KvCursor:
 
     @property
     def replay_from(self) -> int | None:
-        """The number to request a replay from now; None when none is due."""
-        return self._missing_from if self._phase is _Phase.IDLE else None
+        """The number to request a replay from now; None when none is due.
+
+        It is that of a batch which we have, if there is one to compare.
+        """
+        if self._missing_from is None or self._phase is not _Phase.IDLE:
+            return None
+        return self._missing_from - (self._proof is not None)
 
     @property
     def is_settled(self) -> bool:
@@ -122,40 +137,53 @@ class KvCursor:
                 return Verdict.HOLD
         if seq < self._next:
             return Verdict.IGNORE
-        self._advance(seq)
+        self._advance(seq, payload)
         return Verdict.RESTART if is_restart else Verdict.APPLY
 
     def replay_started(self) -> None:
         """The request for `replay_from` is about to go out."""
         assert self.replay_from is not None
         self._phase = _Phase.ASKED
-        self._asked_next = self._next
+        self._asked_next, self._asked_digest = self._next, self._digest
 
-    def replayed(self, seq: int) -> bool:
-        """Judge a replayed batch: True to apply it, though it may have been applied live before."""
+    def replayed(self, seq: int, payload: bytes) -> Verdict:
+        """Judge a replayed batch. APPLY, though it may have been applied live before; IGNORE; or
+        RESTART: drop every block of this source, and the replay, and ask for `replay_from` anew.
+        """
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
-            self._next = self._missing_from
-        if self._phase is not _Phase.ANSWERING or not self._next <= seq < UNSET_SEQ:
-            return False
+            self._next, self._digest = self._missing_from, self._proof
+        if self._phase is not _Phase.ANSWERING or not self._next - 1 <= seq < UNSET_SEQ:
+            return Verdict.IGNORE
+        proof, self._proof = self._proof, None
+        if seq < self._next:
+            if proof is None or proof == xxh3_64_intdigest(payload):
+                return Verdict.IGNORE
+            return self._replaced()
         if seq > self._next:  # the engine's buffer has rolled on
             self.lost += min(seq - self._next, self._missing)
+        elif proof is not None:  # it has rolled just so far that nothing can be compared
+            self.lost += 1
         self._next = seq + 1
+        self._digest = xxh3_64_intdigest(payload)
         self.replayed_batches += 1
-        return True
+        return Verdict.APPLY
 
     def replay_finished(self) -> None:
         """The end marker came: what the replay left out exists no more. Drain next_held()."""
         if self._phase is _Phase.ASKED:
             self.lost += self._missing
+        elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
+            # It ends before a batch that was heard: that one was not applied in order.
+            self.lost += self._asked_next - self._next
         self._end_replay(complete=True)
 
     def replay_failed(self) -> None:
         """No answer, or one that stopped. Drain next_held(), then ask again later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and self._next < self._asked_next:
-            self._missing_from = self._next
+            self._missing_from, self._proof = self._next, self._digest
             self._missing = min(self._missing, self._asked_next - self._next)
             answered = False
         self._end_replay(complete=answered)  # only the end marker may be wanting
@@ -166,7 +194,7 @@ class KvCursor:
             seq, payload = self._held.popleft()
             self._held_bytes -= len(payload)
             if seq >= self._next:
-                self._advance(seq)
+                self._advance(seq, payload)
                 return payload
         self._phase = _Phase.IDLE
         return None
@@ -186,17 +214,31 @@ class KvCursor:
         """The batch just judged could not be decoded, and would not be on a second reading."""
         self.lost += 1
 
-    def _advance(self, seq: int) -> None:
+    def _advance(self, seq: int, payload: bytes) -> None:
         size = seq - self._next
-        if size:
-            self.gaps += 1
-            if self.can_replay:
+        if self.can_replay:
+            if size:
+                self.gaps += 1
                 if self._missing_from is None:
-                    self._missing_from = self._next
+                    self._missing_from, self._proof = self._next, self._digest
                 self._missing += size
-            else:
-                self.lost += size
+            self._digest = xxh3_64_intdigest(payload)
+        elif size:
+            self.gaps += 1
+            self.lost += size
         self._next = seq + 1
+
+    def _replaced(self) -> Verdict:
+        """All that was heard since the gap is a new publisher's, and none of it is applied."""
+        newest = self.last_live
+        assert newest is not None, "a gap is heard of live"
+        self.restarts += 1
+        self.lost = 0
+        self._start_over()
+        self.last_live = newest
+        self._next = self._missing = newest + 1
+        self._missing_from = 0
+        return Verdict.RESTART
 
     def _hold(self, seq: int, payload: bytes) -> None:
         self._held.append((seq, payload))
@@ -212,15 +254,18 @@ class KvCursor:
         else:
             self._failures += 1
         # What was applied live before the request needs no second time.
-        self._next = max(self._next, self._asked_next)
+        if self._next < self._asked_next:
+            self._next, self._digest = self._asked_next, self._asked_digest
         self._phase = _Phase.CATCHING_UP
 
     def _start_over(self) -> None:
         """As at registration, but for the totals and what is lost."""
         self.last_live = None
         self._next = 0
+        self._digest = None
         self._missing_from = None
         self._missing = 0
+        self._proof = None
         self._failures = 0
         self._phase = _Phase.IDLE
         self._drop_held()

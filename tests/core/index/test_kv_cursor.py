@@ -18,15 +18,28 @@ def live(cursor: KvCursor, *seqs: int) -> list[Verdict]:
     return [cursor.live(seq, b"%d" % seq) for seq in seqs]
 
 
+def replayed(cursor: KvCursor, *seqs: int) -> list[Verdict]:
+    return [cursor.replayed(seq, b"%d" % seq) for seq in seqs]
+
+
 def held(cursor: KvCursor) -> list[int]:
     return [int(payload) for payload in iter(cursor.next_held, None)]
 
 
 def after_gap() -> KvCursor:
-    """0 and 1 applied, 2 and 3 missing, 4 applied; the replay requested."""
+    """0 and 1 applied, 2 and 3 missing, 4 applied; the replay requested, from 1 on."""
     cursor = KvCursor(can_replay=True)
     live(cursor, 0, 1, 4)
-    assert cursor.replay_from == 2
+    assert cursor.replay_from == 1
+    cursor.replay_started()
+    assert replayed(cursor, 1) == [IGNORE]
+    return cursor
+
+
+def before_answer() -> KvCursor:
+    """The same, but nothing of the replay has come."""
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0, 1, 4)
     cursor.replay_started()
     return cursor
 
@@ -54,7 +67,7 @@ def test_a_first_batch_beyond_zero_is_a_gap_from_zero() -> None:
 def test_a_full_replay_brings_the_source_back() -> None:
     cursor = after_gap()
     assert cursor.replay_from is None
-    assert [cursor.replayed(seq) for seq in (2, 3, 4)] == [True] * 3
+    assert replayed(cursor, 2, 3, 4) == [APPLY] * 3
     assert cursor.state is SourceState.REPLAYING
     cursor.replay_finished()
     assert held(cursor) == []
@@ -63,18 +76,18 @@ def test_a_full_replay_brings_the_source_back() -> None:
 
 
 def test_live_batches_are_applied_while_nobody_answers_the_replay() -> None:
-    cursor = after_gap()
+    cursor = before_answer()
     assert live(cursor, 5, 6) == [APPLY, APPLY]
     cursor.replay_failed()
     assert held(cursor) == []
-    assert (cursor.state, cursor.replay_from, cursor.watermark) == (SourceState.DEGRADED, 2, 6)
+    assert (cursor.state, cursor.replay_from, cursor.watermark) == (SourceState.DEGRADED, 1, 6)
     assert live(cursor, 7) == [APPLY]
 
 
 def test_what_a_replay_does_not_carry_is_applied_again_after_it() -> None:
-    cursor = after_gap()
+    cursor = before_answer()
     assert live(cursor, 5, 6) == [APPLY, APPLY]
-    assert [cursor.replayed(seq) for seq in (2, 3, 4, 5)] == [True] * 4
+    assert replayed(cursor, 1, 2, 3, 4, 5) == [IGNORE] + [APPLY] * 4
     assert live(cursor, 7) == [HOLD]
     assert cursor.lag == 2 + 3
     cursor.replay_finished()
@@ -84,8 +97,7 @@ def test_what_a_replay_does_not_carry_is_applied_again_after_it() -> None:
 
 def test_live_duplicates_of_replayed_batches_are_ignored() -> None:
     cursor = after_gap()
-    for seq in (2, 3, 4, 5, 6):
-        cursor.replayed(seq)
+    replayed(cursor, 2, 3, 4, 5, 6)
     cursor.replay_finished()
     assert held(cursor) == []
     assert live(cursor, 5, 6, 7) == [IGNORE, IGNORE, APPLY]
@@ -94,41 +106,34 @@ def test_live_duplicates_of_replayed_batches_are_ignored() -> None:
 
 def test_a_replay_that_repeats_itself_is_applied_once() -> None:
     cursor = after_gap()
-    assert [cursor.replayed(seq) for seq in (2, 2, 3, UNSET_SEQ, 4)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert replayed(cursor, 2, 2, 3, UNSET_SEQ, 4) == [APPLY, IGNORE, APPLY, IGNORE, APPLY]
 
 
 def test_batches_that_the_engine_has_forgotten_are_lost() -> None:
     cursor = after_gap()
-    assert cursor.replayed(3)
-    cursor.replayed(4)
+    assert replayed(cursor, 3) == [APPLY]
+    replayed(cursor, 4)
     cursor.replay_finished()
     held(cursor)
     assert (cursor.lost, cursor.state, cursor.replay_from) == (1, SourceState.DEGRADED, None)
 
 
 def test_an_empty_replay_loses_the_gap_and_is_not_repeated() -> None:
-    cursor = after_gap()
+    cursor = before_answer()
     cursor.replay_finished()
     held(cursor)
     assert (cursor.lost, cursor.lag, cursor.replay_from, cursor.watermark) == (2, 0, None, 4)
 
 
 def test_a_replay_that_stops_midway_is_asked_for_again_from_there() -> None:
-    cursor = after_gap()
-    cursor.replayed(2)
+    cursor = before_answer()
     live(cursor, 5)
+    replayed(cursor, 1, 2)
     cursor.replay_failed()
     assert held(cursor) == [5]
-    assert (cursor.replay_from, cursor.state, cursor.watermark) == (3, SourceState.DEGRADED, 5)
+    assert (cursor.replay_from, cursor.state, cursor.watermark) == (2, SourceState.DEGRADED, 5)
     cursor.replay_started()
-    for seq in (3, 4, 5):
-        cursor.replayed(seq)
+    replayed(cursor, 2, 3, 4, 5)
     cursor.replay_finished()
     assert held(cursor) == []
     assert cursor.state is SourceState.LIVE
@@ -136,8 +141,7 @@ def test_a_replay_that_stops_midway_is_asked_for_again_from_there() -> None:
 
 def test_a_replay_short_of_nothing_but_its_end_marker_is_complete() -> None:
     cursor = after_gap()
-    for seq in (2, 3, 4):
-        cursor.replayed(seq)
+    replayed(cursor, 2, 3, 4)
     cursor.replay_failed()
     assert held(cursor) == []
     assert cursor.state is SourceState.LIVE
@@ -145,20 +149,18 @@ def test_a_replay_short_of_nothing_but_its_end_marker_is_complete() -> None:
 
 def test_a_second_gap_during_a_replay_is_asked_for_after_it() -> None:
     cursor = after_gap()
-    for seq in (2, 3, 4):
-        cursor.replayed(seq)
+    replayed(cursor, 2, 3, 4)
     assert live(cursor, 7) == [HOLD]
     cursor.replay_finished()
     assert held(cursor) == [7]
-    assert (cursor.replay_from, cursor.gaps) == (5, 2)
+    assert (cursor.replay_from, cursor.gaps) == (4, 2)
 
 
 def test_a_second_gap_before_the_replay_answers_is_part_of_it() -> None:
-    cursor = after_gap()
+    cursor = before_answer()
     assert live(cursor, 6) == [APPLY]
     assert cursor.lag == 3
-    for seq in (2, 3, 4, 5, 6):
-        cursor.replayed(seq)
+    replayed(cursor, 1, 2, 3, 4, 5, 6)
     cursor.replay_finished()
     assert held(cursor) == []
     assert cursor.state is SourceState.LIVE
@@ -170,10 +172,10 @@ def test_a_number_that_does_not_grow_is_a_new_publisher() -> None:
     assert live(cursor, 2) == [RESTART]
     assert (cursor.replay_from, cursor.restarts) == (0, 1)
     cursor.replay_started()
-    cursor.replayed(0)
+    replayed(cursor, 0)
     assert live(cursor, 0) == [RESTART]
     assert (cursor.is_settled, cursor.state, cursor.watermark) == (True, SourceState.LIVE, 0)
-    assert not cursor.replayed(1)
+    assert replayed(cursor, 1) == [IGNORE]
 
 
 def test_a_restart_forgets_what_was_lost() -> None:
@@ -224,7 +226,7 @@ def test_a_clear_makes_what_was_missing_before_it_irrelevant() -> None:
 
 
 def test_a_clear_ends_a_replay_that_nobody_has_answered() -> None:
-    cursor = after_gap()
+    cursor = before_answer()
     live(cursor, 5)
     cursor.cleared()
     assert cursor.is_settled
@@ -233,7 +235,7 @@ def test_a_clear_ends_a_replay_that_nobody_has_answered() -> None:
 
 def test_a_clear_within_a_replay_leaves_it_running() -> None:
     cursor = after_gap()
-    cursor.replayed(3)
+    replayed(cursor, 3)
     assert cursor.lost == 1
     cursor.cleared()
     assert (cursor.lost, cursor.is_settled) == (0, False)
@@ -253,12 +255,85 @@ def test_batches_kept_beyond_the_limit_leave_a_gap_to_ask_for_again(
 ) -> None:
     monkeypatch.setattr(kv_cursor, limit, value)
     cursor = after_gap()
-    for seq in (2, 3, 4):
-        cursor.replayed(seq)
+    replayed(cursor, 2, 3, 4)
     live(cursor, 5, 6, 7)
     cursor.replay_finished()
     assert held(cursor) == [6, 7]
-    assert cursor.replay_from == 5
+    assert cursor.replay_from == 4
+
+
+def test_a_replay_is_asked_for_from_a_batch_that_we_have() -> None:
+    cursor = after_gap()
+    assert replayed(cursor, 2, 3, 4) == [APPLY] * 3
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.restarts) == (SourceState.LIVE, 0)
+
+
+def test_another_batch_under_a_number_that_we_have_is_a_new_publisher() -> None:
+    cursor = before_answer()
+    live(cursor, 5)
+    assert cursor.replayed(1, b"of another") is RESTART
+    assert (cursor.restarts, cursor.lost, cursor.lag) == (1, 0, 6)
+    assert (cursor.replay_from, cursor.state) == (0, SourceState.REPLAYING)
+    assert live(cursor, 6) == [APPLY]
+    cursor.replay_started()
+    assert replayed(cursor, 0, 1, 2, 3, 4, 5, 6) == [APPLY] * 7
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.watermark, cursor.lag) == (SourceState.LIVE, 6, 0)
+
+
+def test_an_engine_that_replays_more_than_was_asked_for_is_compared_too() -> None:
+    cursor = before_answer()
+    assert replayed(cursor, 0) == [IGNORE]
+    assert cursor.replayed(1, b"of another") is RESTART
+
+
+def test_a_batch_is_compared_once() -> None:
+    cursor = after_gap()
+    assert cursor.replayed(1, b"again, and odd") is IGNORE
+    replayed(cursor, 2)
+    assert cursor.replayed(2, b"again, and odd") is IGNORE
+    assert cursor.restarts == 0
+
+
+def test_a_replay_that_fails_leaves_the_batch_to_compare() -> None:
+    cursor = after_gap()
+    replayed(cursor, 2)
+    cursor.replay_failed()
+    held(cursor)
+    assert cursor.replay_from == 2
+    cursor.replay_started()
+    assert cursor.replayed(2, b"of another") is RESTART
+
+
+def test_a_buffer_that_has_rolled_past_what_we_have_vouches_for_nothing() -> None:
+    cursor = before_answer()
+    assert replayed(cursor, 2, 3, 4) == [APPLY] * 3
+    cursor.replay_finished()
+    held(cursor)
+    assert (cursor.lost, cursor.state) == (1, SourceState.DEGRADED)
+
+
+def test_a_replay_that_ends_before_what_was_heard_leaves_batches_out_of_order() -> None:
+    cursor = before_answer()
+    live(cursor, 5)
+    assert replayed(cursor, 1, 2, 3) == [IGNORE, APPLY, APPLY]
+    cursor.replay_finished()
+    assert held(cursor) == [5]
+    assert (cursor.lost, cursor.state, cursor.watermark) == (1, SourceState.DEGRADED, 5)
+
+
+def test_a_recovered_source_has_nothing_to_compare() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.resume_at(41)
+    live(cursor, 45)
+    cursor.replay_started()
+    assert replayed(cursor, 42, 43, 44, 45) == [APPLY] * 4
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert cursor.state is SourceState.LIVE
 
 
 Operation = tuple[str, int]
@@ -278,25 +353,32 @@ def apply_operation(blocks: set[int], operation: Operation) -> None:
 class Story(RuleBasedStateMachine):
     """An engine, a lossy live channel, a replay channel that may fall silent, and the cursor.
 
-    Not told: a restart of which nothing arrives until its numbers have passed the old ones. It
-    looks like a stream that goes on.
+    Not told: a restart of which the first batch that arrives has the very next number. It looks
+    like a stream that goes on.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Operation] = []  # of the running engine
         self.snapshots: list[set[int]] = []  # what it held after each
-        self.live: deque[tuple[int, list[set[int]], Operation]] = deque()
-        self.replies: deque[tuple[int, Operation] | None] = deque()
+        self.engine = 0  # how often it has begun again
+        self.live: deque[tuple[int, list[set[int]], bytes]] = deque()
+        self.replies: deque[tuple[int, bytes] | None] = deque()
         self.request: int | None = None  # under way to the engine
         self.is_asking = False
         self.cursor = KvCursor(can_replay=True)
         self.indexed: set[int] = set()
         self.followed: list[set[int]] = []  # the snapshots of the engine last heard
 
-    def apply(self, operation: Operation) -> None:
-        apply_operation(self.indexed, operation)
-        if operation[0] == "clear":
+    def payload(self, seq: int) -> bytes:
+        """A batch of the running engine, which tells its engine as its time does."""
+        kind, block = self.log[seq]
+        return f"{kind} {block} {self.engine}".encode()
+
+    def apply(self, payload: bytes) -> None:
+        kind, block, _ = payload.decode().split()
+        apply_operation(self.indexed, (kind, int(block)))
+        if kind == "clear":
             self.cursor.cleared()
 
     def settle(self) -> None:
@@ -310,33 +392,40 @@ class Story(RuleBasedStateMachine):
     def publish(self, kind: str, block: int) -> None:
         held_now = set(self.snapshots[-1]) if self.snapshots else set()
         apply_operation(held_now, (kind, block))
-        self.live.append((len(self.log), self.snapshots, (kind, block)))
         self.log.append((kind, block))
         self.snapshots.append(held_now)
+        seq = len(self.log) - 1
+        self.live.append((seq, self.snapshots, self.payload(seq)))
 
     @precondition(lambda self: self.log)
     @rule(block=st.integers(0, 2))
     def restart(self, block: int) -> None:
         self.log, self.snapshots = [], []
+        self.engine += 1
         self.request = None
         self.replies.clear()
         self.publish("store", block)
 
-    @precondition(lambda self: self.live)
+    def is_unheard_of(self) -> bool:
+        """The next batch is the first heard of a new engine, and has the very next number."""
+        seq, snapshots, _ = self.live[0]
+        heard = self.cursor.last_live
+        return snapshots is not self.followed and heard is not None and seq == heard + 1
+
+    @precondition(lambda self: self.live and not self.is_unheard_of())
     @rule()
     def deliver(self) -> None:
-        seq, snapshots, operation = self.live.popleft()
-        kind, block = operation
-        verdict = self.cursor.live(seq, f"{kind} {block}".encode())
+        seq, snapshots, payload = self.live.popleft()
+        verdict = self.cursor.live(seq, payload)
         if verdict is RESTART:
             self.indexed.clear()
             self.is_asking = False
         if verdict in (APPLY, RESTART):
-            self.apply(operation)
+            self.apply(payload)
         self.followed = snapshots
         self.settle()
 
-    @precondition(lambda self: self.live and self.live[0][0] > 0)
+    @precondition(lambda self: self.live)
     @rule()
     def lose(self) -> None:
         self.live.popleft()
@@ -353,7 +442,7 @@ class Story(RuleBasedStateMachine):
     def answer(self) -> None:
         assert self.request is not None
         first = max(self.request, len(self.log) - BUFFER)
-        self.replies.extend((seq, self.log[seq]) for seq in range(first, len(self.log)))
+        self.replies.extend((seq, self.payload(seq)) for seq in range(first, len(self.log)))
         self.replies.append(None)
         self.request = None
 
@@ -364,7 +453,13 @@ class Story(RuleBasedStateMachine):
         if reply is None:
             self.cursor.replay_finished()
             self.drain()
-        elif self.cursor.replayed(reply[0]):
+            return
+        verdict = self.cursor.replayed(*reply)
+        if verdict is RESTART:
+            self.indexed.clear()
+            self.is_asking = False
+            self.settle()
+        elif verdict is APPLY:
             self.apply(reply[1])
 
     @precondition(lambda self: self.is_asking)
@@ -376,8 +471,7 @@ class Story(RuleBasedStateMachine):
     def drain(self) -> None:
         self.is_asking = False
         while (payload := self.cursor.next_held()) is not None:
-            kind, block = payload.decode().split()
-            self.apply((kind, int(block)))
+            self.apply(payload)
         self.settle()
 
     @invariant()
