@@ -449,6 +449,19 @@ async def test_without_replay_such_a_restart_degrades_the_source_until_a_clear()
 
 
 @told
+async def test_an_engine_that_counts_from_one_is_followed() -> None:
+    for replays in (True, False):
+        port, replay_port = free_port(), free_port() if replays else 0
+        engine = Engine(port, replay_port)
+        engine.seq = 1
+        async with engine, Service(port, replay_port) as service:
+            await engine.subscribed()
+            await engine.store(1, 2)
+            await service.follows(engine)
+            assert service.listener.status().lost_batches == 0
+
+
+@told
 async def test_an_engine_restarted_during_a_replay_is_followed() -> None:
     port, replay_port = free_port(), free_port()
     async with Service(port, replay_port, replay_idle_s=60.0) as service:

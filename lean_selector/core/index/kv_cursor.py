@@ -19,6 +19,9 @@ from enum import Enum, auto
 
 from xxhash import xxh3_64_intdigest
 
+# Engines count from 0, some from 1: then batch 0 is not missed where nobody can be asked for it, or
+# where the engine, asked, has it not. At worst it is one batch of blocks that we do not know of.
+_LATE_FIRST_SEQ = 1
 UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch that bears it leaves a fresh cursor
 
 # Live batches kept during a replay. Beyond either the oldest go, which leaves a gap to ask for
@@ -161,8 +164,9 @@ class KvCursor:
             if proof is None or proof == xxh3_64_intdigest(payload):
                 return Verdict.IGNORE
             return self._replaced()
-        if seq > self._next:  # the engine's buffer has rolled on
-            self.lost += min(seq - self._next, self._missing)
+        if seq > self._next:  # the engine's buffer has rolled on, or begins there
+            if self._next or seq != _LATE_FIRST_SEQ:
+                self.lost += min(seq - self._next, self._missing)
         elif proof is not None:  # it has rolled just so far that nothing can be compared
             self.lost += 1
         self._next = seq + 1
@@ -223,7 +227,7 @@ class KvCursor:
                     self._missing_from, self._proof = self._next, self._digest
                 self._missing += size
             self._digest = xxh3_64_intdigest(payload)
-        elif size:
+        elif size and (self._next or seq != _LATE_FIRST_SEQ):
             self.gaps += 1
             self.lost += size
         self._next = seq + 1

@@ -336,6 +336,38 @@ def test_a_recovered_source_has_nothing_to_compare() -> None:
     assert cursor.state is SourceState.LIVE
 
 
+def test_an_engine_that_counts_from_one_has_lost_nothing() -> None:
+    cursor = KvCursor(can_replay=False)
+    assert live(cursor, 1, 2) == [APPLY, APPLY]
+    assert (cursor.state, cursor.gaps) == (SourceState.LIVE, 0)
+    assert live(cursor, 1) == [RESTART]
+    assert cursor.state is SourceState.LIVE
+
+
+def test_a_replay_that_begins_at_one_is_whole() -> None:
+    cursor = KvCursor(can_replay=True)
+    assert live(cursor, 1) == [APPLY]
+    assert cursor.replay_from == 0
+    cursor.replay_started()
+    assert replayed(cursor, 1) == [APPLY]
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.lost) == (SourceState.LIVE, 0)
+
+
+@pytest.mark.parametrize("first", [2, 3, 1000])
+def test_a_first_number_beyond_one_is_a_loss_however_small(first: int) -> None:
+    cursor = KvCursor(can_replay=False)
+    live(cursor, first)
+    assert (cursor.lost, cursor.state) == (first, SourceState.DEGRADED)
+    asking = KvCursor(can_replay=True)
+    live(asking, first)
+    asking.replay_started()
+    replayed(asking, first)
+    asking.replay_finished()
+    assert (asking.lost, asking.state) == (first, SourceState.DEGRADED)
+
+
 Operation = tuple[str, int]
 BUFFER = 4  # batches that the engine below can replay
 
