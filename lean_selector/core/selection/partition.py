@@ -193,7 +193,7 @@ class Partition:
                 dropped += self._drop_rank(load)
         loads = [self.slots.add_rank(worker_id, dp_rank) for dp_rank in spec.ranks]
         for load in loads:
-            if load.bucket is None:
+            if load.bucket is None and load.key not in self.busy_ranks:
                 self.order.add(load)
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)

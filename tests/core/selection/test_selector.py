@@ -400,6 +400,20 @@ def test_load_that_wore_off_lets_the_parked_go_by_the_clock(queueing: DrivenSele
         assert ("r" in queueing.answers) is answered
 
 
+def test_a_busy_worker_that_turns_out_to_be_larger_is_busy_no_more() -> None:
+    """And is forgotten as such: a threshold that is switched off leaves nothing behind."""
+    driven = DrivenSelector()
+    key = ("default", "default")
+    driven.register(1, total_kv_blocks=4)
+    driven.reserve("r", hashes=[1, 2, 3, 4])
+    driven.selector.change_threshold(key, BusyThreshold(active_decode_blocks=0.5), 0.0)
+    assert driven.partition.busy_ranks == {(1, 0)}
+    driven.register(1, total_kv_blocks=400)
+    assert not driven.partition.busy_ranks
+    driven.selector.switch_threshold_off(key, 0.0)
+    assert isinstance(driven.submit("s", driven.request([], 4, allowed={1})), Placement)
+
+
 def test_blocks_that_weigh_less_let_the_parked_go(queueing: DrivenSelector) -> None:
     queueing.remove(2)
     queueing.register(1, total_kv_blocks=4)
