@@ -42,6 +42,7 @@ from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.observed import Observation, observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
+from lean_selector.sockets.index_sweeps import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.recovery import Recovery
@@ -77,12 +78,16 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     links = Links()
     subscriptions = KvSubscriptions(context)
 
+    sweeps = IndexSweeps()
+
     def new_index(block_size: int) -> KvIndex:
-        return KvIndex(
+        index = KvIndex(
             block_size,
             device_bound=config.device_blocks_per_rank,
             lower_tier_bound=config.lower_tier_blocks_per_rank,
         )
+        index.on_sweep = sweeps.start
+        return index
 
     selector = Selector(
         config.router, subscriptions, random.Random(), new_index=new_index, thresholds=config.busy

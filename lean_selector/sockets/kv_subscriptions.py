@@ -67,6 +67,7 @@ class KvSubscriptions:
             self.ended.add(rank)
         self._ended_counts.add(listener.ingest.counts)
         ending = listener.stop()
+        listener.ingest.close()
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 

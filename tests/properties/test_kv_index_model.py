@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index import device_tier, engine_hashes
+from lean_selector.core.index import device_tier, engine_hashes, kv_index
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoreResult, Tier
 from lean_selector.core.rank_bits import bits_of
 
@@ -148,6 +148,8 @@ OPERATION = st.one_of(
     st.tuples(st.just("remove"), RANK, TIER, st.lists(NAME, max_size=3)),
     st.tuples(st.just("clear"), RANK),
     st.tuples(st.just("drop"), st.sampled_from([1, 2])),
+    st.tuples(st.just("clear"), RANK),
+    st.tuples(st.just("sweep"), st.integers(1, 5)),
     st.tuples(st.just("bound"), st.sampled_from([1, 2]), st.sampled_from([None, 0, 1, 4, 12])),
 )
 
@@ -209,10 +211,10 @@ def is_pristine(index: KvIndex) -> bool:
     ) and not any(index._device._by_bit)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(OPERATION, min_size=15, max_size=60), st.booleans(), st.booleans())
+@settings(max_examples=400, deadline=None)
+@given(st.lists(OPERATION, min_size=15, max_size=60), st.booleans(), st.booleans(), st.booleans())
 def test_the_index_does_what_the_model_does(
-    operations: list[tuple[Any, ...]], at_every_step: bool, tight: bool
+    operations: list[tuple[Any, ...]], at_every_step: bool, tight: bool, swept_later: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if tight:  # strands, segments and dead ends so short that a few blocks fill them
@@ -224,6 +226,9 @@ def test_the_index_does_what_the_model_does(
             patch.setattr(engine_hashes, "_STRAND_SHIFT", 9)
             patch.setattr(engine_hashes, "_RECENT_SEGMENTS", 1)
             patch.setattr(engine_hashes, "_FRONT_BLOCKS", 4)
+        if swept_later:  # what is dropped is taken apart only when somebody asks for it
+            patch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+            patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
         run_against_model(operations, at_every_step)
 
 
@@ -267,12 +272,16 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
             else:
                 expected = sum([model.remove_lower(tier - 1, name) for name in names])
             assert index.remove(key[0], key[1], tier, names) == expected
+        elif kind == "sweep":
+            index.sweep(arguments[0])
         elif kind == "clear":
             assert index.clear(*arguments[0]) == models[arguments[0]].blocks()
             models[arguments[0]] = RankModel()
         elif kind == "bound":
             worker_id, bound = arguments
             index.set_bound(worker_id, bound, bound)
+            while index.sweep(10):  # whatever comes later, the bound is kept by then
+                pass
             bounds[worker_id] = bound
             for key in RANKS:
                 if key[0] == worker_id:
@@ -292,6 +301,8 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
             assert index.remove(worker_id, dp_rank, Tier.DEVICE, [name]) == model.remove(name)
         for tier, edges in enumerate(model.lower, 1):
             index.remove(worker_id, dp_rank, Tier(tier), list(edges.values()))
+    while index.sweep(100):
+        pass
     assert is_pristine(index)
 
 

@@ -19,7 +19,7 @@ from lean_selector.core.index.runs import (
     RunTrie,
     common_prefix,
 )
-from lean_selector.core.rank_bits import RankBits, RankKey
+from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 # A run grows at its end only if few others hold it: each of them becomes a partial holder, which
 # costs every match of that run a step. With more, the new blocks make a run of their own, which
@@ -52,7 +52,7 @@ class DeviceRank:
 class DeviceTier:
     """All ranks' device blocks of one partition."""
 
-    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "trie")
+    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "_reborn", "_swept", "trie")
 
     def __init__(self, bits: RankBits) -> None:
         self.trie = RunTrie()
@@ -60,6 +60,12 @@ class DeviceTier:
         self._by_bit: list[DeviceRank | None] = []
         self._all = 0  # the bits in use
         self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
+        # By bit, the retired records that are being swept. Until that is done, a run may have the
+        # rank's bit from before. A rank that has been admitted again meanwhile is in `_reborn`: it
+        # holds blocks in just the strands of its rows, so a bit in another strand is an old one.
+        # `_settle` takes those away before anything could mistake them.
+        self._swept: dict[int, int] = {}
+        self._reborn = 0
 
     def admit(self, key: RankKey) -> DeviceRank:
         """A record for a rank that holds nothing yet."""
@@ -68,15 +74,76 @@ class DeviceTier:
         self._all |= 1 << bit
         self._by_bit += [None] * (bit + 1 - len(self._by_bit))
         self._by_bit[bit] = rank
+        if bit in self._swept:
+            self._reborn |= 1 << bit
         return rank
 
     def release(self, rank: DeviceRank) -> None:
         """Give back the record of a rank that holds nothing."""
         assert not rank.blocks
-        self._all ^= 1 << rank.bit
+        self._hide(rank)
+        self._bits.release(rank.key)
+
+    def retire(self, rank: DeviceRank) -> Iterator[None]:
+        """Let go of a rank and all that it holds: nothing of it is seen any more.
+
+        The iterator returned gives the memory back, in steps between which anything may happen.
+        """
+        self._hide(rank)
+        names, rank.names, rank.blocks = rank.names, EngineHashes(), 0
+        self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
+        return self._sweep(rank, names)
+
+    def _hide(self, rank: DeviceRank) -> None:
+        bit = 1 << rank.bit
+        self._all ^= bit
+        self._reborn &= ~bit
         self._by_bit[rank.bit] = None
         self._keys.clear()
+
+    def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
+        bit = rank.bit
+        while names.rows:
+            strand, _ = names.rows.popitem()
+            if self._is_old(bit, strand):
+                self._settle(bit, strand)
+            yield
+        yield from names.dismantled()
+        self._swept[bit] -= 1
+        if not self._swept[bit]:
+            del self._swept[bit]
+            self._reborn &= ~(1 << bit)
         self._bits.release(rank.key)
+
+    def _is_old(self, bit: int, strand: int) -> bool:
+        """Whether a bit in the runs of a strand is from before its rank was retired."""
+        rank = self._by_bit[bit]
+        return rank is None or strand not in rank.names.rows
+
+    def _settle(self, bit: int, strand: int) -> None:
+        """Take an old bit away from all runs of a strand."""
+        for run in self.trie.pieces(strand):
+            if run.held_by(bit):
+                run.set_held(bit, 0)
+                self.trie.prune(run)
+
+    def _settle_along(self, local_hashes: bytes) -> None:
+        """Take old bits of reborn ranks away from the runs that a prompt leads along."""
+        old: list[tuple[int, int]] = []
+        children, at = self.trie.root.children, 0
+        while children is not None:
+            run = children.get(local_hashes[at : at + 8])
+            if run is None:
+                break
+            bits = bits_of(run.whole & self._reborn)
+            bits += [bit for bit in run.partial or () if self._reborn >> bit & 1]
+            old += [(bit, run.strand) for bit in bits if self._is_old(bit, run.strand)]
+            if not local_hashes.startswith(run.label, at):
+                break
+            at += len(run.label)
+            children = run.children
+        for bit, strand in old:
+            self._settle(bit, strand)
 
     def has_room(self, blocks: int) -> bool:
         """Whether the runs of a chain of so many blocks can still be numbered."""
@@ -95,6 +162,8 @@ class DeviceTier:
 
         As (leading blocks, set of ranks), the sets apart and not empty, for ranks with a hit.
         """
+        if self._reborn:
+            self._settle_along(local_hashes)
         result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.trie.root.children
@@ -152,15 +221,6 @@ class DeviceTier:
             last -= length
         raise AssertionError("no rank matches more than the path has")
 
-    def clear(self, rank: DeviceRank) -> None:
-        """Drop all that a rank holds."""
-        for strand in rank.names.rows:
-            for run in self.trie.pieces(strand):
-                run.set_held(rank.bit, 0)
-                self.trie.prune(run)
-        rank.names = EngineHashes()
-        rank.blocks = 0
-
     def store(
         self, rank: DeviceRank, parent: int, names: Sequence[int], packed: bytes, local: bytes
     ) -> None:
@@ -199,6 +259,9 @@ class DeviceTier:
                     run = self.trie.split(run, position)
                 continue
             child = run.children.get(local[done : done + 8]) if run.children else None
+            if child and self._reborn >> rank.bit & 1 and self._is_old(rank.bit, child.strand):
+                self._settle(rank.bit, child.strand)  # which may be all that kept it
+                child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
                 run, position = child, 0
                 continue
@@ -234,7 +297,7 @@ class DeviceTier:
         if run.whole != mine or run.partial:
             whole, run.whole = run.whole, 0
             held = (1 << length) - 1 if whole & mine else (run.partial or {}).get(rank.bit, 0)
-            for bit in _bits(whole & ~mine):
+            for bit in bits_of(whole & ~mine):
                 run.set_held(bit, (1 << length) - 1)
             run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
         return run, length, end
@@ -316,8 +379,8 @@ class DeviceTier:
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
             rank = self._by_bit[bit]
-            assert rank is not None
-            rank.names.cut_row(run.strand, run.start + top)
+            if rank is not None and run.strand in rank.names.rows:  # else it is an old bit
+                rank.names.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
@@ -327,7 +390,7 @@ class DeviceTier:
             last = self._held_end(rank, strand) - 1
             run, offset = self.trie.resolve(strand << POSITION_BITS | last)
             held = run.held_by(rank.bit)
-            places = list(_bits(held & (2 << offset) - 1))[-blocks:]
+            places = bits_of(held & (2 << offset) - 1)[-blocks:]
             for position in places:
                 rank.names.discard(strand << POSITION_BITS | run.start + position)
             self._drop_blocks(rank, run, sum(1 << position for position in places))
@@ -361,12 +424,13 @@ class DeviceTier:
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
-            if above in cut_off or not (above is run or above.whole >> rank.bit & 1):
+            if above in cut_off or not (above is run or self._holds_whole(rank, above)):
                 cut_off.update(path)  # without this one: its own start may be in reach
                 return
             path.append(above)
             above = above.parent
-        if above in told and not above.whole >> rank.bit & 1:  # not any more
+        if above is not None and above in told and not self._holds_whole(rank, above):
+            # Not any more.
             told.remove(above)
             cut_off.update(path)
             return
@@ -383,6 +447,9 @@ class DeviceTier:
                     unpack(f"<{leading}Q", step.label[: leading << 3]),
                 )
 
+    def _holds_whole(self, rank: DeviceRank, run: Run) -> bool:
+        return bool(run.whole >> rank.bit & 1) and run.strand in rank.names.rows
+
     def _parent_hash(self, rank: DeviceRank, run: Run) -> int | None:
         parent = run.parent
         if parent is None or parent.parent is None:
@@ -390,10 +457,3 @@ class DeviceTier:
         end = parent.start + (len(parent.label) >> 3) - 1
         name = rank.names.name_at(parent.strand << POSITION_BITS | end)
         return int.from_bytes(name, "little")
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = (mask & -mask).bit_length() - 1
-        yield bit
-        mask ^= 1 << bit

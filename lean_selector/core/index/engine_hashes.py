@@ -10,12 +10,13 @@ removed; such hashes have lists of places beside the dicts.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import cast
 
 from lean_selector.core.hashing import u64s
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, common_prefix
+from lean_selector.core.index.sweeping import emptied
 
 NOWHERE = -1
 
@@ -264,6 +265,12 @@ class EngineHashes:
             del self.rows[strand][positions << 3 :]
         else:  # gone already where one event took all of a strand's blocks, run by run
             self.rows.pop(strand, None)
+
+    def dismantled(self) -> Iterator[None]:
+        """Gives the memory back step by step, but for the rows; of no use afterwards."""
+        for holder in (self._front, *self._shards, self._aliases, self._alias_at):
+            yield from emptied(holder)
+        yield from emptied(self._places)
 
     def _forget_alias(self, name: int) -> None:
         place = self._aliases.pop(name, None)

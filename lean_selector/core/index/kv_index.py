@@ -13,7 +13,8 @@ Rules where the spec leaves a choice:
   back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from enum import IntEnum
 from itertools import chain
 from struct import unpack
@@ -26,6 +27,7 @@ from lean_selector.core.index.device_tier import Matched as Matched
 from lean_selector.core.index.engine_hashes import NOWHERE
 from lean_selector.core.index.lower_tiers import ROOT, Continuations, LowerTier
 from lean_selector.core.index.runs import Run
+from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.rank_bits import RankBits, bits_of
 from lean_selector.core.rank_bits import RankKey as RankKey
 
@@ -34,6 +36,10 @@ from lean_selector.core.rank_bits import RankKey as RankKey
 # the three.
 DEFAULT_DEVICE_BLOCKS = 1 << 21
 DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
+_STEPS_AT_ONCE = 8  # of giving back: some 0.3 ms, so that what is little is gone at once
+_STEPS_PER_EVENT = 2  # and one for 32 blocks: more than the event leaves behind when it is dropped
+_EVICTED_PER_STEP = 32
+_ENDED = object()
 _SLICE_BLOCKS = 512  # of a dump: some 0.1 ms, as blocks of a lower tier 0.5
 
 
@@ -105,6 +111,9 @@ class KvIndex:
         self._lower: dict[int, _Rank] = {}  # by bit, those of them with one on a lower tier
         self._lower_bits = 0  # the same as a set
         self._continuations = Continuations()
+        # What is to be given back, step by step, and who hears that there is something.
+        self._sweeps: deque[Iterator[None]] = deque()
+        self.on_sweep: Callable[[KvIndex], None] | None = None
         self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
         self._device = DeviceTier(self.bits)
 
@@ -234,6 +243,8 @@ class KvIndex:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
             self._store_lower(key, tier, parent, packed, local_hashes)
             return StoreResult.STORED
+        if self._sweeps:
+            self.sweep(_STEPS_PER_EVENT + (blocks >> 5))
         rank = self._ranks.get(key)
         place = NOWHERE
         if parent_hash is not None:
@@ -246,7 +257,7 @@ class KvIndex:
         self._device.store(rank.device, place, block_hashes, packed, local_hashes)
         bound = self._bounds.get(worker_id, self._default_bound)[0]
         if rank.device.blocks > bound:
-            self._evict_device(rank, bound)
+            self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
             self._release_if_empty(key, rank)
         return _STORED
 
@@ -266,24 +277,30 @@ class KvIndex:
         self._release_if_empty(key, rank)
         return removed
 
-    def clear(self, worker_id: int, dp_rank: int) -> int:
-        """Drop all that this rank holds, on all tiers; returns the blocks dropped."""
-        key = (worker_id, dp_rank)
-        rank = self._ranks.get(key)
-        if rank is None:
-            return 0
-        dropped = rank.blocks()
-        self._device.clear(rank.device)
-        for held in rank.lower:
-            held.drop_oldest(len(held))
-        rank.lower = []
-        self._release_if_empty(key, rank)
+    def clear(self, worker_id: int, *dp_ranks: int) -> int:
+        """Drop all that these ranks hold, on all tiers; returns the blocks dropped.
+
+        Nothing of it is seen any more; where it is much, `sweep` gives the memory back.
+        """
+        dropped = 0
+        sweeps: list[Iterator[None]] = []
+        for dp_rank in dp_ranks:
+            key = (worker_id, dp_rank)
+            rank = self._ranks.get(key)
+            if rank is not None:
+                dropped += rank.blocks()
+                sweeps += [held.dismantled() for held in rank.lower]
+                rank.lower = []
+                self._forget(key, rank)
+                sweeps.append(self._device.retire(rank.device))
+        if sweeps:
+            self._start(chain.from_iterable(sweeps))
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
         """Drop all that a worker holds, on all ranks that ever appeared, and its bounds."""
         self._bounds.pop(worker_id, None)
-        return sum(self.clear(worker_id, dp_rank) for dp_rank in self._ranks_of(worker_id))
+        return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
@@ -301,16 +318,57 @@ class KvIndex:
         self._bounds[worker_id] = (device, lower)
         if self._bounds[worker_id] == self._default_bound:
             del self._bounds[worker_id]
-        for dp_rank in self._ranks_of(worker_id):
-            key = worker_id, dp_rank
-            rank = self._ranks[key]
-            self._evict_device(rank, device)
-            for held in rank.lower:
-                self._evict_lower(held, lower)
-            self._release_if_empty(key, rank)
+        self._start(self._keep_bound(worker_id))
 
-    def _ranks_of(self, worker_id: int) -> list[int]:
-        return list(self._dp_ranks.get(worker_id, ()))
+    def _keep_bound(self, worker_id: int) -> Iterator[None]:
+        for dp_rank in list(self._dp_ranks.get(worker_id, ())):
+            key = worker_id, dp_rank
+            while (rank := self._ranks.get(key)) is not None:
+                device, lower = self._bounds.get(worker_id, self._default_bound)
+                is_over = self._evict_device(rank, device, _EVICTED_PER_STEP)
+                for held in rank.lower:
+                    is_over |= self._evict_lower(held, lower, _EVICTED_PER_STEP)
+                self._release_if_empty(key, rank)
+                if not is_over:
+                    break
+                yield
+
+    def abandon(self) -> None:
+        """Drop everything; `sweep` gives the memory back. Of no use afterwards."""
+        self._start(self._clear_all())
+
+    def _clear_all(self) -> Iterator[None]:
+        for key in list(self._ranks):
+            self.clear(*key)
+            yield
+
+    # Giving back
+
+    def sweep(self, steps: int) -> bool:
+        """Give back memory of what was dropped, or drop what is beyond a bound, in so many steps.
+
+        True when there is more to do. A step takes some 50 us, 500 at most. Nothing waits for it:
+        each stored event does as much as the events before it may have left.
+        """
+        while self._sweeps and steps > 0:
+            steps -= 1
+            try:
+                next(self._sweeps[0])
+            except StopIteration:
+                self._sweeps.popleft()
+        return bool(self._sweeps)
+
+    def let_go(self, entries: MutableMapping[int, str]) -> None:
+        """Give back the memory of a dict that its owner has dropped, as that of blocks."""
+        self._start(emptied(entries))
+
+    def _start(self, sweep: Iterator[None]) -> None:
+        for _ in range(_STEPS_AT_ONCE):
+            if next(sweep, _ENDED) is _ENDED:
+                return
+        self._sweeps.append(sweep)
+        if len(self._sweeps) == 1 and self.on_sweep is not None:
+            self.on_sweep(self)
 
     # Dump
 
@@ -356,6 +414,8 @@ class KvIndex:
     def _store_lower(
         self, key: RankKey, tier: Tier, parent: bytes, names: bytes, local: bytes
     ) -> None:
+        if self._sweeps:
+            self.sweep(_STEPS_PER_EVENT + (len(names) >> 8))
         rank = self._ranks.get(key) or self._admit(key)
         if not rank.lower:
             bit = rank.device.bit
@@ -364,19 +424,26 @@ class KvIndex:
             self._lower_bits |= 1 << bit
         held = rank.lower[tier - 1]
         held.store(parent, names, local)
-        self._evict_lower(held, self._bounds.get(key[0], self._default_bound)[1])
+        bound = self._bounds.get(key[0], self._default_bound)[1]
+        self._evict_lower(held, bound, (len(names) >> 3) + _EVICTED_PER_STEP)
         self._release_if_empty(key, rank)
 
-    def _evict_device(self, rank: _Rank, bound: int) -> None:
+    def _evict_device(self, rank: _Rank, bound: int, most: int) -> bool:
+        """Evict what is beyond the bound, at most so many blocks; True when more is."""
         surplus = rank.device.blocks - bound
-        if surplus > 0:
-            self.evicted += surplus
-            self._device.drop_oldest(rank.device, surplus)
+        if surplus <= 0:
+            return False
+        self.evicted += min(surplus, most)
+        self._device.drop_oldest(rank.device, min(surplus, most))
+        return surplus > most
 
-    def _evict_lower(self, held: LowerTier, bound: int) -> None:
-        if len(held) > bound:
-            self.evicted += len(held) - bound
-            held.drop_oldest(len(held) - bound)
+    def _evict_lower(self, held: LowerTier, bound: int, most: int) -> bool:
+        surplus = len(held) - bound
+        if surplus <= 0:
+            return False
+        self.evicted += min(surplus, most)
+        held.drop_oldest(min(surplus, most))
+        return surplus > most
 
     def _admit(self, key: RankKey) -> _Rank:
         rank = self._ranks[key] = _Rank(self._device.admit(key))
@@ -386,13 +453,23 @@ class KvIndex:
     def _release_if_empty(self, key: RankKey, rank: _Rank) -> None:
         if rank.device.blocks and not rank.lower:
             return
-        if not any(rank.lower):
-            rank.lower = []
-            if self._lower.pop(rank.device.bit, None):
-                self._lower_bits ^= 1 << rank.device.bit
-            if not rank.device.blocks:
-                del self._ranks[key]
-                self._dp_ranks[key[0]].remove(key[1])
-                if not self._dp_ranks[key[0]]:
-                    del self._dp_ranks[key[0]]
-                self._device.release(rank.device)
+        if any(rank.lower):
+            return
+        rank.lower = []
+        if rank.device.blocks:
+            self._leave_lower(rank)
+        else:
+            self._forget(key, rank)
+            self._device.release(rank.device)
+
+    def _forget(self, key: RankKey, rank: _Rank) -> None:
+        """The rank holds nothing any more, as far as anybody sees."""
+        self._leave_lower(rank)
+        del self._ranks[key]
+        self._dp_ranks[key[0]].remove(key[1])
+        if not self._dp_ranks[key[0]]:
+            del self._dp_ranks[key[0]]
+
+    def _leave_lower(self, rank: _Rank) -> None:
+        if self._lower.pop(rank.device.bit, None) is not None:
+            self._lower_bits ^= 1 << rank.device.bit

@@ -107,17 +107,26 @@ class KvIngest:
                 self._remove(dp_rank, rank, event)
             elif type(event) is AllBlocksCleared:
                 self._index.clear(self.worker_id, dp_rank)
-                rank.salts.clear()
+                self._forget_salts(rank)
                 counts.cleared += 1
                 cleared = True
         return cleared and len(self._ranks) == 1
 
     def clear(self) -> None:
         """Forget the source: drop its blocks on every rank it named, and what they taught."""
-        for dp_rank in self._ranks:
-            self._index.clear(self.worker_id, dp_rank)
-        self._index.clear(self.worker_id, self.dp_rank)
+        self._index.clear(self.worker_id, *{*self._ranks, self.dp_rank})
+        self.close()
+
+    def close(self) -> None:
+        """Forget what the events taught; the blocks stay."""
+        for rank in self._ranks.values():
+            self._forget_salts(rank)
         self._ranks.clear()
+
+    def _forget_salts(self, rank: _Rank) -> None:
+        for salts in rank.salts.values():
+            self._index.let_go(salts)  # there may be a million
+        rank.salts = {}
 
     def _store(self, dp_rank: int, rank: _Rank, event: BlockStored) -> None:
         if event.part:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 ROOT = b""  # the parent of a prompt's first block
+_BLOCKS_PER_STEP = 64  # some 50 us
 
 
 class Continuations:
@@ -133,6 +134,12 @@ class LowerTier:
             _, edge = self._edge.popitem(last=False)
             del self._child[edge]
             self._continuations.discard(self._bit, edge[-8:])
+
+    def dismantled(self) -> Iterator[None]:
+        """Drops all blocks, step by step."""
+        while self._edge:
+            self.drop_oldest(min(_BLOCKS_PER_STEP, len(self._edge)))
+            yield
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
         """(parent, child, local) of every block, oldest first. Blocks may come and go meanwhile."""

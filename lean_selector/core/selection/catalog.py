@@ -261,6 +261,7 @@ class Catalog:
             if partition is None or partition.block_size != spec.block_size:
                 if partition is not None:
                     self.on_discarded(partition)
+                    partition.index.abandon()
                 partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
                 self.partitions[spec.key] = partition
             partition.is_eagle = bool(spec.is_eagle)
@@ -304,6 +305,7 @@ class Catalog:
         if partition.members:
             return
         del self.partitions[key]
+        partition.index.abandon()
         for worker in self.matching(*key):
             if worker.reasons:
                 self._install(worker.spec)

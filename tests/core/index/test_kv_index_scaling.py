@@ -1,13 +1,13 @@
 """What the index does does not grow with what it holds: operations are counted, not timed."""
 
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from struct import pack
 
 import pytest
 
 from lean_selector.core.index.kv_batch import BlockStored, EventBatch
-from lean_selector.core.index.kv_index import KvIndex, Matched, Tier
+from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.runs import Run
 from tests.operations import lines_run
@@ -165,3 +165,107 @@ def test_what_goes_oldest_first_is_kept_where_the_oldest_is_at_hand() -> None:
     assert isinstance(rank.device.names.rows, OrderedDict)
     assert isinstance(rank.lower[1]._edge, OrderedDict)
     assert isinstance(ingest._ranks[0].salts[Tier.DEVICE], OrderedDict)
+
+
+# Dropping
+
+
+def filled(prompts: int, blocks: int = 4) -> KvIndex:
+    """A rank with so many prompts, and as many blocks on a lower tier."""
+    index = KvIndex(16)
+    for at in range(prompts):
+        names = list(range(at * blocks, (at + 1) * blocks))
+        index.store(1, 0, Tier.DEVICE, None, names, as_bytes(names))
+        index.store(1, 0, Tier.DISK, None, names, as_bytes(names))
+    return index
+
+
+def swept(index: KvIndex) -> list[int]:
+    """The lines that each step took, up to the last."""
+    lines = []
+    while index.sweep(0):
+        lines.append(lines_run(index.sweep, 1))
+    return lines
+
+
+def clear(index: KvIndex) -> None:
+    assert index.clear(1, 0) == 8 * (len(index._device.trie.strands))
+
+
+def drop(index: KvIndex) -> None:
+    index.drop_worker(1)
+
+
+def bound(index: KvIndex) -> None:
+    index.set_bound(1, 0, 0)
+
+
+@pytest.mark.parametrize("let_go", [clear, drop, bound, KvIndex.abandon])
+def test_dropping_is_done_in_steps_that_do_not_grow_with_what_is_dropped(
+    let_go: Callable[[KvIndex], None],
+) -> None:
+    worst: dict[int, int] = {}
+    at_once: dict[int, int] = {}
+    for prompts in (200, 2_000):
+        index = filled(prompts)
+        at_once[prompts] = lines_run(let_go, index)
+        steps = swept(index)
+        worst[prompts] = max(steps)
+        assert len(steps) > prompts // 50
+        assert index.is_empty
+        trie, continuations = index._device.trie, index._continuations
+        left = trie.strands, trie.root.children, continuations._ranks, index.bits.keys
+        assert left == ({}, None, {}, [])
+    assert at_once[2_000] <= at_once[200] + 20
+    assert worst[2_000] <= worst[200] + 20
+
+
+def test_what_was_dropped_is_not_seen_while_it_is_taken_apart() -> None:
+    index = filled(500)
+    prompt = as_bytes([0, 1, 2, 3])
+    index.store(2, 0, Tier.DEVICE, None, [1, 2], prompt[:16])
+    index.clear(1, 0)
+    assert index.match(prompt) == {(2, 0): Matched(2)}
+    assert index.ranks() == [(2, 0)]
+    assert index.total_blocks == 2
+    assert len(list(index.dump())) == 1
+    # It comes back with some of its blocks, under names of their own, while the rest is still old.
+    assert index.store(1, 0, Tier.DEVICE, 1, [2], prompt[16:24]) is StoreResult.UNKNOWN_PARENT
+    index.store(1, 0, Tier.DEVICE, None, [71, 72, 73], prompt[:24])
+    index.store(1, 0, Tier.DISK, 73, [74], prompt[24:])
+    assert index.sweep(0)
+    assert index.match(prompt) == {(1, 0): Matched(3, 0, 1), (2, 0): Matched(2)}
+    assert index.match(as_bytes([4, 5])) == {}
+    assert [run for runs in index.dump(1) for run in runs] == [
+        StoredRun(1, 0, Tier.DEVICE, None, (71, 72, 73), (0, 1, 2)),
+        StoredRun(1, 0, Tier.DISK, 73, (74,), (3,)),
+    ]
+    swept(index)
+    assert index.match(prompt) == {(1, 0): Matched(3, 0, 1), (2, 0): Matched(2)}
+    index.clear(1, 0)
+    index.clear(2, 0)
+    swept(index)
+    assert not index._device.trie.strands
+    assert not index.bits.keys
+
+
+def test_an_engine_that_clears_again_and_again_does_not_pile_up_what_it_dropped() -> None:
+    index = KvIndex(16)
+    names = list(range(1, 65))
+    for _ in range(2_000):
+        index.store(1, 0, Tier.DEVICE, None, names, as_bytes(names))
+        index.clear(1, 0)
+        assert len(index._sweeps) <= 2
+
+
+def test_a_drop_tells_once_that_there_is_something_to_sweep() -> None:
+    told: list[KvIndex] = []
+    index = filled(500)
+    index.on_sweep = told.append
+    index.clear(1, 0)
+    index.store(2, 0, Tier.DEVICE, None, [1], as_bytes([1]))
+    index.clear(2, 0)
+    assert told == [index]
+    swept(index)
+    index.let_go(dict.fromkeys(range(10_000), "salt"))
+    assert told == [index, index]

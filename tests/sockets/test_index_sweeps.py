@@ -1,0 +1,33 @@
+"""Indexes that give memory back between other work of the loop."""
+
+import asyncio
+from struct import pack
+
+import uvloop
+
+from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.sockets import index_sweeps
+from lean_selector.sockets.index_sweeps import IndexSweeps
+from tests.running_service import DEADLINE_S
+
+
+def test_an_index_is_taken_apart_while_the_loop_serves_though_its_owner_let_go_of_it() -> None:
+    async def story() -> int:
+        sweeps = IndexSweeps()
+        index = KvIndex(16)
+        index.on_sweep = sweeps.start
+        for name in range(50_000):
+            index.store(1, 0, Tier.DEVICE, None, [name], pack("<Q", name))
+        trie = index._device.trie
+        index.abandon()
+        del index
+        turns = 0
+        async with asyncio.timeout(DEADLINE_S):
+            while trie.strands:
+                turns += 1
+                await asyncio.sleep(0)
+        return turns
+
+    # Some 50 000 steps of a few microseconds each, in slices of half a millisecond.
+    assert uvloop.run(story()) > 10
+    assert index_sweeps.SLICE_S < 0.001
