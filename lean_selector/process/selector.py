@@ -188,6 +188,8 @@ def start_recovery(
                 await recovery.run()
         finally:
             service.recovering = False
+        if peers:
+            await recovery.forget_unclaimed()
 
     return supervise("recovery", recover, again=False)
 

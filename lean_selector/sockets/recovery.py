@@ -30,6 +30,9 @@ from lean_selector.wire.dump import (
 
 logger = logging.getLogger("lean_selector.recovery")
 
+# What no worker has claimed by then is of a worker that is gone: a fleet registers in minutes, and
+# so does one that is being rolled.
+RECOVERED_LIFE_S = 600.0
 SLICE_S = 0.001  # as KV events: a request meets at most this pause
 _LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
 
@@ -92,6 +95,20 @@ class Recovery:
             return False
         finally:
             self._subscriptions.ended = None
+
+    async def forget_unclaimed(self, after_s: float = RECOVERED_LIFE_S) -> None:
+        """Wait so long, then drop recovered blocks that no complete worker has claimed (D3)."""
+        await asyncio.sleep(after_s)
+        dropped, workers = 0, 0
+        for partition in list(self._catalog.partitions.values()):
+            for worker_id in partition.unclaimed():
+                dropped += partition.forget_unclaimed(worker_id)
+                workers += 1
+                await self._pause()
+        self._catalog.discard_waiting()
+        if workers:
+            text = "dropped %d recovered blocks of %d workers that did not register in %g s"
+            logger.info(text, dropped, workers, after_s)
 
     async def _pause(self) -> None:
         """Give way if this slice is over. State may have changed whenever it did."""

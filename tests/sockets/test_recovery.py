@@ -615,3 +615,32 @@ def test_once_recovery_is_over_nothing_is_said_of_it() -> None:
         assert running.get("/kv_sources") == (200, [])
         _, log = running.stop()
         assert "no reachable indexer peer; starting with an empty index" in log
+
+
+@on_loop
+async def test_blocks_of_workers_that_never_register_are_forgotten_after_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with service() as of:
+        marks = {"1:0": 5, "8:0": 6, "9:0": 7}
+        recovery = await recovered(
+            of, stored(1, 2), stored(1, 2, worker_id=8), stored(3, worker_id=8), watermarks=marks
+        )
+        of.register()
+        await recovery.forget_unclaimed(0.0)
+        assert of.index.ranks() == [(1, 0)]
+        assert of.blocks() == 2
+        assert [run.worker_id for runs in of.index.dump() for run in runs] == [1]
+        assert not of.partition.watermarks  # one that came now would not go on behind nothing
+        assert "dropped 3 recovered blocks of 2 workers that did not register in 0 s" in caplog.text
+
+
+@on_loop
+async def test_a_partition_that_waited_for_workers_in_vain_is_forgotten() -> None:
+    async with service() as of:
+        recovery = await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+        await recovery.forget_unclaimed(0.0)
+        assert not of.catalog.partitions
+        of.register(block_size=8)
+        assert of.index.block_size == 8

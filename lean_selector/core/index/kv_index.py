@@ -131,6 +131,10 @@ class KvIndex:
         """The ranks that hold anything, sorted."""
         return sorted(self._ranks)
 
+    def workers(self) -> set[int]:
+        """The workers with a rank that holds anything."""
+        return set(self._dp_ranks)
+
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
         """Blocks that a rank holds on a tier, in reach or not."""
         rank = self._ranks.get((worker_id, dp_rank))

@@ -196,6 +196,12 @@ class Catalog:
             self.partitions[key] = partition
         return partition if partition.block_size == block_size else None
 
+    def discard_waiting(self) -> None:
+        """Forgets partitions that were made for recovered blocks and have none left."""
+        for key, partition in list(self.partitions.items()):
+            if not partition.established and not partition.unclaimed():
+                del self.partitions[key]
+
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
         """Overwrites the fields in `changes`; raises NotFound for an unknown worker."""
         worker = self._known(worker_id)

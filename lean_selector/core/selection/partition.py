@@ -214,6 +214,19 @@ class Partition:
             dropped += self._drop_rank(load)
         return dropped
 
+    def unclaimed(self) -> list[int]:
+        """The workers whose blocks were recovered and who are not workers here (yet), sorted."""
+        recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
+        return sorted(recovered - self.workers.keys())
+
+    def forget_unclaimed(self, worker_id: int) -> int:
+        """Drop what was recovered for such a worker, if it still is one; returns the blocks."""
+        if worker_id in self.workers:
+            return 0
+        for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
+            del self.watermarks[rank]
+        return self.index.drop_worker(worker_id)
+
     def _drop_rank(self, load: RankLoad) -> list[Reservation]:
         if load.bucket is not None:
             self.order.remove(load)
