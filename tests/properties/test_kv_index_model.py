@@ -294,6 +294,9 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
         if at_every_step:
             check(index, models, prompts)
     check(index, models, prompts)
+    while index.sweep(100):  # and what is taken apart now is not what is held
+        pass
+    check(index, models, prompts)
     check_dump(index, models, prompts)
     for (worker_id, dp_rank), model in models.items():
         while model.name_of:
