@@ -1,8 +1,5 @@
 """What the queue costs, in steps of the interpreter: of a selection, and of an event."""
 
-import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,24 +7,7 @@ import pytest
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.records import Placement
 from tests.driven_selector import DrivenSelector
-
-
-def steps(call: Callable[[], object]) -> int:
-    """Lines of Python, those within comprehensions included, that a call runs through."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
+from tests.operations import lines_run as steps
 
 
 def fleet(workers: int, **settings: Any) -> DrivenSelector:
