@@ -155,8 +155,8 @@ class HttpProtocol(asyncio.Protocol):
         self._connections.admit(self)
 
     def data_received(self, data: bytes) -> None:
-        reader = self._reader
-        if self._holds & _ENDED:
+        reader, holds = self._reader, self._holds
+        if holds & _ENDED:
             self._linger_bytes += len(data)
             if self._linger_bytes > _MAX_LINGER_BYTES:
                 self.transport.abort()
@@ -166,7 +166,7 @@ class HttpProtocol(asyncio.Protocol):
         if begins or requests:
             self.since = self._connections.now
         self._queue.extend(requests)
-        if not self._holds:
+        if not holds:
             self._serve()
         if self._holds or reader.is_unfinished or self.held_bytes:
             self._update_reading()

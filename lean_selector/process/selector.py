@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -343,4 +344,6 @@ class HttpServer:
 def _os_reason(error: OSError) -> str:
     if error.errno is None:
         return str(error)
+    if isinstance(error, socket.gaierror):  # numbers of their own
+        return error.strerror or str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
