@@ -43,6 +43,7 @@ from lean_selector.services.gate import (
     worker_id_param,
 )
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
+from lean_selector.services.worker_records import WorkerRecords
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import f32
 from lean_selector.wire.selection import (
@@ -64,7 +65,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     schedulable_workers: int
-    workers: list[WorkerRecord]
+    workers: msgspec.Raw  # a list of WorkerRecord
     recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
 
 
@@ -90,6 +91,7 @@ class SelectionService(ReplicaHandlers):
         """`call_later` is needed only when waiting in the queue is limited."""
         super().__init__(plane)
         self.selector = selector
+        self._records = WorkerRecords(selector.catalog)
         self.draining = False
         self.recovering = False
         self._dump = dump
@@ -148,23 +150,23 @@ class SelectionService(ReplicaHandlers):
         body = Readiness(
             ready,
             schedulable,
-            self.workers({}),
+            self._records.all(),
             True if self.recovering else UNSET,
         )
         return reply(200 if ready else 503, body)
 
-    def register(self, body: WorkerRequest) -> WorkerRecord:
-        return self.selector.upsert_worker(body.spec(), self._clock()).record()
+    def register(self, body: WorkerRequest) -> msgspec.Raw:
+        return self._records.one(self.selector.upsert_worker(body.spec(), self._clock()))
 
-    def patch(self, worker_id: int, body: WorkerPatch) -> WorkerRecord:
-        return self.selector.patch_worker(worker_id, body.changes(), self._clock()).record()
+    def patch(self, worker_id: int, body: WorkerPatch) -> msgspec.Raw:
+        worker = self.selector.patch_worker(worker_id, body.changes(), self._clock())
+        return self._records.one(worker)
 
     def remove(self, worker_id: int) -> WorkerRecord:
         return self.selector.remove_worker(worker_id, self._clock()).record()
 
-    def workers(self, query: Query) -> list[WorkerRecord]:
-        found = self.selector.catalog.matching(query.get("model_name"), query.get("tenant_id"))
-        return [worker.record() for worker in found]
+    def workers(self, query: Query) -> msgspec.Raw:
+        return self._records.matching(query.get("model_name"), query.get("tenant_id"))
 
     # -- selection -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the so
 events come from are handed to an injected `SourceSink`.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -135,6 +136,10 @@ class Worker:
         )
 
 
+def _place(worker: Worker) -> tuple[str, str, int]:
+    return *worker.spec.key, worker.spec.worker_id
+
+
 class Catalog:
     """All workers and partitions. Every method either completes or raises with nothing changed."""
 
@@ -154,21 +159,20 @@ class Catalog:
         # Hears of recovered partitions whose blocks are dropped for their block size (D3).
         self.on_discarded: Callable[[Partition], None] = lambda partition: None
         self.workers: dict[int, Worker] = {}
+        self.revision = 0  # grows whenever what `workers` shows changes
+        self._order: list[tuple[str, str, int]] = []  # all workers, as `matching` sorts them
         self.partitions: dict[PartitionKey, Partition] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
     def matching(self, model_name: str | None, tenant_id: str | None) -> list[Worker]:
         """Workers by exact filters, sorted by (model_name, tenant_id, worker_id)."""
-        return sorted(
-            (
-                worker
-                for worker in self.workers.values()
-                if (model_name is None or worker.spec.model_name == model_name)
-                and (tenant_id is None or worker.spec.tenant_id == tenant_id)
-            ),
-            key=lambda worker: (*worker.spec.key, worker.spec.worker_id),
-        )
+        return [
+            self.workers[worker_id]
+            for model, tenant, worker_id in self._order
+            if (model_name is None or model == model_name)
+            and (tenant_id is None or tenant == tenant_id)
+        ]
 
     def scopes(self) -> set[PartitionKey]:
         """Every model and tenant that a registered worker names, schedulable or not."""
@@ -216,7 +220,7 @@ class Catalog:
         """
         worker = self._known(worker_id)
         self._withdraw(worker)
-        del self.workers[worker_id]
+        self._forget(worker)
         self._leave(worker.spec.key, worker_id)
         worker.lifecycle, worker.reasons = UNSCHEDULABLE, []
         return worker
@@ -250,13 +254,28 @@ class Catalog:
         if old is not None and (reasons or old.reasons or old.spec.key != spec.key):
             self._withdraw(old)
             old = None
-        self.workers[worker_id] = new
+        self._keep(new)
         if not reasons:
             self._publish(new, {} if old is None else old.sources)
         for key, partition in list(self.partitions.items()):
             if worker_id in partition.members and key != spec.key:
                 self._leave(key, worker_id)
         return new
+
+    def _keep(self, worker: Worker) -> None:
+        known = self.workers.get(worker.spec.worker_id)
+        if known is not None and known.spec.key != worker.spec.key:
+            self._forget(known)
+            known = None
+        if known is None:
+            insort(self._order, _place(worker))
+        self.workers[worker.spec.worker_id] = worker
+        self.revision += 1
+
+    def _forget(self, worker: Worker) -> None:
+        del self.workers[worker.spec.worker_id]
+        del self._order[bisect_left(self._order, _place(worker))]
+        self.revision += 1
 
     def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:
         """Puts a schedulable worker into its partition: ranks, sources, bounds, candidates."""
