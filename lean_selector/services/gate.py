@@ -50,7 +50,7 @@ NOT_JSON = "Expected request with `Content-Type: application/json`"
 MSGPACK = b"application/msgpack"
 LONGEST_TRANSCODED = 64 * 1024  # a millisecond of work; only dumps are longer
 # A body as short as this cannot hold the loop for long, whatever it says.
-LONG_BODY_BYTES = 16 * 1024
+LONG_BODY_BYTES = 32 * 1024
 COSTLY_NUMBERS = (
     "Failed to parse the request body as JSON: "
     f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"

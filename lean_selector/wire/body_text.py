@@ -75,13 +75,21 @@ def has_costly_numbers(text: bytes | bytearray) -> bool:
 
     For a body of token ids this is two looks for a character that is rare in it.
     """
-    if len(text.split(b"e", MOST_COSTLY_NUMBERS)) + len(text.split(b"E", MOST_COSTLY_NUMBERS)) < (
-        MOST_COSTLY_NUMBERS + 2
-    ):
+    if not _has_many(text, b"e") and not _has_many(text, b"E"):
         return False
     if _count(text) <= MOST_COSTLY_NUMBERS:
         return False
     return _count(_without_strings(bytes(text))) > MOST_COSTLY_NUMBERS
+
+
+def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
+    """More than half of MOST_COSTLY_NUMBERS; a search for a byte that is rare takes no time."""
+    at = -1
+    for _ in range(MOST_COSTLY_NUMBERS // 2):
+        at = text.find(byte, at + 1)
+        if at < 0:
+            return False
+    return True
 
 
 def _count(text: bytes | bytearray) -> int:

@@ -209,4 +209,4 @@ def test_other_values_may_be_as_many_as_they_like(item: bytes) -> None:
 
 def test_a_body_of_tokens_is_hardly_looked_at() -> None:
     body = b'{"model_name":"m","token_ids":%b,"isl_tokens":5}' % listed(b"12345", 500_000)
-    assert lines_run(has_costly_numbers, body) < 10
+    assert lines_run(has_costly_numbers, body) < 50
