@@ -5,6 +5,7 @@ in a fraction of a second and without an object for each value: all loops are C'
 """
 
 import re
+from itertools import islice
 from math import isinf
 
 import msgspec
@@ -25,7 +26,6 @@ _LARGE_NUMBER = re.compile(
     rb"|[0-9]{199,}+(?:\.[0-9]++)?+(?:[eE][+-]?+[0-9]++)?+)"
 )
 _STRINGS_BYTES = 256 * 1024  # cut out in one go: what it is cut into takes memory
-
 
 MOST_COSTLY_NUMBERS = 1000
 # The JSON parser needs 10 us for each of these, where other numbers take 0.05.
@@ -52,9 +52,16 @@ def json_fault(text: bytes | bytearray) -> str:
 
 def _is_beyond_f64(text: bytes) -> bool:
     """Whether a number of a JSON text is too large for a double."""
-    if _LARGE_EXPONENT.search(text) is None and _LONG_RUN not in text.translate(_ANY_DIGIT_AS_0):
+    if not _may_be_beyond_f64(text):
         return False
-    return any(map(isinf, map(float, set(_LARGE_NUMBER.findall(_without_strings(text))))))
+    numbers = _without_strings(text)
+    if not _may_be_beyond_f64(numbers):
+        return False
+    return any(map(isinf, map(float, set(_LARGE_NUMBER.findall(numbers)))))
+
+
+def _may_be_beyond_f64(text: bytes) -> bool:
+    return _LARGE_EXPONENT.search(text) is not None or _LONG_RUN in text.translate(_ANY_DIGIT_AS_0)
 
 
 def _without_strings(text: bytes) -> bytes:
@@ -77,9 +84,7 @@ def has_costly_numbers(text: bytes | bytearray) -> bool:
     """
     if not _has_many(text, b"e") and not _has_many(text, b"E"):
         return False
-    if _count(text) <= MOST_COSTLY_NUMBERS:
-        return False
-    return _count(_without_strings(bytes(text))) > MOST_COSTLY_NUMBERS
+    return _has_many_costly(text) and _has_many_costly(_without_strings(bytes(text)))
 
 
 def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
@@ -92,5 +97,6 @@ def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
     return True
 
 
-def _count(text: bytes | bytearray) -> int:
-    return len(_COSTLY_NUMBER.findall(text))
+def _has_many_costly(text: bytes | bytearray) -> bool:
+    found = islice(_COSTLY_NUMBER.finditer(text), MOST_COSTLY_NUMBERS + 1)
+    return sum(1 for _ in found) > MOST_COSTLY_NUMBERS
