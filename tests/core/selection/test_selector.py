@@ -400,6 +400,20 @@ def test_load_that_wore_off_lets_the_parked_go_by_the_clock(queueing: DrivenSele
         assert ("r" in queueing.answers) is answered
 
 
+def test_a_busy_rank_takes_who_insists_on_it_once_its_worker_has_another_that_is_not() -> None:
+    driven = DrivenSelector(queue_threshold=16.0)
+    driven.register(1, data_parallel_size=2, total_kv_blocks=4)
+    for dp_rank in (0, 1):
+        driven.reserve(f"r{dp_rank}", (1, dp_rank), hashes=[1, 2, 3, 4], isl_tokens=17, prefill=17)
+    driven.book("parked", pin=(1, 0))
+    limit = BusyThreshold(active_decode_blocks=0.5)
+    driven.selector.change_threshold(("default", "default"), limit, 0.0)
+    driven.selector.prefill_complete("r0", driven.now)
+    assert not driven.answers  # below the queue's threshold, but its worker is busy as a whole
+    driven.selector.output_block("r1", driven.now, 0.0)  # idle, and above the queue's threshold
+    assert driven.placed("parked") == (1, 0)
+
+
 def test_a_busy_worker_that_turns_out_to_be_larger_is_busy_no_more() -> None:
     """And is forgotten as such: a threshold that is switched off leaves nothing behind."""
     driven = DrivenSelector()
