@@ -27,7 +27,7 @@ from lean_selector.process.selector_config import ReplicaConfig
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp
+from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.sockets.replica_mesh import ReplicaSync
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_snapshot import encode_snapshot
@@ -109,6 +109,7 @@ class ReplicaPlane:
         self._mending: asyncio.TimerHandle | None = None
         self._mend_not_before = 0.0
         self._mend_pause_s = 0.0
+        self._occasion = Occasion.START  # of the next catch-up
         self._is_mending = False  # the catch-up that runs or will was asked for by a gap
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
@@ -139,7 +140,7 @@ class ReplicaPlane:
                 self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
             )
             self._catch_up, self._fates = catch_up, catch_up.fates
-            self.sync.on_connected = self._catch_up_again.set
+            self.sync.on_connected = self._connected
             self.sync.on_missed = self._mend_soon
             self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
 
@@ -149,21 +150,29 @@ class ReplicaPlane:
         running = CatchingUp(
             catch_up, self.sync, self._catch_up_urls, self._targets, self._on_event
         )
-        from_all = False
+        self._occasion = Occasion.START
         while True:
             began = time.monotonic()
             try:
-                await running.run(again, from_all=from_all, on_taken=self._plan_to_mend)
+                await running.run(again, self._take_occasion, self._plan_to_mend)
             except Exception:
                 log.exception("catch-up failed; going on with what there is")
             if not again.is_set():
                 self._catch_up = None
                 await again.wait()
-            from_all = True
             self._catch_up = catch_up
             catch_up.begin_again(time.monotonic())  # from here on what ends is noted
             pause_s = max(AGAIN_S, COST_PAUSE * running.took_s)
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+
+    def _take_occasion(self) -> Occasion:
+        taken, self._occasion = self._occasion, Occasion.MISSED
+        return taken
+
+    def _connected(self) -> None:
+        if self._occasion is Occasion.MISSED:
+            self._occasion = Occasion.CONNECTED
+        self._catch_up_again.set()
 
     def _mend_soon(self) -> None:
         """Events were missed. Where the last try brought nothing, the next waits longer."""

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from enum import Enum
 
 from lean_selector.core.replication.catch_up import CatchUp, Fate, LiveBooking, ended_meanwhile
 from lean_selector.core.replication.events import ReplicaEvent, ReplicaTarget
@@ -44,6 +45,14 @@ _LOOKS = 100
 _LOGGED_PROBLEMS = 10
 
 
+class Occasion(Enum):
+    """Why snapshots are taken."""
+
+    START = 0
+    CONNECTED = 1  # a subscription came, or came back
+    MISSED = 2  # events of a peer that is connected
+
+
 class CatchingUp:
     """What runs it; `tell(event, now)` acts on what a peer would have told."""
 
@@ -64,21 +73,26 @@ class CatchingUp:
         self._failed = False  # a peer that might have one gave none in the last run
 
     async def run(
-        self, again: asyncio.Event, *, from_all: bool, on_taken: Callable[[bool], None]
+        self,
+        again: asyncio.Event,
+        take_occasion: Callable[[], Occasion],
+        on_taken: Callable[[bool], None],
     ) -> None:
         """Returns when the catch-up has ended, with everything booked or given up; or when it is
-        to begin `again`. `on_taken` hears when the snapshots were taken, and whether they closed a
-        gap in what was heard of the peers.
+        to begin `again`. `take_occasion` tells why: whatever gives another from then on comes too
+        late for this one. `on_taken` hears when the snapshots were taken, and whether they closed
+        a gap in what was heard of the peers.
         """
         try:
             await _connected(self._sync)
+            occasion = take_occasion()
             again.clear()
             began = time.monotonic()
             mended = False
-            if from_all:
-                mended = await self._take_from_all()
-            else:
+            if occasion is Occasion.START:
                 await self._take_from_first()
+            else:
+                mended = await self._take_from_all(occasion)
             self.took_s = time.monotonic() - began
             on_taken(mended)
         finally:
@@ -107,15 +121,17 @@ class CatchingUp:
             return
         log.warning("catch-up: no peer had a snapshot; going on without")
 
-    async def _take_from_all(self) -> bool:
+    async def _take_from_all(self, occasion: Occasion) -> bool:
         """What each says of its own requests, and what they know of those who cannot be asked.
 
         Of a replica that answers, or that is heard without a gap, others may know less: what they
-        hold of it may be what they never heard the end of. True: a gap was closed.
+        hold of it may be what they never heard the end of. So may what they hold of one that does
+        not number its events, unless it may be its connection that was lost. True: a gap was
+        closed.
         """
         heard = self._sync.heard
         began = time.monotonic()
-        mended = False
+        told: list[tuple[int, int]] = []  # who answered, and how far
         unasked: list[LiveBooking] = []
         answered = set()
         async for url, asked_at, snapshot in self._snapshots():
@@ -124,22 +140,25 @@ class CatchingUp:
             await self._take(booking for booking in live if booking.router_id == router_id)
             unasked += (booking for booking in live if booking.router_id != router_id)
             answered.add(router_id)
-            if whole and heard.mended(router_id, snapshot.sequence):
-                mended = True
+            if whole:
+                told.append((router_id, snapshot.sequence))
             self._log(url, snapshot)
         since = began - FOLLOWED_S
         await self._take(
             booking
             for booking in unasked
-            if booking.router_id not in answered and not heard.is_followed(booking.router_id, since)
+            if booking.router_id not in answered
+            and (occasion is Occasion.CONNECTED or heard.is_numbered(booking.router_id))
+            and not heard.is_followed(booking.router_id, since)
         )
+        closed = [heard.mended(router_id, sequence) for router_id, sequence in told]
         if not self._failed:  # nobody else is there to be asked
             for publisher in heard.behind():
                 if publisher.router_id not in answered:
                     heard.mended(publisher.router_id, publisher.sequence)
         if not answered:
             log.warning("catch-up: no peer had a snapshot; going on without")
-        return mended
+        return any(closed)
 
     async def _snapshots(self) -> AsyncIterator[tuple[str, float, SnapshotParts]]:
         """Of each peer that has one: its URL, when it was asked, and the snapshot."""

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
-from tests.replica_member import BOOKED, IDLE, Member
+from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC, encode_event
+from tests.replica_member import BOOKED, IDLE, MODEL, Member
 from tests.running_service import wait_until
 
 IDLE_RANK = (0, 0)
@@ -157,6 +158,40 @@ def test_what_another_replica_never_heard_the_end_of_is_not_taken_from_it() -> N
             member.shows([IDLE_RANK, BOOKED])
             caught_up = member.detail()["catch_up"]
             assert caught_up["booked"] == 1
+
+
+def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_another() -> None:
+    """The third may have missed its end, and nobody could tell."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    plain = context.socket(zmq.PUB)
+    plain.linger = 0
+    endpoint = f"tcp://127.0.0.1:{plain.bind_to_random_port('tcp://127.0.0.1')}"
+    try:
+        with Member("tracker") as owner:
+            owner.register()
+            with (
+                Member("tracker", peers=[endpoint]) as third,
+                wire(owner) as lossy,
+                listener("tracker", lossy, owner, third) as member,
+            ):
+                third.register()
+                member.hears(owner)
+                event = ReplicaEvent(EventKind.ADD, MODEL, "t1", 16, "unnumbered", 7, 0, 99)
+
+                def is_held() -> bool:
+                    plain.send_multipart([TOPIC, encode_event(event)])
+                    return bool(third.get("/replica_sync/snapshot")[1]["reservations"])
+
+                wait_until(is_held, "the third holds it")
+                lossy.loses.set()
+                owner.add("begins unheard", 1)
+                member.shows([IDLE_RANK, BOOKED])
+                wait_until(lambda: not publisher_of(member)["is_behind"], "it is mended")
+                live = member.get("/replica_sync/snapshot")[1]["reservations"]
+                assert [booking["request_id"] for booking in live] == ["begins unheard"]
+    finally:
+        plain.close()
+        context.term()
 
 
 def test_a_mesh_without_losses_misses_nothing() -> None:

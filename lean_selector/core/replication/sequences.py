@@ -66,6 +66,10 @@ class ReplicaSequences:
         publisher = self._publishers.get(router_id)
         return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
 
+    def is_numbered(self, router_id: int) -> bool:
+        """True when a publisher is known here, and numbers what it tells."""
+        return router_id in self._publishers
+
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
         """`before`: what ought to have been heard before this."""
         publisher = self._publishers.get(router_id)

@@ -89,6 +89,8 @@ def test_a_gap_is_mended_by_what_was_told_up_to_it_and_no_less() -> None:
 
 def test_a_publisher_is_followed_while_it_is_heard_and_nothing_is_missing() -> None:
     sequences = heard(1, 2)
+    assert sequences.is_numbered(PEER)
+    assert not sequences.is_numbered(OTHER)
     assert sequences.is_followed(PEER, 1.0)
     assert not sequences.is_followed(PEER, 1.5)
     assert not sequences.is_followed(OTHER, 0.0)
