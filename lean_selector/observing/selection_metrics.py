@@ -44,6 +44,10 @@ class SourceState(Protocol):
     @property
     def restarts(self) -> int: ...
     @property
+    def backlog_bytes(self) -> int: ...
+    @property
+    def dropped_batches(self) -> int: ...
+    @property
     def last_message_age_s(self) -> float | None: ...
 
 
@@ -294,6 +298,18 @@ def _kv_families(sources: KvSourceStates, of_partition: PerPartition) -> Familie
             "gauge",
             "Batches of a source of KV events that are known of and not applied.",
             of_source(lambda status: status.lag_batches),
+        ),
+        Family(
+            "lean_selector_kv_source_backlog_bytes",
+            "gauge",
+            "Received from a source of KV events and waiting.",
+            of_source(lambda status: status.backlog_bytes),
+        ),
+        Family(
+            "lean_selector_kv_source_dropped_batches_total",
+            "counter",
+            "Batches of a source of KV events that were given up, for too much waited.",
+            of_source(lambda status: status.dropped_batches),
         ),
         Family(
             "lean_selector_kv_source_restarts_total",

@@ -56,8 +56,6 @@ TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
 DRAIN_LOOK_S = 0.05
 # For handshakes under way when a stop begins. It costs a newcomer of that time a second.
 LAST_CALL_S = 0.05
-# One SUB per worker rank, and beside it a DEALER while a rank replays.
-MAX_ZMQ_SOCKETS = 65_536
 
 
 class StartError(Exception):
@@ -77,7 +75,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     loop = asyncio.get_running_loop()
     context = new_zmq_context()
     links = Links()
-    subscriptions = KvSubscriptions(context)
+    subscriptions = KvSubscriptions(links)
 
     sweeps = IndexSweeps()
 
@@ -196,13 +194,11 @@ def start_recovery(
 
 
 def new_zmq_context() -> zmq.asyncio.Context:
-    """A context, and descriptors, for as many sockets as a fleet may need."""
+    """A context for what is published, and descriptors for as many engines as a fleet may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    context = zmq.asyncio.Context(io_threads=1)
-    context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, context.get(zmq.SOCKET_LIMIT)))
-    return context
+    return zmq.asyncio.Context(io_threads=1)
 
 
 def observation(service: str, listen: Listen, log_state: logs.LogState) -> Observation:

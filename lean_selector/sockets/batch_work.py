@@ -15,8 +15,7 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
 
 # The largest batch of a 1 M token prompt is some 12 MB, told block by block. A larger payload is
-# refused by us, because libzmq answers its own limit by dropping the peer for good, and tells
-# nobody.
+# refused.
 MAX_BATCH_BYTES = 32 * 1024 * 1024
 
 Report = Callable[[str, int, str], None]  # kind of line, level, text
@@ -43,7 +42,7 @@ class BatchWork:
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
         if len(payload) > MAX_BATCH_BYTES:
-            self._lose_all("oversize", f"it has {len(payload)} bytes")
+            self._lose_all("oversize", f"it has more than {MAX_BATCH_BYTES} bytes")
             return
         batch = decode_small(payload)
         if batch is None:

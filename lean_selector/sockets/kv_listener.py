@@ -1,34 +1,26 @@
 """One engine rank's KV events: a SUB socket feeding the index, and the replay of what was missed.
 
-The cursor decides what each batch means, the ingest applies it; here are the sockets, the time-outs
-and the log. The sockets are zmq.asyncio ones; messages are taken through the socket's plain shadow,
-which costs a tenth, in bounded turns. The live socket's descriptor wakes the listener itself: a
-future and two tasks' turns per wake-up would cost more than a small batch. The state of a source is
-read from what arrives; a socket monitor would cost two more descriptors per engine.
-Spec: indexer.md 1.
+The cursor decides what each batch means, the ingest applies it; here are the links, the time-outs
+and the log. Messages wait in the links, whose bytes are bounded, and are taken in bounded turns.
+What had to be dropped there is a gap like any other. Spec: indexer.md 1.
 """
 
 import asyncio
 import logging
 import random
 import time
+from enum import Enum, auto
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from lean_selector.core.index.kv_cursor import KvCursor, Verdict
+from lean_selector.core.index.kv_cursor import KvCursor, SourceState, Verdict
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets.batch_work import BatchWork
 from lean_selector.sockets.ingest_turns import IngestTurns
-from lean_selector.sockets.kv_sockets import (
-    live_frames,
-    open_live,
-    open_replay,
-    received,
-    replay_frames,
-    replay_request,
-)
+from lean_selector.sockets.kv_sockets import live_frames, open_live, open_replay, replay_frames
+from lean_selector.sockets.link import Link, LinkState
+from lean_selector.sockets.links import Links
+from lean_selector.tasks import supervise
 
 logger = logging.getLogger("lean_selector.kv_events")
 
@@ -45,6 +37,12 @@ MESSAGES_PER_TURN = 64
 LOG_EVERY_S = 10.0
 
 
+class _ReplayEnd(Enum):
+    COMPLETE = auto()  # the end marker came
+    STOPPED = auto()
+    OVERFLOWED = auto()  # more came than may wait; what did is applied, and the rest is there still
+
+
 class SourceStatus(msgspec.Struct, frozen=True):
     """One source as `GET /kv_sources` shows it."""
 
@@ -52,13 +50,18 @@ class SourceStatus(msgspec.Struct, frozen=True):
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
-    state: str  # connecting, live, replaying, degraded
+    # live, replaying, degraded; before the first message also resolving, connecting, and failed,
+    # which is tried again
+    state: str
+    connection: str  # resolving, connecting, connected, retrying
     last_seq: int | None  # of the last live batch
     lag_batches: int  # known of and not applied, or not to the end
     lost_batches: int  # gone for good since the index last was what the engine held
     gaps: int
     replayed_batches: int
     restarts: int
+    backlog_bytes: int  # received and waiting, also for a replay
+    dropped_batches: int  # received and given up, for too much waited; a replay may bring them
     messages: int
     skipped: dict[str, int]  # "event_type:reason", and "message:reason" for what held no batch
     last_message_age_s: float | None
@@ -73,7 +76,7 @@ class KvListener:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        links: Links,
         ingest: KvIngest,
         endpoint: str,
         replay_endpoint: str | None,
@@ -88,50 +91,40 @@ class KvListener:
         self.ingest = ingest
         self.cursor = KvCursor(can_replay=replay_endpoint is not None)
         self._work = BatchWork(ingest, self.cursor, self._report)
-        self._context = context
+        self._links = links
         self._turns = turns
         self._replay_idle_s = replay_idle_s
         self._retry_first_s = retry_first_s
+        self._held = links.waiting.backlog(self._shed_held)
         # from start() to close()
-        self._sub: zmq.asyncio.Socket | None = None
-        self._live: zmq.Socket[bytes] | None = None  # the shadow of _sub
+        self._live = open_live(links, endpoint, self._wake, self._note_link)
         self._is_draining = False  # waiting for a turn, or in it
         # while batches are missing that a replay may bring
         self._replaying: asyncio.Task[None] | None = None
+        self._replay_link: Link | None = None
         # what was seen
         self._messages = 0
         self._last_message_at: float | None = None  # monotonic seconds
         self._last_error: str | None = None
+        self._told_of: str | None = None  # why there is no connection, as logged last
         self._quiet_until: dict[str, float] = {}  # by kind of log line
 
     def start(self) -> None:
-        """Connect and listen. An endpoint that libzmq refuses is logged and stays silent."""
-        assert self._sub is None
-        try:
-            self._sub = open_live(self._context, self.endpoint)
-        except zmq.ZMQError as error:
-            self._report("connect", logging.ERROR, f"cannot connect: {error}")
-            return
-        self._live = zmq.Socket.shadow(self._sub)
-        # zmq.asyncio reads the descriptor only of sockets that are awaited.
-        asyncio.get_running_loop().add_reader(self._sub.fileno(), self._wake)
-        self._wake()
+        """Connect and listen; an engine that is not there yet is connected to when it comes."""
+        self._live.start()
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
         """Unsubscribe: nothing more is applied once this returns. The index keeps what it has.
 
         Returns what to await for the tasks to be gone.
         """
-        if self._sub is not None and not self._sub.closed:
-            asyncio.get_running_loop().remove_reader(self._sub.fileno())
-            self._sub.close()
-            self._live = None
         self._work.drop()
-        tasks = [task for task in (self._replaying,) if task is not None]
-        self._replaying = None
-        for task in tasks:
-            task.cancel()
-        return asyncio.gather(*tasks, return_exceptions=True)
+        self._held.set(0)
+        tasks = [self._live.close(), self._replaying]
+        if self._replay_link is not None:
+            tasks.append(self._replay_link.close())
+        self._stop_replay()
+        return asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
     async def close(self) -> None:
         """Unsubscribe at once, then wait for the tasks."""
@@ -153,24 +146,54 @@ class KvListener:
             dp_rank=self.ingest.dp_rank,
             endpoint=self.endpoint,
             replay_endpoint=self.replay_endpoint,
-            state=cursor.state.value,
+            state=self._state(),
+            connection=self._live.state.value,
             last_seq=cursor.last_live,
-            lag_batches=cursor.lag + self._work.is_under_way,
+            lag_batches=cursor.lag + self._work.is_under_way + self._live.waiting,
             lost_batches=cursor.lost,
             gaps=cursor.gaps,
             replayed_batches=cursor.replayed_batches,
             restarts=cursor.restarts,
+            backlog_bytes=self._backlog_bytes(),
+            dropped_batches=self._live.dropped + cursor.dropped,
             messages=self._messages,
             skipped={f"{kind}:{reason}": n for (kind, reason), n in counts.skipped.items()},
             last_message_age_s=None if last is None else time.monotonic() - last,
-            last_error=self._last_error,
+            last_error=self._last_error if self._live.error is None else self._no_connection(),
         )
+
+    def _state(self) -> str:
+        state, live = self.cursor.state, self._live
+        if state is not SourceState.CONNECTING or live.state is LinkState.CONNECTED:
+            return state.value
+        if live.error is not None:
+            return "failed"
+        return "resolving" if live.state is LinkState.RESOLVING else state.value
+
+    def _backlog_bytes(self) -> int:
+        replay = self._replay_link
+        waiting = 0 if replay is None else replay.waiting_bytes
+        return self._live.waiting_bytes + self._held.bytes + waiting
+
+    # The connection
+
+    def _note_link(self) -> None:
+        """Log why there is no connection: once, until there was one or there is another reason."""
+        error = self._live.error
+        if self._live.state is LinkState.CONNECTED:
+            self._told_of = None
+        elif error is not None and error != self._told_of:
+            self._told_of = error
+            self._log(logging.WARNING, f"{self._no_connection()}; trying again")
+
+    def _no_connection(self) -> str:
+        return f"no connection: {self._live.error}"
 
     # Live batches
 
     def _wake(self) -> None:
-        """Take what has arrived. The descriptor tells only of changes: a drain goes to the end."""
-        if self._live is not None and not self._is_draining:
+        """Take what has arrived. The link tells only of the first: a drain goes to the end."""
+        if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
 
@@ -178,19 +201,17 @@ class KvListener:
         self._is_draining = False
         if error is not None:
             # Our bug, not the engine's: no payload raises. Carry on with the next message.
+            self.cursor.lose()
             self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
+            self._replay_if_due()
             asyncio.get_running_loop().call_later(self._retry_first_s, self._wake)
 
     def _drain_live(self, deadline: float) -> bool:
-        live = self._live
-        if live is None:
-            return False
         for _ in range(MESSAGES_PER_TURN):
             if not self._has_applied(deadline):
                 return True
-            try:
-                frames = received(live)
-            except zmq.Again:
+            frames = self._live.take()
+            if frames is None:
                 return False
             self._on_live(frames)
             if time.perf_counter() >= deadline:
@@ -210,6 +231,7 @@ class KvListener:
         seq, payload = message
         gaps, last_seq = self.cursor.gaps, self.cursor.last_live
         verdict = self.cursor.live(seq, payload)
+        self._account()
         if verdict is Verdict.RESTART:
             self._stop_replay()  # it was asked of an engine that is gone
             self.ingest.clear()
@@ -219,11 +241,13 @@ class KvListener:
             self._report("gap", logging.WARNING, f"gap: {last_seq} then {seq}, {remedy}")
         if verdict is Verdict.APPLY or verdict is Verdict.RESTART:
             self._work.take(payload)
+        self._replay_if_due()
+
+    def _replay_if_due(self) -> None:
         if self.cursor.is_settled:
             self._stop_replay()
         elif self._replaying is None:
-            task = self._replay_until_settled()
-            self._replaying = asyncio.get_running_loop().create_task(task)
+            self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
         """Whether the batch taken last is in to its end; works on it until the deadline."""
@@ -233,7 +257,17 @@ class KvListener:
             return False
         if self.cursor.is_settled:  # it may have held a clear
             self._stop_replay()
+            self._account()
         return True
+
+    def _account(self) -> None:
+        """For what the cursor keeps."""
+        if self.cursor.held_bytes != self._held.bytes:
+            self._held.set(self.cursor.held_bytes)
+
+    def _shed_held(self, size: int) -> None:
+        self.cursor.shed(size)
+        self._account()
 
     # Replay
 
@@ -244,20 +278,24 @@ class KvListener:
 
     async def _replay_until_settled(self) -> None:
         pause_s = self._retry_first_s
+        if self.cursor.replay_interrupted():  # a bug ended the run before this one
+            self.cursor.lose()
+            self._work.drop()
+            await self._turns.run(self._drain_held)
         while (start := self.cursor.replay_from) is not None:
             self.cursor.replay_started()
             restarts = self.cursor.restarts
-            has_ended = await self._replay(start)
+            end = await self._replay(start)
             if self.cursor.restarts > restarts:
                 continue  # the replay showed that the engine is a new one: all of it is wanted
-            if has_ended:
+            if end is _ReplayEnd.COMPLETE:
                 self.cursor.replay_finished()
             else:
                 self.cursor.replay_failed()
                 text = f"degraded: no full replay from {start} at {self.replay_endpoint}"
                 self._report("degraded", logging.WARNING, text)
             await self._turns.run(self._drain_held)
-            if self.cursor.replay_from is not None:
+            if self.cursor.replay_from is not None and end is not _ReplayEnd.OVERFLOWED:
                 await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
                 pause_s = min(2 * pause_s, RETRY_LIMIT_S)
         self._replaying = None
@@ -267,15 +305,11 @@ class KvListener:
         else:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
-    async def _replay(self, start: int) -> bool:
-        """Ask once, on a socket of its own; True when the end marker came."""
+    async def _replay(self, start: int) -> "_ReplayEnd":
+        """Ask once, on a link of its own."""
         assert self.replay_endpoint is not None
-        try:
-            dealer = open_replay(self._context, self.replay_endpoint)
-        except zmq.ZMQError as error:
-            self._report("connect", logging.ERROR, f"cannot connect for replay: {error}")
-            return False
-        replies: zmq.Socket[bytes] = zmq.Socket.shadow(dealer)
+        news = asyncio.Event()
+        link = open_replay(self._links, self.replay_endpoint, start, news.set)
         has_ended = False
 
         def drain(deadline: float) -> bool:
@@ -283,9 +317,8 @@ class KvListener:
             for _ in range(MESSAGES_PER_TURN):
                 if not self._has_applied(deadline):
                     return True
-                try:
-                    frames = received(replies)
-                except zmq.Again:
+                frames = link.take()
+                if frames is None:
                     return False
                 has_ended = self._on_reply(frames)
                 if has_ended or time.perf_counter() >= deadline:
@@ -293,14 +326,30 @@ class KvListener:
             return not has_ended
 
         give_up_at = time.monotonic() + REPLAY_LIMIT_S
-        idle_ms = int(self._replay_idle_s * 1000)
+        self._replay_link = link
+        link.start()
         try:
-            replies.send_multipart(replay_request(start), zmq.NOBLOCK)
-            while not has_ended and time.monotonic() < give_up_at and await dealer.poll(idle_ms):
-                await self._turns.run(drain)
+            while not has_ended and time.monotonic() < give_up_at:
+                news.clear()
+                if link.waiting:
+                    await self._turns.run(drain)
+                elif link.state is LinkState.CLOSED:
+                    break
+                else:
+                    try:
+                        await asyncio.wait_for(news.wait(), self._replay_idle_s)
+                    except TimeoutError:
+                        if link.state is not LinkState.RESOLVING:
+                            break
         finally:
-            dealer.close()
-        return has_ended
+            link.close()
+            if self._replay_link is link:
+                self._replay_link = None
+        if has_ended:
+            return _ReplayEnd.COMPLETE
+        if link.error is not None and not link.was_connected:
+            self._report("connect", logging.WARNING, f"no connection for replay: {link.error}")
+        return _ReplayEnd.OVERFLOWED if link.has_overflowed else _ReplayEnd.STOPPED
 
     def _on_reply(self, frames: list[bytes]) -> bool:
         """Take in one frame list of a replay; True if no more of it is wanted."""
@@ -325,6 +374,7 @@ class KvListener:
     def _drain_held(self, deadline: float) -> bool:
         while self._has_applied(deadline):
             payload = self.cursor.next_held()
+            self._account()
             if payload is None:
                 return False
             self._work.take(payload)
@@ -340,6 +390,9 @@ class KvListener:
         if now < self._quiet_until.get(kind, now):
             return
         self._quiet_until[kind] = now + LOG_EVERY_S
+        self._log(level, text)
+
+    def _log(self, level: int, text: str) -> None:
         worker_id, dp_rank = self.ingest.worker_id, self.ingest.dp_rank
         fields = {"worker_id": worker_id, "dp_rank": dp_rank, "endpoint": self.endpoint}
         logger.log(level, "worker %d dp_rank %d: %s", worker_id, dp_rank, text, extra=fields)

@@ -1,14 +1,13 @@
 """All sources of KV events: one listener per worker rank, made and ended as the catalog says.
 
-Shares one ZMQ context and one budget of time per loop turn between the listeners. Keeps the counts
-of listeners that ended, so that totals only grow. Knows nothing of what an event means.
+Shares the links of the process and one budget of time per loop turn between the listeners. Keeps
+the counts of listeners that ended, so that totals only grow. Knows nothing of what an event means.
 """
 
 import asyncio
 from collections.abc import Iterator
 
 import msgspec
-import zmq.asyncio
 
 from lean_selector.core.index.kv_index import RankKey
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
@@ -16,6 +15,7 @@ from lean_selector.core.selection.catalog import Source
 from lean_selector.core.selection.partition import Partition
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener, SourceStatus
+from lean_selector.sockets.links import Links
 
 
 class KvSource(SourceStatus, frozen=True, kw_only=True):
@@ -28,8 +28,8 @@ class KvSource(SourceStatus, frozen=True, kw_only=True):
 class KvSubscriptions:
     """The catalog's SourceSink. Used from the loop's thread only."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
-        self._context = context
+    def __init__(self, links: Links) -> None:
+        self._links = links
         self._turns = IngestTurns()
         self._listeners: dict[RankKey, KvListener] = {}
         self._partitions: dict[RankKey, Partition] = {}  # of the same keys
@@ -43,7 +43,7 @@ class KvSubscriptions:
         A rank that came with a recovered index goes on where that ends.
         """
         listener = KvListener(
-            self._context,
+            self._links,
             KvIngest(partition.index, worker_id, dp_rank),
             source.endpoint,
             source.replay_endpoint,

@@ -241,7 +241,10 @@ class Link:
         if scheme != "tcp":
             raise OSError(f"{scheme} reaches nobody outside of this process")
         host, _, port = rest.rpartition(":")
-        check_link(self.endpoint)
+        try:
+            check_link(self.endpoint)
+        except ValueError as error:
+            raise OSError(str(error)) from None
         if numeric(host) is None:
             self._to(LinkState.RESOLVING)
         addresses = await self._links.resolver.resolve(host, int(port))

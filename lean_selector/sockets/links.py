@@ -50,13 +50,14 @@ class Waiting:
         return Backlog(self, shed)
 
     def change(self, backlog: Backlog, size: int) -> None:
+        grows = size > backlog.bytes
         if not backlog.bytes:
             self._backlogs.add(backlog)
         self.bytes += size - backlog.bytes
         backlog.bytes = size
         if not size:
             self._backlogs.discard(backlog)
-        elif self.bytes > self.limit:
+        elif grows and self.bytes > self.limit:
             self._make_room()
 
     def _make_room(self) -> None:

@@ -22,6 +22,7 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.sockets import dump_fetch
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.links import Links
 from lean_selector.sockets.recovery import Recovery
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -123,8 +124,8 @@ class Service:
     """A catalog and its subscriptions, without HTTP."""
 
     def __init__(self) -> None:
-        self.context = zmq.asyncio.Context()
-        self.subscriptions = KvSubscriptions(self.context)
+        self.context = zmq.asyncio.Context()  # for engines
+        self.subscriptions = KvSubscriptions(Links())
         self.catalog = Catalog(
             RouterSettings(use_kv_events=True),
             self.subscriptions,

@@ -25,7 +25,7 @@ _LATE_FIRST_SEQ = 1
 UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch that bears it leaves a fresh cursor
 
 # Live batches kept during a replay. Beyond either the oldest go, which leaves a gap to ask for
-# again. The count is the receive high-water mark of the live socket, the bytes are 1 s at 64 MB/s.
+# again. The bytes are 1 s at 64 MB/s.
 MAX_HELD = 100_000
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
@@ -75,6 +75,7 @@ class KvCursor:
         self._asked_next = 0  # _next when the replay was requested
         self._asked_digest: int | None = None  # and _digest
         self._failures = 0  # replays in a row that did not end
+        self.dropped = 0  # kept live batches given up for their number or bytes, ever
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
 
@@ -88,6 +89,11 @@ class KvCursor:
         """Batches known of and not applied."""
         kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
         return self._missing + kept_only
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the live batches that are kept."""
+        return self._held_bytes
 
     @property
     def state(self) -> SourceState:
@@ -192,6 +198,23 @@ class KvCursor:
             answered = False
         self._end_replay(complete=answered)  # only the end marker may be wanting
 
+    def replay_interrupted(self) -> bool:
+        """Whoever asked has failed: True if that left a replay, or what was kept meanwhile, open.
+        Then drain next_held(), as after a replay that failed."""
+        if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
+            self.replay_failed()
+        return self._phase is not _Phase.IDLE
+
+    def shed(self, size: int) -> None:
+        """Give up the oldest kept batches until so many bytes are free: a gap to ask for again.
+
+        The newest stays: without it nobody would see the gap.
+        """
+        goal = self._held_bytes - size
+        while len(self._held) > 1 and self._held_bytes > goal:
+            self._held_bytes -= len(self._held.popleft()[1])
+            self.dropped += 1
+
     def next_held(self) -> bytes | None:
         """The next kept live batch to apply, in order; None when there are no more."""
         while self._held:
@@ -249,6 +272,7 @@ class KvCursor:
         self._held_bytes += len(payload)
         while len(self._held) > MAX_HELD or self._held_bytes > MAX_HELD_BYTES:
             self._held_bytes -= len(self._held.popleft()[1])
+            self.dropped += 1
 
     def _end_replay(self, complete: bool) -> None:
         if complete:
