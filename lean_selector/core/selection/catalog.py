@@ -21,6 +21,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 
 MAX_DATA_PARALLEL_SIZE = 4096  # D6; every rank has a row of its own
+MAX_ENDPOINTS = MAX_DATA_PARALLEL_SIZE  # D28; of a map from ranks
 _RANK_LIMIT = 2**32 - 1  # ranks are u32, and start + size must be one too
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
@@ -237,6 +238,10 @@ class Catalog:
             raise BadRequest(
                 f"data_parallel_size {size} exceeds the maximum {MAX_DATA_PARALLEL_SIZE}"
             )
+        for field in ("kv_events_endpoints", "replay_endpoints"):
+            count = len(getattr(spec, field))
+            if count > MAX_ENDPOINTS:
+                raise BadRequest(f"{field}: {count} entries exceed the maximum {MAX_ENDPOINTS}")
 
     def _install(self, spec: WorkerSpec) -> Worker:
         worker_id = spec.worker_id
@@ -374,7 +379,11 @@ class Catalog:
         return None
 
     def _sources_of(self, spec: WorkerSpec) -> tuple[dict[int, Source], str | None]:
-        """The sources to subscribe to, or why one of them cannot be."""
+        """The sources to subscribe to, or why one of them cannot be.
+
+        An endpoint of a rank that the worker does not have must be one, and is not listened to
+        (D28).
+        """
         sources: dict[int, Source] = {}
         if not self._settings.use_kv_events:
             return sources, None
@@ -388,9 +397,11 @@ class Catalog:
             except ValueError as error:
                 return {}, f"invalid kv_events endpoint for {where}: {error}"
             try:
-                sources[dp_rank] = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
+                source = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
             except ValueError as error:
                 return {}, f"invalid replay endpoint for {where}: {error}"
+            if dp_rank in spec.ranks:
+                sources[dp_rank] = source
         return sources, None
 
 
