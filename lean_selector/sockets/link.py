@@ -109,8 +109,13 @@ class Link:
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        assert self._task is None
-        self._task = supervise("zmq link", self._run)
+        """Soon: many that start at once take turns."""
+        self._links.call(self._begin)
+
+    def _begin(self) -> None:
+        if not self._is_closed:
+            assert self._task is None, "started twice"
+            self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
         """Nothing is called any more once this returns. Returns what is left to wait for."""
@@ -192,7 +197,6 @@ class Link:
     async def _run(self) -> None:
         pause_s = RETRY_FIRST_S
         while True:
-            await self._links.turn()
             try:
                 connection = await self._connected()
             except TimeoutError:
@@ -214,6 +218,7 @@ class Link:
                 return
             self._to(LinkState.RETRYING)
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+            await self._links.turn()
             pause_s = min(2 * pause_s, RETRY_LIMIT_S)
             self.retries += 1
 

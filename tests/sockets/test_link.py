@@ -76,8 +76,8 @@ class Heard:
 
     async def __aexit__(self, *error: object) -> None:
         task = self.link.close()
-        assert task is not None
-        await asyncio.gather(task, return_exceptions=True)
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -413,33 +413,49 @@ async def test_a_large_message_counts_before_it_is_whole() -> None:
             assert heard.messages == []
 
 
-@told
-async def test_many_links_are_opened_a_few_per_turn() -> None:
-    """4 096 at once must not hold the loop, so what one turn opens does not grow with them."""
-    opened: list[int] = []
-    turn = 0
+class CountedLinks(Links):
+    """How many steps each turn took."""
 
-    class Counted(Links):
-        def _step(self) -> None:
-            nonlocal turn
-            turn += 1
-            before = len(self._steps)
-            super()._step()
-            opened.append(before - len(self._steps))
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def _step(self) -> None:
+        before = len(self._steps)
+        super()._step()
+        self.steps.append(before - len(self._steps))
+
+
+@told
+async def test_many_links_are_opened_and_closed_a_few_per_turn() -> None:
+    """4 096 at once must not hold the loop, so what one turn opens does not grow with them."""
 
     async def refused(self: Link) -> None:
         raise OSError("not now")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Link, "_connected", refused)
-        links = Counted()
+        links = CountedLinks()
         many = [Heard("tcp://127.0.0.1:1", links) for _ in range(400)]
         for each in many:
             each.link.start()
         await until(lambda: all(each.states for each in many))
-        for each in many:
-            await each.__aexit__()
-    assert max(opened) == links_module.STEPS_PER_TURN
+        tasks = [task for each in many if (task := each.link.close()) is not None]
+        assert len(tasks) == 400
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert max(links.steps) == links_module.STEPS_PER_TURN
+    assert sum(links.steps) >= 800
+
+
+@told
+async def test_a_link_that_is_closed_before_its_turn_is_never_opened() -> None:
+    heard = Heard("tcp://127.0.0.1:1")
+    heard.link.start()
+    assert heard.link.close() is None
+    tasks = asyncio.all_tasks()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == tasks
 
 
 @told
