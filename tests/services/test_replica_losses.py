@@ -185,7 +185,7 @@ def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_a
                 wait_until(is_held, "the third holds it")
                 lossy.loses.set()
                 owner.add("begins unheard", 1)
-                member.shows([IDLE_RANK, BOOKED])
+                wait_until(lambda: missed_by(member) == 1, "the loss is seen")
                 wait_until(lambda: not publisher_of(member)["is_behind"], "it is mended")
                 live = member.get("/replica_sync/snapshot")[1]["reservations"]
                 assert [booking["request_id"] for booking in live] == ["begins unheard"]
