@@ -328,6 +328,29 @@ def test_a_child_without_salt_has_its_parents(source: Source) -> None:
     assert source.tokens_hashes() == expected
 
 
+def test_a_recovered_index_knows_no_salts_and_its_unsalted_children_match_nobody(
+    source: Source,
+) -> None:
+    """A dump tells no salts: a child without one counts again once its prompt is told again."""
+    tokens = [10, 11, 20, 21]
+    salted, plain = (local_hashes(tokens, 2, hash_seed(None, salt)) for salt in ("s", None))
+
+    def matched(prompt: bytes) -> int:
+        found = recovered.index.match(prompt).get((7, 3))
+        return 0 if found is None else found.device
+
+    source.send(store(1, cache_salt="s"))
+    recovered = Source()
+    for run in (run for runs in source.index.dump() for run in runs):
+        names, local_hash = run.block_hashes, run.tokens_hashes[0].to_bytes(8, "little")
+        recovered.index.store(7, 3, run.tier, run.parent_hash, names, local_hash)
+    recovered.send(store(2, parent=1))
+    assert recovered.device() == 2
+    assert (matched(salted), matched(plain)) == (1, 0)
+    recovered.send(BlockRemoved([2], Tier.DEVICE), store(1, blocks=2, cache_salt="s"))
+    assert (matched(salted), matched(plain)) == (2, 0)
+
+
 def test_an_offloaded_child_has_the_salt_of_its_parent_on_the_device(source: Source) -> None:
     source.send(store(1, cache_salt="s"), store(2, parent=1, tier=Tier.HOST_PINNED))
     assert source.tokens_hashes()[2] == local(2, "s")
