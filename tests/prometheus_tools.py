@@ -1,8 +1,6 @@
 """promtool and prometheus for tests, from Debian's package `prometheus`; and scrapes, parsed."""
 
 import json
-import os
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
@@ -11,29 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.programs import program
 from tests.running_service import DEADLINE_S, free_port, wait_until
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
 
 
-def binary(name: str) -> str:
-    """Its path. Where it is missing, CI fails, and a developer is told what to install."""
-    path = shutil.which(name)
-    if path is None:
-        message = f"{name} is missing: apt-get install prometheus"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-    return path
-
-
 def promtool(*words: str, text: str | None = None) -> str:
     """What it printed; fails the test when it finds fault."""
     done = subprocess.run(
-        [binary("promtool"), *words], input=text, capture_output=True, text=True, timeout=60
+        [program("promtool", "prometheus"), *words],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -106,7 +97,7 @@ def running_prometheus(home: Path, targets: dict[str, int], rules: Path) -> Iter
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(
             [
-                binary("prometheus"),
+                program("prometheus", "prometheus"),
                 f"--config.file={home / 'prometheus.yml'}",
                 f"--storage.tsdb.path={home / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",

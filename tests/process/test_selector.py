@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import program
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
@@ -347,8 +347,7 @@ HAPROXY_SERVER = "    server s{port} 127.0.0.1:{port} check inter 100ms fall 1 r
 @contextlib.contextmanager
 def gateway(folder: Path, services: list[RunningService]) -> Iterator[int]:
     """The port of a haproxy before the services. It tries again only what was refused."""
-    haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
-    assert haproxy is not None, "this test needs haproxy: apt-get install haproxy"
+    haproxy = program("haproxy", "haproxy")
     config = folder / "haproxy.cfg"
 
     def start() -> tuple[int, subprocess.Popen[bytes]]:
