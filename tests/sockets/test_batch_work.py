@@ -102,7 +102,11 @@ def test_the_rest_of_a_batch_can_be_dropped() -> None:
 def test_what_is_over_a_bound_is_counted_and_marks_the_source() -> None:
     blocks = list(range(1, kv_event_parts.MAX_EVENT_BLOCKS + 2))
     for payload, skipped, said in (
-        (b"." * (batch_work.MAX_BATCH_BYTES + 1), "message:oversize", "it has 33554433 bytes"),
+        (
+            b"." * (batch_work.MAX_BATCH_BYTES + 1),
+            "message:oversize",
+            "it has more than 33554432 bytes",
+        ),
         (
             encode([1.5, [None] * (kv_events.MAX_BATCH_EVENTS + 1), None]),
             "message:too_many_events",
