@@ -6,6 +6,7 @@ from struct import pack
 
 import pytest
 
+from lean_selector.core.index import kv_index
 from lean_selector.core.index.kv_batch import BlockStored, EventBatch
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 from lean_selector.core.index.kv_ingest import KvIngest
@@ -269,3 +270,25 @@ def test_a_drop_tells_once_that_there_is_something_to_sweep() -> None:
     swept(index)
     index.let_go(dict.fromkeys(range(10_000), "salt"))
     assert told == [index, index]
+
+
+def test_a_part_that_was_dropped_is_neither_matched_nor_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+    monkeypatch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
+    index, names = KvIndex(16), list(range(1, 101))
+    for worker_id in (1, 2):
+        index.store(worker_id, 0, Tier.DEVICE, None, names, as_bytes(names))
+    index.remove(1, 0, Tier.DEVICE, names[5:])
+    index.clear(1, 0)
+    index.store(1, 0, Tier.DEVICE, None, [900], as_bytes([900]))
+    # The other lets its half go, so that the run's end is cut off while the old part is in it.
+    index.remove(2, 0, Tier.DEVICE, names[10:])
+    (run, _) = index._device.trie.strands.values()
+    assert len(run.label) >> 3 == 10
+    assert index.match(as_bytes(names)) == {(2, 0): Matched(10)}
+    assert index.match(as_bytes([900])) == {(1, 0): Matched(1)}
+    swept(index)
+    assert index.match(as_bytes(names)) == {(2, 0): Matched(10)}
+    assert index.match(as_bytes([900])) == {(1, 0): Matched(1)}
