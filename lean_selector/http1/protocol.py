@@ -53,7 +53,7 @@ class PendingReply:
     """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
 
     `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
-    nothing. Else `on_answer` is, with the response. `reshape` may change it before it is sent.
+    nothing. `reshape` may change the response before it is sent.
 
     A client that closes only its sending side, as `nc -N` does after its request, is taken to have
     hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
@@ -61,8 +61,8 @@ class PendingReply:
 
     __slots__ = (
         "_connection",
+        "_observers",
         "is_being_made",
-        "on_answer",
         "on_disconnect",
         "reshape",
         "response",
@@ -74,10 +74,20 @@ class PendingReply:
         """`is_being_made`: the answer waits for nothing but the turns of the loop."""
         self.on_disconnect = on_disconnect
         self.is_being_made = is_being_made
-        self.on_answer: Callable[[bytes], None] | None = None
         self.reshape: Callable[[bytes], bytes] | None = None
         self.response: bytes | None = None
+        self._observers: list[tuple[Callable[[bytes], None], Callable[[], None]]] = []
         self._connection: HttpProtocol | None = None
+
+    def observe(self, on_answer: Callable[[bytes], None], on_hang_up: Callable[[], None]) -> None:
+        """Hear of the end, once: of the response, at once if it is there, or of a hang-up.
+
+        Observers hear in the order in which they came, and of a hang-up before `on_disconnect`.
+        """
+        if self.response is not None:
+            on_answer(self.response)
+        else:
+            self._observers.append((on_answer, on_hang_up))
 
     def resolve(self, response: bytes) -> None:
         """Send the complete response. Requests queued behind it are handled later, not in here."""
@@ -86,8 +96,8 @@ class PendingReply:
             response = self.reshape(response)
         self.response = response
         self.on_disconnect = None
-        on_answer, self.on_answer = self.on_answer, None
-        if on_answer is not None:
+        observers, self._observers = self._observers, []
+        for on_answer, _ in observers:
             on_answer(response)
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -99,8 +109,11 @@ class PendingReply:
 
     def hang_up(self) -> None:
         """For the protocol: the client is gone."""
-        self._connection = self.on_answer = None
+        self._connection = None
         on_disconnect, self.on_disconnect = self.on_disconnect, None
+        observers, self._observers = self._observers, []
+        for _, on_hang_up in observers:
+            on_hang_up()
         if on_disconnect is not None:
             on_disconnect()
 

@@ -106,6 +106,11 @@ class GrowingResponse:
         return cast(bytes, self._data)
 
 
+def status_of(response: bytes) -> bytes:
+    """The three digits of a response's status."""
+    return bytes(response[9:12])  # behind b"HTTP/1.1 "
+
+
 def without_body(response: bytes) -> bytes:
     """The answer to HEAD: the head of what GET would get, its content-length included."""
     return response[: response.index(b"\r\n\r\n") + 4]

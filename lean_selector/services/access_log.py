@@ -11,11 +11,12 @@ from time import perf_counter
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lean_selector.http1.protocol import App, PendingReply
+from lean_selector.http1.protocol import App
 from lean_selector.http1.reader import Request
+from lean_selector.http1.response import status_of
 from lean_selector.http1.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG
-from lean_selector.services.gate import Answer, Route
+from lean_selector.services.gate import HUNG_UP, Answer, Route
 
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
 MAX_TARGET_CHARACTERS = 1024
@@ -41,36 +42,18 @@ def with_access_log(
 
     def logged(request: Request) -> Answer:
         started = clock()
+
+        def write(response: bytes) -> None:
+            _write(table, request, status_of(response), response, clock() - started)
+
         answer = app(request)
         if isinstance(answer, bytes):
-            _write(table, request, answer[9:12], answer, clock() - started)
-            return answer
-        if answer.response is not None:
-            _write(table, request, answer.response[9:12], answer.response, clock() - started)
-            return answer
-        _write_later(
-            answer,
-            lambda status, response: _write(table, request, status, response, clock() - started),
-        )
+            write(answer)
+        else:
+            answer.observe(write, lambda: _write(table, request, HUNG_UP, b"", clock() - started))
         return answer
 
     return logged
-
-
-def _write_later(reply: PendingReply, write: Callable[[bytes, bytes], None]) -> None:
-    on_answer, on_disconnect = reply.on_answer, reply.on_disconnect
-
-    def answered(response: bytes) -> None:
-        if on_answer is not None:
-            on_answer(response)
-        write(response[9:12], response)
-
-    def hung_up() -> None:
-        if on_disconnect is not None:
-            on_disconnect()
-        write(b"499", b"")
-
-    reply.on_answer, reply.on_disconnect = answered, hung_up
 
 
 def _write(

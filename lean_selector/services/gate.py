@@ -16,7 +16,7 @@ import msgspec
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, SelectorError
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.http1.reader import Request
-from lean_selector.http1.response import JSON, encode_response
+from lean_selector.http1.response import JSON, encode_response, status_of
 from lean_selector.http1.router import (
     Match,
     MethodNotAllowed,
@@ -116,8 +116,9 @@ class Gate:
         else:
             meter.slower[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         meter.seconds += seconds
-        if answer[9] != _TWO or answer[11] != _ZERO:  # not 200, and no 2?0 else is used
-            status = answer[9:12]
+        # status_of, spelled out for the same reason: not 200, and no other 2?0 is used
+        if answer[9] != _TWO or answer[11] != _ZERO:
+            status = status_of(answer)
             meter.others[status] = meter.others.get(status, 0) + 1
         accept = request.headers.accept
         return as_msgpack(answer) if accept is not None and _is_msgpack(accept) else answer
@@ -140,21 +141,10 @@ class Gate:
 
 def _meter_later(reply: PendingReply, meter: RouteMeter, started: float) -> None:
     """Counts an answer that is still to come, or that its client hangs up on."""
-
-    def answered(response: bytes) -> None:
-        meter.add(perf_counter() - started, response[9:12])
-
-    if reply.response is not None:
-        answered(reply.response)
-        return
-    on_disconnect = reply.on_disconnect
-
-    def hung_up() -> None:
-        meter.add(perf_counter() - started, HUNG_UP)
-        if on_disconnect is not None:
-            on_disconnect()
-
-    reply.on_answer, reply.on_disconnect = answered, hung_up
+    reply.observe(
+        lambda response: meter.add(perf_counter() - started, status_of(response)),
+        lambda: meter.add(perf_counter() - started, HUNG_UP),
+    )
 
 
 # -- the kinds of routes --------------------------------------------------------------------------

@@ -384,6 +384,54 @@ def test_a_fault_in_on_disconnect_is_logged(
     assert "a fault of ours" in caplog.text
 
 
+def heard(reply: PendingReply, name: str) -> list[tuple[str, bytes]]:
+    """What an observer of `reply` has heard, from now on."""
+    told: list[tuple[str, bytes]] = []
+    reply.observe(
+        lambda response: told.append((name, response)), lambda: told.append((name, b"hung up"))
+    )
+    return told
+
+
+def test_all_observers_of_a_reply_hear_its_answer_and_no_hang_up_after_it(client: Client) -> None:
+    client.send(PARK)
+    told = [heard(client.parked[0], name) for name in ("meter", "log")]
+    assert told == [[], []]
+    client.parked[0].resolve(ok(b"/park"))
+    client.protocol.connection_lost(None)
+    assert told == [[("meter", ok(b"/park"))], [("log", ok(b"/park"))]]
+
+
+def test_all_observers_of_a_reply_hear_a_hang_up_and_no_answer_after_it(client: Client) -> None:
+    client.send(PARK)
+    told = [heard(client.parked[0], name) for name in ("meter", "log")]
+    client.protocol.connection_lost(None)
+    client.parked[0].resolve(ok(b"/park"))
+    assert told == [[("meter", b"hung up")], [("log", b"hung up")]]
+    assert client.hang_ups == 1
+
+
+def test_who_observes_a_reply_that_is_answered_hears_at_once() -> None:
+    reply = PendingReply()
+    reply.resolve(ok(b"/park"))
+    assert heard(reply, "late") == [("late", ok(b"/park"))]
+
+
+def test_observers_hear_of_a_hang_up_also_where_on_disconnect_fails(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.send(PARK)
+    told = heard(client.parked[0], "meter")
+
+    def fail() -> None:
+        raise RuntimeError("a fault of ours")
+
+    client.parked[0].on_disconnect = fail
+    client.protocol.connection_lost(None)
+    assert told == [("meter", b"hung up")]
+    assert "a fault of ours" in caplog.text
+
+
 def test_no_hang_up_after_the_answer(client: Client) -> None:
     client.send(PARK)
     client.parked[0].resolve(ok(b"/park"))

@@ -7,6 +7,7 @@ import pytest
 from lean_selector.http1.response import (
     date_header,
     encode_response,
+    status_of,
     with_connection,
     without_body,
 )
@@ -72,6 +73,11 @@ def test_the_date_follows_the_clock_and_is_built_once_a_second() -> None:
 def test_an_unknown_status_is_an_error_of_ours() -> None:
     with pytest.raises(KeyError):
         encode_response(299, b"{}")
+
+
+@pytest.mark.parametrize("status", [200, 201, 404, 529])
+def test_the_status_of_a_response_is_what_it_was_made_with(status: int) -> None:
+    assert status_of(encode_response(status, b"{}")) == b"%d" % status
 
 
 def test_head_gets_the_head_of_get() -> None:
