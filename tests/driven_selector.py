@@ -6,13 +6,14 @@ from typing import Any
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.slots import Reservation
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.catalog import Source, Worker, WorkerSpec
+from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import Source, WorkerSpec
 
 BLOCK_SIZE = 4
 

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Callable, Sequence
 
-from lean_selector.core.selection.catalog import Source
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import Source
 from lean_selector.core.trackers import Trackers
 from lean_selector.http1.header_block import HeaderBlock
 from lean_selector.http1.protocol import PendingReply

@@ -4,6 +4,7 @@ The rooms, from the top, are those of ROOMS: each with the rooms that its module
 """
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,15 +20,20 @@ MODULES = sorted(
     for path in ROOT.rglob("*.py")
     if path.name not in ("__init__.py", "__main__.py")
 )
+PACKAGES = sorted(
+    ".".join(("lean_selector", *path.parent.relative_to(ROOT).parts))
+    for path in ROOT.rglob("__init__.py")
+)
 
 
 def path_of(module: str) -> Path:
-    return ROOT.parent / Path(*module.split(".")).with_suffix(".py")
+    path = ROOT.parent / Path(*module.split("."))
+    return path / "__init__.py" if module in PACKAGES else path.with_suffix(".py")
 
 
 def imported(module: str) -> set[str]:
     """Full names of what a module imports, wherever the statement stands."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path_of(module).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -132,6 +138,25 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
     for room in reversed(ROOMS):
         assert ROOMS[room] - {room} <= below, room
         below.add(room)
+
+
+def modules_imported(module: str) -> set[str]:
+    """The modules and packages of ours behind what a module imports, also only for its types."""
+    known = {*MODULES, *PACKAGES}
+    found = set()
+    for name in imported(module):
+        if name.split(".")[0] == "lean_selector":
+            found.add(name if name in known else name.rpartition(".")[0])
+    return found - {module}
+
+
+def test_no_modules_import_each_other_in_a_circle_not_even_for_their_types() -> None:
+    graph = {module: modules_imported(module) for module in (*MODULES, *PACKAGES)}
+    try:
+        order = list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+    assert sorted(order) == sorted(graph)  # every name was that of a module
 
 
 def test_only_observing_modules_that_know_no_http() -> None:

@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 
 from lean_selector.core.errors import SelectorError, Unavailable
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.catalog import WorkerRecord
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import (
@@ -28,6 +27,7 @@ from lean_selector.core.selection.records import (
 )
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
+from lean_selector.core.selection.workers import WorkerRecord
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.services.gate import (
     Query,

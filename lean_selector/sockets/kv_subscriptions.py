@@ -11,8 +11,8 @@ import msgspec
 
 from lean_selector.core.index.kv_index import RankKey
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
-from lean_selector.core.selection.catalog import Source
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.workers import Source
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener, SourceStatus
 from lean_selector.sockets.links import Links

@@ -22,11 +22,11 @@ from lean_selector import __version__
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.busy import BusyThreshold
 from lean_selector.core.load.slots import RankLoad
-from lean_selector.core.selection.catalog import Source, WorkerSpec
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import Source, WorkerSpec
 from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import date_header, encode_response

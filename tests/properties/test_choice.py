@@ -10,7 +10,6 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.selection.catalog import Source, WorkerSpec
 from lean_selector.core.selection.cost import rank_costs
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -18,6 +17,7 @@ from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import candidates, place, place_by_order, suits_order
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import Source, WorkerSpec
 
 
 class NoSources:

@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.load.busy import OFF, BusyThreshold
-from lean_selector.core.selection.catalog import WorkerSpec
 from lean_selector.core.selection.cost import Candidate, Matches, rank_costs
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
@@ -24,6 +23,7 @@ from lean_selector.core.selection.records import PinnedWorker, Placement, Select
 from lean_selector.core.selection.scheduler import candidates, effective_prefill_tokens, not_busy
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import WorkerSpec
 from tests.driven_selector import Sources, pack, prompt_of
 
 BLOCK_SIZE = 4

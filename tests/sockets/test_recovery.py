@@ -16,9 +16,10 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.core.index.kv_index import KvIndex, Tier
-from lean_selector.core.selection.catalog import Catalog, WorkerSpec
+from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.sockets import dump_fetch
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions

@@ -18,8 +18,9 @@ import random
 
 from lean_selector.core.index.kv_index import Matched
 from lean_selector.core.load.slots import RankLoad
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.schedulable import SchedulableWorker
 from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT, Terms
 
 Matches = dict[tuple[int, int], Matched]

@@ -19,8 +19,9 @@ from lean_selector.core.selection.cost import (
     rank_costs,
     taint_factor,
 )
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Explanation, RankExplanation, SelectionRequest
+from lean_selector.core.selection.schedulable import SchedulableWorker
 
 U64_MAX = 2**64 - 1
 _NOTHING = Matched(0)

@@ -10,14 +10,11 @@ The queue is bounded by the connections that wait in it: each holds at most one.
 import bisect
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
-
-if TYPE_CHECKING:
-    from lean_selector.core.selection.partition import SchedulableWorker
+from lean_selector.core.selection.schedulable import SchedulableWorker
 
 # What ties a request to some of the ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
@@ -61,7 +58,7 @@ class Line:
         # rank takes the request that insists on it while the worker has another that is not.
         self.leads_to = 0
 
-    def open_worker(self, worker: "SchedulableWorker") -> None:
+    def open_worker(self, worker: SchedulableWorker) -> None:
         """Takes in the ranks of a new worker that suit."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
@@ -77,7 +74,7 @@ class Line:
             self.ranks |= worker.mask
             self.leads_to |= worker.mask
 
-    def close_worker(self, worker: "SchedulableWorker") -> None:
+    def close_worker(self, worker: SchedulableWorker) -> None:
         self.ranks &= ~worker.mask
         self.leads_to &= ~worker.mask
 
@@ -104,7 +101,7 @@ class ParkedQueue:
         "waited_s",
     )
 
-    def __init__(self, workers: Mapping[int, "SchedulableWorker"]) -> None:
+    def __init__(self, workers: Mapping[int, SchedulableWorker]) -> None:
         """`workers` are the partition's; of each change of them `worker_changed` must hear."""
         self._workers = workers
         self._lines: dict[Ties, Line] = {}
@@ -171,9 +168,7 @@ class ParkedQueue:
         self.isl_tokens -= parked.request.prompt.isl_tokens
         return True
 
-    def worker_changed(
-        self, old: "SchedulableWorker | None", new: "SchedulableWorker | None"
-    ) -> None:
+    def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
         """A worker came, went (None), or is another than it was."""
         for line in self._lines.values():
             if old is not None:

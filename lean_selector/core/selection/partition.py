@@ -5,53 +5,14 @@ Nothing is shared between partitions. The first complete worker fixes `block_siz
 in its index (`established` is False), and then it schedules nothing.
 """
 
-from typing import TYPE_CHECKING
-
 from lean_selector.core.index.kv_index import KvIndex, RankKey
 from lean_selector.core.load.busy import OFF, BusyThreshold, RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
 from lean_selector.core.selection.parking import ParkedQueue
-from lean_selector.core.selection.records import Overlap
-
-if TYPE_CHECKING:
-    from lean_selector.core.selection.catalog import WorkerSpec
-
-# The reference's capacity of a worker that does not state its own.
-DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
-
-
-class SchedulableWorker:
-    """What the scheduler needs of a worker, and nothing more."""
-
-    __slots__ = (
-        "endpoint",
-        "loads",
-        "mask",
-        "max_num_batched_tokens",
-        "no_overlap",
-        "rank_name",
-        "ranks",
-        "taints",
-        "total_kv_blocks",
-        "worker_id",
-    )
-
-    def __init__(self, spec: "WorkerSpec", loads: list[RankLoad]) -> None:
-        self.worker_id = spec.worker_id
-        self.endpoint = spec.endpoint or ""
-        self.taints = spec.taints
-        self.ranks = spec.ranks
-        self.loads = loads  # one per rank, in rank order
-        self.mask = 0  # the same as a set
-        for load in loads:
-            self.mask |= load.mask
-        self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
-        self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
-        self.total_kv_blocks = spec.total_kv_blocks
-        tokens = spec.max_num_batched_tokens
-        self.max_num_batched_tokens = DEFAULT_MAX_BATCHED_TOKENS if tokens is None else tokens
+from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.selection.workers import WorkerSpec
 
 
 class Partition:
@@ -183,7 +144,7 @@ class Partition:
         """True when every rank is busy ("Data-Parallel Rank Aggregation")."""
         return all(self.is_rank_busy(load, now) for load in worker.loads)
 
-    def put_worker(self, spec: "WorkerSpec") -> list[Reservation]:
+    def put_worker(self, spec: WorkerSpec) -> list[Reservation]:
         """Makes a worker a candidate, or changes one. Returns the reservations of ranks it lost."""
         worker_id = spec.worker_id
         old = self.workers.get(worker_id)

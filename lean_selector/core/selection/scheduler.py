@@ -22,8 +22,9 @@ from lean_selector.core.selection.cost import (
     draw,
     rank_costs,
 )
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Overlap, Placement, SelectionRequest
+from lean_selector.core.selection.schedulable import SchedulableWorker
 from lean_selector.core.selection.settings import Terms
 
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other

@@ -29,13 +29,7 @@ from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.slots import RankLoad, Reservation
 from lean_selector.core.replication.events import republish_after_s
 from lean_selector.core.selection.admission import Admission
-from lean_selector.core.selection.catalog import (
-    Catalog,
-    PartitionKey,
-    SourceSink,
-    Worker,
-    WorkerSpec,
-)
+from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.cost import Candidate, Matches
 from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.parking import Parked
@@ -56,6 +50,7 @@ from lean_selector.core.selection.scheduler import (
     suits_order,
 )
 from lean_selector.core.selection.settings import RouterSettings, Terms, terms
+from lean_selector.core.selection.workers import PartitionKey, WorkerSpec
 
 U64_MAX = 2**64 - 1
 # A request that nobody can serve is parked like others while others are, and a worker for it may

@@ -16,12 +16,12 @@ from lean_selector.core.load.busy import (
     BusyThresholds,
 )
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.catalog import WorkerSpec
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import candidates, not_busy, place_by_order
 from lean_selector.core.selection.settings import RouterSettings, terms
+from lean_selector.core.selection.workers import WorkerSpec
 
 LIMIT = BusyThreshold(active_prefill_tokens=10_000, active_decode_blocks=0.85)
 SCOPE = ("model", "default")

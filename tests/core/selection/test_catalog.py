@@ -7,7 +7,8 @@ from msgspec import UNSET
 
 from lean_selector.core.errors import BadRequest, NotFound, Unavailable
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.selection.catalog import MAX_DATA_PARALLEL_SIZE, Source, Worker, WorkerSpec
+from lean_selector.core.selection.catalog import MAX_DATA_PARALLEL_SIZE, Worker
+from lean_selector.core.selection.workers import Source, WorkerSpec
 from tests.driven_selector import DrivenSelector, pack
 
 ENDPOINT = "tcp://w:5557"

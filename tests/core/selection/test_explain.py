@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.kv_index import KvIndex, Matched
 from lean_selector.core.load.busy import BusyThreshold
-from lean_selector.core.selection.catalog import WorkerSpec
 from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import candidates, not_busy, place
 from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.workers import WorkerSpec
 
 BLOCK_SIZE = 4
 HASHES = b"".join(number.to_bytes(8, "little") for number in (1, 2, 3))

@@ -1,0 +1,40 @@
+"""A worker of a partition as the choice and the queue see it: made anew when its record changes."""
+
+from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.selection.records import Overlap
+from lean_selector.core.selection.workers import WorkerSpec
+
+# The reference's capacity of a worker that does not state its own.
+DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
+
+
+class SchedulableWorker:
+    """What the scheduler needs of a worker, and nothing more."""
+
+    __slots__ = (
+        "endpoint",
+        "loads",
+        "mask",
+        "max_num_batched_tokens",
+        "no_overlap",
+        "rank_name",
+        "ranks",
+        "taints",
+        "total_kv_blocks",
+        "worker_id",
+    )
+
+    def __init__(self, spec: WorkerSpec, loads: list[RankLoad]) -> None:
+        self.worker_id = spec.worker_id
+        self.endpoint = spec.endpoint or ""
+        self.taints = spec.taints
+        self.ranks = spec.ranks
+        self.loads = loads  # one per rank, in rank order
+        self.mask = 0  # the same as a set
+        for load in loads:
+            self.mask |= load.mask
+        self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
+        self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
+        self.total_kv_blocks = spec.total_kv_blocks
+        tokens = spec.max_num_batched_tokens
+        self.max_num_batched_tokens = DEFAULT_MAX_BATCHED_TOKENS if tokens is None else tokens
