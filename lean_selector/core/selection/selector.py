@@ -26,7 +26,7 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.load.busy import OFF, BusyThreshold, BusyThresholds
 from lean_selector.core.load.expiry import Expiry
 from lean_selector.core.load.headroom import Headroom
-from lean_selector.core.load.slots import RankLoad, Reservation
+from lean_selector.core.load.slots import RankLoad, Reservation, check_decay_fraction
 from lean_selector.core.replication.events import republish_after_s
 from lean_selector.core.selection.admission import Admission
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
@@ -480,8 +480,8 @@ class Selector:
             self.admit_parked(partition, now)
 
     def output_block(self, reservation_id: str, decay_fraction: float | None, now: float) -> None:
-        if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
-            raise BadRequest("decay_fraction must be between 0.0 and 1.0")
+        if decay_fraction is not None:
+            check_decay_fraction(decay_fraction)
         for partition in self._holders(reservation_id):
             reservation = partition.slots.output_block(reservation_id, now, decay_fraction)
             assert reservation is not None
