@@ -60,9 +60,7 @@ class DrivenSelector:
 
     # What the selector tells its peers.
 
-    def booked(
-        self, _: Partition, reservation: Reservation, sequence: bytes, tracks_prefill: bool
-    ) -> None:
+    def booked(self, _: Partition, reservation: Reservation, sequence: bytes) -> None:
         self.told.append(("booked", reservation.request_id))
 
     def prefill_completed(self, _: Partition, reservation: Reservation) -> None:

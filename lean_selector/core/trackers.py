@@ -11,15 +11,16 @@ from collections.abc import Iterator
 import msgspec
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.expiry import Expiry
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
 from lean_selector.core.replication.events import ReplicaEvents, republish_after_s
+from lean_selector.core.u64 import U64_MAX
 
 MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
 MAX_ISL_TOKENS = 2**53 - 1  # D6
 RESERVATION_EXPIRY_S = 300.0  # D12
 _RANK_LIMIT = 2**32 - 1  # ranks are u32, and dp_start + dp_size must be one too
-_U64_MAX = 2**64 - 1
 
 
 class WorkerRow(msgspec.Struct, frozen=True, gc=False):
@@ -166,11 +167,16 @@ class Trackers:
         """
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
-        reservation = tracker.slots.book(
-            request_id, worker_id, dp_rank, sequence_hashes, new_isl_tokens, now
+        booking = Booking(
+            request_id,
+            worker_id,
+            dp_rank,
+            track_prefill_tokens=new_isl_tokens > 0,
+            prefill_tokens=new_isl_tokens or None,
         )
+        reservation = tracker.slots.book(booking, sequence_hashes, now)
         if self.events is not None:
-            self.events.booked(tracker, reservation, sequence_hashes, new_isl_tokens > 0)
+            self.events.booked(tracker, reservation, sequence_hashes)
 
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
@@ -225,7 +231,7 @@ class Trackers:
                 tracker.tenant_id,
                 rank.worker_id,
                 rank.dp_rank,
-                min(rank.prefill_tokens_at(now), _U64_MAX),
+                min(rank.prefill_tokens_at(now), U64_MAX),
                 rank.active_decode_blocks,
             )
             for tracker in self._selected(model_name, tenant_id)
@@ -249,7 +255,7 @@ class Trackers:
             PotentialLoadRow(
                 rank.worker_id,
                 rank.dp_rank,
-                min(rank.prefill_tokens_at(now) + new_isl_tokens, _U64_MAX),
+                min(rank.prefill_tokens_at(now) + new_isl_tokens, U64_MAX),
                 rank.active_decode_blocks + blocks - shared.get(rank.key, 0),
                 rank.active_requests,
             )

@@ -95,7 +95,8 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     if config.replica is not None:
 
         def on_applied(event: ReplicaEvent, now: float) -> None:
-            selector.load_changed(event.model_name, event.tenant_id, event.request_id, now)
+            request_id = event.booking.request_id
+            selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
         try:
             plane = ReplicaPlane(

@@ -12,6 +12,7 @@ import msgspec
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.busy import BusyThreshold
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.u64 import U64_MAX
 from lean_selector.process.options import (
     Option,
     boolean,
@@ -255,7 +256,7 @@ BUSY_OPTIONS = (
     ),
     Option(
         "--active-prefill-tokens-threshold",
-        or_none(integer(0, 2**64 - 1)),
+        or_none(integer(0, U64_MAX)),
         None,
         "a rank is busy above this many active prefill tokens; unset: never",
         ("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, SelectorError
+from lean_selector.core.u64 import U64_MAX
 from lean_selector.http1.protocol import PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import JSON, encode_response, status_of
@@ -34,7 +35,6 @@ from lean_selector.wire.body_text import (
 )
 from lean_selector.wire.busy import overload_body
 from lean_selector.wire.prompt import PromptFields, binary_form, prompt_decoder
-from lean_selector.wire.scalars import U64_MAX
 from lean_selector.wire.selection import ErrorBody
 
 Answer = bytes | PendingReply

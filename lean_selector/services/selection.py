@@ -17,7 +17,7 @@ from lean_selector.core.selection import inspection
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import (
-    Booking,
+    Booked,
     OverlapScores,
     PartitionLoads,
     Placement,
@@ -257,7 +257,7 @@ class SelectionService(ReplicaHandlers):
 
     # -- reservations --------------------------------------------------------------------------
 
-    def reserve(self, body: ReservationRequest) -> Booking:
+    def reserve(self, body: ReservationRequest) -> Booked:
         partition = self.selector.ready_partition(body.model_name, body.group())
         prompt = prompt_to_book(body, partition.block_size, partition.is_eagle)
         return self.selector.reserve(

@@ -370,10 +370,11 @@ class ReplicaSync:
 
 def _name(event: ReplicaEvent) -> str:
     """An event for a log line, peers' text quoted."""
+    booking = event.booking
     return (
-        f"{event.kind.name} {event.request_id!r} of model={event.model_name!r} "
-        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={event.worker_id} "
-        f"dp_rank={event.dp_rank} from router {event.router_id}"
+        f"{event.kind.name} {booking.request_id!r} of model={event.model_name!r} "
+        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={booking.worker_id} "
+        f"dp_rank={booking.dp_rank} from router {event.router_id}"
     )
 
 

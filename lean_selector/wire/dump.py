@@ -15,7 +15,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
-from lean_selector.wire.scalars import U32, U64_MAX, NonNegative
+from lean_selector.core.u64 import U64_MAX
+from lean_selector.wire.scalars import U32, NonNegative
 
 _TIER_NAMES = {tier: tier.name.lower() for tier in Tier}
 _TIERS = {name: tier for tier, name in _TIER_NAMES.items()}

@@ -21,6 +21,7 @@ from lean_selector.core.index.kv_batch import (
     SkippedEvent,
 )
 from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.u64 import U64_MAX
 from lean_selector.wire.kv_event_layouts import (
     ArrayCleared,
     ArrayEvent,
@@ -41,7 +42,6 @@ DETAIL_CHARACTERS = 200  # of a peer's text, in what people are shown
 # What msgspec raises for bytes that are no value, of the wrong type, no UTF-8, or nested too deep.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_U64 = 2**64 - 1
 _EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
 _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 
@@ -151,7 +151,7 @@ def stored_record(
 
 def _u64(value: Hash) -> int:
     """Negative: the same bits unsigned. Bytes: the last eight, big-endian, as vLLM's own ints."""
-    return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & _U64
+    return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & U64_MAX
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:

@@ -15,9 +15,9 @@ from msgspec import Meta, Raw
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.u64 import U64_MAX
 from lean_selector.wire.scalars import (
     U32,
-    U64_MAX,
     HashListHead,
     NonNegative,
     check_u64,

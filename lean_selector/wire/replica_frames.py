@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import turned_round
 from lean_selector.wire.replica_odd_frames import (
@@ -106,20 +107,21 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
     """The second frame of an event, numbered if `sequence` is given; the first is always TOPIC."""
+    booking = event.booking
     data: Literal["MarkPrefillCompleted", "Free"] | _AddVariant
     if event.kind is EventKind.ADD:
         hint = None
-        if event.prefill_tokens is not None:
+        if booking.prefill_tokens is not None:
             duration = None
-            if event.prefill_duration_s is not None:
-                duration = _Duration(*divmod(round(event.prefill_duration_s * NANOS), NANOS))
-            hint = _Hint(event.prefill_tokens, duration)
+            if booking.prefill_duration_s is not None:
+                duration = _Duration(*divmod(round(booking.prefill_duration_s * NANOS), NANOS))
+            hint = _Hint(booking.prefill_tokens, duration)
         hashes = event.sequence_hashes
         data = _AddVariant(
             _Add(
                 _token_sequence(hashes) if hashes else _NO_HASHES,
-                event.track_prefill_tokens,
-                event.expected_output_tokens,
+                booking.track_prefill_tokens,
+                booking.expected_output_tokens,
                 hint,
             )
         )
@@ -132,11 +134,11 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
             routing_group=event.tenant_id,
             block_size=event.block_size,
             event=_Event(
-                event.request_id,
-                _Worker(event.worker_id, event.dp_rank),
+                booking.request_id,
+                _Worker(booking.worker_id, booking.dp_rank),
                 data,
                 event.router_id,
-                event.lora_name,
+                booking.lora_name,
             ),
             lean_sequence=msgspec.UNSET if sequence is None else sequence,
         )
@@ -237,11 +239,8 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
             envelope.model_name,
             tenant_id,
             envelope.block_size,
-            event.request_id,
-            worker.worker_id,
-            worker.dp_rank,
             event.router_id,
-            event.lora_name,
+            Booking(event.request_id, worker.worker_id, worker.dp_rank, event.lora_name),
             sequence=sequence,
         )
     add = data.add
@@ -255,16 +254,18 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
         envelope.model_name,
         tenant_id,
         envelope.block_size,
-        event.request_id,
-        worker.worker_id,
-        worker.dp_rank,
         event.router_id,
-        event.lora_name,
+        Booking(
+            event.request_id,
+            worker.worker_id,
+            worker.dp_rank,
+            event.lora_name,
+            add.track_prefill_tokens,
+            hint.initial_effective_prefill_tokens if hint is not None else None,
+            duration.secs + duration.nanos / NANOS if duration is not None else None,
+            add.expected_output_tokens,
+        ),
         hashes,
-        add.track_prefill_tokens,
-        hint.initial_effective_prefill_tokens if hint is not None else None,
-        duration.secs + duration.nanos / NANOS if duration is not None else None,
-        add.expected_output_tokens,
         sequence,
     )
 

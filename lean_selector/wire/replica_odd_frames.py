@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 import msgspec
 
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import (
     MAX_INTEGERS,
@@ -67,16 +68,19 @@ def _event_from(value: Value) -> ReplicaEvent:
     kind, payload = _variant(event["data"])
     lora_name = event.get("lora_name")
     sequence = envelope.get("lean_sequence")
+    booking = Booking(
+        _string(event["request_id"]),
+        _unsigned(worker["worker_id"]),
+        _unsigned(worker["dp_rank"], 2**32),
+        None if lora_name is None else _string(lora_name),
+    )
     record = ReplicaEvent(
         kind,
         _string(envelope["model_name"]),
         _string(envelope["tenant_id"] if "tenant_id" in envelope else envelope["routing_group"]),
         _unsigned(envelope["block_size"], 2**32),
-        _string(event["request_id"]),
-        _unsigned(worker["worker_id"]),
-        _unsigned(worker["dp_rank"], 2**32),
         _unsigned(event["router_id"]),
-        None if lora_name is None else _string(lora_name),
+        booking,
         sequence=sequence if _is_unsigned(sequence) else None,
     )
     if kind is not EventKind.ADD:
@@ -87,14 +91,15 @@ def _event_from(value: Value) -> ReplicaEvent:
         raise ValueError("track_prefill_tokens is not a boolean")
     tokens, duration_s = _hint(add.get("prefill_load_hint"))
     expected = add.get("expected_output_tokens")
-    return msgspec.structs.replace(
-        record,
-        sequence_hashes=_token_sequence(add.get("token_sequence")),
+    booking = msgspec.structs.replace(
+        booking,
         track_prefill_tokens=track,
         prefill_tokens=tokens,
         prefill_duration_s=duration_s,
         expected_output_tokens=None if expected is None else _unsigned(expected, 2**32),
     )
+    hashes = _token_sequence(add.get("token_sequence"))
+    return msgspec.structs.replace(record, booking=booking, sequence_hashes=hashes)
 
 
 def _fields(value: Value, names: tuple[str, ...], also: tuple[str, ...] = ()) -> dict[str, Value]:

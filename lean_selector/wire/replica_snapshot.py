@@ -9,8 +9,10 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.replication.catch_up import LiveBooking
-from lean_selector.wire.scalars import U32, U64_MAX, NonNegative, hashes_from_json, unpack_signed
+from lean_selector.core.u64 import U64_MAX
+from lean_selector.wire.scalars import U32, NonNegative, hashes_from_json, unpack_signed
 
 _Age = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -53,31 +55,32 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def encode_snapshot(
-    router_id: int, sequence: int, bookings: Iterable[LiveBooking], clock: Callable[[], float]
+    router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
     """The text in parts; ages are counted by `clock`, monotonic seconds.
 
-    `sequence`: how many events this replica has published; what they tell must be in `bookings`.
+    `sequence`: how many events this replica has published; what they tell must be in `listed`.
     """
     yield b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
     end = b"\n"
-    for booking in bookings:
+    for live in listed:
+        booking = live.booking
         yield end + _encode(
             _Line(
-                booking.model_name,
-                booking.tenant_id,
-                booking.block_size,
+                live.model_name,
+                live.tenant_id,
+                live.block_size,
                 booking.request_id,
                 booking.worker_id,
                 booking.dp_rank,
-                booking.router_id,
-                max(0.0, round(clock() - booking.touched_at, 3)),
-                booking.prefill_tokens,
-                booking.prefill_done,
+                live.router_id,
+                max(0.0, round(clock() - live.touched_at, 3)),
+                booking.prefill_tokens or 0,
+                live.prefill_done,
                 booking.prefill_duration_s,
                 booking.expected_output_tokens,
                 booking.lora_name,
-                msgspec.Raw(_encode(unpack_signed(booking.sequence_hashes))),
+                msgspec.Raw(_encode(unpack_signed(live.sequence_hashes))),
             )
         )
         end = b",\n"
@@ -115,15 +118,17 @@ def decode_line(line: bytes, clock: float) -> LiveBooking:
         read.model_name,
         read.tenant_id,
         read.block_size,
-        read.request_id,
-        read.worker_id,
-        read.dp_rank,
         read.router_id,
+        Booking(
+            read.request_id,
+            read.worker_id,
+            read.dp_rank,
+            read.lora_name,
+            prefill_tokens=read.prefill_tokens,
+            prefill_duration_s=read.prefill_duration_s,
+            expected_output_tokens=read.expected_output_tokens,
+        ),
         hashes,
-        read.prefill_tokens,
-        read.prefill_duration_s,
         read.prefill_done,
         clock - read.age_s,
-        read.lora_name,
-        read.expected_output_tokens,
     )

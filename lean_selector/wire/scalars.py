@@ -12,7 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-U64_MAX = 2**64 - 1
+from lean_selector.core.u64 import U64_MAX
+
 _LOOKED_AT_TOGETHER = 4096  # hashes, when one of a long list is at fault
 # msgspec bounds an integer by at most 2**63 - 1: what may be larger is checked by `check_u64`.
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]

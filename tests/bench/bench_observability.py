@@ -36,6 +36,7 @@ from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.services.gate import Answer, Gate, _is_msgpack, as_msgpack
 from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.selection import SelectionService
+from tests.bookings import book
 
 ROUNDS = 40
 REQUESTS = 400
@@ -144,7 +145,9 @@ class Service:
             for rank in range(ranks):
                 tokens = draws.randrange(1000)
                 hashes = draws.randbytes(8 * draws.randrange(1, 100))
-                self.partition.slots.book(f"{worker_id}/{rank}", worker_id, rank, hashes, tokens, 0)
+                book(
+                    self.partition.slots, f"{worker_id}/{rank}", worker_id, rank, hashes, tokens, 0
+                )
         if threshold is not None:
             self.selector.change_threshold(("default", "default"), threshold, 0.0)
         service = SelectionService(

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import zmq
 
-from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.core.replication.events import EventKind
 from lean_selector.wire.replica_frames import TOPIC, encode_event
+from tests.bookings import replica_event
 from tests.replica_member import MODEL, SCOPE, Member
 
 BLOCKS = 64  # a prompt of 1 024 tokens
@@ -155,7 +156,7 @@ def applied(python: Path | None, count: int, rounds: int) -> tuple[float, float]
             if kind is EventKind.ADD:
                 tokens, hashes = BLOCKS * 16, struct.pack(f"<{BLOCKS}q", *hashes_of(number))
             where = (MODEL, "t1", 16, request_id, 7, 0, 4242, None)
-            return encode_event(ReplicaEvent(kind, *where, hashes, True, tokens))
+            return encode_event(replica_event(kind, *where, hashes, True, tokens))
 
         def load() -> int:
             return member.loads()[0][0]

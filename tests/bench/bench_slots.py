@@ -17,6 +17,7 @@ from itertools import cycle
 
 import xxhash
 
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.slots import Slots
 
 RANKS = 16
@@ -71,7 +72,7 @@ def measure(prompts: list[bytes]) -> None:
         t0 = clock()
         slots.active_prefix(hashes)
         t1 = clock()
-        slots.book(request_id, worker_id, 0, hashes, 1000, now)
+        slots.book(Booking(request_id, worker_id, 0, prefill_tokens=1000), hashes, now)
         t2 = clock()
         slots.prefill_complete(request_id, now)
         t3 = clock()

@@ -33,6 +33,7 @@ from lean_selector.core.trackers import (
     Trackers,
     WorkerRow,
 )
+from tests.bookings import book
 
 WORKER = WorkerRow(7, "llama", "t1", 16, 0, 2)
 SCOPE = ("llama", "t1")
@@ -271,7 +272,7 @@ def test_sums_print_saturated_and_come_down_again() -> None:
     trackers = ready()
     slots = trackers.lookup("llama", "t1")
     assert slots is not None
-    slots.slots.book("huge", 7, 0, b"", 2**64 - 1, 0.0)  # as a peer may send it
+    book(slots.slots, "huge", 7, 0, b"", 2**64 - 1, 0.0)  # as a peer may send it
     trackers.add(*SCOPE, "r", 7, 0, PROMPT, MAX_ISL_TOKENS, 0.0)
     assert loads(trackers)[0] == (2**64 - 1, 3)
     assert trackers.potential_loads(*SCOPE, b"", 5, 0.0)[0].potential_prefill_tokens == 2**64 - 1
@@ -391,7 +392,7 @@ def test_what_an_unregistered_worker_takes_along_is_told_if_it_was_admitted_here
     assert here.applier.apply(there.published[0], 0.0) is Verdict.APPLIED
     here.published.clear()
     here.trackers.unregister(*SCOPE, 7)
-    assert [(event.kind, event.request_id) for event in here.published] == [
+    assert [(event.kind, event.booking.request_id) for event in here.published] == [
         (EventKind.FREE, "ours")
     ]
     assert here.applier.apply(there.published[0], 0.0) is Verdict.UNKNOWN_PARTITION
@@ -472,7 +473,7 @@ def test_an_owner_that_only_repeats_its_prefill_completion_says_now_and_then_tha
         EventKind.PREFILL_COMPLETE,
         EventKind.ADD,
     ]
-    assert alive.prefill_tokens is None
+    assert alive.booking.prefill_tokens is None
     peer.applier.apply(add, 0.0)
     peer.applier.apply(complete, 10.0)
     assert peer.applier.apply(alive, 130.0) is Verdict.DUPLICATE

@@ -7,6 +7,7 @@ import pytest
 
 from lean_selector.core.trackers import Trackers, WorkerRow
 from lean_selector.process.expiry_sweep import SLICE_STEPS, ExpirySweep
+from tests import bookings
 from tests.driven_selector import DrivenSelector
 
 EXPIRY_S = 10.0
@@ -40,7 +41,7 @@ def trackers_with(locals_: int, copies: int = 0) -> Trackers:
     book(trackers, locals_, 0.0)
     slots = trackers.in_order()[0].slots
     for number in range(copies):
-        slots.book(f"copy{number}", 1, 0, b"", 1, 0.0, router_id=7)
+        bookings.book(slots, f"copy{number}", 1, 0, b"", 1, 0.0, router_id=7)
     return trackers
 
 

@@ -18,6 +18,7 @@ from lean_selector.core.selection.scheduler import candidates, place, place_by_o
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
+from tests.bookings import book
 
 
 class NoSources:
@@ -83,7 +84,7 @@ def test_both_ways_of_choosing_agree(
     for number, (active, tokens, device, host, shares) in enumerate(ranks):
         worker_id, dp_rank = divmod(number, per_worker)
         own = path[:active] if shares else [100 + number] * active
-        partition.slots.book(f"r{number}", worker_id, dp_rank, hashes(own), tokens, 0.0)
+        book(partition.slots, f"r{number}", worker_id, dp_rank, hashes(own), tokens, 0.0)
         partition.index.store(
             worker_id, dp_rank, Tier.DEVICE, None, path[:device], hashes(path[:device])
         )

@@ -24,6 +24,7 @@ from lean_selector.core.selection.scheduler import candidates, effective_prefill
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
+from tests.bookings import book
 from tests.driven_selector import Sources, pack, prompt_of
 
 BLOCK_SIZE = 4
@@ -361,7 +362,8 @@ class QueueMachine(RuleBasedStateMachine):
             return
         self.names += 1
         for each in (self.model, self.selector):
-            each.catalog.partitions[KEY].slots.book(
+            book(
+                each.catalog.partitions[KEY].slots,
                 f"r{self.names}",
                 worker_id,
                 dp_rank,

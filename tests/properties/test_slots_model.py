@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.prompt_trie import ActiveRun
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from tests.bookings import book
 
 RankKey = tuple[int, int]
 Position = tuple[int, ...]  # a block is the path that leads to it
@@ -176,7 +177,8 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         router_id: int | None,
     ) -> None:
         def call() -> Reservation:
-            return self.slots.book(
+            return book(
+                self.slots,
                 request_id,
                 *key,
                 packed(prompt),

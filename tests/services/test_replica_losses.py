@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.core.replication.events import EventKind
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC, encode_event
+from tests.bookings import replica_event
 from tests.replica_member import BOOKED, IDLE, MODEL, Member
 from tests.running_service import wait_until
 
@@ -176,7 +177,7 @@ def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_a
             ):
                 third.register()
                 member.hears(owner)
-                event = ReplicaEvent(EventKind.ADD, MODEL, "t1", 16, "unnumbered", 7, 0, 99)
+                event = replica_event(EventKind.ADD, MODEL, "t1", 16, "unnumbered", 7, 0, 99)
 
                 def is_held() -> bool:
                     plain.send_multipart([TOPIC, encode_event(event)])

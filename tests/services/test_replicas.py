@@ -13,6 +13,7 @@ import zmq
 
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import TOPIC, decode_event, encode_event
+from tests.bookings import replica_event
 from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, free_port, mesh
 from tests.running_service import wait_until
 
@@ -92,7 +93,7 @@ def test_replicated_prefill_hints_wear_off_in_the_loads() -> None:
             tracker.register()
 
             def tell(request_id: str, kind: EventKind, duration_s: float | None = None) -> None:
-                event = ReplicaEvent(
+                event = replica_event(
                     *(kind, MODEL, "t1", 16, request_id, 7, 0, 99),
                     prefill_tokens=1_000_000 if kind is EventKind.ADD else None,
                     prefill_duration_s=duration_s,
@@ -160,7 +161,10 @@ def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
     finally:
         sub.close()
         context.term()
-    assert (events[0].track_prefill_tokens, events[0].prefill_tokens) == (tracks, tokens)
+    assert (events[0].booking.track_prefill_tokens, events[0].booking.prefill_tokens) == (
+        tracks,
+        tokens,
+    )
 
 
 # -- catch-up -------------------------------------------------------------------------------------

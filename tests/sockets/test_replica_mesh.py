@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 
-import msgspec
 import pytest
 import uvloop
 import zmq
@@ -25,9 +24,10 @@ from lean_selector.sockets.replica_mesh import HIGH_WATER_MARK, ReplicaSync, Rep
 from lean_selector.sockets.resolver import Address, Resolver
 from lean_selector.wire import replica_odd_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
+from tests.bookings import changed, replica_event
 
 DEADLINE_S = 20.0
-EVENT = ReplicaEvent(
+EVENT = replica_event(
     EventKind.ADD, "llama", "t1", 16, "r", 7, 0, 1, None, struct.pack("<3Q", 1, 2, 3), True, 48
 )
 _ROUTER_IDS = itertools.count(1)
@@ -67,7 +67,7 @@ class Replica:
 
     def hear(self, event: ReplicaEvent, now: float) -> Verdict:
         assert abs(now - time.monotonic()) < DEADLINE_S
-        self.heard.append(msgspec.structs.replace(event, sequence=None))
+        self.heard.append(changed(event, sequence=None))
         return self.verdict
 
     async def connect_to(self, other: "Replica") -> None:
@@ -76,15 +76,15 @@ class Replica:
         await self.hear_one_from(other)
 
     async def hear_one_from(self, other: "Replica") -> None:
-        ours = msgspec.structs.replace(EVENT, router_id=other.router_id)  # whose numbers they bear
-        marker = msgspec.structs.replace(ours, request_id="are you there")
+        ours = changed(EVENT, router_id=other.router_id)  # whose numbers they bear
+        marker = changed(ours, request_id="are you there")
 
         def heard() -> bool:
             other.sync.publish(marker)
             return marker in self.heard
 
         await until(heard)
-        last = msgspec.structs.replace(ours, request_id="you are")
+        last = changed(ours, request_id="you are")
         other.sync.publish(last)
         await until(lambda: last in self.heard)
         self.heard.clear()
@@ -128,9 +128,9 @@ def test_events_arrive_in_the_order_they_were_published() -> None:
             a, b = made.replica(), made.replica()
             await b.connect_to(a)
             events = [
-                msgspec.structs.replace(EVENT, kind=kind, request_id=str(n), sequence_hashes=b"")
+                changed(EVENT, kind=kind, request_id=str(n), sequence_hashes=b"")
                 if kind is EventKind.ADD
-                else ReplicaEvent(kind, "llama", "t1", 16, str(n), 7, 0, 1)
+                else replica_event(kind, "llama", "t1", 16, str(n), 7, 0, 1)
                 for n in range(MAX_EVENTS_PER_TURN)
                 for kind in EventKind
             ]
@@ -171,7 +171,7 @@ def test_a_burst_leaves_the_loop_its_turns() -> None:
                     await asyncio.sleep(0)
 
             for n in range(20 * MAX_EVENTS_PER_TURN):
-                a.sync.publish(msgspec.structs.replace(EVENT, request_id=str(n)))
+                a.sync.publish(changed(EVENT, request_id=str(n)))
             watching = asyncio.create_task(watch())
             await until(lambda: len(b.heard) == 20 * MAX_EVENTS_PER_TURN)
             watching.cancel()
@@ -230,10 +230,10 @@ def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behind_it(
                 return bool(b.heard)
 
             await until(heard)
-            long = msgspec.structs.replace(
+            long = changed(
                 EVENT, request_id="long", sequence_hashes=struct.pack("<q", -5) * 500_000
             )
-            behind = msgspec.structs.replace(EVENT, request_id="behind")
+            behind = changed(EVENT, request_id="behind")
             turns = 0  # of the loop, while the long one is read
             decode = replica_odd_frames.decode_in_steps
 
@@ -276,8 +276,8 @@ def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
             plain.send_multipart([TOPIC, b"\xdd\xff\xff\xff\xff" + bytes(1000)])
             await until(lambda: b.sync.too_big == 2)
             blocks = MAX_EVENT_BYTES // 9 + 1
-            huge = msgspec.structs.replace(EVENT, sequence_hashes=b"\xff" * 8 * blocks)
-            told = msgspec.structs.replace(EVENT, router_id=a.router_id)
+            huge = changed(EVENT, sequence_hashes=b"\xff" * 8 * blocks)
+            told = changed(EVENT, router_id=a.router_id)
             a.sync.publish(told)
             a.sync.publish(huge)
             a.sync.publish(told)
@@ -354,7 +354,7 @@ def test_a_peer_that_does_not_read_costs_the_others_nothing() -> None:
                 return bool(plain.poll(0))
 
             await until(sleeper_is_there)
-            big = msgspec.structs.replace(EVENT, sequence_hashes=bytes(range(8, 16)) * 8000)
+            big = changed(EVENT, sequence_hashes=bytes(range(8, 16)) * 8000)
             rounds = 0
             while not a.sync.overflows:
                 a.sync.publish(big)
@@ -618,11 +618,11 @@ def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
             await b.connect_to(a)
             before = a.sync.published
             for n in range(310):
-                a.sync.publish(msgspec.structs.replace(EVENT, request_id=str(n)))
+                a.sync.publish(changed(EVENT, request_id=str(n)))
             assert a.sync.published == before  # nothing is sent before the turn ends
             assert a.sync.refused == 10
             await until(lambda: len(b.heard) == 300)
-            assert [event.request_id for event in b.heard] == [str(n) for n in range(300)]
+            assert [event.booking.request_id for event in b.heard] == [str(n) for n in range(300)]
             assert a.sync.published == before + 300
             a.sync.publish(EVENT)
             await until(lambda: len(b.heard) == 301)

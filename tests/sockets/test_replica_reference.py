@@ -24,6 +24,7 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.sockets.replica_mesh import ReplicaSync
+from tests.bookings import book
 
 pytestmark = pytest.mark.reference
 
@@ -64,7 +65,7 @@ class Ours:
         self.sync.start()
 
     def hear(self, event: ReplicaEvent, now: float) -> Verdict:
-        self.heard.append(event.request_id)
+        self.heard.append(event.booking.request_id)
         return self.applier.apply(event, now)
 
     def loads(self) -> list[tuple[int, int]]:
@@ -74,8 +75,8 @@ class Ours:
         ]
 
     def add(self, request_id: str, dp_rank: int) -> None:
-        reservation = self.slots.book(request_id, 7, dp_rank, PROMPT, 48, 0.0)
-        self.events.booked(self, reservation, PROMPT, reservation.prefill_tokens > 0)
+        reservation = book(self.slots, request_id, 7, dp_rank, PROMPT, 48, 0.0)
+        self.events.booked(self, reservation, PROMPT)
 
 
 SCOPE = (Ours.model_name, Ours.tenant_id)

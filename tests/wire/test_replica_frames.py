@@ -26,6 +26,7 @@ from lean_selector.wire.replica_frames import (
     encode_heartbeat,
 )
 from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
+from tests.bookings import replica_event
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
 VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}
@@ -90,7 +91,7 @@ def event_caused_by(version: str, case: dict[str, Any]) -> ReplicaEvent:
         event["lora_name"],
     )
     if kind is not EventKind.ADD:
-        return ReplicaEvent(*where)
+        return replica_event(*where)
     add = event["data"]["AddRequest"]
     if "sequence_hashes" in body:
         hashes = hashes_of(*(value % 2**64 for value in body["sequence_hashes"]))
@@ -100,7 +101,7 @@ def event_caused_by(version: str, case: dict[str, Any]) -> ReplicaEvent:
     if selector:
         hint = add["prefill_load_hint"]
         tokens = hint["initial_effective_prefill_tokens"] if hint else None
-    return ReplicaEvent(
+    return replica_event(
         *where,
         hashes,
         selector or tokens is not None,
@@ -148,12 +149,12 @@ def test_a_frame_is_read_when_the_reference_reads_it_or_its_group_key_is_the_oth
         "zz" if label == "unknown group" else "default",
     )
     if case["applied"]:
-        tokens = event.prefill_tokens if event.track_prefill_tokens else 0
+        tokens = event.booking.prefill_tokens if event.booking.track_prefill_tokens else 0
         loads = [7, 0, tokens or 0, len(event.sequence_hashes) // 8]
         assert loads == case["loads_after"][0]
 
 
-FULL = ReplicaEvent(
+FULL = replica_event(
     EventKind.ADD, "llama", "t1", 16, "req", 7, 1, 2**64 - 1, "adapter", hashes_of(1, 2**64 - 1),
     True, 48, 2.5, 9,
 )  # fmt: skip
@@ -166,7 +167,7 @@ def test_our_own_frame_reads_back_with_every_field() -> None:
 def test_the_number_of_an_event_is_read_wherever_it_stands() -> None:
     numbered = msgspec.structs.replace(FULL, sequence=2**40)
     assert decode_event(encode_event(FULL, 2**40)) == numbered
-    short = ReplicaEvent(EventKind.FREE, "llama", "t1", 16, "req", 7, 1, 5, sequence=3)
+    short = replica_event(EventKind.FREE, "llama", "t1", 16, "req", 7, 1, 5, sequence=3)
     assert decode_event(encode_event(short, 3)) == short
     values = tree()
     assert decode_event(msgspec.msgpack.encode({"lean_sequence": 2**40, **values})) == numbered
@@ -223,7 +224,7 @@ def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
     envelope["sequence"] = 5
     event = decode_event(msgspec.msgpack.encode(envelope))
     assert event.sequence_hashes == hashes
-    assert event.prefill_duration_s == 2.5
+    assert event.booking.prefill_duration_s == 2.5
 
 
 def raw(value: object) -> bytes:
@@ -373,7 +374,7 @@ def test_a_damaged_frame_never_breaks_the_reader(at: int, byte: int) -> None:
 U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
 ADDS = st.builds(
-    ReplicaEvent,
+    replica_event,
     kind=st.just(EventKind.ADD),
     model_name=st.text(),
     tenant_id=st.text(),

@@ -14,12 +14,13 @@ from lean_selector.wire.replica_snapshot import (
     encode_snapshot,
     split_snapshot,
 )
+from tests.bookings import live_booking_of
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 SECONDS = st.floats(0.0, 1e6).map(lambda value: round(value, 3))
 BOOKINGS = st.builds(
-    LiveBooking,
+    live_booking_of,
     *(st.text(), st.text(), U32, st.text(), U64, U32, U64),
     st.lists(U64, max_size=5).map(lambda hashes: struct.pack(f"<{len(hashes)}Q", *hashes)),
     *(st.integers(0, 2**53), st.none() | SECONDS, st.booleans(), SECONDS),
@@ -48,7 +49,9 @@ def test_what_was_written_is_read_back(bookings: list[LiveBooking]) -> None:
 
 
 def test_a_snapshot_is_printed_as_documented() -> None:
-    booking = LiveBooking("m", "t", 16, "r", 7, 0, 5, struct.pack("<2q", 1, -2), 48, None, False, 0)
+    booking = live_booking_of(
+        "m", "t", 16, "r", 7, 0, 5, struct.pack("<2q", 1, -2), 48, None, False, 0
+    )
     assert b"".join(encode_snapshot(9, 5, [booking], lambda: 1.5)) == (
         b'{"version":1,"router_id":9,"sequence":5,"reservations":[\n'
         b'{"model_name":"m","tenant_id":"t","block_size":16,"request_id":"r","worker_id":7,'
@@ -93,9 +96,9 @@ def test_other_text_is_refused(text: bytes) -> None:
     ],
 )
 def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None:
-    booking = LiveBooking("m", "t", 16, "r", 7, 0, 5, b"", 48, None, False, 0.0)
+    booking = live_booking_of("m", "t", 16, "r", 7, 0, 5, b"", 48, None, False, 0.0)
     line = json.loads(split_snapshot(text_of([booking])).lines[0])
-    assert decode_line(json.dumps(line).encode(), CLOCK).request_id == "r"
+    assert decode_line(json.dumps(line).encode(), CLOCK).booking.request_id == "r"
     with pytest.raises(BadSnapshot):
         decode_line(json.dumps({**line, **change}).encode(), CLOCK)
     with pytest.raises(BadSnapshot):

@@ -15,9 +15,11 @@ import msgspec
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.block_weights import BlockWeights
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.prefill_decay import Prefill, PrefillDecay
 from lean_selector.core.load.prompt_trie import HASH_BYTES, ActiveRun, PromptTrie
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
+from lean_selector.core.u64 import U64_MAX
 
 
 class RankLoad:
@@ -74,18 +76,16 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     Slots unlinks what it drops. Times are monotonic seconds.
     """
 
-    request_id: str
+    request_id: str  # the booking's
+    booking: Booking
     rank: RankLoad
     run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
     block_count: int  # of the prompt, also when other requests hold the same blocks
     prefill_tokens: int  # outstanding: 0 from prefill_complete on
-    prefill_duration_s: float | None
     booked_at: float
     touched_at: float  # booking, prefill_complete, output_block, touch
     published_at: float  # when peers last heard of it; kept by whoever publishes
     router_id: int | None  # the peer that admitted it; None: this replica did
-    lora_name: str | None
-    expected_output_tokens: int | None
     prefill_done: bool = False
     kept_by_output: bool = False  # the last touch was an output block, which peers do not hear of
     output_blocks: int = 0
@@ -187,44 +187,40 @@ class Slots:
 
     def book(
         self,
-        request_id: str,
-        worker_id: int,
-        dp_rank: int,
+        booking: Booking,
         sequence_hashes: bytes,
-        prefill_tokens: int,
         now: float,
-        *,
         router_id: int | None = None,
-        lora_name: str | None = None,
-        expected_output_tokens: int | None = None,
-        prefill_duration_s: float | None = None,
     ) -> Reservation:
         """Put a request on a rank.
 
         sequence_hashes: 8 bytes little-endian per block, in prompt order; any number of blocks fits
-        any number of tokens. A duration without tokens means nothing.
+        any number of tokens. router_id: the peer that admitted it, None if this replica did.
         Raises NotFound for an unknown rank, then DuplicateRequest for a live id.
         """
-        rank = self.ranks.get((worker_id, dp_rank))
+        request_id = booking.request_id
+        rank = self.ranks.get((booking.worker_id, booking.dp_rank))
         if rank is None:
-            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
+            where = rank_text(booking.worker_id, booking.dp_rank)
+            raise NotFound(f"Worker {where} not found")
         if (live := self.reservations.get(request_id)) is not None:
             raise DuplicateRequest(request_id, *live.rank.key)
         assert len(sequence_hashes) % HASH_BYTES == 0, "whole hashes"
+        prefill_tokens = booking.prefill_tokens
+        if prefill_tokens is None or not booking.track_prefill_tokens:
+            prefill_tokens = 0
         run, new_blocks = self._trie.insert(sequence_hashes, rank.key, rank.mask)
         reservation = Reservation(
             request_id,
+            booking,
             rank,
             run,
             len(sequence_hashes) // HASH_BYTES,
             prefill_tokens,
-            prefill_duration_s,
             now,
             now,
             now,
             router_id,
-            lora_name,
-            expected_output_tokens,
         )
         self.reservations[request_id] = rank.reservations[request_id] = reservation
         if router_id is None:
@@ -234,7 +230,7 @@ class Slots:
             self.copied += 1
             self._copies_by_touch[request_id] = reservation
         self.heard_at = now
-        if prefill_tokens and (prefill_duration_s is not None or rank.decay is not None):
+        if prefill_tokens and (booking.prefill_duration_s is not None or rank.decay is not None):
             self._start_prefill(reservation, now)
         self._set_load(
             rank, rank.active_prefill_tokens + prefill_tokens, rank.distinct_blocks + new_blocks
@@ -373,7 +369,7 @@ class Slots:
         """True when no active prompt starts with this hash (an int of either sign, or 8 bytes and
         more): active_prefix is empty then, whatever follows it."""
         if isinstance(first_hash, int):
-            first_hash = (first_hash & (2**64 - 1)).to_bytes(HASH_BYTES, "little")
+            first_hash = (first_hash & U64_MAX).to_bytes(HASH_BYTES, "little")
         return first_hash[:HASH_BYTES] not in self._trie.root.children
 
     def sequence_hashes_of(self, reservation: Reservation) -> bytes:
@@ -421,7 +417,8 @@ class Slots:
             self.decaying_ranks += 1
             newcomers = [r for r in rank.reservations.values() if r.prefill_tokens]
         for r in newcomers:
-            rank.decay.add(r.request_id, Prefill(r.prefill_tokens, r.prefill_duration_s), now)
+            prefill = Prefill(r.prefill_tokens, r.booking.prefill_duration_s)
+            rank.decay.add(r.request_id, prefill, now)
 
     def _end_prefill(self, reservation: Reservation, now: float) -> None:
         rank = reservation.rank

@@ -11,7 +11,9 @@ from enum import IntEnum
 
 import msgspec
 
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.slots import Reservation
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import EventKind, ReplicaEvent, ReplicaTarget, Verdict
 
 # How long a booking may wait for its rank. Registration follows a start within seconds where a
@@ -28,26 +30,20 @@ _Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
 
 
 class LiveBooking(msgspec.Struct, gc=False):
-    """A reservation as a peer holds it."""
+    """A booking as a peer holds it; `booking.prefill_tokens` are those outstanding."""
 
     model_name: str
     tenant_id: str
     block_size: int
-    request_id: str
-    worker_id: int
-    dp_rank: int
     router_id: int  # of the replica that admitted it
+    booking: Booking
     sequence_hashes: bytes  # 8 bytes LE per block
-    prefill_tokens: int  # outstanding
-    prefill_duration_s: float | None
     prefill_done: bool
     touched_at: float  # in the clock of whoever holds this record
-    lora_name: str | None = None
-    expected_output_tokens: int | None = None
 
 
 class _Waiting(msgspec.Struct, frozen=True, gc=False):
-    booking: LiveBooking
+    live: LiveBooking
     until: float
 
 
@@ -101,32 +97,33 @@ class CatchUp:
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
         """An event of a peer, with what became of it, or (None) one of ours."""
-        booking_id = event.model_name, event.tenant_id, event.request_id
+        booking = event.booking
+        booking_id = event.model_name, event.tenant_id, booking.request_id
         waiting = self._waiting.get(booking_id)
         if event.kind is EventKind.ADD:
             if verdict in (Verdict.UNKNOWN_PARTITION, Verdict.RANK) and waiting is None:
-                self._wait(_booking_of(event, now), now)
+                self._wait(_heard(event, now), now)
             return
         if self._noted is not None:
-            key = booking_id, event.worker_id, event.dp_rank
+            key = booking_id, booking.worker_id, booking.dp_rank
             if self._noted.get(key) is not EventKind.FREE:
                 self._noted[key] = event.kind
             if len(self._noted) > MAX_NOTED:
                 self._noted.popitem(last=False)
         if waiting is None:
             return
-        held = waiting.booking
-        if (held.worker_id, held.dp_rank) != (event.worker_id, event.dp_rank):
+        held = waiting.live
+        if _key_of(held.booking) != _key_of(booking):
             return
         if event.kind is EventKind.FREE:
             self._wait_no_more(held)
             self.counts[Fate.ENDED] += 1
         else:
-            held.prefill_tokens, held.prefill_done, held.touched_at = 0, True, now
+            _complete_prefill(held, now)
 
-    def take(self, booking: LiveBooking, now: float) -> Fate:
+    def take(self, live: LiveBooking, now: float) -> Fate:
         """One booking of the snapshot; `touched_at` in our clock. Youngest first, per partition."""
-        fate = self._take(booking, now)
+        fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
 
@@ -158,7 +155,7 @@ class CatchUp:
             if not steps_left:
                 return True
             steps_left -= 1
-            self._wait_no_more(oldest.booking)
+            self._wait_no_more(oldest.live)
             self.counts[Fate.NOT_REGISTERED] += 1
         return False
 
@@ -168,141 +165,128 @@ class CatchUp:
         self._waiting.clear()
         self._by_rank.clear()
 
-    def _take(self, booking: LiveBooking, now: float) -> Fate:
-        if booking.router_id == self._router_id:
+    def _take(self, live: LiveBooking, now: float) -> Fate:
+        if live.router_id == self._router_id:
             return Fate.HELD  # it is ours: what we know of it is newer
-        key = _id_of(booking), booking.worker_id, booking.dp_rank
+        key = _id_of(live), live.booking.worker_id, live.booking.dp_rank
         heard = None if self._noted is None else self._noted.get(key)
         if heard is EventKind.FREE:
             return Fate.ENDED
         if heard is EventKind.PREFILL_COMPLETE:
-            booking.prefill_tokens, booking.prefill_done, booking.touched_at = 0, True, now
+            _complete_prefill(live, now)
         if key[0] in self._waiting:
             return Fate.HELD
-        target = self._lookup(booking.model_name, booking.tenant_id)
-        if target is None or (booking.worker_id, booking.dp_rank) not in target.slots.ranks:
-            return self._wait(booking, now)
-        return self._book(target, booking, now)
+        target = self._lookup(live.model_name, live.tenant_id)
+        if target is None or _key_of(live.booking) not in target.slots.ranks:
+            return self._wait(live, now)
+        return self._book(target, live, now)
 
-    def _wait(self, booking: LiveBooking, now: float) -> Fate:
+    def _wait(self, live: LiveBooking, now: float) -> Fate:
         if len(self._waiting) >= MAX_WAITING:
             return Fate.NOT_REGISTERED
-        booking_id = _id_of(booking)
-        self._waiting[booking_id] = _Waiting(booking, now + HOLD_S)
-        self._by_rank.setdefault(_rank_of(booking), {})[booking_id] = booking
+        booking_id = _id_of(live)
+        self._waiting[booking_id] = _Waiting(live, now + HOLD_S)
+        self._by_rank.setdefault(_rank_of(live), {})[booking_id] = live
         return Fate.WAITING
 
-    def _wait_no_more(self, booking: LiveBooking) -> None:
-        booking_id, rank = _id_of(booking), _rank_of(booking)
+    def _wait_no_more(self, live: LiveBooking) -> None:
+        booking_id, rank = _id_of(live), _rank_of(live)
         del self._waiting[booking_id]
         of_rank = self._by_rank[rank]
         del of_rank[booking_id]
         if not of_rank:
             del self._by_rank[rank]
 
-    def _book(self, target: ReplicaTarget, booking: LiveBooking, now: float) -> Fate:
-        if booking.block_size != target.block_size:
+    def _book(self, target: ReplicaTarget, live: LiveBooking, now: float) -> Fate:
+        if live.block_size != target.block_size:
             return Fate.BLOCK_SIZE
-        slots = target.slots
-        if booking.request_id in slots.reservations:
+        slots, request_id = target.slots, live.booking.request_id
+        if request_id in slots.reservations:
             return Fate.HELD
-        if now - booking.touched_at > self._copies_expire_s:
+        if now - live.touched_at > self._copies_expire_s:
             return Fate.EXPIRED
-        copy = slots.book(
-            booking.request_id,
-            booking.worker_id,
-            booking.dp_rank,
-            booking.sequence_hashes,
-            booking.prefill_tokens,
-            now,
-            router_id=booking.router_id,
-            lora_name=booking.lora_name,
-            expected_output_tokens=booking.expected_output_tokens,
-            prefill_duration_s=booking.prefill_duration_s,
-        )
-        if booking.prefill_done:
-            slots.prefill_complete(booking.request_id, now)
-        slots.backdate(copy, booking.touched_at)
+        copy = slots.book(live.booking, live.sequence_hashes, now, live.router_id)
+        if live.prefill_done:
+            slots.prefill_complete(request_id, now)
+        slots.backdate(copy, live.touched_at)
         return Fate.BOOKED
 
 
 def ended_meanwhile(
-    targets: Iterable[ReplicaTarget], router_id: int, live: list[LiveBooking], asked_at: float
+    targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveBooking], asked_at: float
 ) -> Iterator[ReplicaEvent | None]:
     """What a replica would have told of requests that it admitted, had it been heard.
 
-    `live` is its snapshot, asked for at `asked_at`: what it does not list on the same rank has
+    `listed` is its snapshot, asked for at `asked_at`: what it does not list on the same rank has
     ended, since whatever was heard of before was admitted before. What was heard of since is left
     alone. PREFILL_COMPLETE for those that are past that; None for each that nothing is to be said
     of, so that the caller may pause.
     """
-    listed = {_id_of(booking): booking for booking in live if booking.router_id == router_id}
+    by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):
-            booking = listed.get((target.model_name, target.tenant_id, held.request_id))
-            if booking is not None and (booking.worker_id, booking.dp_rank) != held.rank.key:
-                booking = None
+            live = by_id.get((target.model_name, target.tenant_id, held.request_id))
+            if live is not None and _key_of(live.booking) != held.rank.key:
+                live = None
             if (
                 held.router_id != router_id
                 or held.touched_at >= asked_at
-                or (booking is not None and (held.prefill_done or not booking.prefill_done))
+                or (live is not None and (held.prefill_done or not live.prefill_done))
             ):
                 yield None
                 continue
             yield ReplicaEvent(
-                EventKind.FREE if booking is None else EventKind.PREFILL_COMPLETE,
+                EventKind.FREE if live is None else EventKind.PREFILL_COMPLETE,
                 target.model_name,
                 target.tenant_id,
                 target.block_size,
-                held.request_id,
-                *held.rank.key,
                 router_id,
+                held.booking,
             )
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
     """A live reservation of ours as a peer may take it over; output blocks stay local."""
-    return LiveBooking(
+    live = LiveBooking(
         target.model_name,
         target.tenant_id,
         target.block_size,
-        held.request_id,
-        held.rank.worker_id,
-        held.rank.dp_rank,
         own_router_id if held.router_id is None else held.router_id,
+        held.booking,
         target.slots.sequence_hashes_of(held),
-        held.prefill_tokens,
-        held.prefill_duration_s,
         held.prefill_done,
         held.touched_at,
-        held.lora_name,
-        held.expected_output_tokens,
     )
+    if held.prefill_tokens != (held.booking.prefill_tokens or 0):
+        live.booking = msgspec.structs.replace(held.booking, prefill_tokens=held.prefill_tokens)
+    return live
 
 
-def _booking_of(event: ReplicaEvent, now: float) -> LiveBooking:
-    tokens = event.prefill_tokens if event.track_prefill_tokens else None
+def _heard(event: ReplicaEvent, now: float) -> LiveBooking:
     return LiveBooking(
         event.model_name,
         event.tenant_id,
         event.block_size,
-        event.request_id,
-        event.worker_id,
-        event.dp_rank,
         event.router_id,
+        event.booking,
         event.sequence_hashes,
-        tokens or 0,
-        event.prefill_duration_s,
         False,
         now,
-        event.lora_name,
-        event.expected_output_tokens,
     )
 
 
-def _id_of(booking: LiveBooking) -> _Id:
-    return booking.model_name, booking.tenant_id, booking.request_id
+def _complete_prefill(live: LiveBooking, now: float) -> None:
+    live.booking = msgspec.structs.replace(live.booking, prefill_tokens=0)
+    live.prefill_done, live.touched_at = True, now
 
 
-def _rank_of(booking: LiveBooking) -> _Rank:
-    return booking.model_name, booking.tenant_id, booking.worker_id, booking.dp_rank
+def _id_of(live: LiveBooking) -> _Id:
+    return live.model_name, live.tenant_id, live.booking.request_id
+
+
+def _rank_of(live: LiveBooking) -> _Rank:
+    return live.model_name, live.tenant_id, *_key_of(live.booking)
+
+
+def _key_of(booking: Booking) -> RankKey:
+    return booking.worker_id, booking.dp_rank

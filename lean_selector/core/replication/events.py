@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.slots import Reservation, Slots
 
 # Long enough for tasks of a 1.3 sender to overtake each other, short enough that a request id which
@@ -37,24 +38,17 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event on the wire. The fields from sequence_hashes to expected_output_tokens mean
-    something for ADD only.
+    """One event on the wire. Beyond its ids and its adapter the booking matters for ADD only, and
+    so does the prompt.
     """
 
     kind: EventKind
     model_name: str
     tenant_id: str
     block_size: int
-    request_id: str
-    worker_id: int
-    dp_rank: int
     router_id: int  # the sender's, which need not be where the request was admitted
-    lora_name: str | None = None
+    booking: Booking
     sequence_hashes: bytes = b""  # 8 bytes LE per block
-    track_prefill_tokens: bool = True
-    prefill_tokens: int | None = None  # None: the sender gave no hint
-    prefill_duration_s: float | None = None
-    expected_output_tokens: int | None = None
     sequence: int | None = None  # as heard: its number among the sender's; a reference gives none
 
 
@@ -125,50 +119,41 @@ class ReplicaApplier:
         slots = target.slots
         if event.kind is EventKind.ADD:
             return self._add(slots, event, now)
-        held = slots.reservations.get(event.request_id)
+        booking = event.booking
+        request_id = booking.request_id
+        held = slots.reservations.get(request_id)
         if held is None:
             self._remember(event, now)
             return Verdict.UNKNOWN_REQUEST
-        rank = held.rank
-        if (rank.worker_id, rank.dp_rank) != (event.worker_id, event.dp_rank) and (
-            held.router_id != event.router_id
+        if (
+            held.rank.key != (booking.worker_id, booking.dp_rank)
+            and held.router_id != event.router_id
         ):
             return Verdict.WORKER_MISMATCH
         if event.kind is EventKind.FREE:
-            slots.free(event.request_id, now)
+            slots.free(request_id, now)
             return Verdict.APPLIED
-        completed = slots.prefill_complete(event.request_id, now)
+        completed = slots.prefill_complete(request_id, now)
         assert completed is not None, "the reservation was there a moment ago"
         return Verdict.APPLIED if completed[1] else Verdict.DUPLICATE
 
     def _add(self, slots: Slots, event: ReplicaEvent, now: float) -> Verdict:
-        if (event.worker_id, event.dp_rank) not in slots.ranks:
+        booking = event.booking
+        if (booking.worker_id, booking.dp_rank) not in slots.ranks:
             return Verdict.RANK
         early = self._early.get(_early_key(event)) if self._early else None
         if early is not None and now - early.at > EARLY_MEMORY_S:
             early = None
         if early is not None and early.kind is EventKind.FREE:
             return Verdict.FREED_EARLY
-        held = slots.reservations.get(event.request_id)
+        held = slots.reservations.get(booking.request_id)
         if held is not None:
             if held.router_id == event.router_id:
-                slots.touch(event.request_id, now)  # the owner says that it still runs
+                slots.touch(booking.request_id, now)  # the owner says that it still runs
             return Verdict.DUPLICATE
-        tokens = event.prefill_tokens
-        if tokens is None or early is not None or not event.track_prefill_tokens:
-            tokens = 0
-        slots.book(
-            event.request_id,
-            event.worker_id,
-            event.dp_rank,
-            event.sequence_hashes,
-            tokens,
-            now,
-            router_id=event.router_id,
-            lora_name=event.lora_name,
-            expected_output_tokens=event.expected_output_tokens,
-            prefill_duration_s=event.prefill_duration_s,
-        )
+        if early is not None:
+            booking = msgspec.structs.replace(booking, prefill_tokens=None)
+        slots.book(booking, event.sequence_hashes, now, event.router_id)
         return Verdict.APPLIED
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
@@ -190,20 +175,20 @@ def _early_key(event: ReplicaEvent) -> _EarlyKey:
     """Without the sender: whoever is called says that a request has ended, and its event comes by
     another connection than the ADD of the replica that admitted the request.
     """
+    booking = event.booking
     return (
         event.model_name,
         event.tenant_id,
-        event.request_id,
-        event.worker_id,
-        event.dp_rank,
+        booking.request_id,
+        booking.worker_id,
+        booking.dp_rank,
     )
 
 
 class ReplicaEvents:
     """Turns what was done here into events and hands them to `publish`, in the order of the calls.
 
-    Its callers decide what is worth telling: the first prefill completion but no repeat, the end of
-    any request freed by a call here, but of an expired or dropped one only if it was admitted here.
+    Its caller, the ledger, decides what is worth telling.
     """
 
     def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
@@ -212,15 +197,10 @@ class ReplicaEvents:
         self.counts = [0] * len(EventKind)  # published, by kind
 
     def booked(
-        self,
-        target: ReplicaTarget,
-        reservation: Reservation,
-        sequence_hashes: bytes,
-        tracks_prefill: bool,
+        self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
     ) -> None:
         """A request was admitted here."""
-        tokens = reservation.prefill_tokens or None  # peers take a hint of 0 and none alike
-        self._add(target, reservation, sequence_hashes, tokens, tracks_prefill)
+        self._tell(EventKind.ADD, target, reservation.booking, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Only what peers do not hear of, as output blocks, keeps a request of ours: it lives.
@@ -228,47 +208,26 @@ class ReplicaEvents:
         A peer that holds the id notes that and no more; one that does not books the blocks (D12).
         """
         hashes = target.slots.sequence_hashes_of(reservation)
-        self._add(target, reservation, hashes, None, tracks_prefill=True)
+        only_blocks = msgspec.structs.replace(
+            reservation.booking, track_prefill_tokens=True, prefill_tokens=None
+        )
+        self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """A request's prefill was completed by a call here, wherever it was admitted."""
-        self._tell(EventKind.PREFILL_COMPLETE, target, reservation)
+        self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """A request ended here; the reservation may be gone from its slots already."""
-        self._tell(EventKind.FREE, target, reservation)
+        self._tell(EventKind.FREE, target, reservation.booking)
 
-    def _add(
+    def _tell(
         self,
+        kind: EventKind,
         target: ReplicaTarget,
-        reservation: Reservation,
-        sequence_hashes: bytes,
-        prefill_tokens: int | None,
-        tracks_prefill: bool,
+        booking: Booking,
+        sequence_hashes: bytes = b"",
     ) -> None:
-        rank = reservation.rank
-        self.counts[EventKind.ADD] += 1
-        self._publish(
-            ReplicaEvent(
-                EventKind.ADD,
-                target.model_name,
-                target.tenant_id,
-                target.block_size,
-                reservation.request_id,
-                rank.worker_id,
-                rank.dp_rank,
-                self.router_id,
-                reservation.lora_name,
-                sequence_hashes,
-                tracks_prefill,
-                prefill_tokens,
-                None,
-                reservation.expected_output_tokens,
-            )
-        )
-
-    def _tell(self, kind: EventKind, target: ReplicaTarget, reservation: Reservation) -> None:
-        rank = reservation.rank
         self.counts[kind] += 1
         self._publish(
             ReplicaEvent(
@@ -276,10 +235,8 @@ class ReplicaEvents:
                 target.model_name,
                 target.tenant_id,
                 target.block_size,
-                reservation.request_id,
-                rank.worker_id,
-                rank.dp_rank,
                 self.router_id,
-                reservation.lora_name,
+                booking,
+                sequence_hashes,
             )
         )

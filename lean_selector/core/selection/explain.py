@@ -22,8 +22,8 @@ from lean_selector.core.selection.cost import (
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Explanation, RankExplanation, SelectionRequest
 from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.u64 import U64_MAX
 
-U64_MAX = 2**64 - 1
 _NOTHING = Matched(0)
 
 

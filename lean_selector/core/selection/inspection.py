@@ -17,8 +17,7 @@ from lean_selector.core.selection.records import (
     RankLoadRow,
 )
 from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT
-
-U64_MAX = 2**64 - 1
+from lean_selector.core.u64 import U64_MAX
 
 
 def loads(

@@ -149,7 +149,7 @@ class OverlapScores(msgspec.Struct, frozen=True, gc=False):
     shared_cache: SharedCache = SharedCache()
 
 
-class Booking(msgspec.Struct, frozen=True, gc=False):
+class Booked(msgspec.Struct, frozen=True, gc=False):
     """The answer to /reservations."""
 
     reservation_id: str

@@ -23,6 +23,7 @@ from lean_selector.core.errors import (
     rank_text,
 )
 from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy import OFF, BusyThreshold, BusyThresholds
 from lean_selector.core.load.expiry import Expiry
 from lean_selector.core.load.headroom import Headroom
@@ -36,7 +37,7 @@ from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import (
-    Booking,
+    Booked,
     Placement,
     SelectionRequest,
 )
@@ -52,7 +53,6 @@ from lean_selector.core.selection.scheduler import (
 from lean_selector.core.selection.settings import RouterSettings, Terms, terms
 from lean_selector.core.selection.workers import PartitionKey, WorkerSpec
 
-U64_MAX = 2**64 - 1
 # A request that nobody can serve is parked like others while others are, and a worker for it may
 # register meanwhile: without any event it is answered this late. The reference does so every 60 s.
 RECHECK_AFTER_S = 2.0
@@ -68,7 +68,6 @@ class LifecycleEvents(Protocol):
         partition: Partition,
         reservation: Reservation,
         sequence: bytes,
-        tracks_prefill: bool,
     ) -> None: ...
 
     def prefill_completed(self, partition: Partition, reservation: Reservation) -> None: ...
@@ -310,18 +309,20 @@ class Selector:
         """Books what was chosen, if the request asks for it."""
         load, placement = chosen
         if request.books:
+            prompt = request.prompt
+            tracks = request.terms.track_prefill
+            booking = Booking(
+                request.reservation_id,
+                load.worker_id,
+                load.dp_rank,
+                prompt.lora_name,
+                tracks,
+                (placement.effective_prefill_tokens or None) if tracks else None,
+                None,
+                request.expected_output_tokens,
+            )
             try:
-                self._book(
-                    partition,
-                    request.reservation_id,
-                    load.worker_id,
-                    load.dp_rank,
-                    request.prompt,
-                    placement.effective_prefill_tokens if request.terms.track_prefill else None,
-                    now,
-                    request.expected_output_tokens,
-                    request.terms.track_prefill,
-                )
+                self._book(partition, booking, prompt, now)
             except Conflict as error:
                 raise Conflict(f"failed to book scheduler state: {error.message}") from None
         partition.prompt_tokens += request.prompt.isl_tokens
@@ -367,7 +368,7 @@ class Selector:
         now: float,
         expected_output_tokens: int | None = None,
         track_prefill: bool = True,
-    ) -> Booking:
+    ) -> Booked:
         """Books a rank that the caller chose. Never queued, whatever the rank's load.
 
         `prefill_tokens` is authoritative; None books no prefill at all (kept as documented).
@@ -386,18 +387,18 @@ class Selector:
             )
         if dp_rank not in worker.ranks:
             raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
-        self._book(
-            partition,
+        booking = Booking(
             reservation_id,
             worker_id,
             dp_rank,
-            prompt,
-            prefill_tokens,
-            now,
+            prompt.lora_name,
+            track_prefill or prefill_tokens is not None,
+            prefill_tokens or None,
+            None,
             expected_output_tokens,
-            track_prefill,
         )
-        return Booking(
+        self._book(partition, booking, prompt, now)
+        return Booked(
             reservation_id,
             partition.model_name,
             partition.tenant_id,
@@ -406,38 +407,17 @@ class Selector:
             worker.endpoint,
         )
 
-    def _book(
-        self,
-        partition: Partition,
-        reservation_id: str,
-        worker_id: int,
-        dp_rank: int,
-        prompt: Prompt,
-        prefill_tokens: int | None,
-        now: float,
-        expected_output_tokens: int | None,
-        track_prefill: bool,
-    ) -> None:
+    def _book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
+        reservation_id = booking.request_id
         sequence = prompt.sequence_hashes()
         elsewhere = self._local_holder(reservation_id)
         if elsewhere is not None and elsewhere is not partition:
             rank = elsewhere.slots.reservations[reservation_id].rank
             raise DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
-        reservation = partition.slots.book(
-            reservation_id,
-            worker_id,
-            dp_rank,
-            sequence,
-            prefill_tokens or 0,
-            now,
-            lora_name=prompt.lora_name,
-            expected_output_tokens=expected_output_tokens,
-        )
+        reservation = partition.slots.book(booking, sequence, now)
         self._booked[reservation_id] = partition
         if self.events is not None:
-            reservation.published_at = now
-            tracks = track_prefill or prefill_tokens is not None
-            self.events.booked(partition, reservation, sequence, tracks)
+            self.events.booked(partition, reservation, sequence)
 
     def _local_holder(self, reservation_id: str) -> Partition | None:
         """The partition where this replica itself booked the id and still holds it."""

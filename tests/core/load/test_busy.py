@@ -22,6 +22,7 @@ from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import candidates, not_busy, place_by_order
 from lean_selector.core.selection.settings import RouterSettings, terms
 from lean_selector.core.selection.workers import WorkerSpec
+from tests.bookings import book
 
 LIMIT = BusyThreshold(active_prefill_tokens=10_000, active_decode_blocks=0.85)
 SCOPE = ("model", "default")
@@ -151,7 +152,8 @@ def test_the_busy_ranks_are_those_that_a_look_at_each_finds(
             if (worker_id, dp_rank) in partition.slots.ranks:
                 booked += 1
                 hashes = b"".join(rng.getrandbits(64).to_bytes(8, "little") for _ in range(count))
-                partition.slots.book(
+                book(
+                    partition.slots,
                     str(booked),
                     worker_id,
                     dp_rank,

@@ -7,6 +7,7 @@ import pytest
 from lean_selector.core.load.busy import RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.slots import RankLoad, Slots
+from tests.bookings import book
 
 UNLIMITED = RankLimits()
 
@@ -25,7 +26,9 @@ class Ranks:
     def book(
         self, name: str, worker_id: int, tokens: int, now: float = 0.0, lasts: float | None = None
     ) -> None:
-        self.slots.book(name, worker_id, 0, b"", tokens, now, router_id=7, prefill_duration_s=lasts)
+        book(
+            self.slots, name, worker_id, 0, b"", tokens, now, router_id=7, prefill_duration_s=lasts
+        )
 
     def taken(self) -> int:
         came_free, self.room.came_free = self.room.came_free, 0
@@ -138,7 +141,7 @@ def test_what_is_busy_and_over_comes_free_in_two_steps() -> None:
 
 def test_a_rank_that_blocks_keep_busy_is_not_looked_at_in_vain() -> None:
     ranks = Ranks(1.0, 100, busy=RankLimits(decode_blocks=0))
-    ranks.slots.book("r", 0, 0, bytes(8), 32, 0.0, prefill_duration_s=1.0)
+    book(ranks.slots, "r", 0, 0, bytes(8), 32, 0.0, prefill_duration_s=1.0)
     assert ranks.room._falling == {}
     assert (ranks.room.below, ranks.room.idle) == (1, 0)
 

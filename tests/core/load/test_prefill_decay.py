@@ -1,6 +1,7 @@
 import pytest
 
 from lean_selector.core.load.slots import RankLoad, Slots
+from tests import bookings
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def rank(slots: Slots) -> RankLoad:
 
 
 def book(slots: Slots, name: str, tokens: int, duration_s: float | None, now: float) -> None:
-    slots.book(name, 7, 0, b"", tokens, now, router_id=5, prefill_duration_s=duration_s)
+    bookings.book(slots, name, 7, 0, b"", tokens, now, router_id=5, prefill_duration_s=duration_s)
 
 
 def test_worked_example_of_the_specification(slots: Slots, rank: RankLoad) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.slots import RankLoad, Slots, check_decay_fraction
+from tests.bookings import book
 
 
 def packed(*hashes: int) -> bytes:
@@ -32,9 +33,9 @@ def load(rank: RankLoad) -> tuple[int, int, int]:
 def test_sharing_prefill_and_free_as_in_the_examples_of_the_specification(
     slots: Slots, rank: RankLoad
 ) -> None:
-    slots.book("a", 1, 0, packed(1, 2, 3), 48, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2, 3), 48, 0.0)
     assert load(rank) == (48, 3, 1)
-    slots.book("b", 1, 0, packed(1, 2, 4), 16, 0.0)
+    book(slots, "b", 1, 0, packed(1, 2, 4), 16, 0.0)
     assert load(rank) == (64, 4, 2)
     slots.prefill_complete("a", 0.0)
     assert load(rank) == (16, 4, 2)
@@ -51,28 +52,28 @@ def test_sharing_prefill_and_free_as_in_the_examples_of_the_specification(
 def test_active_prefix_starts_at_the_first_block(
     slots: Slots, query: tuple[int, ...], depth: int
 ) -> None:
-    slots.book("a", 1, 0, packed(1, 2, 3), 48, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2, 3), 48, 0.0)
     assert slots.active_prefix(packed(*query)).get((1, 0), 0) == depth
 
 
 def test_lists_that_are_not_chains_count_path_positions(slots: Slots, rank: RankLoad) -> None:
     """D20; recorded otherwise in odd_hash_sequences and projection."""
-    slots.book("dup", 1, 0, packed(5, 5, 5), 3, 0.0)
+    book(slots, "dup", 1, 0, packed(5, 5, 5), 3, 0.0)
     assert rank.active_decode_blocks == 3
     assert slots.active_prefix(packed(5, 5, 5, 5)) == {(1, 0): 3}
     slots.free("dup", 0.0)
-    slots.book("p", 1, 0, packed(1, 2, 3), 0, 0.0)
-    slots.book("q", 1, 0, packed(3, 2, 1), 0, 0.0)
+    book(slots, "p", 1, 0, packed(1, 2, 3), 0, 0.0)
+    book(slots, "q", 1, 0, packed(3, 2, 1), 0, 0.0)
     assert rank.active_decode_blocks == 6
     assert slots.active_prefix(packed(3, 2)) == {(1, 0): 2}
     assert slots.active_prefix(packed(2)) == {}
-    slots.book("s", 1, 0, packed(9, 2), 0, 0.0)
+    book(slots, "s", 1, 0, packed(9, 2), 0, 0.0)
     slots.free("p", 0.0)
     assert rank.active_decode_blocks == 5
 
 
 def test_output_blocks_as_recorded_in_output_block_validation(slots: Slots, rank: RankLoad) -> None:
-    slots.book("a", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
     for fraction in (None, None, 0.5, 1.0, 0.0, -0.0, None):
         assert slots.output_block("a", 0.0, fraction) is slots.reservations["a"]
     assert rank.active_decode_blocks == 1
@@ -83,7 +84,7 @@ def test_output_blocks_as_recorded_in_output_block_validation(slots: Slots, rank
 def test_a_fraction_out_of_range_is_refused_whether_the_request_lives_or_not(
     slots: Slots, rank: RankLoad, fraction: float
 ) -> None:
-    slots.book("a", 1, 0, packed(1), 5, 0.0)
+    book(slots, "a", 1, 0, packed(1), 5, 0.0)
     for request_id in ("a", "unknown"):
         with pytest.raises(BadRequest, match=r"^decay_fraction must be between 0\.0 and 1\.0$"):
             slots.output_block(request_id, 9.0, fraction)
@@ -93,15 +94,15 @@ def test_a_fraction_out_of_range_is_refused_whether_the_request_lives_or_not(
 
 
 def test_shared_blocks_keep_their_weight(slots: Slots, rank: RankLoad) -> None:
-    slots.book("a", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
-    slots.book("b", 1, 0, packed(1, 2, 8), 0, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
+    book(slots, "b", 1, 0, packed(1, 2, 8), 0, 0.0)
     slots.output_block("a", 0.0, 0.0)  # 3, 4 and the new one vanish; 1 and 2 are shared
     assert rank.active_decode_blocks == 3
     slots.free("b", 0.0)
     assert rank.active_decode_blocks == 2
     slots.output_block("a", 0.0, 0.5)  # all six are its own now
     assert rank.active_decode_blocks == 3
-    slots.book("c", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
+    book(slots, "c", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
     slots.output_block("c", 0.0, 1.0)  # what a left fractional is shared, and stays so
     assert rank.active_decode_blocks == 4
     slots.free("a", 0.0)
@@ -111,32 +112,32 @@ def test_shared_blocks_keep_their_weight(slots: Slots, rank: RankLoad) -> None:
 
 
 def test_a_ranks_weights_are_its_own(slots: Slots, rank: RankLoad) -> None:
-    slots.book("a", 1, 0, packed(1, 2), 0, 0.0)
-    slots.book("b", 1, 1, packed(1, 2), 0, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2), 0, 0.0)
+    book(slots, "b", 1, 1, packed(1, 2), 0, 0.0)
     slots.output_block("a", 0.0, 0.0)
     assert rank.active_decode_blocks == 0
     assert slots.ranks[1, 1].active_decode_blocks == 2
 
 
 def test_booking_on_an_unknown_rank_is_refused_before_a_duplicate_id(slots: Slots) -> None:
-    slots.book("a", 1, 1, packed(1), 5, 0.0)
+    book(slots, "a", 1, 1, packed(1), 5, 0.0)
     with pytest.raises(
         NotFound, match=r"^Worker WorkerWithDpRank \{ worker_id: 9, dp_rank: 4 \} not found$"
     ):
-        slots.book("a", 9, 4, packed(1), 5, 0.0)
+        book(slots, "a", 9, 4, packed(1), 5, 0.0)
     with pytest.raises(
         DuplicateRequest,
         match=r"^Request a already exists "
         r"\(assigned to worker WorkerWithDpRank \{ worker_id: 1, dp_rank: 1 \}\)$",
     ):
-        slots.book("a", 1, 0, packed(2), 5, 0.0)
+        book(slots, "a", 1, 0, packed(2), 5, 0.0)
     assert load(slots.ranks[1, 0]) == (0, 0, 0)
     assert slots.starts_no_prompt(2)
 
 
 def test_sums_do_not_wrap(slots: Slots, rank: RankLoad) -> None:
-    slots.book("a", 1, 0, b"", 2**64 - 1, 0.0)
-    slots.book("b", 1, 0, b"", 2**64 - 1, 0.0)
+    book(slots, "a", 1, 0, b"", 2**64 - 1, 0.0)
+    book(slots, "b", 1, 0, b"", 2**64 - 1, 0.0)
     assert rank.active_prefill_tokens == 2**65 - 2
     slots.free("a", 0.0)
     slots.free("b", 0.0)
@@ -144,7 +145,7 @@ def test_sums_do_not_wrap(slots: Slots, rank: RankLoad) -> None:
 
 
 def test_only_the_first_prefill_complete_counts_as_such(slots: Slots) -> None:
-    booked = slots.book("a", 1, 0, packed(1), 0, 0.0)
+    booked = book(slots, "a", 1, 0, packed(1), 0, 0.0)
     assert slots.prefill_complete("a", 1.0) == (booked, True)
     assert slots.prefill_complete("a", 2.0) == (booked, False)
     assert booked.touched_at == 2.0
@@ -155,12 +156,13 @@ def test_unknown_requests_are_none_and_leave_no_trace(slots: Slots, rank: RankLo
     assert slots.output_block("x", 0.0) is None
     assert slots.free("x", 0.0) is None
     assert slots.touch("x", 0.0) is None
-    slots.book("x", 1, 0, packed(1), 7, 0.0)
+    book(slots, "x", 1, 0, packed(1), 7, 0.0)
     assert load(rank) == (7, 1, 1)
 
 
 def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
-    booked = slots.book(
+    booked = book(
+        slots,
         "a",
         1,
         0,
@@ -173,17 +175,17 @@ def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
         prefill_duration_s=2.0,
     )
     assert (booked.is_replica, booked.router_id) == (True, 5)
-    assert (booked.lora_name, booked.expected_output_tokens) == ("l", 9)
+    assert (booked.booking.lora_name, booked.booking.expected_output_tokens) == ("l", 9)
     assert (booked.booked_at, booked.touched_at, booked.published_at) == (3.0, 3.0, 3.0)
     assert (booked.block_count, booked.prefill_tokens) == (2, 48)
-    slots.book("b", 1, 1, packed(1), 0, 0.0)
+    book(slots, "b", 1, 1, packed(1), 0, 0.0)
     assert slots.sequence_hashes_of(booked) == packed(1, -22)
     slots.free("a", 4.0)
     assert slots.sequence_hashes_of(booked) == b""
 
 
 def test_output_blocks_alone_leave_their_mark_until_something_else_is_heard(slots: Slots) -> None:
-    booked = slots.book("a", 1, 0, packed(1), 48, 0.0)
+    booked = book(slots, "a", 1, 0, packed(1), 48, 0.0)
     marks = [booked.kept_by_output]
     for hear in (slots.touch, slots.prefill_complete):
         slots.output_block("a", 1.0)
@@ -195,8 +197,8 @@ def test_output_blocks_alone_leave_their_mark_until_something_else_is_heard(slot
 
 
 def test_removing_a_rank_forgets_only_its_requests(slots: Slots, rank: RankLoad) -> None:
-    slots.book("a", 1, 0, packed(1, 2), 5, 0.0)
-    slots.book("b", 1, 1, packed(1, 2, 3), 6, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2), 5, 0.0)
+    book(slots, "b", 1, 1, packed(1, 2, 3), 6, 0.0)
     slots.output_block("a", 0.0, 0.3)
     assert [r.request_id for r in slots.remove_rank(1, 0)] == ["a"]
     assert load(rank) == (0, 0, 0)
@@ -205,19 +207,19 @@ def test_removing_a_rank_forgets_only_its_requests(slots: Slots, rank: RankLoad)
     assert slots.reservations.keys() == {"b"}
     assert slots.active_prefix(packed(1)) == {(1, 1): 1}
     assert slots.add_rank(1, 0) is not rank
-    slots.book("a", 1, 1, packed(1, 2), 5, 0.0)
+    book(slots, "a", 1, 1, packed(1, 2), 5, 0.0)
 
 
 def test_adding_a_known_rank_keeps_its_load(slots: Slots, rank: RankLoad) -> None:
-    slots.book("a", 1, 0, packed(1), 5, 0.0)
+    book(slots, "a", 1, 0, packed(1), 5, 0.0)
     assert slots.add_rank(1, 0) is rank
     assert load(rank) == (5, 1, 1)
 
 
 def test_expiry_counts_from_the_last_touch_and_is_strict(slots: Slots, rank: RankLoad) -> None:
-    slots.book("touched", 1, 0, packed(1), 5, 0.0)
-    slots.book("quiet", 1, 0, packed(2), 6, 1.0)
-    slots.book("copy", 1, 0, packed(3), 7, 0.0, router_id=9)
+    book(slots, "touched", 1, 0, packed(1), 5, 0.0)
+    book(slots, "quiet", 1, 0, packed(2), 6, 1.0)
+    book(slots, "copy", 1, 0, packed(3), 7, 0.0, router_id=9)
     slots.output_block("touched", 200.0)
     assert slots.expire(301.0, 300.0, 360.0, 10) == []
     assert [r.request_id for r in slots.expire(301.5, 300.0, 360.0, 10)] == ["quiet"]
@@ -229,7 +231,7 @@ def test_expiry_counts_from_the_last_touch_and_is_strict(slots: Slots, rank: Ran
 
 def test_expiry_takes_bounded_steps_oldest_touch_first(slots: Slots) -> None:
     for n in range(5):
-        slots.book(f"r{n}", 1, 0, packed(n), 1, float(n), router_id=8 if n == 4 else None)
+        book(slots, f"r{n}", 1, 0, packed(n), 1, float(n), router_id=8 if n == 4 else None)
     slots.touch("r0", 5.0)
     steps = [[r.request_id for r in slots.expire(1000.0, 300.0, 360.0, 2)] for _ in range(4)]
     assert steps == [["r1", "r2"], ["r3", "r0"], ["r4"], []]
@@ -237,22 +239,22 @@ def test_expiry_takes_bounded_steps_oldest_touch_first(slots: Slots) -> None:
 
 def test_copies_expire_however_many_local_ones_are_overdue(slots: Slots) -> None:
     for n in range(3):
-        slots.book(f"copy{n}", 1, 0, packed(), 1, float(n), router_id=9)
+        book(slots, f"copy{n}", 1, 0, packed(), 1, float(n), router_id=9)
     for n in range(9):
-        slots.book(f"local{n}", 1, 0, packed(), 1, 60.0 + n)
+        book(slots, f"local{n}", 1, 0, packed(), 1, 60.0 + n)
     steps = [[r.request_id for r in slots.expire(1000.0, 300.0, 360.0, 2)] for _ in range(3)]
     assert steps == [["local0", "copy0"], ["local1", "copy1"], ["local2", "copy2"]]
 
 
 def test_what_arrived_is_counted_whoever_admitted_it(slots: Slots) -> None:
-    slots.book("own", 1, 0, packed(), 1, 0.0)
-    slots.book("copy", 1, 0, packed(), 1, 0.0, router_id=9)
+    book(slots, "own", 1, 0, packed(), 1, 0.0)
+    book(slots, "copy", 1, 0, packed(), 1, 0.0, router_id=9)
     slots.free("own")
     assert (slots.arrived, slots.booked) == (2, 1)
 
 
 def test_starts_no_prompt_takes_hashes_of_either_form(slots: Slots) -> None:
-    slots.book("a", 1, 0, packed(-22, 7), 1, 0.0)
+    book(slots, "a", 1, 0, packed(-22, 7), 1, 0.0)
     for known in (-22, 2**64 - 22, packed(-22), packed(-22, 99)):
         assert not slots.starts_no_prompt(known)
     for unknown in (7, packed(7)):
@@ -263,13 +265,13 @@ def test_every_change_of_a_load_is_told_once_it_is_done() -> None:
     heard: list[tuple[int, int, int]] = []
     slots = Slots(lambda rank: heard.append(load(rank)))
     slots.add_rank(1, 0)
-    slots.book("a", 1, 0, packed(1, 2), 5, 0.0)
+    book(slots, "a", 1, 0, packed(1, 2), 5, 0.0)
     slots.output_block("a", 0.0, 0.0)
     slots.prefill_complete("a", 0.0)
     slots.prefill_complete("a", 0.0)
     slots.free("a", 0.0)
     assert heard == [(5, 2, 1), (5, 0, 1), (0, 0, 1), (0, 0, 0)]
-    slots.book("b", 1, 0, packed(1, 2), 5, 0.0)
+    book(slots, "b", 1, 0, packed(1, 2), 5, 0.0)
     slots.remove_rank(1, 0)
     assert len(heard) == 5
 
@@ -278,7 +280,7 @@ def test_live_requests_are_nothing_to_the_collector(slots: Slots) -> None:
     gc.collect()  # tuples of ints, the keys of ranks, are untracked when first seen
     before = len(gc.get_objects())
     for n in range(200):
-        slots.book(f"r{n}", 1, 0, packed(1, n, n + 1), 1, 0.0)
+        book(slots, f"r{n}", 1, 0, packed(1, n, n + 1), 1, 0.0)
     assert len(gc.get_objects()) - before < 50
     for n in range(200):
         slots.free(f"r{n}")

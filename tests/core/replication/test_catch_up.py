@@ -27,6 +27,7 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
+from tests.bookings import book, changed, replica_event
 
 HERE, PEER, THIRD = 11, 22, 33
 PROMPT = struct.pack("<3Q", 1, 2, 3)
@@ -71,8 +72,8 @@ class Replica:
         return verdict
 
     def add(self, request_id: str, dp_rank: int = 0, tokens: int = 48) -> None:
-        reservation = self.slots.book(request_id, 7, dp_rank, PROMPT, tokens, self.now)
-        self.events.booked(self, reservation, PROMPT, True)
+        reservation = book(self.slots, request_id, 7, dp_rank, PROMPT, tokens, self.now)
+        self.events.booked(self, reservation, PROMPT)
 
     def complete(self, request_id: str) -> None:
         completed = self.slots.prefill_complete(request_id, self.now)
@@ -103,20 +104,27 @@ def booking(request_id: str = "r", **changes: object) -> LiveBooking:
     owner = Replica(PEER)
     owner.add(request_id)
     (taken,) = owner.snapshot()
-    for name, value in changes.items():
-        setattr(taken, name, value)
-    return taken
+    return changed(taken, **changes)
 
 
 def event(kind: EventKind, request_id: str = "r", **changes: object) -> ReplicaEvent:
     fields: dict[str, object] = {"worker_id": 7, "dp_rank": 0, "router_id": PEER, **changes}
-    return ReplicaEvent(kind, "m", "t", 16, request_id, **fields)  # type: ignore[arg-type] # test
+    return replica_event(kind, "m", "t", 16, request_id, **fields)  # type: ignore[arg-type] # test
 
 
 def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     owner = Replica(PEER)
-    owner.slots.book(
-        "r", 7, 1, PROMPT, 48, 5.0, lora_name="a", expected_output_tokens=9, prefill_duration_s=4.0
+    book(
+        owner.slots,
+        "r",
+        7,
+        1,
+        PROMPT,
+        48,
+        5.0,
+        lora_name="a",
+        expected_output_tokens=9,
+        prefill_duration_s=4.0,
     )
     here, catch_up = starting()
     here.now = 20.0
@@ -124,7 +132,11 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     copy = here.slots.reservations["r"]
     assert copy.router_id == PEER
     assert (copy.rank.key, copy.prefill_tokens, copy.prefill_done) == ((7, 1), 48, False)
-    assert (copy.lora_name, copy.expected_output_tokens, copy.touched_at) == ("a", 9, 5.0)
+    assert (copy.booking.lora_name, copy.booking.expected_output_tokens, copy.touched_at) == (
+        "a",
+        9,
+        5.0,
+    )
     assert here.slots.sequence_hashes_of(copy) == PROMPT
     assert here.slots.ranks[7, 1].decay is not None
     assert here.published == []
@@ -351,7 +363,7 @@ def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
     told_now = list(ended_meanwhile([here], PEER, owner.snapshot(), asked_at=5.0))
     events = [said for said in told_now if said is not None]
     assert len(told_now) == len(here.slots.reservations) == 6
-    assert [(said.kind, said.request_id) for said in events] == [
+    assert [(said.kind, said.booking.request_id) for said in events] == [
         (EventKind.PREFILL_COMPLETE, "past its prefill"),
         (EventKind.FREE, "ended"),
     ]

@@ -5,7 +5,6 @@ import random
 import struct
 from collections import OrderedDict
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
+from tests.bookings import book, changed, replica_event
 
 OURS, PEER, OTHER_PEER = 1, 2, 3
 PROMPT = struct.pack("<3Q", 101, 202, 303)
@@ -51,8 +51,8 @@ class Replica:
 
     def add(self, request_id: str = "r", dp_rank: int = 0, now: float = 0.0) -> Reservation:
         """Admit a request here and tell, as a service does."""
-        reservation = self.slots.book(request_id, 7, dp_rank, PROMPT, 48, now)
-        self.events.booked(self, reservation, PROMPT, True)
+        reservation = book(self.slots, request_id, 7, dp_rank, PROMPT, 48, now)
+        self.events.booked(self, reservation, PROMPT)
         return reservation
 
     def complete(self, request_id: str = "r", now: float = 0.0) -> None:
@@ -66,16 +66,12 @@ class Replica:
             self.events.freed(self, freed)
 
 
-ADD = ReplicaEvent(
+ADD = replica_event(
     EventKind.ADD, "llama", "t1", 16, "r", 7, 0, PEER, None, PROMPT, True, 48, None, 9
 )
-MARK = ReplicaEvent(EventKind.PREFILL_COMPLETE, "llama", "t1", 16, "r", 7, 0, PEER)
-FREE = ReplicaEvent(EventKind.FREE, "llama", "t1", 16, "r", 7, 0, PEER)
+MARK = replica_event(EventKind.PREFILL_COMPLETE, "llama", "t1", 16, "r", 7, 0, PEER)
+FREE = replica_event(EventKind.FREE, "llama", "t1", 16, "r", 7, 0, PEER)
 IDLE = (0, 0, 0)
-
-
-def changed(event: ReplicaEvent, **fields: object) -> ReplicaEvent:
-    return msgspec.structs.replace(event, **fields)
 
 
 def test_an_admission_its_prefill_completion_and_its_end_move_the_load_here() -> None:
@@ -83,7 +79,7 @@ def test_an_admission_its_prefill_completion_and_its_end_move_the_load_here() ->
     assert here.apply(ADD) is Verdict.APPLIED
     assert here.loads() == (48, 3, 1)
     copy = here.slots.reservations["r"]
-    assert (copy.router_id, copy.expected_output_tokens) == (PEER, 9)
+    assert (copy.router_id, copy.booking.expected_output_tokens) == (PEER, 9)
     assert here.apply(MARK) is Verdict.APPLIED
     assert here.loads() == (0, 3, 1)
     assert here.apply(FREE) is Verdict.APPLIED
@@ -280,7 +276,9 @@ def test_each_change_is_told_once_with_the_rank_the_request_sits_on() -> None:
     here.complete()
     here.free()
     here.free()
-    assert [(event.kind, event.worker_id, event.dp_rank) for event in here.published] == [
+    assert [
+        (event.kind, event.booking.worker_id, event.booking.dp_rank) for event in here.published
+    ] == [
         (EventKind.ADD, 7, 1),
         (EventKind.PREFILL_COMPLETE, 7, 1),
         (EventKind.FREE, 7, 1),
@@ -301,23 +299,32 @@ def test_an_end_called_for_here_is_told_also_of_what_a_peer_admitted() -> None:
 
 def test_prompt_adapter_and_expected_output_travel_with_an_admission() -> None:
     here = Replica()
-    reservation = here.slots.book(
-        "r", 7, 0, PROMPT, 0, 0.0, lora_name="adapter", expected_output_tokens=5
+    reservation = book(
+        here.slots,
+        "r",
+        7,
+        0,
+        PROMPT,
+        0,
+        0.0,
+        lora_name="adapter",
+        expected_output_tokens=5,
+        track_prefill_tokens=False,
     )
-    here.events.booked(here, reservation, PROMPT, False)
+    here.events.booked(here, reservation, PROMPT)
     here.events.prefill_completed(here, reservation)
     admission, completion = here.published
-    assert admission == ReplicaEvent(
+    assert admission == replica_event(
         EventKind.ADD, "llama", "t1", 16, "r", 7, 0, OURS, "adapter", PROMPT, False, None, None, 5
     )
-    assert completion.lora_name == "adapter"
+    assert completion.booking.lora_name == "adapter"
 
 
 def test_a_booking_can_track_prefill_without_tokens() -> None:
     here = Replica()
-    here.events.booked(here, here.slots.book("r", 7, 0, PROMPT, 0, 0.0), PROMPT, True)
-    assert here.published[0].track_prefill_tokens
-    assert here.published[0].prefill_tokens is None
+    here.events.booked(here, book(here.slots, "r", 7, 0, PROMPT, 0, 0.0), PROMPT)
+    assert here.published[0].booking.track_prefill_tokens
+    assert here.published[0].booking.prefill_tokens is None
 
 
 def test_a_sign_of_life_renews_a_copy_and_books_the_blocks_where_there_is_none() -> None:

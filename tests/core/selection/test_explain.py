@@ -18,6 +18,7 @@ from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import candidates, not_busy, place
 from lean_selector.core.selection.settings import Terms
 from lean_selector.core.selection.workers import WorkerSpec
+from tests.bookings import book
 
 BLOCK_SIZE = 4
 HASHES = b"".join(number.to_bytes(8, "little") for number in (1, 2, 3))
@@ -35,7 +36,8 @@ def partition_of(draws: random.Random, workers: int) -> Partition:
                 blocks = HASHES[: 8 * draws.randrange(4)]
                 duration_s = draws.choice([None, 10.0])
                 tokens = draws.randrange(30)
-                partition.slots.book(
+                book(
+                    partition.slots,
                     f"{worker_id}/{dp_rank}",
                     worker_id,
                     dp_rank,

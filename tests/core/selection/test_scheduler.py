@@ -20,6 +20,7 @@ from lean_selector.core.selection.scheduler import (
     place,
 )
 from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
+from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack
 
 PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
@@ -95,8 +96,8 @@ def test_the_cost_is_the_documented_formula(
         shared = PROMPT[: rank.shared]
         own = list(range(100, 100 + rank.blocks))
         partition = driven.partition
-        partition.slots.book(f"s{worker_id}", worker_id, 0, pack(shared), rank.prefill, 0.0)
-        partition.slots.book(f"o{worker_id}", worker_id, 0, pack(own), 0, 0.0)
+        book(partition.slots, f"s{worker_id}", worker_id, 0, pack(shared), rank.prefill, 0.0)
+        book(partition.slots, f"o{worker_id}", worker_id, 0, pack(own), 0, 0.0)
         rank.blocks += rank.shared  # what is shared is active already
     request = driven.request(PROMPT, isl)
     request.terms = terms

@@ -16,8 +16,9 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import (
     RECHECK_AFTER_S,
-    U64_MAX,
 )
+from lean_selector.core.u64 import U64_MAX
+from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack, prompt_of
 
 RANK = "WorkerWithDpRank { worker_id: 1, dp_rank: 0 }"
@@ -325,8 +326,16 @@ def test_a_newcomer_finds_no_rank_that_who_waits_could_have(queueing: DrivenSele
     """Also where load wears off, which is no event."""
     slots = queueing.partition.slots
     for worker_id in (1, 2):
-        slots.book(
-            f"copy{worker_id}", worker_id, 0, b"", 32, 0.0, router_id=9, prefill_duration_s=1.0
+        book(
+            slots,
+            f"copy{worker_id}",
+            worker_id,
+            0,
+            b"",
+            32,
+            0.0,
+            router_id=9,
+            prefill_duration_s=1.0,
         )
     queueing.book("waits", isl_tokens=40, pin=(1, 0))
     queueing.now = 0.5  # both are down to 16 tokens
@@ -392,7 +401,7 @@ def test_a_worker_that_registers_meanwhile_serves_whom_nobody_could(
 
 def test_load_that_wore_off_lets_the_parked_go_by_the_clock(queueing: DrivenSelector) -> None:
     queueing.remove(2)
-    queueing.partition.slots.book("copy", 1, 0, b"", 32, 0.0, router_id=9, prefill_duration_s=1.0)
+    book(queueing.partition.slots, "copy", 1, 0, b"", 32, 0.0, router_id=9, prefill_duration_s=1.0)
     queueing.book("r")
     for now, answered in ((0.4, False), (0.5, True)):
         queueing.now = now
@@ -553,7 +562,7 @@ def two_models() -> DrivenSelector:
 def copy(driven: DrivenSelector, name: str, key: tuple[str, str], rank: tuple[int, int]) -> None:
     """What a peer's AddRequest does."""
     slots = driven.selector.ready_partition(*key).slots
-    slots.book(name, *rank, b"", 5, driven.now, router_id=77)
+    book(slots, name, *rank, b"", 5, driven.now, router_id=77)
 
 
 def test_an_id_is_unique_in_the_process(two_models: DrivenSelector) -> None:

@@ -1,0 +1,116 @@
+"""Bookings, and the records that hold one, from flat arguments: what a test says of a request."""
+
+from typing import TypeVar
+
+import msgspec
+
+from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.slots import Reservation, Slots
+from lean_selector.core.replication.catch_up import LiveBooking
+from lean_selector.core.replication.events import EventKind, ReplicaEvent
+
+Record = TypeVar("Record", ReplicaEvent, LiveBooking)
+
+
+def book(
+    slots: Slots,
+    request_id: str,
+    worker_id: int,
+    dp_rank: int,
+    sequence_hashes: bytes,
+    prefill_tokens: int,
+    now: float,
+    *,
+    router_id: int | None = None,
+    lora_name: str | None = None,
+    expected_output_tokens: int | None = None,
+    prefill_duration_s: float | None = None,
+    track_prefill_tokens: bool = True,
+) -> Reservation:
+    booking = Booking(
+        request_id,
+        worker_id,
+        dp_rank,
+        lora_name,
+        track_prefill_tokens,
+        prefill_tokens or None,
+        prefill_duration_s,
+        expected_output_tokens,
+    )
+    return slots.book(booking, sequence_hashes, now, router_id)
+
+
+def replica_event(
+    kind: EventKind,
+    model_name: str,
+    tenant_id: str,
+    block_size: int,
+    request_id: str,
+    worker_id: int,
+    dp_rank: int,
+    router_id: int,
+    lora_name: str | None = None,
+    sequence_hashes: bytes = b"",
+    track_prefill_tokens: bool = True,
+    prefill_tokens: int | None = None,
+    prefill_duration_s: float | None = None,
+    expected_output_tokens: int | None = None,
+    sequence: int | None = None,
+) -> ReplicaEvent:
+    booking = Booking(
+        request_id,
+        worker_id,
+        dp_rank,
+        lora_name,
+        track_prefill_tokens,
+        prefill_tokens,
+        prefill_duration_s,
+        expected_output_tokens,
+    )
+    return ReplicaEvent(
+        kind, model_name, tenant_id, block_size, router_id, booking, sequence_hashes, sequence
+    )
+
+
+def live_booking_of(
+    model_name: str,
+    tenant_id: str,
+    block_size: int,
+    request_id: str,
+    worker_id: int,
+    dp_rank: int,
+    router_id: int,
+    sequence_hashes: bytes,
+    prefill_tokens: int,
+    prefill_duration_s: float | None,
+    prefill_done: bool,
+    touched_at: float,
+    lora_name: str | None = None,
+    expected_output_tokens: int | None = None,
+) -> LiveBooking:
+    booking = Booking(
+        request_id,
+        worker_id,
+        dp_rank,
+        lora_name,
+        prefill_tokens=prefill_tokens,
+        prefill_duration_s=prefill_duration_s,
+        expected_output_tokens=expected_output_tokens,
+    )
+    return LiveBooking(
+        model_name,
+        tenant_id,
+        block_size,
+        router_id,
+        booking,
+        sequence_hashes,
+        prefill_done,
+        touched_at,
+    )
+
+
+def changed(record: Record, **fields: object) -> Record:
+    """The same with other fields, be they its own or its booking's."""
+    own = {name: fields.pop(name) for name in record.__struct_fields__ if name in fields}
+    booking = msgspec.structs.replace(record.booking, **fields)
+    return msgspec.structs.replace(record, booking=booking, **own)
