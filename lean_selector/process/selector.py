@@ -74,7 +74,7 @@ def run_selector(config: SelectorConfig) -> None:
 async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     loop = asyncio.get_running_loop()
     context = new_zmq_context()
-    links = Links()
+    links = Links(context)
     subscriptions = KvSubscriptions(links)
 
     sweeps = IndexSweeps()

@@ -6,10 +6,11 @@ Knows socket types and frame layouts, nothing that lasts. Spec: indexer.md 1.1, 
 import struct
 from collections.abc import Callable
 
+import zmq
+
 from lean_selector.sockets.batch_work import MAX_BATCH_BYTES
 from lean_selector.sockets.link import Link
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.zmtp import message, subscription
 
 _SEQ = struct.Struct(">Q")
 
@@ -21,8 +22,8 @@ def open_live(
     return Link(
         links,
         endpoint,
-        b"SUB",
-        subscription(b""),
+        zmq.SUB,
+        lambda socket: socket.setsockopt(zmq.SUBSCRIBE, b""),
         on_message,
         on_state,
         max_message_bytes=MAX_BATCH_BYTES,
@@ -38,13 +39,17 @@ def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], N
     return Link(
         links,
         endpoint,
-        b"DEALER",
-        message(*replay_request(first)),
+        zmq.DEALER,
+        lambda socket: _send(socket, replay_request(first)),
         on_news,
         on_news,
         max_message_bytes=MAX_BATCH_BYTES,
         once=True,
     )
+
+
+def _send(socket: "zmq.Socket[bytes]", frames: list[bytes]) -> None:
+    socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 def replay_request(start: int) -> list[bytes]:

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import zmq
+import zmq.asyncio
+
 from lean_selector.sockets.resolver import Resolver
 
 # What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a
@@ -22,8 +25,13 @@ MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 _SHED_PART = 16
 # Sockets opened or closed per turn: each costs some 50 us.
 STEPS_PER_TURN = 16
-# Reading and taking apart, of all links together. Who comes later in the turn waits for the next.
+# Reading, of all links together. Who comes later in the turn waits for the next.
 READ_SLICE_S = 0.001
+# A connection that is lost is noticed so soon; a look takes a microsecond.
+LOOK_EVERY_S = 0.25
+LOOKS_PER_TURN = 256
+# One for each engine's rank and peer, three while it connects, and one while a rank replays.
+MAX_ZMQ_SOCKETS = 65_536
 
 
 class Backlog:
@@ -69,25 +77,37 @@ class Waiting:
             backlog.shed(self.bytes - goal)
 
 
-class Readable(Protocol):
-    """What a turn's reading can be put off for."""
+class Watched(Protocol):
+    """A connection that is looked at now and then."""
 
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
+    def look(self) -> bool:
+        """False once it is lost."""
+        ...
 
 
 class Links:
     """One per process. Only from the thread of its loop."""
 
-    def __init__(self, resolver: Resolver | None = None, waiting: Waiting | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context | None = None,
+        resolver: Resolver | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        """`context` has no socket yet; without one it is pyzmq's own of the process."""
+        self.context = context or zmq.asyncio.Context.instance()
+        limit = self.context.get(zmq.SOCKET_LIMIT)
+        self.context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, limit))
         self.resolver = resolver or Resolver()
         self.waiting = waiting or Waiting()
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
         self._read_s = 0.0  # in this turn
         self._is_reading = False
-        self._put_off: list[Readable] = []
+        self._put_off: deque[Callable[[], None]] = deque()
+        self._watched: dict[Watched, None] = {}
+        self._to_look: deque[Watched] = deque()
+        self._is_watching = False
 
     # opening and closing
 
@@ -113,19 +133,58 @@ class Links:
 
     # reading
 
-    def has_read(self, reader: Readable, began: float) -> None:
-        """`reader` has read since `began` (perf_counter); it is put off if the turn is used up."""
+    def may_read(self) -> bool:
+        """False when reading has had its part of this turn: put it off."""
+        return not self._read_s or self._read_s < READ_SLICE_S
+
+    def has_read(self, began: float) -> None:
+        """Somebody has read since `began` (perf_counter)."""
+        self._read_s += time.perf_counter() - began
+        self._await_turn()
+
+    def put_off(self, read_on: Callable[[], None]) -> None:
+        """Calls it in a later turn, after those who were put off before."""
+        self._put_off.append(read_on)
+        self._await_turn()
+
+    def _await_turn(self) -> None:
         if not self._is_reading:
             self._is_reading = True
             asyncio.get_running_loop().call_soon(self._next_turn)
-        self._read_s += time.perf_counter() - began
-        if self._read_s >= READ_SLICE_S:
-            reader.pause_reading()
-            self._put_off.append(reader)
 
     def _next_turn(self) -> None:
         self._is_reading = False
         self._read_s = 0.0
-        put_off, self._put_off = self._put_off, []
-        for reader in put_off:
-            reader.resume_reading()
+        for _ in range(len(self._put_off)):
+            if not self.may_read():
+                break
+            self._put_off.popleft()()
+        if self._put_off:
+            self._await_turn()
+
+    # connections that may be lost
+
+    def watch(self, connection: Watched) -> None:
+        self._watched[connection] = None
+        if not self._is_watching:
+            self._is_watching = True
+            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def unwatch(self, connection: Watched) -> None:
+        self._watched.pop(connection, None)
+
+    def _look(self) -> None:
+        """At all that are watched, some in each turn."""
+        if not self._to_look:
+            self._to_look.extend(self._watched)
+        for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
+            connection = self._to_look.popleft()
+            if connection in self._watched and not connection.look():
+                self._watched.pop(connection, None)
+        loop = asyncio.get_running_loop()
+        if self._to_look:
+            loop.call_soon(self._look)
+        elif self._watched:
+            loop.call_later(LOOK_EVERY_S, self._look)
+        else:
+            self._is_watching = False

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
+import zmq
 
 from lean_selector.sockets.link import Link, LinkState
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.zmtp import Message, subscription
+from lean_selector.sockets.zmq_connection import Message
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -49,7 +50,7 @@ class ReplicaLinks:
         that takes long it returns the steps, and what the peer sent since waits for them.
         `on_connected()` hears that a subscription came, or came back."""
         self._links = links
-        self._opening = subscription(topic)
+        self._topic = topic
         self._on_message = on_message
         self._on_connected = on_connected
         self._is_started = False
@@ -83,8 +84,8 @@ class ReplicaLinks:
         link = Link(
             self._links,
             endpoint,
-            b"SUB",
-            self._opening,
+            zmq.SUB,
+            lambda socket: socket.setsockopt(zmq.SUBSCRIBE, self._topic),
             lambda: self._wake(link),
             lambda: self._note(link),
             max_message_bytes=MAX_MESSAGE_BYTES,

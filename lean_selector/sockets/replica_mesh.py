@@ -124,7 +124,9 @@ class ReplicaSync:
         self._router_id = router_id
         self._on_event = on_event
         self._advertise = advertise
-        self._links = ReplicaLinks(links or Links(), TOPIC, self._handle, self._tell_connected)
+        self._links = ReplicaLinks(
+            links or Links(context), TOPIC, self._handle, self._tell_connected
+        )
         self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
         self.on_connected: Callable[[], None] | None = None  # a subscription came, or came back
         self.on_missed: Callable[[], None] | None = None  # `heard` has a gap more

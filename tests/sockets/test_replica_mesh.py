@@ -497,7 +497,7 @@ def test_a_peer_whose_name_hangs_delays_no_other_and_says_so() -> None:
     async def scenario() -> None:
         async with mesh() as made:
             a = made.replica()
-            b = Replica(made.context, ANY_PORT, links=Links(Resolver(look_up)))
+            b = Replica(made.context, ANY_PORT, links=Links(made.context, Resolver(look_up)))
             made.replicas.append(b)
             b.sync.register_peer("tcp://silent:1")
             await b.connect_to(a)  # hears its events
