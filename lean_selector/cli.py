@@ -1,12 +1,15 @@
 """The command lines: `lean-selector` (also `python -m lean_selector`) and `lean-slot-tracker`."""
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from lean_selector import __version__
-from lean_selector.process.options import OneLineParser, add_options
-from lean_selector.process.selector_config import SELECTOR_OPTIONS, selector_config
+from lean_selector.process.options import OneLineParser, Option, add_options
+
+Config = TypeVar("Config")
 
 
 def hold_standard_streams() -> None:
@@ -33,47 +36,75 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lean_selector.demo.command import main as demo
 
         return demo(arguments[1:])
-    parser = OneLineParser(
-        prog="lean-selector",
-        description="Answers which worker should serve a prompt, and keeps the books of what runs "
-        "where. `lean-selector demo` shows it at work.",
-        allow_abbrev=False,
+    from lean_selector.process.selector_config import (
+        SELECTOR_OPTIONS,
+        SelectorConfig,
+        selector_config,
     )
-    parser.add_argument("--version", action="version", version=f"lean-selector {__version__}")
-    add_options(parser, SELECTOR_OPTIONS)
-    config = selector_config(parser, parser.parse_args(arguments), os.environ)
 
-    from lean_selector.process.selector import StartError, run_selector
+    def run(config: SelectorConfig) -> None:
+        from lean_selector.process.selector import run_selector
 
-    try:
         run_selector(config)
-    except StartError as error:
-        sys.stderr.write(f"lean-selector: error: {error}\n")
-        return 1
-    return 0
+
+    return _served(
+        "lean-selector",
+        "Answers which worker should serve a prompt, and keeps the books of what runs where. "
+        "`lean-selector demo` shows it at work.",
+        SELECTOR_OPTIONS,
+        selector_config,
+        run,
+        arguments,
+    )
 
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     """Runs the slot tracker; returns the exit status."""
     hold_standard_streams()
-    from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS, slot_tracker_config
-
-    parser = OneLineParser(
-        prog="lean-slot-tracker",
-        description="Keeps the books of active requests, by worker rank: an independent service "
-        "for routers that choose for themselves.",
-        allow_abbrev=False,
+    from lean_selector.process.slot_tracker_config import (
+        SLOT_TRACKER_OPTIONS,
+        SlotTrackerConfig,
+        slot_tracker_config,
     )
-    parser.add_argument("--version", action="version", version=f"lean-slot-tracker {__version__}")
-    add_options(parser, SLOT_TRACKER_OPTIONS)
-    config = slot_tracker_config(parser, parser.parse_args(argv), os.environ)
 
-    from lean_selector.process.selector import StartError
-    from lean_selector.process.slot_tracker import run_slot_tracker
+    def run(config: SlotTrackerConfig) -> None:
+        from lean_selector.process.slot_tracker import run_slot_tracker
+
+        run_slot_tracker(config)
+
+    return _served(
+        "lean-slot-tracker",
+        "Keeps the books of active requests, by worker rank: an independent service for routers "
+        "that choose for themselves.",
+        SLOT_TRACKER_OPTIONS,
+        slot_tracker_config,
+        run,
+        argv,
+    )
+
+
+def _served(
+    name: str,
+    description: str,
+    options: Sequence[Option],
+    configured: Callable[[argparse.ArgumentParser, argparse.Namespace, Mapping[str, str]], Config],
+    run: Callable[[Config], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Reads what a service is told, and runs it; returns the exit status.
+
+    `run` imports what it needs itself, so that `--help` and a bad flag are answered at once.
+    """
+    parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
+    add_options(parser, options)
+    config = configured(parser, parser.parse_args(argv), os.environ)
+
+    from lean_selector.process.host import StartError
 
     try:
-        run_slot_tracker(config)
+        run(config)
     except StartError as error:
-        sys.stderr.write(f"lean-slot-tracker: error: {error}\n")
+        sys.stderr.write(f"{name}: error: {error}\n")
         return 1
     return 0

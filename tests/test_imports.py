@@ -159,6 +159,27 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_their_types() -> 
     assert sorted(order) == sorted(graph)  # every name was that of a module
 
 
+SERVICES = {"selector", "slot_tracker"}
+
+
+def service_of(name: str) -> str | None:
+    """The one service that a module of `process`, or a name in one, wires or configures."""
+    stem = name.removeprefix("lean_selector.process.").split(".")[0].removesuffix("_config")
+    return stem if room_of(name) == "process" and stem in SERVICES else None
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room_of(module) == "process"])
+def test_what_wires_one_service_is_not_imported_by_the_other_or_by_what_both_share(
+    module: str,
+) -> None:
+    theirs = {name: service_of(name) for name in ours(module)}
+    assert [name for name, of in theirs.items() if of not in (None, service_of(module))] == []
+
+
+def test_each_service_has_its_wiring_and_its_configuration() -> None:
+    assert sorted(filter(None, map(service_of, MODULES))) == sorted(2 * [*SERVICES])
+
+
 def test_only_observing_modules_that_know_no_http() -> None:
     web = {"lean_selector.http1", "lean_selector.services", "http", "httptools", "httpx"}
     for module in MODULES:

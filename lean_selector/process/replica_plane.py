@@ -23,7 +23,7 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
-from lean_selector.process.selector_config import ReplicaConfig
+from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.gate import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
 from lean_selector.sockets.links import Links

@@ -1,12 +1,6 @@
-"""Builds the slot tracker and runs it on the server that the selector uses too.
-
-Only wires, as `server` does for the selector (decision D14 for the stop).
-"""
+"""Builds the slot tracker and runs it on the host. Only wires."""
 
 import asyncio
-import logging
-
-import uvloop
 
 from lean_selector.core.replication.events import ReplicaEvent
 from lean_selector.core.trackers import Trackers
@@ -16,29 +10,20 @@ from lean_selector.observing import logs
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.observing.load_metrics import replica_families, tracker_families
 from lean_selector.process.expiry_sweep import ExpirySweep
+from lean_selector.process.host import HttpServer, StartError, new_zmq_context, observation, run
 from lean_selector.process.replica_plane import ReplicaPlane
-from lean_selector.process.selector import (
-    HttpServer,
-    StartError,
-    new_zmq_context,
-    observation,
-)
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
 from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
 from lean_selector.sockets.replica_mesh import ReplicaSyncError
 
-log = logging.getLogger("lean_selector.server")
-
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 
 def run_slot_tracker(config: SlotTrackerConfig) -> None:
     """Runs the slot tracker until it is told to stop. Raises StartError."""
-    log_state = logs.set_up(config.listen.log_level, config.listen.log_format)
-    log.info("configuration", extra=logs.flat(config))
-    uvloop.run(_slot_tracker(config, log_state))
+    run(config, config.listen, lambda log_state: _slot_tracker(config, log_state))
 
 
 async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:

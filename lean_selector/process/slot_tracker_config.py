@@ -1,26 +1,24 @@
-"""What `lean-slot-tracker` can be told: its rows of the table of options, put together.
-
-Reading values and the order of flag, environment and default are those of `config`.
-"""
+"""What `lean-slot-tracker` can be told, as a table of options, and the struct made of it."""
 
 import argparse
 from collections.abc import Mapping
 
 import msgspec
 
-from lean_selector.process.options import Option, integer, resolve
-from lean_selector.process.selector_config import (
+from lean_selector.process.options import resolve
+from lean_selector.process.service_options import (
     EXPIRY_OPTION,
     LISTEN_OPTIONS,
     REPLICA_OPTIONS,
     Listen,
     ReplicaConfig,
     listen_of,
+    port_option,
     replica_of,
 )
 
 SLOT_TRACKER_OPTIONS = (
-    Option("--port", integer(0, 65535), 8091, "HTTP port; 0 takes a free one"),
+    port_option(8091),
     *LISTEN_OPTIONS,
     *REPLICA_OPTIONS,
     EXPIRY_OPTION,

@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterable, Iterator
 import zmq
 import zmq.asyncio
 
+from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import ReplicaEvent, Verdict
 from lean_selector.core.replication.sequences import ReplicaSequences
-from lean_selector.sockets.endpoints import check_endpoint
 from lean_selector.sockets.link import check_link
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_links import (

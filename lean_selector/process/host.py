@@ -1,0 +1,206 @@
+"""What a service runs on: sockets that listen, a clock that ticks, signals, a stop in order.
+
+Knows no service: it is given an app, and whom to call when (decision D14 for the stop).
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from lean_selector import __version__
+from lean_selector.http1.connections import Connections
+from lean_selector.http1.listener import Listener, UnixPath, tcp_socket
+from lean_selector.http1.protocol import App, HttpProtocol
+from lean_selector.http1.response import date_header
+from lean_selector.observing import logs
+from lean_selector.process.service_options import Listen
+from lean_selector.services.observed import Observation
+
+log = logging.getLogger("lean_selector.server")
+
+TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
+DRAIN_LOOK_S = 0.05
+# For handshakes under way when a stop begins. It costs a newcomer of that time a second.
+LAST_CALL_S = 0.05
+
+
+class StartError(Exception):
+    """The service cannot start; the message is one clear line."""
+
+
+def run(
+    config: msgspec.Struct,
+    listen: Listen,
+    serve: Callable[[logs.LogState], Coroutine[object, object, None]],
+    warnings: Sequence[str] = (),
+) -> None:
+    """Logs as `listen` says, says what the `config` is, and runs `serve` on a loop to its end."""
+    log_state = logs.set_up(listen.log_level, listen.log_format)
+    log.info("configuration", extra=logs.flat(config))
+    for warning in warnings:
+        log.warning(warning)
+    uvloop.run(serve(log_state))
+
+
+def new_zmq_context() -> zmq.asyncio.Context:
+    """A context for what is published, and descriptors for as many engines as a fleet may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return zmq.asyncio.Context(io_threads=1)
+
+
+def observation(service: str, listen: Listen, log_state: logs.LogState) -> Observation:
+    loop = asyncio.get_running_loop()
+    return Observation(
+        service=service,
+        version=__version__,
+        access_log=listen.access_log,
+        suppressed_log_lines=log_state.suppressed,
+        dropped_log_lines=log_state.dropped,
+        call_soon=loop.call_soon,
+        call_later=loop.call_later,
+    )
+
+
+class HttpServer:
+    """Listens on TCP and perhaps on a UNIX socket, and serves one app until told to stop."""
+
+    def __init__(
+        self, app: App, connections: Connections, listen: Listen, name: str = "lean-selector"
+    ) -> None:
+        """`name` is for the log."""
+        self._listen = listen
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self.connections = connections
+        self._app = app
+        self._listeners: list[Listener] = []
+        self._refusals = 0, 0  # that the log knows of
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def start(self) -> None:
+        """Binds. Raises StartError."""
+        date_header.set(time.time())
+        self.connections.sweep(time.monotonic())
+        listen = self._listen
+        try:
+            tcp = tcp_socket(listen.host, listen.port)
+        except OSError as error:
+            raise StartError(f"{_os_reason(error)}: {listen.host}:{listen.port}") from None
+        port = tcp.getsockname()[1]
+        self._listeners.append(Listener(tcp, self._protocol, self.connections))
+        if listen.uds is not None:
+            path = UnixPath(listen.uds)
+            try:
+                unix = path.take()
+            except OSError as error:
+                tcp.close()
+                raise StartError(f"{_os_reason(error)}: {listen.uds}") from None
+            self._listeners.append(Listener(unix, self._protocol, self.connections, path))
+        for listener in self._listeners:
+            listener.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        fields = {"service": self._name, "version": __version__, "host": listen.host, "port": port}
+        log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
+
+    def _protocol(self) -> HttpProtocol:
+        return HttpProtocol(self._app, self.connections)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def serve(
+        self,
+        tick: Callable[[float], None],
+        refuse_new: Callable[[], None],
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Serves until a signal; then drains for at most `drain_s`, or until a second signal.
+
+        `tick` runs about every TICK_S; `refuse_new` when the stop begins; `close` at its end.
+        """
+        gc.collect()
+        gc.freeze()  # what start-up made stays: no collection need look at it again
+        ticking = asyncio.create_task(self._tick(tick))
+        try:
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if ticking.done():
+                ticking.result()
+            for listener in self._listeners:
+                listener.stop_inviting()
+            refuse_new()
+            await self._drain()
+        finally:
+            ticking.cancel()
+            for listener in self._listeners:
+                listener.close()
+            self.connections.abort()
+            await close()
+        log.info("stopped")
+
+    async def _drain(self) -> None:
+        """Answer what still comes until all are quiet, for at most `drain_s` (D14, D27)."""
+        started = now = time.monotonic()
+        self.connections.sweep(now)
+        self.connections.start_draining()
+        while now - started < self._listen.drain_s and not self._stop_now.is_set():
+            if now - started >= LAST_CALL_S:
+                for listener in self._listeners:
+                    listener.close()
+            self.connections.sweep(now)
+            if not self.connections.open and all(each.is_done for each in self._listeners):
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_now.wait(), DRAIN_LOOK_S)
+            now = time.monotonic()
+
+    async def _tick(self, tick: Callable[[float], None]) -> None:
+        while True:
+            now = time.monotonic()
+            date_header.set(time.time())
+            self.connections.sweep(now)
+            self._log_refusals()
+            tick(now)
+            await asyncio.sleep(TICK_S)
+
+    def _log_refusals(self) -> None:
+        connections = self.connections
+        refusals = connections.refused, connections.bodies_refused
+        if refusals != self._refusals:
+            were, self._refusals = self._refusals, refusals
+            log.warning(
+                "clients were refused",
+                extra={
+                    "connections": refusals[0] - were[0],
+                    "bodies": refusals[1] - were[1],
+                    "open": len(connections.open),
+                    "held_bytes": connections.held_bytes,
+                },
+            )
+
+
+def _os_reason(error: OSError) -> str:
+    if error.errno is None:
+        return str(error)
+    if isinstance(error, socket.gaierror):  # numbers of their own
+        return error.strerror or str(error)
+    return f"{os.strerror(error.errno)} (os error {error.errno})"

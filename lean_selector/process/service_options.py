@@ -1,0 +1,176 @@
+"""What every service can be told: where it listens, its replicas, when a reservation expires.
+
+Rows of the table of options, and the structs made of them.
+"""
+
+import argparse
+from collections.abc import Mapping
+
+import msgspec
+
+from lean_selector.process.options import (
+    Option,
+    boolean,
+    endpoint,
+    integer,
+    number,
+    path,
+    peer_endpoints,
+    text,
+    urls,
+    word,
+    zmq_port,
+)
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how a service is reached, and how it leaves."""
+
+    host: str
+    port: int
+    uds: str | None
+    drain_s: float
+    max_connections: int
+    log_level: str
+    log_format: str
+    access_log: bool
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a service speaks to its replicas."""
+
+    bind: str  # ZMQ endpoint of the PUB
+    advertise: str | None
+    peers: list[str]
+    catch_up: list[str]  # HTTP URLs
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+POSITIVE_SECONDS = number(1e-3)
+
+
+def port_option(default: int) -> Option:
+    return Option("--port", integer(0, 65535), default, "HTTP port; 0 takes a free one")
+
+
+LISTEN_OPTIONS = (
+    Option("--host", text, "0.0.0.0", "address to bind", metavar="ADDRESS"),
+    Option("--uds", path, None, "listen on this UNIX socket too (mode 0660)", metavar="PATH"),
+    Option("--drain-secs", number(0.0), 5.0, "how long a stop may take"),
+    Option(
+        "--max-connections",
+        integer(1, 2**20),
+        16_384,
+        "most HTTP connections at a time; one more is answered 503 and closed",
+    ),
+    Option(
+        "--log-level",
+        word("debug", "info", "warning", "error"),
+        "info",
+        "least severe lines to log",
+        metavar="LEVEL",
+    ),
+    Option(
+        "--log-format",
+        word("text", "json"),
+        "text",
+        "how a line is written to stderr",
+        metavar="FORMAT",
+    ),
+    Option("--access-log", boolean, False, "log every request", metavar="BOOL"),
+)
+
+REPLICA_OPTIONS = (
+    Option(
+        "--replica-sync-port",
+        zmq_port,
+        None,
+        "ZMQ PUB port for load events to other replicas, bound on every IPv4 interface",
+    ),
+    Option(
+        "--replica-sync-bind",
+        endpoint,
+        None,
+        "the same as a ZMQ endpoint, such as tcp://*:9092",
+        metavar="ENDPOINT",
+    ),
+    Option(
+        "--replica-sync-advertise",
+        endpoint,
+        None,
+        "that endpoint as other replicas reach it; refused as a peer",
+        metavar="ENDPOINT",
+    ),
+    Option(
+        "--replica-sync-peers",
+        peer_endpoints,
+        [],
+        "comma-separated ZMQ PUB endpoints of other replicas; may be repeated",
+        metavar="ENDPOINTS",
+        repeats=True,
+    ),
+    Option(
+        "--replica-sync-catch-up",
+        urls,
+        [],
+        "comma-separated HTTP URLs of other replicas: take over the live reservations of the first "
+        "that answers, at start, and ask all of them when events were missed",
+        metavar="URLS",
+        repeats=True,
+    ),
+)
+
+EXPIRY_OPTION = Option(
+    "--reservation-expiry-secs",
+    POSITIVE_SECONDS,
+    300.0,
+    "drop a reservation this long after its last lifecycle call",
+    ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
+)
+
+
+# -- putting it together -----------------------------------------------------------------------
+
+
+def replica_of(
+    parser: argparse.ArgumentParser, values: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Both families of replica flags as one; None while replica sync is off."""
+    port, bind = values["replica_sync_port"], values["replica_sync_bind"]
+    advertise, peers = values["replica_sync_advertise"], values["replica_sync_peers"]
+    assert isinstance(peers, list)
+    if port is not None and bind is not None:
+        parser.error("--replica-sync-port and --replica-sync-bind mean one socket: give only one")
+    if port is None and bind is None:
+        if values["replica_sync_catch_up"]:
+            parser.error("--replica-sync-catch-up requires --replica-sync-port")
+        if advertise is not None or peers:
+            parser.error(
+                "--replica-sync-advertise and --replica-sync-peers require --replica-sync-bind "
+                "or --replica-sync-port"
+            )
+        return None
+    if advertise in peers:
+        parser.error(
+            f"--replica-sync-peers: `{advertise}` is this replica's own --replica-sync-advertise"
+        )
+    return {
+        "bind": bind if port is None else f"tcp://*:{port}",
+        "advertise": advertise,
+        "peers": peers,
+        "catch_up": values["replica_sync_catch_up"],
+    }
+
+
+def listen_of(values: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "host": values["host"],
+        "port": values["port"],
+        "uds": values["uds"],
+        "drain_s": values["drain_secs"],
+        "max_connections": values["max_connections"],
+        "log_level": values["log_level"],
+        "log_format": values["log_format"],
+        "access_log": values["access_log"],
+    }
