@@ -13,9 +13,9 @@ from lean_selector.core.load.slots import RankLoad, Slots
 from lean_selector.core.replication.events import EventKind, ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.sequences import ReplicaSequences
 from lean_selector.core.trackers import Trackers
-from lean_selector.observing.metrics import Family, HistogramFamily, Sample, escaped, labels
+from lean_selector.observing.metrics import AnyFamily, Family, Sample, escaped, labels
 
-Families = list[Family | HistogramFamily]
+Families = list[AnyFamily]
 
 
 class LoadScope(Protocol):

@@ -11,8 +11,9 @@ import platform
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import prometheus_client
 
@@ -128,14 +129,38 @@ class Family:
         self.samples = samples
 
     def text(self) -> Iterator[str]:
-        yield _head(self.name, self.kind, self.help)
-        name = self.name
-        for sample in self.samples():
-            if sample is None:
-                yield ""
-            else:
-                text, value = sample
-                yield f"{name}{text} {value}\n"
+        return _family_text(self.name, self.kind, self.help, self.samples)
+
+
+T = TypeVar("T")
+
+
+class FamilyGroup(Generic[T]):
+    """Metrics of the same things, which are gathered once for all of them at each scrape."""
+
+    __slots__ = ("families", "things")
+
+    def __init__(
+        self,
+        things: Callable[[], Iterable[T]],
+        families: Iterable[tuple[str, str, str, Callable[[T], Sample]]],
+    ) -> None:
+        """`families`: name, kind, help, and the sample of a thing."""
+        self.things = things
+        self.families = tuple(families)
+
+    def text(self) -> Iterator[str]:
+        gathered: list[T] = []
+
+        def gathering() -> Iterator[T]:
+            for thing in self.things():
+                gathered.append(thing)
+                yield thing
+
+        things: Iterable[T] = gathering()
+        for name, kind, help, sample in self.families:
+            yield from _family_text(name, kind, help, partial(map, sample, things))
+            things = gathered  # the first metric has walked all of them
 
 
 class HistogramFamily:
@@ -166,7 +191,8 @@ class HistogramFamily:
             yield "".join(lines)
 
 
-Exposition = Iterable[Family | HistogramFamily]
+AnyFamily = Family | HistogramFamily | FamilyGroup[Any]
+Exposition = Iterable[AnyFamily]
 
 
 def exposition_text(families: Exposition) -> Iterator[str]:
@@ -174,6 +200,18 @@ def exposition_text(families: Exposition) -> Iterator[str]:
     for family in families:
         yield from family.text()
     yield _process_text()
+
+
+def _family_text(
+    name: str, kind: str, help: str, samples: Callable[[], Iterable[Sample]]
+) -> Iterator[str]:
+    yield _head(name, kind, help)
+    for sample in samples():
+        if sample is None:
+            yield ""
+        else:
+            text, value = sample
+            yield f"{name}{text} {value}\n"
 
 
 def _head(name: str, kind: str, help: str) -> str:
@@ -200,7 +238,7 @@ def escaped(value: str) -> str:
 # -- families that any service has ----------------------------------------------------------------
 
 
-def http_families(meters: Iterable[RouteMeter]) -> list[Family | HistogramFamily]:
+def http_families(meters: Iterable[RouteMeter]) -> list[AnyFamily]:
     meters = list(meters)
     return [
         Family(
@@ -229,7 +267,7 @@ def process_families(
     lag: LoopLag,
     suppressed_log_lines: Callable[[], int],
     dropped_log_lines: Callable[[], int],
-) -> list[Family | HistogramFamily]:
+) -> list[AnyFamily]:
     build = labels(service=service, version=version, python=platform.python_version())
     histogram = lag.histogram
     return [

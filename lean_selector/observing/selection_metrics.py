@@ -15,7 +15,7 @@ from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.observing.load_metrics import Families, load_families, scope_labels
-from lean_selector.observing.metrics import Family, RouteMeter, Sample, labels
+from lean_selector.observing.metrics import Family, FamilyGroup, RouteMeter, Sample, labels
 
 SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
 # What a status of these two routes says of the selection; any other is "refused".
@@ -231,23 +231,6 @@ def _queue_families(of_partition: PerPartition, now: Callable[[], float]) -> Fam
 
 
 def _kv_families(sources: KvSourceStates, of_partition: PerPartition) -> Families:
-    seen: list[tuple[str, SourceState]] = []  # gathered by the first of these families
-
-    def states() -> Iterator[Sample]:
-        seen.clear()
-        for partition, status in sources.each_status():
-            text = scope_labels(partition, worker_id=status.worker_id, dp_rank=status.dp_rank)
-            seen.append((text, status))
-            yield f'{text[:-1]},state="{status.state}"}}', 1
-
-    def of_source(value: Callable[[SourceState], float | None]) -> Callable[[], Iterator[Sample]]:
-        def samples() -> Iterator[Sample]:
-            for text, status in seen:
-                count = value(status)
-                yield None if count is None else (text, count)
-
-        return samples
-
     def blocks() -> Iterator[Sample]:
         counts = sources.counts()
         yield '{type="stored"}', counts.blocks_stored
@@ -275,46 +258,58 @@ def _kv_families(sources: KvSourceStates, of_partition: PerPartition) -> Familie
             "Blocks in the KV events that were applied.",
             blocks,
         ),
-        Family(
-            "lean_selector_kv_source_state",
-            "gauge",
-            "1 for the state that a source of KV events is in.",
-            states,
-        ),
-        Family(
-            "lean_selector_kv_source_last_message_age_seconds",
-            "gauge",
-            "Since the last message of a source of KV events; absent before the first.",
-            of_source(lambda status: status.last_message_age_s),
-        ),
-        Family(
-            "lean_selector_kv_source_gaps_total",
-            "counter",
-            "Gaps in the batch numbers of a source of KV events.",
-            of_source(lambda status: status.gaps),
-        ),
-        Family(
-            "lean_selector_kv_source_lag_batches",
-            "gauge",
-            "Batches of a source of KV events that are known of and not applied.",
-            of_source(lambda status: status.lag_batches),
-        ),
-        Family(
-            "lean_selector_kv_source_backlog_bytes",
-            "gauge",
-            "Received from a source of KV events and waiting.",
-            of_source(lambda status: status.backlog_bytes),
-        ),
-        Family(
-            "lean_selector_kv_source_dropped_batches_total",
-            "counter",
-            "Batches of a source of KV events that were given up, for too much waited.",
-            of_source(lambda status: status.dropped_batches),
-        ),
-        Family(
-            "lean_selector_kv_source_restarts_total",
-            "counter",
-            "Restarts noticed of the engine behind a source of KV events.",
-            of_source(lambda status: status.restarts),
+        FamilyGroup(
+            lambda: (
+                (_source_labels(partition, status), status)
+                for partition, status in sources.each_status()
+            ),
+            [
+                (
+                    "lean_selector_kv_source_state",
+                    "gauge",
+                    "1 for the state that a source of KV events is in.",
+                    lambda source: (f'{source[0][:-1]},state="{source[1].state}"}}', 1),
+                ),
+                (
+                    "lean_selector_kv_source_last_message_age_seconds",
+                    "gauge",
+                    "Since the last message of a source of KV events; absent before the first.",
+                    _of_source(lambda status: status.last_message_age_s),
+                ),
+                (
+                    "lean_selector_kv_source_gaps_total",
+                    "counter",
+                    "Gaps in the batch numbers of a source of KV events.",
+                    _of_source(lambda status: status.gaps),
+                ),
+                (
+                    "lean_selector_kv_source_lag_batches",
+                    "gauge",
+                    "Batches of a source of KV events that are known of and not applied.",
+                    _of_source(lambda status: status.lag_batches),
+                ),
+                (
+                    "lean_selector_kv_source_restarts_total",
+                    "counter",
+                    "Restarts noticed of the engine behind a source of KV events.",
+                    _of_source(lambda status: status.restarts),
+                ),
+            ],
         ),
     ]
+
+
+Source = tuple[str, SourceState]  # its labels, and what it says
+
+
+def _source_labels(partition: Partition, status: SourceState) -> str:
+    return scope_labels(partition, worker_id=status.worker_id, dp_rank=status.dp_rank)
+
+
+def _of_source(value: Callable[[SourceState], float | None]) -> Callable[[Source], Sample]:
+    def sample(source: Source) -> Sample:
+        text, status = source
+        count = value(status)
+        return None if count is None else (text, count)
+
+    return sample
