@@ -53,7 +53,7 @@ class PendingReply:
     """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
 
     `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
-    nothing. `reshape` may change the response before it is sent.
+    nothing.
 
     A client that closes only its sending side, as `nc -N` does after its request, is taken to have
     hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
@@ -64,7 +64,6 @@ class PendingReply:
         "_observers",
         "is_being_made",
         "on_disconnect",
-        "reshape",
         "response",
     )
 
@@ -74,7 +73,6 @@ class PendingReply:
         """`is_being_made`: the answer waits for nothing but the turns of the loop."""
         self.on_disconnect = on_disconnect
         self.is_being_made = is_being_made
-        self.reshape: Callable[[bytes], bytes] | None = None
         self.response: bytes | None = None
         self._observers: list[tuple[Callable[[bytes], None], Callable[[], None]]] = []
         self._connection: HttpProtocol | None = None
@@ -92,8 +90,6 @@ class PendingReply:
     def resolve(self, response: bytes) -> None:
         """Send the complete response. Requests queued behind it are handled later, not in here."""
         assert self.response is None, "a reply is resolved once"
-        if self.reshape is not None:
-            response = self.reshape(response)
         self.response = response
         self.on_disconnect = None
         observers, self._observers = self._observers, []

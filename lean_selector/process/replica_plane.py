@@ -24,7 +24,7 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.process.service_options import ReplicaConfig
-from lean_selector.services.gate import Answer
+from lean_selector.services.replies import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion

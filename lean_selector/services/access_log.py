@@ -11,12 +11,12 @@ from time import perf_counter
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lean_selector.http1.protocol import App
+from lean_selector.http1.protocol import App, PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import status_of
 from lean_selector.http1.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG
-from lean_selector.services.gate import HUNG_UP, Answer, Route
+from lean_selector.services.gate import HUNG_UP, Route
 
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
 MAX_TARGET_CHARACTERS = 1024
@@ -40,7 +40,7 @@ def with_access_log(
     """`app` with a line for every answer, at the time of the answer."""
     table: RouteTable[str] = RouteTable([(method, path, path) for method, path, _ in routes])
 
-    def logged(request: Request) -> Answer:
+    def logged(request: Request) -> bytes | PendingReply:
         started = clock()
 
         def write(response: bytes) -> None:

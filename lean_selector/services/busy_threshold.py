@@ -7,11 +7,9 @@ switches off. The rules are in `core.busy`.
 import time
 from collections.abc import Callable
 
-from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.selector import Selector
-from lean_selector.http1.reader import Request
-from lean_selector.http1.router import RepeatedQueryField, parse_query
-from lean_selector.services.gate import Answer, Route, plain, reply, with_body
+from lean_selector.services.bodies import BadQuery, Query
+from lean_selector.services.gate import Route, plain, with_body, with_query
 from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds, threshold_row
 from lean_selector.wire.scope import DEFAULT_GROUP
 
@@ -29,7 +27,7 @@ class BusyThresholdService:
         return (
             ("POST", "/busy_threshold", with_body(ThresholdRequest, self.change)),
             ("GET", "/busy_threshold", plain(self.list)),
-            ("DELETE", "/busy_threshold", self.switch_off),
+            ("DELETE", "/busy_threshold", with_query(self.switch_off, _FIELDS)),
         )
 
     def list(self) -> Thresholds:
@@ -40,19 +38,8 @@ class BusyThresholdService:
         now = self._clock()
         return threshold_row(scope, self._selector.change_threshold(scope, body.given(), now))
 
-    def switch_off(self, request: Request, param: bytes | None) -> Answer:
-        try:
-            query = parse_query(request.query or b"", _FIELDS)
-        except RepeatedQueryField as error:
-            raise BadRequest(f"Failed to deserialize query string: {error}") from None
+    def switch_off(self, query: Query) -> ThresholdRow:
         if "model" not in query:
-            raise BadRequest("Failed to deserialize query string: missing field `model`")
-        tenant_id, group = query.get("tenant_id"), query.get("routing_group")
-        if None not in (tenant_id, group) and tenant_id != group:
-            raise BadRequest(
-                "Failed to deserialize query string: tenant_id and routing_group are two names of "
-                "one thing and must not differ"
-            )
-        scope = query["model"], tenant_id or group or DEFAULT_GROUP
-        threshold = self._selector.switch_threshold_off(scope, self._clock())
-        return reply(200, threshold_row(scope, threshold))
+            raise BadQuery("missing field `model`")
+        scope = query["model"], query.get("tenant_id") or DEFAULT_GROUP
+        return threshold_row(scope, self._selector.switch_threshold_off(scope, self._clock()))

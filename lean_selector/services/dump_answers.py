@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from lean_selector.core.index.kv_index import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
-from lean_selector.services.gate import Answer
+from lean_selector.services.replies import Answer
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
 from lean_selector.wire.dump import PartitionDump, encode_dump
 

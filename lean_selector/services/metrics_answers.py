@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from lean_selector.observing.metrics import CONTENT_TYPE, Exposition, exposition_text
-from lean_selector.services.gate import Route, plain
+from lean_selector.services.gate import Route
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
 
 PIECES_PER_PART = 32  # a part is what is made between two looks at the clock: about 40 us
@@ -28,7 +28,8 @@ class MetricsAnswers:
         self._sliced = SlicedAnswers("a scrape", self._parts, call_soon, CONTENT_TYPE, clock)
 
     def routes(self) -> tuple[Route, ...]:
-        return (("GET", "/metrics", plain(lambda: self._sliced.answer(at_once=False))),)
+        # Not `plain`: this text has no other form.
+        return (("GET", "/metrics", lambda request, param: self._sliced.answer(at_once=False)),)
 
     def _parts(self) -> Iterator[bytes]:
         pieces = exposition_text(self._families())

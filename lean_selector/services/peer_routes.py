@@ -5,15 +5,15 @@ Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decisi
 
 from typing import Protocol
 
-from lean_selector.core.errors import BadRequest, Conflict
-from lean_selector.http1.reader import Request
-from lean_selector.http1.router import RepeatedQueryField, parse_query
-from lean_selector.services.gate import Answer, Route, error_reply, plain, reply, with_body
+from lean_selector.core.errors import Conflict, NotFound
+from lean_selector.services.bodies import BadQuery, Query
+from lean_selector.services.gate import Route, plain, with_body, with_query
+from lean_selector.services.replies import Answer, Reply
 from lean_selector.wire.peer_bodies import PeerRequest
 from lean_selector.wire.selection import Ok
 
 OK = Ok()
-_DETAIL = frozenset({"detail"})
+DETAIL = frozenset({"detail"})
 _WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -45,23 +45,24 @@ class ReplicaHandlers:
                 "/replica_sync/deregister_peer",
                 with_body(PeerRequest, self.deregister_peer),
             ),
-            ("GET", "/replica_sync/peers", self.list_peers),
+            ("GET", "/replica_sync/peers", with_query(self.list_peers, DETAIL)),
             ("GET", "/replica_sync/snapshot", plain(lambda: self._switched_on().snapshot())),
         )
 
-    def register_peer(self, body: PeerRequest) -> bytes:
+    def register_peer(self, body: PeerRequest) -> Reply:
         new = self._switched_on().register_peer(body.endpoint)
-        return reply(201 if new else 200, OK)
+        return Reply(201 if new else 200, OK)
 
-    def deregister_peer(self, body: PeerRequest) -> Ok | bytes:
-        known = self._switched_on().deregister_peer(body.endpoint)
-        return OK if known else error_reply(404, "peer not found")
+    def deregister_peer(self, body: PeerRequest) -> Ok:
+        if not self._switched_on().deregister_peer(body.endpoint):
+            raise NotFound("peer not found")
+        return OK
 
-    def list_peers(self, request: Request, param: bytes | None) -> Answer:
+    def list_peers(self, query: Query) -> object:
         """Their endpoints; with `?detail=true` the state of each, and what was dropped why."""
-        if request.query and _wants_detail(request.query):
-            return reply(200, {} if self._plane is None else self._plane.state())
-        return reply(200, [] if self._plane is None else self._plane.peers())
+        if _wants_detail(query):
+            return {} if self._plane is None else self._plane.state()
+        return [] if self._plane is None else self._plane.peers()
 
     def _switched_on(self) -> Plane:
         if self._plane is None:
@@ -69,11 +70,8 @@ class ReplicaHandlers:
         return self._plane
 
 
-def _wants_detail(query: bytes) -> bool:
+def _wants_detail(query: Query) -> bool:
     try:
-        word = parse_query(query, _DETAIL).get("detail", "false")
-        return _WORDS[word.lower()]
-    except RepeatedQueryField as error:
-        raise BadRequest(f"Failed to deserialize query string: {error}") from None
+        return _WORDS[query.get("detail", "false").lower()]
     except KeyError:
-        raise BadRequest("Failed to deserialize query string: detail is true or false") from None
+        raise BadQuery("detail is true or false") from None

@@ -1,7 +1,7 @@
 """The selection service: its route table and its handlers, nothing else.
 
 Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
-that all routes share in `gate`. API: the source document and spec selection.md.
+that all routes share in `bodies`. API: the source document and spec selection.md.
 """
 
 import time
@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.errors import SelectorError, Unavailable
@@ -28,28 +27,27 @@ from lean_selector.core.selection.records import (
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
 from lean_selector.core.selection.workers import WorkerRecord
-from lean_selector.http1.protocol import PendingReply
+from lean_selector.services.bodies import Query, reservation_id_param, worker_id_param
 from lean_selector.services.gate import (
-    Query,
     Route,
-    error_reply,
     plain,
-    reply,
-    reservation_id_param,
     with_body,
     with_param,
     with_param_and_body,
     with_query,
-    worker_id_param,
 )
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
+from lean_selector.services.replies import Answer, LaterReply, Reply
 from lean_selector.services.worker_records import WorkerRecords
+from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import f32
 from lean_selector.wire.selection import (
+    ErrorBody,
     Ok,
     OutputBlockRequest,
     ProjectionRequest,
+    Readiness,
     ReservationRequest,
     SelectAndReserveRequest,
     SelectRequest,
@@ -58,15 +56,6 @@ from lean_selector.wire.selection import (
 )
 
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    """GET /ready."""
-
-    ready: bool
-    schedulable_workers: int
-    workers: msgspec.Raw  # a list of WorkerRecord
-    recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
 
 
 class KvSources(Protocol):
@@ -82,7 +71,7 @@ class SelectionService(ReplicaHandlers):
         self,
         selector: Selector,
         *,
-        dump: Callable[[], bytes | PendingReply],
+        dump: Callable[[], Answer],
         sources: KvSources,
         plane: Plane | None = None,
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
@@ -144,42 +133,36 @@ class SelectionService(ReplicaHandlers):
 
     # -- workers -------------------------------------------------------------------------------
 
-    def ready(self) -> bytes:
+    def ready(self) -> Reply:
         schedulable = self.selector.catalog.schedulable_count()
         ready = schedulable > 0 and not self.draining
-        body = Readiness(
-            ready,
-            schedulable,
-            self._records.all(),
-            True if self.recovering else UNSET,
-        )
-        return reply(200 if ready else 503, body)
+        recovering = True if self.recovering else UNSET
+        body = Readiness(ready, schedulable, self._records.all(), recovering)
+        return Reply(200 if ready else 503, body)
 
-    def register(self, body: WorkerRequest) -> msgspec.Raw:
+    def register(self, body: WorkerRequest) -> JsonText:
         return self._records.one(self.selector.upsert_worker(body.spec(), self._clock()))
 
-    def patch(self, worker_id: int, body: WorkerPatch) -> msgspec.Raw:
+    def patch(self, worker_id: int, body: WorkerPatch) -> JsonText:
         worker = self.selector.patch_worker(worker_id, body.changes(), self._clock())
         return self._records.one(worker)
 
     def remove(self, worker_id: int) -> WorkerRecord:
         return self.selector.remove_worker(worker_id, self._clock()).record()
 
-    def workers(self, query: Query) -> msgspec.Raw:
+    def workers(self, query: Query) -> JsonText:
         return self._records.matching(query.get("model_name"), query.get("tenant_id"))
 
     # -- selection -----------------------------------------------------------------------------
 
-    def select(self, body: SelectRequest) -> Selection | PendingReply:
+    def select(self, body: SelectRequest) -> Selection | LaterReply:
         return self._selected(body, None)
 
-    def select_and_reserve(self, body: SelectAndReserveRequest) -> Selection | PendingReply:
+    def select_and_reserve(self, body: SelectAndReserveRequest) -> Selection | LaterReply:
         reservation_id = body.reservation_id
         return self._selected(body, str(uuid.uuid4()) if reservation_id is None else reservation_id)
 
-    def _selected(
-        self, body: SelectRequest, reservation_id: str | None
-    ) -> Selection | PendingReply:
+    def _selected(self, body: SelectRequest, reservation_id: str | None) -> Selection | LaterReply:
         partition = self.selector.ready_partition(body.model_name, body.group())
         request = self._request(partition, body, books=reservation_id is not None)
         if reservation_id is not None:
@@ -188,21 +171,20 @@ class SelectionService(ReplicaHandlers):
         if not self.selector.parks:
             placement = self.selector.select_now(partition, request, self._clock())
             return _selection(partition, body.selection_id, reservation_id, placement)
-        pending: PendingReply | None = None
+        pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
             assert pending is not None
             if isinstance(outcome, SelectorError):
-                pending.resolve(error_reply(outcome.status, outcome.message))
+                pending.answer(outcome.status, ErrorBody(outcome.message))
             else:
-                pending.resolve(
-                    reply(200, _selection(partition, body.selection_id, reservation_id, outcome))
-                )
+                selection = _selection(partition, body.selection_id, reservation_id, outcome)
+                pending.answer(200, selection)
 
         outcome = self.selector.select(partition, request, self._clock(), on_answer)
         if not isinstance(outcome, Parked):
             return _selection(partition, body.selection_id, reservation_id, outcome)
-        pending = PendingReply()
+        pending = LaterReply()
         pending.on_disconnect = lambda: self.selector.hung_up(partition, outcome, self._clock())
         self._limit_wait(partition, outcome, on_answer)
         return pending
@@ -302,7 +284,7 @@ class SelectionService(ReplicaHandlers):
         credit = self._terms(body.router_config_override).credit
         return inspection.overlap_scores(partition, prompt.local_hashes, credit)
 
-    def dump(self) -> bytes | PendingReply:
+    def dump(self) -> Answer:
         if self.recovering:
             # What a peer would recover of it is not all; peers that start together ask each other.
             raise Unavailable("start-up recovery is under way")

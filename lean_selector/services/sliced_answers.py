@@ -8,9 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from lean_selector.http1.protocol import PendingReply
 from lean_selector.http1.response import JSON, GrowingResponse, encode_response
-from lean_selector.services.gate import Answer, error_reply
+from lean_selector.services.replies import INTERNAL_ERROR, Answer, LaterReply
 
 SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
 
@@ -36,8 +35,8 @@ class SlicedAnswers:
         self._call_soon = call_soon
         self._content_type = content_type
         self._clock = clock
-        self._waiting: set[PendingReply] = set()  # for one that has not begun
-        self._served: set[PendingReply] = set()  # for the one that is being made
+        self._waiting: set[LaterReply] = set()  # for one that has not begun
+        self._served: set[LaterReply] = set()  # for the one that is being made
         self._parts: Iterator[bytes] | None = None
         self._made: GrowingResponse | None = None  # set together with _parts
 
@@ -45,14 +44,14 @@ class SlicedAnswers:
         """`at_once`: the body is known to be small."""
         if at_once:
             return encode_response(200, b"".join(self._new_parts()), self._content_type)
-        pending = PendingReply(is_being_made=True)
+        pending = LaterReply(is_being_made=True)
         pending.on_disconnect = lambda: self._hung_up(pending)
         self._waiting.add(pending)
         if self._parts is None and len(self._waiting) == 1:
             self._call_soon(self._begin)
         return pending
 
-    def _hung_up(self, pending: PendingReply) -> None:
+    def _hung_up(self, pending: LaterReply) -> None:
         self._waiting.discard(pending)
         self._served.discard(pending)
 
@@ -74,13 +73,16 @@ class SlicedAnswers:
                 if self._clock() >= slice_ends:
                     self._call_soon(self._go_on)
                     return
-            response = self._made.finish()
+            response: bytes | None = self._made.finish()
         except Exception:  # the gate has let go of the request, so its rule is applied here
             _log.exception("%s failed", self._name)
-            response = error_reply(500, "internal error")
+            response = None
         self._made = self._parts = None
         served, self._served = self._served, set()
         for pending in served:
-            pending.resolve(response)
+            if response is None:
+                pending.answer(500, INTERNAL_ERROR)
+            else:
+                pending.finish(response)
         if self._waiting:
             self._call_soon(self._begin)

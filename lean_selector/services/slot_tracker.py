@@ -1,8 +1,8 @@
 """The slot tracker: its route table and its handlers, nothing else.
 
 Handlers translate: struct in, one call into the core, struct out. Rules live in `core.trackers`,
-the checks that all routes share in `gate`. API: the source document, slot_tracker.md 1.3, and both
-families of peer routes (decision D18).
+the checks that all routes share in `bodies`. API: the source document, slot_tracker.md 1.3, and
+both families of peer routes (decision D18).
 """
 
 import time
@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from lean_selector.core.trackers import LoadRow, PotentialLoadRow, Trackers, WorkerRow
 from lean_selector.http1.response import encode_response
-from lean_selector.services.gate import Query, Route, plain, with_body, with_query
-from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
+from lean_selector.services.bodies import Query
+from lean_selector.services.gate import Route, plain, with_body, with_query
+from lean_selector.services.peer_routes import DETAIL, OK, Plane, ReplicaHandlers
 from lean_selector.wire.peer_bodies import PeerUrlRequest
 from lean_selector.wire.selection import Ok
 from lean_selector.wire.slot_tracker import (
@@ -51,7 +52,7 @@ class SlotTrackerService(ReplicaHandlers):
             *self.replica_routes(),
             ("POST", "/register_peer", with_body(PeerUrlRequest, self.register_peer)),
             ("POST", "/deregister_peer", with_body(PeerUrlRequest, self.deregister_peer)),
-            ("GET", "/peers", self.list_peers),
+            ("GET", "/peers", with_query(self.list_peers, DETAIL)),
         )
 
     def register(self, body: RegisterRequest) -> Ok:

@@ -1,4 +1,5 @@
-"""Request bodies of the selection service, as typed structs (spec selection.md 1.3).
+"""Bodies of the selection service: requests (spec selection.md 1.3), and answers that are not rows
+of the core.
 
 Unknown fields are ignored, `null` counts as absent for the optional ones.
 """
@@ -11,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from lean_selector.core.selection.records import PinnedWorker
 from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt import PromptFields
 from lean_selector.wire.scalars import U32, NonNegative, check_u64, f32, f32_shortest
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
@@ -189,3 +191,12 @@ class Ok(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: str
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """GET /ready."""
+
+    ready: bool
+    schedulable_workers: int
+    workers: JsonText  # a list of WorkerRecord
+    recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way

@@ -33,8 +33,9 @@ from lean_selector.http1.response import date_header, encode_response
 from lean_selector.http1.router import Match
 from lean_selector.observing.metrics import LoopLag, http_families, process_families
 from lean_selector.observing.selection_metrics import selection_families
-from lean_selector.services.gate import Answer, Gate, _is_msgpack, as_msgpack
+from lean_selector.services.gate import Gate
 from lean_selector.services.metrics_answers import MetricsAnswers
+from lean_selector.services.replies import Answer
 from lean_selector.services.selection import SelectionService
 from tests.bookings import book
 
@@ -93,9 +94,7 @@ class BareGate(Gate):
             answer = found.value[0](request, found.param)
         except Exception as error:
             answer = self._failed(request, found.value[1], error)
-        if isinstance(answer, PendingReply):
-            return answer
-        return as_msgpack(answer) if _is_msgpack(request.accept) else answer
+        return answer
 
 
 class BareSelector(Selector):

@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.http1.response import JSON
-from lean_selector.services.gate import MSGPACK, Gate
+from lean_selector.services.gate import Gate
+from lean_selector.services.media_types import MSGPACK
 from tests.gates import answered, request, selection_gate, slot_tracker_gate
 
 PROMPT: dict[str, Any] = {

@@ -1,0 +1,165 @@
+"""What a request says, checked: its body, its query, the id in its path.
+
+Content type, size, decoding, and what is wrong with a body that cannot be decoded. The order of the
+checks is that of spec selection.md 1.1; strictness of JSON as decision D8.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from lean_selector.core.errors import BadRequest, SelectorError
+from lean_selector.core.u64 import U64_MAX
+from lean_selector.http1.reader import Request
+from lean_selector.http1.response import JSON
+from lean_selector.http1.router import RepeatedQueryField, parse_query, percent_decode
+from lean_selector.services.media_types import is_json, names_msgpack
+from lean_selector.wire.body_text import (
+    MOST_COSTLY_NUMBERS,
+    has_costly_numbers,
+    json_fault,
+    messagepack_fault,
+)
+from lean_selector.wire.prompt import PromptFields, binary_form, prompt_decoder
+
+Query = dict[str, str]
+T = TypeVar("T")
+
+NOT_JSON = "Expected request with `Content-Type: application/json`"
+TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
+# A body as short as this cannot hold the loop for long, whatever it says.
+LONG_BODY_BYTES = 32 * 1024
+COSTLY_NUMBERS = f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"
+SCOPE_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
+
+
+class BadBody(SelectorError):
+    """A body that is not what its route takes."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BadQuery(BadRequest):
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"Failed to deserialize query string: {fault}")
+
+
+# -- bodies ---------------------------------------------------------------------------------------
+
+
+def body_reader(body_type: type[T]) -> Callable[[Request], T]:
+    """What decodes the body of a request: JSON; where it holds a prompt, or MessagePack.
+
+    That raises BadBody; msgspec.ValidationError for a wrong shape, which `shape_fault` judges.
+    """
+    decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
+    read_binary: Callable[[Request], T] | None = None
+    if issubclass(body_type, PromptFields):
+        decode = prompt_decoder(body_type)
+        read_binary = _binary_reader(binary_form(body_type))
+
+    def read(request: Request) -> T:
+        content_type = request.headers.content_type
+        if content_type != JSON or request.body_too_large or not request.body.isascii():
+            if read_binary is not None and names_msgpack(content_type):
+                return read_binary(request)
+            _check_before_decoding(request)
+        if len(request.body) >= LONG_BODY_BYTES and has_costly_numbers(request.body):
+            raise _not_parsed("JSON", COSTLY_NUMBERS)
+        try:
+            return decode(request.body)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _not_parsed("JSON", error) from None
+
+    return read
+
+
+def _binary_reader(body_type: type[Any]) -> Callable[[Request], Any]:
+    """What `body_reader` gives, for MessagePack alone."""
+    decode = msgspec.msgpack.Decoder(body_type).decode
+
+    def read(request: Request) -> Any:
+        if request.body_too_large:
+            raise BadBody(413, TOO_LARGE)
+        try:
+            return decode(request.body)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _not_parsed("MessagePack", error) from None
+
+    return read
+
+
+def _check_before_decoding(request: Request) -> None:
+    content_type = request.content_type
+    if content_type != JSON and not is_json(content_type):
+        raise BadBody(415, NOT_JSON)
+    if request.body_too_large:
+        raise BadBody(413, TOO_LARGE)
+    if not request.body.isascii():
+        try:
+            request.body.decode()
+        except UnicodeDecodeError as error:
+            raise _not_parsed("JSON", error) from None
+
+
+def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
+    """What a body of the wrong shape is told: 400 if it is broken as a whole (D8), else 422."""
+    is_binary = names_msgpack(request.content_type)
+    form = "MessagePack" if is_binary else "JSON"
+    fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
+    if fault:
+        return _not_parsed(form, fault)
+    return BadBody(422, f"Failed to deserialize the {form} body into the target type: {error}")
+
+
+def _not_parsed(form: str, fault: object) -> BadBody:
+    return BadBody(400, f"Failed to parse the request body as {form}: {fault}")
+
+
+# -- queries --------------------------------------------------------------------------------------
+
+
+def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
+    """The known fields of a query, a routing group under the name of tenant_id."""
+    if not request.query:
+        return {}
+    try:
+        query = parse_query(request.query, known)
+    except RepeatedQueryField as error:
+        raise BadQuery(str(error)) from None
+    group = query.pop("routing_group", None)
+    if group is not None and query.setdefault("tenant_id", group) != group:
+        raise BadQuery("tenant_id and routing_group are two names of one thing and must not differ")
+    return query
+
+
+# -- ids in the path ------------------------------------------------------------------------------
+
+
+def worker_id_param(param: bytes) -> int:
+    """A u64 in a path: decimal digits, leading zeros and a plus sign allowed, after decoding."""
+    text = _text_param("worker_id", param)
+    digits = text[1:] if text.startswith("+") else text
+    if digits.isascii() and digits.isdigit():
+        significant = digits.lstrip("0") or "0"
+        if len(significant) <= 20 and (value := int(significant)) <= U64_MAX:
+            return value
+    raise BadRequest(f"Invalid URL: Cannot parse `{text}` to a `u64`")
+
+
+def reservation_id_param(param: bytes) -> str:
+    return _text_param("reservation_id", param)
+
+
+def _text_param(name: str, param: bytes) -> str:
+    try:
+        return percent_decode(param)
+    except ValueError:
+        raise BadRequest(f"Invalid URL: Invalid UTF-8 in `{name}`") from None
