@@ -22,7 +22,7 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import PartitionKey, Source, WorkerRecord, WorkerSpec
 
 MAX_DATA_PARALLEL_SIZE = 4096  # D6; every rank has a row of its own
-MAX_ENDPOINTS = MAX_DATA_PARALLEL_SIZE  # D28; of a map from ranks
+MAX_ENTRIES = MAX_DATA_PARALLEL_SIZE  # D28; of each list and map of a record
 _RANK_LIMIT = 2**32 - 1  # ranks are u32, and start + size must be one too
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
@@ -162,10 +162,10 @@ class Catalog:
             raise BadRequest(
                 f"data_parallel_size {size} exceeds the maximum {MAX_DATA_PARALLEL_SIZE}"
             )
-        for field in ("kv_events_endpoints", "replay_endpoints"):
+        for field in ("kv_events_endpoints", "replay_endpoints", "taints", "topology_domains"):
             count = len(getattr(spec, field))
-            if count > MAX_ENDPOINTS:
-                raise BadRequest(f"{field}: {count} entries exceed the maximum {MAX_ENDPOINTS}")
+            if count > MAX_ENTRIES:
+                raise BadRequest(f"{field}: {count} entries exceed the maximum {MAX_ENTRIES}")
 
     def _install(self, spec: WorkerSpec) -> Worker:
         worker_id = spec.worker_id

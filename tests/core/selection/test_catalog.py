@@ -49,6 +49,17 @@ def test_d28_a_map_of_endpoints_has_a_limit_and_nothing_changes_beyond_it(field:
     driven.selector.catalog.patch(1, {field: many})
 
 
+def test_d28_the_taints_and_domains_of_a_worker_have_a_limit_too() -> None:
+    """They are sorted for each record that is shown: 800 000 took 0.7 s."""
+    driven = DrivenSelector()
+    before = driven.register(1)
+    names = [str(number) for number in range(4097)]
+    for changes in ({"taints": frozenset(names)}, {"topology_domains": dict.fromkeys(names, "a")}):
+        with pytest.raises(BadRequest, match=r"^\w+: 4097 entries exceed the maximum 4096$"):
+            driven.selector.catalog.patch(1, dict(changes))
+        assert driven.selector.catalog.workers[1] is before
+
+
 def test_d28_endpoints_of_ranks_that_the_worker_lacks_stay_in_its_record() -> None:
     driven = DrivenSelector(use_kv_events=True)
     worker = driven.register(1, kv_events_endpoints={0: ENDPOINT, 7: ENDPOINT, 9: ENDPOINT})
