@@ -15,6 +15,7 @@ from lean_selector.http1.response import JSON, encode_response
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService
+from lean_selector.services.service_state import ServiceState
 from lean_selector.services.slot_tracker import SlotTrackerService
 
 NOW = 1000.0
@@ -57,7 +58,11 @@ def selection_gate() -> Gate:
     engines = NoEngines()
     selector = Selector(RouterSettings(use_kv_events=False), engines, random.Random(7))
     service = SelectionService(
-        selector, dump=lambda: encode_response(200, b"{}"), sources=engines, clock=lambda: NOW
+        selector,
+        dump=lambda: encode_response(200, b"{}"),
+        sources=engines,
+        state=ServiceState(),
+        clock=lambda: NOW,
     )
     return Gate((*service.routes(), *BusyThresholdService(selector, lambda: NOW).routes()))
 

@@ -23,12 +23,13 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
+from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.replies import Answer
 from lean_selector.services.sliced_answers import SlicedAnswers
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
-from lean_selector.sockets.replica_mesh import ReplicaSync
+from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_snapshot import encode_snapshot
 
@@ -82,7 +83,7 @@ class PlaneState(msgspec.Struct, frozen=True):
 
 
 class ReplicaPlane:
-    """What a service has of its replicas. Raises ReplicaSyncError when it cannot be set up.
+    """What a service has of its replicas. Raises StartError when it cannot be set up.
 
     `on_applied(event, now)` hears of each event of a peer that changed something here.
     """
@@ -97,7 +98,10 @@ class ReplicaPlane:
         reservation_expiry_s: float,
         links: Links | None = None,
     ) -> None:
-        """`targets` are all partitions that `lookup` finds; `links` those of the process."""
+        """`targets` are all partitions that `lookup` finds; `links` those of the process.
+
+        No callable is called in here, so what is behind it may be made with `events`.
+        """
         self._lookup = lookup
         self._targets = targets
         self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
@@ -117,15 +121,18 @@ class ReplicaPlane:
         self.router_id = secrets.randbits(64) or 1
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
-        self.sync = ReplicaSync(
-            context,
-            config.bind,
-            config.peers,
-            self._on_event,
-            router_id=self.router_id,
-            advertise=config.advertise,
-            links=links,
-        )
+        try:
+            self.sync = ReplicaSync(
+                context,
+                config.bind,
+                config.peers,
+                self._on_event,
+                router_id=self.router_id,
+                advertise=config.advertise,
+                links=links,
+            )
+        except ReplicaSyncError as error:
+            raise StartError(str(error)) from None
         self.events = ReplicaEvents(self.router_id, self._publish)
 
     def start(self) -> None:

@@ -6,11 +6,13 @@ hands each the two or three others that it uses, and takes them down again (deci
 
 import asyncio
 import random
+from collections.abc import Iterable
 
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.replication.events import ReplicaEvent
 from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.limits import Limits
@@ -19,7 +21,7 @@ from lean_selector.observing.lifecycle_log import SelectorLog
 from lean_selector.observing.load_metrics import replica_families
 from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.process.expiry_sweep import ExpirySweep
-from lean_selector.process.host import HttpServer, StartError, new_zmq_context, observation, run
+from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.selector_config import SelectorConfig
 from lean_selector.services.busy_threshold import BusyThresholdService
@@ -27,11 +29,11 @@ from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.observed import observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
+from lean_selector.services.service_state import ServiceState
 from lean_selector.sockets.index_sweeps import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.recovery import Recovery
-from lean_selector.sockets.replica_mesh import ReplicaSyncError
 from lean_selector.tasks import supervise
 
 
@@ -57,39 +59,50 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
         index.on_sweep = sweeps.start
         return index
 
-    selector = Selector(
-        config.router, subscriptions, random.Random(), new_index=new_index, thresholds=config.busy
-    )
+    # What the plane asks; it does so only once all is made, the selector below too.
+    def lookup(model_name: str, tenant_id: str) -> Partition | None:
+        return selector.scheduling_partition(model_name, tenant_id)
+
+    def every_partition() -> Iterable[Partition]:
+        return established(selector.catalog, None, None)
+
+    def on_applied(event: ReplicaEvent, now: float) -> None:
+        request_id = event.booking.request_id
+        selector.load_changed(event.model_name, event.tenant_id, request_id, now)
+
     plane = None
     if config.replica is not None:
-
-        def on_applied(event: ReplicaEvent, now: float) -> None:
-            request_id = event.booking.request_id
-            selector.load_changed(event.model_name, event.tenant_id, request_id, now)
-
-        try:
-            plane = ReplicaPlane(
-                context,
-                config.replica,
-                selector.scheduling_partition,
-                lambda: established(selector.catalog, None, None),
-                on_applied,
-                config.router.reservation_expiry_s,
-                links,
-            )
-        except ReplicaSyncError as error:
-            raise StartError(str(error)) from None
-        selector.events = plane.events
+        plane = ReplicaPlane(
+            context,
+            config.replica,
+            lookup,
+            every_partition,
+            on_applied,
+            config.router.reservation_expiry_s,
+            links,
+        )
+    selector = Selector(
+        config.router,
+        subscriptions,
+        random.Random(),
+        new_index=new_index,
+        events=None if plane is None else plane.events,
+        thresholds=config.busy,
+    )
+    peers = config.indexer_peers if config.router.use_kv_events else []
+    state = ServiceState(is_recovering=bool(peers))
     dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
     service = SelectionService(
         selector,
         dump=dumps.answer,
         sources=subscriptions,
+        state=state,
         plane=plane,
         call_later=loop.call_later,
     )
     routes = (*service.routes(), *BusyThresholdService(selector).routes())
-    recovering = start_recovery(config, selector, subscriptions, service)
+    recovery = Recovery(selector.catalog, subscriptions, peers, config.recovery_timeout_s)
+    recovering = start_recovery(recovery, state) if peers else None
     connections = Connections(
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
@@ -126,8 +139,9 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
         selector.admit_waiting(now)
 
     def refuse_new() -> None:
-        service.draining = True
-        recovering.cancel()
+        state.drain()
+        if recovering is not None:
+            recovering.cancel()
         selector.refuse_parked(Unavailable(SHUTDOWN))
 
     async def close() -> None:
@@ -140,24 +154,14 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     context.destroy(linger=0)
 
 
-def start_recovery(
-    config: SelectorConfig,
-    selector: Selector,
-    subscriptions: KvSubscriptions,
-    service: SelectionService,
-) -> "asyncio.Task[None]":
-    """Recovers the KV index from a peer, if there are any, beside everything else."""
-    peers = config.indexer_peers if config.router.use_kv_events else []
-    recovery = Recovery(selector.catalog, subscriptions, peers, config.recovery_timeout_s)
-    service.recovering = bool(peers)
+def start_recovery(recovery: Recovery, state: ServiceState) -> "asyncio.Task[None]":
+    """Recovers the KV index from a peer beside everything else."""
 
     async def recover() -> None:
         try:
-            if peers:
-                await recovery.run()
+            await recovery.run()
         finally:
-            service.recovering = False
-        if peers:
-            await recovery.forget_unclaimed()
+            state.recovered()
+        await recovery.forget_unclaimed()
 
     return supervise("recovery", recover, again=False)

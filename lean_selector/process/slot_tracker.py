@@ -3,20 +3,19 @@
 import asyncio
 
 from lean_selector.core.replication.events import ReplicaEvent
-from lean_selector.core.trackers import Trackers
+from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.limits import Limits
 from lean_selector.observing import logs
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.observing.load_metrics import replica_families, tracker_families
 from lean_selector.process.expiry_sweep import ExpirySweep
-from lean_selector.process.host import HttpServer, StartError, new_zmq_context, observation, run
+from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
 from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
-from lean_selector.sockets.replica_mesh import ReplicaSyncError
 
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
@@ -28,21 +27,27 @@ def run_slot_tracker(config: SlotTrackerConfig) -> None:
 
 async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:
     context = new_zmq_context()
-    trackers = Trackers(reservation_expiry_s=config.reservation_expiry_s)
+
+    # What the plane asks; it does so only once all is made, the trackers below too.
+    def lookup(model_name: str, tenant_id: str) -> Tracker | None:
+        return trackers.lookup(model_name, tenant_id)
+
+    def every_tracker() -> list[Tracker]:
+        return trackers.in_order()
+
     plane = None
     if config.replica is not None:
-        try:
-            plane = ReplicaPlane(
-                context,
-                config.replica,
-                trackers.lookup,
-                trackers.in_order,
-                _nobody_waits,
-                config.reservation_expiry_s,
-            )
-        except ReplicaSyncError as error:
-            raise StartError(str(error)) from None
-        trackers.events = plane.events
+        plane = ReplicaPlane(
+            context,
+            config.replica,
+            lookup,
+            every_tracker,
+            _nobody_waits,
+            config.reservation_expiry_s,
+        )
+    trackers = Trackers(
+        None if plane is None else plane.events, reservation_expiry_s=config.reservation_expiry_s
+    )
     service = SlotTrackerService(trackers, plane=plane)
     connections = Connections(
         asyncio.get_running_loop().call_soon,

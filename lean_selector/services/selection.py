@@ -38,6 +38,7 @@ from lean_selector.services.gate import (
 )
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
 from lean_selector.services.replies import Answer, LaterReply, Reply
+from lean_selector.services.service_state import ServiceState
 from lean_selector.services.worker_records import WorkerRecords
 from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
@@ -73,6 +74,7 @@ class SelectionService(ReplicaHandlers):
         *,
         dump: Callable[[], Answer],
         sources: KvSources,
+        state: ServiceState,
         plane: Plane | None = None,
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,8 +83,7 @@ class SelectionService(ReplicaHandlers):
         super().__init__(plane)
         self.selector = selector
         self._records = WorkerRecords(selector.catalog)
-        self.draining = False
-        self.recovering = False
+        self._state = state
         self._dump = dump
         self._sources = sources
         self._clock = clock
@@ -135,8 +136,8 @@ class SelectionService(ReplicaHandlers):
 
     def ready(self) -> Reply:
         schedulable = self.selector.catalog.schedulable_count()
-        ready = schedulable > 0 and not self.draining
-        recovering = True if self.recovering else UNSET
+        ready = schedulable > 0 and not self._state.is_draining
+        recovering = True if self._state.is_recovering else UNSET
         body = Readiness(ready, schedulable, self._records.all(), recovering)
         return Reply(200 if ready else 503, body)
 
@@ -285,7 +286,7 @@ class SelectionService(ReplicaHandlers):
         return inspection.overlap_scores(partition, prompt.local_hashes, credit)
 
     def dump(self) -> Answer:
-        if self.recovering:
+        if self._state.is_recovering:
             # What a peer would recover of it is not all; peers that start together ask each other.
             raise Unavailable("start-up recovery is under way")
         return self._dump()

@@ -37,6 +37,7 @@ from lean_selector.services.gate import Gate
 from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.replies import Answer
 from lean_selector.services.selection import SelectionService
+from lean_selector.services.service_state import ServiceState
 from tests.bookings import book
 
 ROUNDS = 40
@@ -150,7 +151,10 @@ class Service:
         if threshold is not None:
             self.selector.change_threshold(("default", "default"), threshold, 0.0)
         service = SelectionService(
-            self.selector, dump=lambda: encode_response(200, b"{}"), sources=self.sources
+            self.selector,
+            dump=lambda: encode_response(200, b"{}"),
+            sources=self.sources,
+            state=ServiceState(),
         )
         self.gate = gate(service.routes())
         self._protocol = HttpProtocol(self.gate, Connections(call_soon=lambda callback: None))
