@@ -31,6 +31,7 @@ from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.tasks import supervise
+from lean_selector.wire.peer_bodies import PeerState, PlaneState, PublisherState
 from lean_selector.wire.replica_snapshot import encode_snapshot
 
 log = logging.getLogger("lean_selector.replica")
@@ -43,43 +44,6 @@ COST_PAUSE = 5
 MEND_PAUSE_MAX_S = 60.0
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
-
-
-class PeerState(msgspec.Struct, frozen=True):
-    """One peer of GET /replica_sync/peers?detail=true."""
-
-    endpoint: str
-    state: str
-    since_s: float  # how long it has been so
-    retries: int  # attempts to connect meanwhile
-    last_error: str | None  # why there is no connection now
-
-
-class PublisherState(msgspec.Struct, frozen=True):
-    """One replica that numbers what it publishes."""
-
-    router_id: int
-    sequence: int  # the last that was heard of
-    heard_s: float  # how long ago
-    missed: int
-    is_behind: bool  # something was missed, and not mended since
-
-
-class PlaneState(msgspec.Struct, frozen=True):
-    """GET /replica_sync/peers?detail=true."""
-
-    router_id: int
-    peers: list[PeerState]
-    published: int
-    refused: int  # not published: too many waited, or too big
-    queue_overflows: int  # times that the queue of a peer began to drop what is published
-    sequence: int  # the number of the last event published or refused
-    received: int
-    missed: int  # published by replicas that number their events, and never arrived
-    publishers: list[PublisherState]  # those replicas
-    applied: dict[str, int]  # by kind of event
-    dropped: dict[str, int]  # by reason
-    catch_up: dict[str, int] | msgspec.UnsetType  # how many reservations met which fate
 
 
 class ReplicaPlane:

@@ -9,7 +9,7 @@ from lean_selector.core.errors import Conflict, NotFound
 from lean_selector.services.bodies import BadQuery, Query
 from lean_selector.services.gate import Route, plain, with_body, with_query
 from lean_selector.services.replies import Answer, Reply
-from lean_selector.wire.peer_bodies import PeerRequest
+from lean_selector.wire.peer_bodies import PeerRequest, PlaneState
 from lean_selector.wire.selection import Ok
 
 OK = Ok()
@@ -26,7 +26,7 @@ class Plane(Protocol):
 
     def peers(self) -> list[str]: ...
 
-    def state(self) -> object: ...
+    def state(self) -> PlaneState: ...
 
     def snapshot(self) -> Answer: ...
 

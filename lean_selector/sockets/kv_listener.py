@@ -11,8 +11,6 @@ import random
 import time
 from enum import Enum, auto
 
-import msgspec
-
 from lean_selector.core.index.kv_cursor import KvCursor, SourceState, Verdict
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets.batch_work import BatchWork
@@ -21,6 +19,7 @@ from lean_selector.sockets.kv_sockets import live_frames, open_live, open_replay
 from lean_selector.sockets.link import Link, LinkState
 from lean_selector.sockets.links import Links
 from lean_selector.tasks import supervise
+from lean_selector.wire.kv_sources import SourceStatus
 
 logger = logging.getLogger("lean_selector.kv_events")
 
@@ -41,31 +40,6 @@ class _ReplayEnd(Enum):
     COMPLETE = auto()  # the end marker came
     STOPPED = auto()
     OVERFLOWED = auto()  # more came than may wait; what did is applied, and the rest is there still
-
-
-class SourceStatus(msgspec.Struct, frozen=True):
-    """One source as `GET /kv_sources` shows it."""
-
-    worker_id: int
-    dp_rank: int
-    endpoint: str
-    replay_endpoint: str | None
-    # live, replaying, degraded; before the first message also resolving, connecting, and failed,
-    # which is tried again
-    state: str
-    connection: str  # resolving, connecting, connected, retrying
-    last_seq: int | None  # of the last live batch
-    lag_batches: int  # known of and not applied, or not to the end
-    lost_batches: int  # gone for good since the index last was what the engine held
-    gaps: int
-    replayed_batches: int
-    restarts: int
-    backlog_bytes: int  # received and waiting, also for a replay
-    dropped_batches: int  # received and given up, for too much waited; a replay may bring them
-    messages: int
-    skipped: dict[str, int]  # "event_type:reason", and "message:reason" for what held no batch
-    last_message_age_s: float | None
-    last_error: str | None
 
 
 class KvListener:

@@ -14,15 +14,9 @@ from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.workers import Source
 from lean_selector.sockets.ingest_turns import IngestTurns
-from lean_selector.sockets.kv_listener import KvListener, SourceStatus
+from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.links import Links
-
-
-class KvSource(SourceStatus, frozen=True, kw_only=True):
-    """An item of `GET /kv_sources`."""
-
-    model_name: str
-    tenant_id: str
+from lean_selector.wire.kv_sources import KvSource, SourceStatus
 
 
 class KvSubscriptions:
