@@ -33,7 +33,7 @@ from lean_selector.services.service_state import ServiceState
 from lean_selector.sockets.index_sweeps import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.recovery import Recovery
+from lean_selector.sockets.recovery import Recovery, log_discarded
 from lean_selector.tasks import supervise
 
 
@@ -88,6 +88,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
         new_index=new_index,
         events=None if plane is None else plane.events,
         thresholds=config.busy,
+        on_discarded=log_discarded,
     )
     peers = config.indexer_peers if config.router.use_kv_events else []
     state = ServiceState(is_recovering=bool(peers))

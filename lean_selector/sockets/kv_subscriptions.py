@@ -5,6 +5,7 @@ the counts of listeners that ended, so that totals only grow. Knows nothing of w
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
@@ -27,7 +28,7 @@ class KvSubscriptions:
         self._turns = IngestTurns()
         self._listeners: dict[RankKey, KvListener] = {}
         self._partitions: dict[RankKey, Partition] = {}  # of the same keys
-        self.ended: set[RankKey] | None = None  # gathered only while a recovery needs it
+        self.notes_of_ends: list[set[RankKey]] = []  # that `noting_ends` keeps
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
 
@@ -57,8 +58,8 @@ class KvSubscriptions:
         rank = worker_id, dp_rank
         listener = self._listeners.pop(rank)
         del self._partitions[rank]
-        if self.ended is not None:
-            self.ended.add(rank)
+        for ended in self.notes_of_ends:
+            ended.add(rank)
         self._ended_counts.add(listener.ingest.counts)
         ending = listener.stop()
         listener.ingest.close()
@@ -101,11 +102,19 @@ class KvSubscriptions:
         return rank in self._listeners
 
     def is_ahead(self, rank: RankKey) -> bool:
-        """The rank's source has told something, or has ended since `ended` was set."""
-        if self.ended is not None and rank in self.ended:
-            return True
+        """The rank's source has told something."""
         listener = self._listeners.get(rank)
         return listener is not None and listener.cursor.last_live is not None
+
+    @contextlib.contextmanager
+    def noting_ends(self) -> Iterator[set[RankKey]]:
+        """The ranks whose source has ended since this began, kept up to date until it is left."""
+        ended: set[RankKey] = set()
+        self.notes_of_ends.append(ended)
+        try:
+            yield ended
+        finally:
+            self.notes_of_ends = [note for note in self.notes_of_ends if note is not ended]
 
     def counts(self) -> EventCounts:
         """Events of all sources since the start, ended ones included."""

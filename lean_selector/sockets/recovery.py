@@ -10,7 +10,7 @@ Spec: indexer.md 4.2 and 7.15-7.17.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from lean_selector.core.index.kv_index import KvIndex, RankKey, StoreResult
 from lean_selector.core.selection.catalog import Catalog
@@ -61,40 +61,41 @@ class Recovery:
         self._peers = peers
         self._timeout_s = timeout_s
         self._slice_ends = 0.0  # perf_counter
-        catalog.on_discarded = _log_discarded
+        self._ended: Set[RankKey] = frozenset()  # ranks whose source ended while this runs
 
     async def run(self) -> bool:
         """Recover from the first peer that can be used; False if there is none."""
-        began = time.monotonic()
-        self._subscriptions.ended = set()
         try:
-            for at, peer in enumerate(self._peers):
-                left_s = self._timeout_s - (time.monotonic() - began)
-                try:
-                    if left_s <= 0:
-                        raise PeerFailed("no time left")
-                    fetch = fetch_dump(peer, left_s)
-                    dump = await fetched(fetch, left_s, len(self._peers) - at)
-                    partitions = await self._read(peer, *dump)
-                except PeerFailed as error:
-                    logger.warning("no recovery from %s: %s", peer, error)
-                    continue
-                for partition, ranks in partitions:
-                    await self._apply(partition, ranks)
-                logger.info(
-                    "recovered %d blocks in %d partitions from %s in %.2f s; "
-                    "%d events skipped, %d ranks left to their sources",
-                    *(self.blocks, len(partitions), peer, time.monotonic() - began),
-                    *(self.skipped_events, self.skipped_ranks),
-                )
-                return True
-            logger.warning("no reachable indexer peer; starting with an empty index")
-            return False
+            with self._subscriptions.noting_ends() as self._ended:
+                return await self._recovered()
         except Exception:
             logger.exception("recovery failed; going on with what there is")
             return False
-        finally:
-            self._subscriptions.ended = None
+
+    async def _recovered(self) -> bool:
+        began = time.monotonic()
+        for at, peer in enumerate(self._peers):
+            left_s = self._timeout_s - (time.monotonic() - began)
+            try:
+                if left_s <= 0:
+                    raise PeerFailed("no time left")
+                fetch = fetch_dump(peer, left_s)
+                dump = await fetched(fetch, left_s, len(self._peers) - at)
+                partitions = await self._read(peer, *dump)
+            except PeerFailed as error:
+                logger.warning("no recovery from %s: %s", peer, error)
+                continue
+            for partition, ranks in partitions:
+                await self._apply(partition, ranks)
+            logger.info(
+                "recovered %d blocks in %d partitions from %s in %.2f s; "
+                "%d events skipped, %d ranks left to their sources",
+                *(self.blocks, len(partitions), peer, time.monotonic() - began),
+                *(self.skipped_events, self.skipped_ranks),
+            )
+            return True
+        logger.warning("no reachable indexer peer; starting with an empty index")
+        return False
 
     async def forget_unclaimed(self, after_s: float = RECOVERED_LIFE_S) -> None:
         """Wait so long, then drop recovered blocks that no complete worker has claimed (D3)."""
@@ -156,13 +157,13 @@ class Recovery:
                 left_alone.add(rank)
         partition = self._partition(dumped)
         if partition is None:
-            _log_discarded(dumped)
+            log_discarded(dumped)
             return
         self.skipped_ranks += len(left_alone)
         # Not before every block is in: a source that starts at its watermark misses none. One that
         # listens already may have batches from before the dump in its queue, so it starts afresh.
         for rank in dumped.watermarks.keys() - left_alone:
-            if not (self._subscriptions.is_listening(rank) or self._subscriptions.is_ahead(rank)):
+            if not (self._subscriptions.is_listening(rank) or self._is_ahead(rank)):
                 partition.watermarks[rank] = dumped.watermarks[rank]
 
     async def _apply_rank(
@@ -173,7 +174,7 @@ class Recovery:
         ready = events[::-1]
         while ready:
             await self._pause()
-            if self._subscriptions.is_ahead(rank):
+            if self._is_ahead(rank):
                 return False
             partition = self._partition(dumped)
             if partition is None:
@@ -195,6 +196,10 @@ class Recovery:
         self.skipped_events += sum(map(len, waiting.values()))
         return True
 
+    def _is_ahead(self, rank: RankKey) -> bool:
+        """What its source told, or tells no more, is newer than any dump."""
+        return rank in self._ended or self._subscriptions.is_ahead(rank)
+
     def _store(self, index: KvIndex, event: StoredBlocks) -> StoreResult:
         return index.store(
             event.worker_id,
@@ -211,7 +216,7 @@ class Recovery:
         return self._catalog.recovered_partition(key, dumped.block_size)
 
 
-def _log_discarded(of: Partition | DumpedPartition) -> None:
+def log_discarded(of: Partition | DumpedPartition) -> None:
     """Say that recovered blocks are dropped because of their size (D3)."""
     text = "recovered blocks of model=%s tenant=%s dropped: their size is %d, the workers' is not"
     logger.warning(text, of.model_name, of.tenant_id, of.block_size)

@@ -24,7 +24,7 @@ from lean_selector.publisher import KvEventPublisher
 from lean_selector.sockets import dump_fetch
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.recovery import Recovery
+from lean_selector.sockets.recovery import Recovery, log_discarded
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 KEY = ("m", "t")
@@ -132,6 +132,7 @@ class Service:
             self.subscriptions,
             new_partition=lambda key, size, eagle: Partition(*key, size, eagle, KvIndex(size)),
             on_dropped=lambda partition, dropped: None,
+            on_discarded=log_discarded,
         )
 
     def register(
@@ -322,7 +323,7 @@ async def test_a_recovery_that_is_cancelled_ends_at_once() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.wait({task})
         assert task.cancelled()
-        assert of.subscriptions.ended is None
+        assert of.subscriptions.notes_of_ends == []
 
 
 # -- what becomes of the blocks -------------------------------------------------------------------

@@ -75,14 +75,15 @@ class Catalog:
         *,
         new_partition: Callable[[PartitionKey, int, bool], Partition],
         on_dropped: Callable[[Partition, list[Reservation]], None],
+        on_discarded: Callable[[Partition], None] = lambda partition: None,
     ) -> None:
-        """`on_dropped` hears of the reservations that went with a rank."""
+        """`on_dropped` hears of the reservations that went with a rank, `on_discarded` of recovered
+        partitions whose blocks are dropped for their block size (D3)."""
         self._settings = settings
         self._sources = sources
         self._new_partition = new_partition
         self._on_dropped = on_dropped
-        # Hears of recovered partitions whose blocks are dropped for their block size (D3).
-        self.on_discarded: Callable[[Partition], None] = lambda partition: None
+        self._on_discarded = on_discarded
         self.workers: dict[int, Worker] = {}
         self.revision = 0  # grows whenever what `workers` shows changes
         self._order: list[tuple[str, str, int]] = []  # all workers, as `matching` sorts them
@@ -214,7 +215,7 @@ class Catalog:
         if partition is None or not partition.established:
             if partition is None or partition.block_size != spec.block_size:
                 if partition is not None:
-                    self.on_discarded(partition)
+                    self._on_discarded(partition)
                     partition.index.abandon()
                 partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
                 self.partitions[spec.key] = partition

@@ -89,8 +89,10 @@ class Selector:
         new_index: Callable[[int], KvIndex] = KvIndex,
         events: LifecycleEvents | None = None,
         thresholds: BusyThreshold = OFF,
+        on_discarded: Callable[[Partition], None] = lambda partition: None,
     ) -> None:
-        """`thresholds` hold for every model that is not given its own."""
+        """`thresholds` hold for every model that is not given its own; `on_discarded` is the
+        catalog's."""
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.events = events
@@ -104,6 +106,7 @@ class Selector:
             sources,
             new_partition=self._new_partition,
             on_dropped=self._free_dropped,
+            on_discarded=on_discarded,
         )
         # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
         self._booked: dict[str, Partition] = {}

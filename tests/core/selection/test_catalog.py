@@ -1,5 +1,6 @@
 """The worker catalog: reasons, replacement, removal, and what becomes of load and sources."""
 
+import random
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ from msgspec import UNSET
 from lean_selector.core.errors import BadRequest, NotFound, Unavailable
 from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.selection.catalog import MAX_DATA_PARALLEL_SIZE, Worker
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
-from tests.driven_selector import DrivenSelector, pack
+from tests.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"
 KV_RANK_0 = "kv_events endpoint is required for dp_rank 0"
@@ -546,3 +550,26 @@ def test_a_worker_whose_rank_range_moves_leaves_no_bounds_behind(deaf: DrivenSel
         assert index.blocks(1, start, Tier.DEVICE) == 4
     deaf.selector.catalog.patch(1, {"total_kv_blocks": None})
     assert not index._bounds
+
+
+def test_recovered_blocks_of_another_size_than_the_first_workers_are_told_of_once() -> None:
+    discarded: list[Partition] = []
+    selector = Selector(
+        RouterSettings(use_kv_events=False),
+        Sources(),
+        random.Random(7),
+        on_discarded=discarded.append,
+    )
+    waiting = selector.catalog.recovered_partition(("m", "t"), 4)
+    fitting = selector.catalog.recovered_partition(("m", "u"), 8)
+    for worker_id, tenant_id in enumerate(("t", "t", "u", "v")):
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            model_name="m",
+            tenant_id=tenant_id,
+            endpoint="http://w",
+            block_size=8,
+        )
+        assert not selector.upsert_worker(spec, 0.0).reasons
+    assert discarded == [waiting]
+    assert selector.catalog.partitions["m", "u"] is fitting
