@@ -105,7 +105,7 @@ class DeviceTier:
         bit = rank.bit
         while names.rows:
             strand, _ = names.rows.popitem()
-            if self._is_old(bit, strand):
+            if self.rank_in(strand, bit) is None:
                 self._settle(bit, strand)
             yield
         yield from names.dismantled()
@@ -115,10 +115,13 @@ class DeviceTier:
             self._reborn &= ~(1 << bit)
         self._bits.release(rank.key)
 
-    def _is_old(self, bit: int, strand: int) -> bool:
-        """Whether a bit in the runs of a strand is from before its rank was retired."""
+    def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
+        """The rank with this bit if it has a row for the strand.
+
+        If not, a bit in the runs of the strand is from before its rank was retired.
+        """
         rank = self._by_bit[bit]
-        return rank is None or strand not in rank.names.rows
+        return rank if rank is not None and strand in rank.names.rows else None
 
     def _settle(self, bit: int, strand: int) -> None:
         """Take an old bit away from all runs of a strand."""
@@ -137,7 +140,7 @@ class DeviceTier:
                 break
             bits = bits_of(run.whole & self._reborn)
             bits += [bit for bit in run.partial or () if self._reborn >> bit & 1]
-            old += [(bit, run.strand) for bit in bits if self._is_old(bit, run.strand)]
+            old += [(bit, run.strand) for bit in bits if self.rank_in(run.strand, bit) is None]
             if not local_hashes.startswith(run.label, at):
                 break
             at += len(run.label)
@@ -259,7 +262,8 @@ class DeviceTier:
                     run = self.trie.split(run, position)
                 continue
             child = run.children.get(local[done : done + 8]) if run.children else None
-            if child and self._reborn >> rank.bit & 1 and self._is_old(rank.bit, child.strand):
+            is_reborn = self._reborn >> rank.bit & 1
+            if child and is_reborn and child.strand not in rank.names.rows:
                 self._settle(rank.bit, child.strand)  # which may be all that kept it
                 child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
@@ -369,19 +373,45 @@ class DeviceTier:
 
     def _trim(self, run: Run) -> None:
         """Cut the end off a run when half of it is held by nobody and nothing follows."""
-        assert run.partial is not None
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
-        if run.is_held_beyond(min(blocks >> 1, blocks - _TRIM_BLOCKS)):
-            return
+        if not run.is_held_beyond(min(blocks >> 1, blocks - _TRIM_BLOCKS)):
+            self._cut(run)
+
+    def _cut(self, run: Run) -> None:
+        """Cut off the end of a run, nothing of which is held or hung upon."""
+        assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
-            rank = self._by_bit[bit]
-            if rank is not None and run.strand in rank.names.rows:  # else it is an old bit
+            rank = self.rank_in(run.strand, bit)
+            if rank is not None:  # else it is an old bit
                 rank.names.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
+
+    def held_in(self, rank: DeviceRank, strand: int) -> int:
+        """The positions (a bit mask) of a strand that a rank with a row for it holds."""
+        held = 0
+        for run in self.trie.pieces(strand):
+            held |= run.held_by(rank.bit) << run.start
+        return held
+
+    def drop(self, rank: DeviceRank, strand: int, positions: int) -> None:
+        """Drop the blocks at these positions (a bit mask), which the rank holds."""
+        for position in bits_of(positions):
+            rank.names.discard(strand << POSITION_BITS | position)
+        self._drop_positions(rank, strand, positions)
+
+    def cut_row(self, rank: DeviceRank, strand: int) -> None:
+        """Give back the memory of names behind the last block of a strand that a rank holds."""
+        rank.names.cut_row(strand, self._held_end(rank, strand))
+
+    def cut_label(self, strand: int) -> None:
+        """Give back the memory of the blocks at the end of a strand that nobody holds."""
+        for run in self.trie.pieces(strand)[-1:]:
+            if run.partial and not run.whole and not run.children:
+                self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
         """Drop so many blocks of a rank: the runs stored first, from their ends."""

@@ -22,6 +22,7 @@ from struct import unpack
 import msgspec
 
 from lean_selector.core.hashing import u64s
+from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.device_tier import Matched as Matched
 from lean_selector.core.index.engine_hashes import NOWHERE
@@ -93,7 +94,8 @@ class _Rank:
 class KvIndex:
     """The index of one partition. Lists of local hashes are bytes, 8 per block, little-endian.
 
-    `evicted` counts holdings dropped because a rank went beyond its bound.
+    `evicted` counts holdings dropped because a rank went beyond its bound, or because the holes
+    before them took too much memory.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class KvIndex:
         self._continuations = Continuations()
         # What is to be given back, step by step, and who hears that there is something.
         self._sweeps: deque[Iterator[None]] = deque()
+        self._until_review = holes.REVIEW_AFTER  # device blocks to be dropped
+        self._is_reviewed = False  # just now, in one of the sweeps
         self.on_sweep: Callable[[KvIndex], None] | None = None
         self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
         self._device = DeviceTier(self.bits)
@@ -263,6 +267,8 @@ class KvIndex:
         if rank.device.blocks > bound:
             self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
             self._release_if_empty(key, rank)
+            if self._until_review < 0:
+                self._start_review()
         return _STORED
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
@@ -273,12 +279,15 @@ class KvIndex:
             return 0
         if tier is _DEVICE:
             removed = self._device.remove(rank.device, block_hashes)
+            self._until_review -= removed
         elif rank.lower:
             held = rank.lower[tier - 1]
             removed = sum(held.remove(name.to_bytes(8, "little")) for name in block_hashes)
         else:
             removed = 0
         self._release_if_empty(key, rank)
+        if self._until_review < 0:
+            self._start_review()
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
@@ -293,12 +302,15 @@ class KvIndex:
             rank = self._ranks.get(key)
             if rank is not None:
                 dropped += rank.blocks()
+                self._until_review -= rank.device.blocks
                 sweeps += [held.dismantled() for held in rank.lower]
                 rank.lower = []
                 self._forget(key, rank)
                 sweeps.append(self._device.retire(rank.device))
         if sweeps:
             self._start(chain.from_iterable(sweeps))
+            if self._until_review < 0:
+                self._start_review()
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
@@ -365,6 +377,20 @@ class KvIndex:
     def let_go(self, entries: MutableMapping[int, str]) -> None:
         """Give back the memory of a dict that its owner has dropped, as that of blocks."""
         self._start(emptied(entries))
+
+    def _start_review(self) -> None:
+        if not self._is_reviewed:
+            self._is_reviewed, self._until_review = True, 0
+            self._start(self._review())
+
+    def _review(self) -> Iterator[None]:
+        held = yield from holes.review(self._device, self._lose)
+        self._is_reviewed = False
+        self._until_review += holes.REVIEW_AFTER + (held >> 1)
+
+    def _lose(self, device: DeviceRank, blocks: int) -> None:
+        self.evicted += blocks
+        self._release_if_empty(device.key, self._ranks[device.key])
 
     def _start(self, sweep: Iterator[None]) -> None:
         for _ in range(_STEPS_AT_ONCE):
@@ -438,6 +464,7 @@ class KvIndex:
         if surplus <= 0:
             return False
         self.evicted += min(surplus, most)
+        self._until_review -= min(surplus, most)
         self._device.drop_oldest(rank.device, min(surplus, most))
         return surplus > most
 

@@ -149,6 +149,11 @@ class RunTrie:
         self._split: dict[int, _Pieces] = {}  # those of more than one run
         self._free: list[int] = []
 
+    @property
+    def numbered(self) -> int:
+        """Strands have numbers below this one."""
+        return len(self.strands) + len(self._free)
+
     def add(self, parent: Run, label: bytes) -> Run:
         """A new run, in a strand of its own, below `parent`."""
         strand = self._free.pop() if self._free else len(self.strands)

@@ -1,0 +1,131 @@
+"""Memory that is kept for blocks that are gone, and what is evicted to have it back.
+
+A run's label stays while something hangs below it, and a rank's row of names up to its last block.
+So an engine that lets the starts of prompts go and keeps their ends would keep all of both: 16 KB
+for one block. Such ends cannot be matched before their starts come back. Where too much is kept for
+them they are evicted, and the engine may store them again. A strand at a time, in short steps
+between which anything may happen. D31.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index.runs import Run
+from lean_selector.core.rank_bits import bits_of
+
+# Positions (8 bytes each, in labels and rows) for a held block, of a strand and of all together. A
+# block that one rank holds takes two, so this is a strand of which more than half is gone.
+MOST_POSITIONS = 4
+SPARED_POSITIONS = 1 << 19  # 4 MiB: with less to spare nothing is evicted
+REVIEW_AFTER = 1 << 17  # blocks dropped, beside half of those that were held at the last review
+_STRANDS_PER_STEP = 8  # measured: some 40 us
+_RANKS_PER_STEP = 32  # looked at in a strand that many hold: some 10 us more for each of those
+_BLOCKS_PER_STEP = 64  # dropped: some 50 us
+_MOST_RUNS_ABOVE = 256  # looked at: some 100 us
+
+
+def review(
+    device: DeviceTier, evicted: Callable[[DeviceRank, int], None]
+) -> Generator[None, None, int]:
+    """Measures all strands and, where they keep too much, evicts what lies behind their holes.
+
+    `evicted` is told of each rank that loses blocks, and how many. In steps of some 50 us; returns
+    the blocks that were held.
+    """
+    kept = held = 0
+    for strand in range(device.trie.numbered):
+        if not strand % _STRANDS_PER_STEP:
+            yield
+        strand_kept, strand_held, _ = yield from _measured(device, strand)
+        kept += strand_kept
+        held += strand_held
+    if kept <= MOST_POSITIONS * held + SPARED_POSITIONS:
+        return held
+    for strand in range(device.trie.numbered):
+        if not strand % _STRANDS_PER_STEP:
+            yield
+        strand_kept, strand_held, holders = yield from _measured(device, strand)
+        if strand_held and strand_kept + _kept_above(device, strand) > MOST_POSITIONS * strand_held:
+            yield from _closed(device, strand, holders, evicted)
+    return held
+
+
+def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[int, int, int]]:
+    """Positions that a strand takes, blocks of it that are held, and a set of their ranks.
+
+    All about right: ranks that are being swept count too.
+    """
+    kept = held = holders = looked_at = 0
+    for run in device.trie.pieces(strand):
+        length = len(run.label) >> 3
+        kept += length
+        held += run.whole.bit_count() * length
+        holders |= run.whole
+        for bit, positions in list((run.partial or {}).items()):
+            held += positions.bit_count()
+            holders |= 1 << bit
+            looked_at += 1
+            if looked_at > _RANKS_PER_STEP:
+                looked_at = 0
+                yield
+        looked_at += 1
+        if looked_at > _RANKS_PER_STEP:
+            looked_at = 0
+            yield
+    for bit in bits_of(holders):
+        rank = device.rank_in(strand, bit)
+        if rank is not None:
+            kept += len(rank.names.rows[strand]) >> 3
+        looked_at += 1
+        if looked_at > _RANKS_PER_STEP:
+            looked_at = 0
+            yield
+    return kept, held, holders
+
+
+def _kept_above(device: DeviceTier, strand: int) -> float:
+    """Positions right above a strand that nobody holds, as its share among what hangs on them."""
+    kept, share = 0.0, 1
+    run = device.trie.strands.get(strand)
+    for _ in range(_MOST_RUNS_ABOVE):
+        run = run.parent if run is not None else None
+        if run is None or run.children is None or run.parent is None:
+            break
+        share *= len(run.children)
+        length = len(run.label) >> 3
+        lost = length - _held_end(run)
+        kept += lost / share
+        if lost < length:
+            break
+    return kept
+
+
+def _held_end(run: Run) -> int:
+    """Blocks of a run up to the last that anybody holds."""
+    if run.whole:
+        return len(run.label) >> 3
+    return max(map(int.bit_length, (run.partial or {}).values()), default=0)
+
+
+def _closed(
+    device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
+) -> Iterator[None]:
+    """Evicts, of each rank, what lies behind its holes where these are most of its row."""
+    for bit in bits_of(holders):
+        while (rank := device.rank_in(strand, bit)) is not None:
+            device.cut_row(rank, strand)
+            held = device.held_in(rank, strand)
+            if _kept_above(device, strand):
+                gone = held
+            elif held.bit_length() > held.bit_count() << 1:
+                gone = held & held + 1  # all but the leading ones
+            else:
+                break
+            gone_first = sum(1 << at for at in bits_of(gone)[-_BLOCKS_PER_STEP:])
+            if not gone_first:
+                break
+            device.drop(rank, strand, gone_first)
+            evicted(rank, gone_first.bit_count())
+            yield
+        yield
+    device.cut_label(strand)

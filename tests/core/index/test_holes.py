@@ -1,0 +1,201 @@
+"""Memory kept for blocks that are gone: bounded by what is held, and only what lies behind holes is
+given up for it."""
+
+from struct import pack
+
+import pytest
+
+from lean_selector.core.index import holes, kv_index
+from lean_selector.core.index.kv_index import KvIndex, Tier
+from tests.operations import lines_run
+
+LENGTH = 64
+
+
+def as_bytes(local: list[int]) -> bytes:
+    return pack(f"<{len(local)}Q", *local)
+
+
+def positions_kept(index: KvIndex) -> int:
+    """8 bytes each: in the labels of runs, and in each rank's rows of names."""
+    trie = index._device.trie
+    labels = sum(len(run.label) for strand in trie.strands for run in trie.pieces(strand))
+    ranks = [rank.device.names for rank in index._ranks.values()]
+    return labels + sum(len(row) for names in ranks for row in names.rows.values()) >> 3
+
+
+def store(index: KvIndex, worker: int, local: list[int], parent: int | None = None) -> None:
+    index.store(worker, 0, Tier.DEVICE, parent, local, as_bytes(local))
+
+
+def prompt(number: int, blocks: int = LENGTH) -> list[int]:
+    return list(range(number * 10_000 + 1, number * 10_000 + 1 + blocks))
+
+
+def matched(index: KvIndex, local: list[int]) -> dict[int, int]:
+    return {worker: hit.device for (worker, _), hit in index.match(as_bytes(local)).items()}
+
+
+def review(index: KvIndex) -> None:
+    index._start_review()
+    while index.sweep(10):
+        pass
+
+
+@pytest.fixture
+def spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is spared, so that a few blocks are too much."""
+    monkeypatch.setattr(holes, "SPARED_POSITIONS", 0)
+
+
+def test_an_engine_that_keeps_only_the_ends_of_prompts_does_not_take_memory_for_their_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holes, "SPARED_POSITIONS", 4_000)
+    monkeypatch.setattr(holes, "REVIEW_AFTER", 1_000)
+    index = KvIndex(16)
+    for number in range(2_000):
+        local = prompt(number)
+        store(index, 1, local)
+        index.remove(1, 0, Tier.DEVICE, local[:-1])
+        held = index.total_blocks
+        # Between two reviews: what one left, half of its blocks gone, and a thousand more.
+        assert positions_kept(index) <= 8 * held + 2 * 4_000 + 2 * (1_000 + LENGTH)
+    assert index.evicted + index.total_blocks == 2_000
+    assert index.evicted > 1_500
+    index.sweep(1_000_000)
+    assert {(1, 0)} >= set(index.ranks())
+
+
+def test_ends_are_not_evicted_while_they_take_little() -> None:
+    index = KvIndex(16)
+    for number in range(50):
+        store(index, 1, prompt(number))
+        index.remove(1, 0, Tier.DEVICE, prompt(number)[:-1])
+    review(index)
+    assert (index.total_blocks, index.evicted) == (50, 0)
+    store(index, 1, prompt(7)[:-1])
+    assert matched(index, prompt(7)) == {1: LENGTH}
+
+
+@pytest.mark.usefixtures("spared")
+def test_only_what_cannot_be_matched_is_evicted() -> None:
+    index = KvIndex(16)
+    local = prompt(1)
+    for worker in (1, 2, 3):
+        store(index, worker, local)
+    index.remove(2, 0, Tier.DEVICE, local[4:-1])
+    index.remove(3, 0, Tier.DEVICE, local[:-2])
+    for number in (2, 3, 4):
+        store(index, 4, prompt(number))
+        index.remove(4, 0, Tier.DEVICE, prompt(number)[:-1])
+    before = matched(index, local)
+    review(index)
+    assert matched(index, local) == before == {1: LENGTH, 2: 4}
+    assert index.ranks() == [(1, 0), (2, 0), (3, 0)]  # three of one strand that is worth its memory
+    index.remove(1, 0, Tier.DEVICE, local[8:])
+    review(index)
+    assert matched(index, local) == {1: 8, 2: 4}
+    assert index.ranks() == [(1, 0), (2, 0)]
+    assert index.evicted == 3 + 1 + 2
+    assert positions_kept(index) <= holes.MOST_POSITIONS * index.total_blocks
+    # And what was evicted may come back.
+    store(index, 2, local[4:], parent=local[3])
+    store(index, 3, local)
+    assert matched(index, local) == {1: 8, 2: LENGTH, 3: LENGTH}
+
+
+@pytest.mark.usefixtures("spared")
+def test_a_start_that_nobody_holds_goes_with_the_little_that_hangs_on_it() -> None:
+    index = KvIndex(16)
+    local = prompt(1, 5_000)  # several strands, of which all but the last lose all their blocks
+    store(index, 1, local)
+    store(index, 2, local)
+    for worker in (1, 2):
+        index.remove(worker, 0, Tier.DEVICE, local[:4_900])
+    assert len(index._device.trie.strands) == 5
+    review(index)
+    assert index.is_empty
+    assert index.evicted == 200
+    assert not index._device.trie.strands
+    assert not index.bits.keys
+
+
+@pytest.mark.usefixtures("spared")
+def test_a_start_that_nobody_holds_stays_for_the_much_that_hangs_on_it() -> None:
+    index = KvIndex(16)
+    system = prompt(1)
+    for number in range(2, 30):
+        store(index, 1, system + prompt(number))
+    index.remove(1, 0, Tier.DEVICE, system)
+    for number in range(30, 130):  # starts that are too much for what is left below them
+        store(index, 1, prompt(number))
+        index.remove(1, 0, Tier.DEVICE, prompt(number)[:-1])
+    review(index)
+    assert index.evicted == 100
+    store(index, 1, system)
+    for number in range(2, 30):
+        assert matched(index, system + prompt(number)) == {1: 2 * LENGTH}
+
+
+@pytest.mark.usefixtures("spared")
+def test_the_ends_of_rows_that_others_share_are_given_back_without_an_eviction() -> None:
+    index = KvIndex(16)
+    local = prompt(1)
+    for worker in range(1, 20):
+        store(index, worker, local)
+        if worker > 1:
+            index.remove(worker, 0, Tier.DEVICE, local[2:])
+    assert positions_kept(index) > 19 * LENGTH
+    review(index)
+    assert positions_kept(index) <= 2 * LENGTH + 18 * 2
+    assert index.evicted == 0
+    assert matched(index, local) == {1: LENGTH, **dict.fromkeys(range(2, 20), 2)}
+
+
+@pytest.mark.usefixtures("spared")
+@pytest.mark.parametrize("ranks", [1, 100])
+def test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+    worst = {}
+    for prompts in (5, 50):
+        index = KvIndex(16)
+        for number in range(prompts):
+            for worker in range(ranks):
+                store(index, worker, prompt(number, 400))
+        for number in range(prompts):
+            for worker in range(ranks):
+                index.remove(worker, 0, Tier.DEVICE, prompt(number, 400)[:300])
+        index._start_review()
+        lines = []
+        while index.sweep(0):
+            lines.append(lines_run(index.sweep, 1))
+        assert len(lines) > prompts
+        worst[prompts] = max(lines)
+        assert index.is_empty
+    assert worst[50] <= worst[5] + 50
+
+
+def test_a_review_comes_after_many_blocks_were_dropped_by_whatever_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holes, "SPARED_POSITIONS", 0)
+    monkeypatch.setattr(holes, "REVIEW_AFTER", LENGTH)
+    for way in ("remove", "clear", "bound"):
+        index = KvIndex(16)
+        store(index, 1, prompt(1))
+        store(index, 2, prompt(1))
+        index.remove(2, 0, Tier.DEVICE, prompt(1)[:-1])  # one fewer than makes a review
+        assert index.blocks(2, 0, Tier.DEVICE) == 1
+        if way == "remove":
+            index.remove(1, 0, Tier.DEVICE, prompt(1))
+        elif way == "clear":
+            index.clear(1, 0)
+        else:
+            index.set_bound(1, 2, None)
+            store(index, 1, prompt(2))
+        while index.sweep(100):
+            pass
+        assert index.blocks(2, 0, Tier.DEVICE) == 0, way
