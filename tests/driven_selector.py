@@ -5,6 +5,7 @@ from typing import Any
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.slots import Reservation
+from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.parking import Parked
@@ -60,16 +61,16 @@ class DrivenSelector:
 
     # What the selector tells its peers.
 
-    def booked(self, _: Partition, reservation: Reservation, sequence: bytes) -> None:
+    def booked(self, _: ReplicaTarget, reservation: Reservation, sequence: bytes) -> None:
         self.told.append(("booked", reservation.request_id))
 
-    def prefill_completed(self, _: Partition, reservation: Reservation) -> None:
+    def prefill_completed(self, _: ReplicaTarget, reservation: Reservation) -> None:
         self.told.append(("prefill_completed", reservation.request_id))
 
-    def freed(self, _: Partition, reservation: Reservation) -> None:
+    def freed(self, _: ReplicaTarget, reservation: Reservation) -> None:
         self.told.append(("freed", reservation.request_id))
 
-    def kept_alive(self, _: Partition, reservation: Reservation) -> None:
+    def kept_alive(self, _: ReplicaTarget, reservation: Reservation) -> None:
         self.told.append(("kept_alive", reservation.request_id))
 
     # Calls.

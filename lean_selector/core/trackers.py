@@ -2,8 +2,9 @@
 
 A tracker comes with the first worker registered for its scope and goes, with all its state, with
 the last one. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Knows
-nothing of HTTP or sockets; time is an argument, in monotonic seconds. What happens here is told to
-`events`; peers' events are applied by a ReplicaApplier whose look-up is `Trackers.lookup`.
+nothing of HTTP or sockets; time is an argument, in monotonic seconds. Requests are booked
+through each tracker's ledger, which tells the peers; peers' events are applied by a ReplicaApplier
+whose look-up is `Trackers.lookup`.
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,17 @@ import msgspec
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.expiry import Expiry
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
-from lean_selector.core.replication.events import ReplicaEvents, republish_after_s
+from lean_selector.core.replication.ledger import (
+    RESERVATION_EXPIRY_S,
+    Ledger,
+    Ledgers,
+    LifecycleEvents,
+)
 from lean_selector.core.u64 import U64_MAX
 
 MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
 MAX_ISL_TOKENS = 2**53 - 1  # D6
-RESERVATION_EXPIRY_S = 300.0  # D12
 _RANK_LIMIT = 2**32 - 1  # ranks are u32, and dp_start + dp_size must be one too
 
 
@@ -62,13 +66,14 @@ class PotentialLoadRow(msgspec.Struct, frozen=True, gc=False):
 class Tracker:
     """State of one (model_name, tenant_id)."""
 
-    __slots__ = ("block_size", "model_name", "slots", "tenant_id", "workers")
+    __slots__ = ("block_size", "ledger", "model_name", "slots", "tenant_id", "workers")
 
-    def __init__(self, model_name: str, tenant_id: str, block_size: int) -> None:
+    def __init__(self, model_name: str, tenant_id: str, block_size: int, ledgers: Ledgers) -> None:
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
         self.slots = Slots()
+        self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, ledgers)
         self.workers: dict[int, WorkerRow] = {}  # at least one, or the tracker is gone
 
     def ranks(self) -> list[RankLoad]:
@@ -82,12 +87,10 @@ class Trackers:
 
     def __init__(
         self,
-        events: ReplicaEvents | None = None,
+        events: LifecycleEvents | None = None,
         reservation_expiry_s: float = RESERVATION_EXPIRY_S,
     ) -> None:
-        self.events = events
-        self._expiry: Expiry[Tracker] = Expiry(reservation_expiry_s)
-        self._republish_after_s = republish_after_s(reservation_expiry_s)
+        self.ledgers = Ledgers(reservation_expiry_s, events)
         self._trackers: dict[tuple[str, str], Tracker] = {}
 
     def lookup(self, model_name: str, tenant_id: str) -> Tracker | None:
@@ -110,7 +113,7 @@ class Trackers:
         tracker = self._trackers.get(scope)
         where = f"model={row.model_name} tenant={row.tenant_id}"
         if tracker is None:
-            tracker = self._trackers[scope] = Tracker(*scope, row.block_size)
+            tracker = self._trackers[scope] = Tracker(*scope, row.block_size, self.ledgers)
         elif tracker.block_size != row.block_size:
             raise Conflict(
                 f"block_size mismatch for {where}: "
@@ -133,7 +136,7 @@ class Trackers:
                 f"worker {worker_id} not found for model={model_name} tenant={tenant_id}"
             )
         for dp_rank in tracker.workers.pop(worker_id).ranks:
-            self._dropped(tracker, tracker.slots.remove_rank(worker_id, dp_rank))
+            tracker.ledger.drop_rank(worker_id, dp_rank)
         if not tracker.workers:
             del self._trackers[model_name, tenant_id]
 
@@ -174,46 +177,28 @@ class Trackers:
             track_prefill_tokens=new_isl_tokens > 0,
             prefill_tokens=new_isl_tokens or None,
         )
-        reservation = tracker.slots.book(booking, sequence_hashes, now)
-        if self.events is not None:
-            self.events.booked(tracker, reservation, sequence_hashes)
+        tracker.ledger.book(booking, sequence_hashes, now)
 
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
     ) -> None:
         """Release a request's prefill tokens; again is no error. Raises NotFound."""
         tracker = self._tracker(model_name, tenant_id)
-        completed = tracker.slots.prefill_complete(request_id, now)
-        if completed is None:
+        if tracker.ledger.prefill_complete(request_id, now) is None:
             raise NotFound(f"Request {request_id} not found")
-        reservation, first = completed
-        if self.events is None:
-            return
-        if first:
-            reservation.published_at = now
-            self.events.prefill_completed(tracker, reservation)
-        elif (
-            not reservation.is_replica and now - reservation.published_at >= self._republish_after_s
-        ):
-            reservation.published_at = now
-            self.events.kept_alive(tracker, reservation)
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
         """Release a request. An unknown id is no error, as documented; no tracker is NotFound."""
-        tracker = self._tracker(model_name, tenant_id)
-        reservation = tracker.slots.free(request_id, now)
-        if reservation is not None and self.events is not None:
-            self.events.freed(tracker, reservation)
+        self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
         """Drop requests that nothing was heard of for too long, at most `max_steps` in all.
 
         Peers hear of those admitted here. As many as max_steps: call again, there may be more.
         """
+        ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
-        trackers = list(self._trackers.values())
-        for tracker, expired in self._expiry.expire(trackers, now, max_steps):
-            self._dropped(tracker, expired)
+        for _, expired in self.ledgers.expire(ledgers, now, max_steps):
             gone += expired
         return gone
 
@@ -274,12 +259,6 @@ class Trackers:
             for (model, tenant), tracker in sorted(self._trackers.items())
             if model_name in (None, model) and tenant_id in (None, tenant)
         )
-
-    def _dropped(self, tracker: Tracker, reservations: list[Reservation]) -> None:
-        if self.events is not None:
-            for reservation in reservations:
-                if not reservation.is_replica:
-                    self.events.freed(tracker, reservation)
 
 
 def _check_range(row: WorkerRow) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import zmq.asyncio
 
-from lean_selector.core.load.expiry import REPLICA_GRACE_S
 from lean_selector.core.replication.catch_up import CatchUp, Fate, LiveBooking, live_booking
 from lean_selector.core.replication.events import (
     EventKind,
@@ -23,6 +22,7 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
+from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.replies import Answer
@@ -68,7 +68,7 @@ class ReplicaPlane:
         """
         self._lookup = lookup
         self._targets = targets
-        self._copies_expire_s = reservation_expiry_s + REPLICA_GRACE_S
+        self._copies_expire_s = copies_expire_s(reservation_expiry_s)
         self._catch_up_urls = config.catch_up
         self._catch_up: CatchUp | None = None  # until it has ended
         self._catch_up_again = asyncio.Event()

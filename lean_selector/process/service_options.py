@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.process.options import (
     Option,
     boolean,
@@ -124,7 +125,7 @@ REPLICA_OPTIONS = (
 EXPIRY_OPTION = Option(
     "--reservation-expiry-secs",
     POSITIVE_SECONDS,
-    300.0,
+    RESERVATION_EXPIRY_S,
     "drop a reservation this long after its last lifecycle call",
     ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
 )

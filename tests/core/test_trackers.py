@@ -17,14 +17,13 @@ from lean_selector.core.errors import (
     SelectorError,
 )
 from lean_selector.core.replication.events import (
-    REPUBLISH_AFTER_S,
     EventKind,
     ReplicaApplier,
     ReplicaEvent,
     ReplicaEvents,
     Verdict,
-    republish_after_s,
 )
+from lean_selector.core.replication.ledger import REPUBLISH_AFTER_S, republish_after_s
 from lean_selector.core.trackers import (
     MAX_DP_SIZE,
     MAX_ISL_TOKENS,

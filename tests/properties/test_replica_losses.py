@@ -9,15 +9,14 @@ import struct
 
 import pytest
 
-from lean_selector.core.load.expiry import REPLICA_GRACE_S
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvent,
     ReplicaEvents,
     Verdict,
 )
+from lean_selector.core.replication.ledger import REPLICA_GRACE_S, RESERVATION_EXPIRY_S
 from lean_selector.core.trackers import (
-    RESERVATION_EXPIRY_S,
     Tracker,
     Trackers,
     WorkerRow,

@@ -19,16 +19,9 @@ from lean_selector.core.load.slots import Reservation, Slots
 # Long enough for tasks of a 1.3 sender to overtake each other, short enough that a request id which
 # is used again (ids ought to be unique) is not taken for a late one.
 EARLY_MEMORY_S = 5.0
-# An owner that did nothing peers would hear of tells them that it lives this often (D12).
-REPUBLISH_AFTER_S = 120.0
 # 10 000 early events a second, for EARLY_MEMORY_S. 1.3 senders reorder by milliseconds; what fills
 # it is the end of requests whose ADD we missed. 15 MB when full.
 MAX_EARLY = 50_000
-
-
-def republish_after_s(expiry_s: float) -> float:
-    """How often to say so where reservations expire after `expiry_s`: twice before they do."""
-    return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
 class EventKind(IntEnum):

@@ -10,6 +10,7 @@ from lean_selector.core.load.busy import OFF, BusyThreshold, RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.parking import ParkedQueue
 from lean_selector.core.selection.schedulable import SchedulableWorker
 from lean_selector.core.selection.workers import WorkerSpec
@@ -30,6 +31,7 @@ class Partition:
         "established",
         "index",
         "is_eagle",
+        "ledger",
         "members",
         "model_name",
         "order",
@@ -56,7 +58,9 @@ class Partition:
         prefill_load_scale: float = 1.0,
         *,
         queue_threshold: float | None = None,
+        ledgers: Ledgers | None = None,
     ) -> None:
+        """`ledgers`: those of the process; None: nobody is told of what is booked here."""
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
@@ -67,6 +71,8 @@ class Partition:
         self.watermarks: dict[RankKey, int] = {}
         self.order = LoadOrder(block_size, prefill_load_scale)
         self.slots = Slots(self.order.changed, index.bits)
+        shared = Ledgers() if ledgers is None else ledgers
+        self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
         self.workers: dict[int, SchedulableWorker] = {}
         self.members: set[int] = (
             set()
@@ -195,4 +201,4 @@ class Partition:
         self._limits.pop(load.key, None)
         if self.room is not None:
             self.room.drop(load)
-        return self.slots.remove_rank(load.worker_id, load.dp_rank)
+        return self.ledger.drop_rank(load.worker_id, load.dp_rank)

@@ -8,7 +8,6 @@ whichever later call frees capacity (D11). Lifecycle events for replicas go to t
 
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -25,10 +24,9 @@ from lean_selector.core.errors import (
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy import OFF, BusyThreshold, BusyThresholds
-from lean_selector.core.load.expiry import Expiry
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.slots import RankLoad, Reservation, check_decay_fraction
-from lean_selector.core.replication.events import republish_after_s
+from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
 from lean_selector.core.selection.admission import Admission
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.cost import Candidate, Matches
@@ -60,23 +58,6 @@ RECHECK_AFTER_S = 2.0
 OnAnswer = Callable[[Parked, Placement | SelectorError], None]
 
 
-class LifecycleEvents(Protocol):
-    """Who hears of what this replica did, in order."""
-
-    def booked(
-        self,
-        partition: Partition,
-        reservation: Reservation,
-        sequence: bytes,
-    ) -> None: ...
-
-    def prefill_completed(self, partition: Partition, reservation: Reservation) -> None: ...
-
-    def freed(self, partition: Partition, reservation: Reservation) -> None: ...
-
-    def kept_alive(self, partition: Partition, reservation: Reservation) -> None: ...
-
-
 class Selector:
     """State of one selection service."""
 
@@ -95,9 +76,7 @@ class Selector:
         catalog's."""
         self.settings = settings
         self.terms: Terms = terms(settings)
-        self.events = events
-        self._expiry: Expiry[Partition] = Expiry(settings.reservation_expiry_s)
-        self._republish_after_s = republish_after_s(settings.reservation_expiry_s)
+        self.ledgers = Ledgers(settings.reservation_expiry_s, events)
         self._rng = rng
         self._new_index = new_index
         self._thresholds = BusyThresholds(thresholds)
@@ -105,7 +84,7 @@ class Selector:
             settings,
             sources,
             new_partition=self._new_partition,
-            on_dropped=self._free_dropped,
+            on_dropped=self._forget_ended,
             on_discarded=on_discarded,
         )
         # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
@@ -122,6 +101,7 @@ class Selector:
             index,
             self.terms.scale,
             queue_threshold=self.settings.queue_threshold,
+            ledgers=self.ledgers,
         )
         partition.set_threshold(self._thresholds.of(key))
         return partition
@@ -144,18 +124,12 @@ class Selector:
             self.admit_parked(partition, now)
         return worker
 
-    def _free_dropped(self, partition: Partition, dropped: list[Reservation]) -> None:
-        """Peers hear of the end of what this replica admitted; copies they expire themselves."""
-        for reservation in dropped:
-            self._ended(partition, reservation)
-
-    def _ended(self, partition: Partition, reservation: Reservation) -> None:
-        if reservation.is_replica:
-            return
-        if self._booked.get(reservation.request_id) is partition:
-            del self._booked[reservation.request_id]
-        if self.events is not None:
-            self.events.freed(partition, reservation)
+    def _forget_ended(self, partition: Partition, reservations: list[Reservation]) -> None:
+        """Of those that ended without a call, where they were booked."""
+        for reservation in reservations:
+            request_id = reservation.request_id
+            if not reservation.is_replica and self._booked.get(request_id) is partition:
+                del self._booked[request_id]
 
     # -- busy thresholds -----------------------------------------------------------------------
 
@@ -413,14 +387,13 @@ class Selector:
     def _book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
         reservation_id = booking.request_id
         sequence = prompt.sequence_hashes()
-        elsewhere = self._local_holder(reservation_id)
-        if elsewhere is not None and elsewhere is not partition:
-            rank = elsewhere.slots.reservations[reservation_id].rank
-            raise DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
-        reservation = partition.slots.book(booking, sequence, now)
+        if reservation_id in self._booked:
+            elsewhere = self._local_holder(reservation_id)
+            if elsewhere is not None and elsewhere is not partition:
+                rank = elsewhere.slots.reservations[reservation_id].rank
+                raise DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
+        partition.ledger.book(booking, sequence, now)
         self._booked[reservation_id] = partition
-        if self.events is not None:
-            self.events.booked(partition, reservation, sequence)
 
     def _local_holder(self, reservation_id: str) -> Partition | None:
         """The partition where this replica itself booked the id and still holds it."""
@@ -428,7 +401,7 @@ class Selector:
         if partition is None:
             return None
         reservation = partition.slots.reservations.get(reservation_id)
-        if reservation is None or reservation.is_replica:
+        if reservation is None or reservation.router_id is not None:
             del self._booked[reservation_id]
             return None
         return partition
@@ -452,43 +425,21 @@ class Selector:
 
     def prefill_complete(self, reservation_id: str, now: float) -> None:
         for partition in self._holders(reservation_id):
-            completed = partition.slots.prefill_complete(reservation_id, now)
-            assert completed is not None
-            reservation, first = completed
-            if not first:
-                self._keep_alive(partition, reservation, now)
-            elif self.events is not None:
-                reservation.published_at = now
-                self.events.prefill_completed(partition, reservation)
+            partition.ledger.prefill_complete(reservation_id, now)
             self.admit_parked(partition, now)
 
     def output_block(self, reservation_id: str, decay_fraction: float | None, now: float) -> None:
         if decay_fraction is not None:
             check_decay_fraction(decay_fraction)
         for partition in self._holders(reservation_id):
-            reservation = partition.slots.output_block(reservation_id, now, decay_fraction)
-            assert reservation is not None
-            self._keep_alive(partition, reservation, now)
+            partition.ledger.output_block(reservation_id, now, decay_fraction)
             if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free
                 self.admit_parked(partition, now)
 
-    def _keep_alive(self, partition: Partition, reservation: Reservation, now: float) -> None:
-        """Peers do not hear of what just touched it: say now and then that it lives (D12)."""
-        if (
-            self.events is not None
-            and not reservation.is_replica
-            and now - reservation.published_at >= self._republish_after_s
-        ):
-            reservation.published_at = now
-            self.events.kept_alive(partition, reservation)
-
     def free(self, reservation_id: str, now: float) -> None:
         for partition in self._holders(reservation_id):
-            reservation = partition.slots.free(reservation_id, now)
-            assert reservation is not None
+            partition.ledger.free(reservation_id, now)
             self._booked.pop(reservation_id, None)
-            if self.events is not None:
-                self.events.freed(partition, reservation)
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
@@ -497,12 +448,12 @@ class Selector:
         As many as max_steps: call again, there may be more.
         """
         gone = []
-        for partition, expired in self._expiry.expire(
-            list(self.catalog.partitions.values()), now, max_steps
-        ):
-            for reservation in expired:
-                gone.append((partition, reservation))
-                self._ended(partition, reservation)
+        partitions = self.catalog.partitions
+        ledgers = [partition.ledger for partition in partitions.values()]
+        for ledger, expired in self.ledgers.expire(ledgers, now, max_steps):
+            partition = partitions[ledger.model_name, ledger.tenant_id]
+            gone += [(partition, reservation) for reservation in expired]
+            self._forget_ended(partition, expired)
             self.admit_parked(partition, now)
         return gone
 

@@ -8,6 +8,8 @@ import math
 
 import msgspec
 
+from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
+
 # Fixed in the reference too: what a block found on a lower tier is worth, in device blocks.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
@@ -25,7 +27,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     queue_threshold: float | None = None  # fraction of max_num_batched_tokens; None never queues
     queue_max_wait_s: float | None = None
     overlap_refresh_after_s: float | None = 10.0  # a parked request's overlap is looked up again
-    reservation_expiry_s: float = 300.0
+    reservation_expiry_s: float = RESERVATION_EXPIRY_S
 
 
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,7 @@ import pytest
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
 from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.load.busy import BusyThreshold
-from lean_selector.core.load.expiry import REPLICA_GRACE_S
-from lean_selector.core.replication.events import REPUBLISH_AFTER_S
+from lean_selector.core.replication.ledger import REPLICA_GRACE_S, REPUBLISH_AFTER_S
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.prompt import Prompt
