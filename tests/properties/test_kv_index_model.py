@@ -203,8 +203,13 @@ def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set
 
 
 def is_pristine(index: KvIndex) -> bool:
-    trie, continuations = index._device.trie, index._continuations
-    if continuations._ranks or continuations._again or index._lower_bits or index._dp_ranks:
+    trie, continuations = index._device.trie, index._lower_matches._continuations
+    if (
+        continuations._ranks
+        or continuations._again
+        or index._lower_matches._bits
+        or index._dp_ranks
+    ):
         return False
     return not (
         index._ranks or index._lower or index._device._all or trie.strands or trie.root.children

@@ -6,7 +6,6 @@ events. Spec: indexer.md sections 3.1, 3.2 and 7.
 """
 
 from collections.abc import Iterator, Sequence
-from struct import unpack
 
 import msgspec
 
@@ -425,65 +424,3 @@ class DeviceTier:
                 rank.names.discard(strand << POSITION_BITS | run.start + position)
             self._drop_blocks(rank, run, sum(1 << position for position in places))
             blocks -= len(places)
-
-    def reachable(
-        self, rank: DeviceRank
-    ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
-        """(parent's hash, engine hashes, local hashes) per run: oldest first, but parents before
-
-        children. The rank may change meanwhile: each run was in reach when it, or a run before it,
-        was asked for, and what has been there all the time is not left out.
-        """
-        told: set[Run] = set()  # whole runs: what hangs on them is in reach
-        cut_off: set[Run] = set()  # runs that nothing leads to
-        # dict's own view: an OrderedDict's looks each key up as it goes, at ten times the cost.
-        for strand in list(dict.keys(rank.names.rows)):
-            # A rank without a row holds nothing there now; its bit may even be another's.
-            if strand in rank.names.rows:
-                steps = [
-                    step
-                    for run in self.trie.pieces(strand)
-                    for step in self._path_to(rank, run, told, cut_off)
-                ]
-                yield from steps
-
-    def _path_to(
-        self, rank: DeviceRank, run: Run, told: set[Run], cut_off: set[Run]
-    ) -> Iterator[tuple[int | None, tuple[int, ...], tuple[int, ...]]]:
-        """What `reachable` has to tell of the runs from the start of a prompt to this one."""
-        path: list[Run] = []
-        above: Run | None = run
-        while above is not None and above.parent is not None and above not in told:
-            if above in cut_off or not (above is run or self._holds_whole(rank, above)):
-                cut_off.update(path)  # without this one: its own start may be in reach
-                return
-            path.append(above)
-            above = above.parent
-        if above is not None and above in told and not self._holds_whole(rank, above):
-            # Not any more.
-            told.remove(above)
-            cut_off.update(path)
-            return
-        for step in reversed(path):
-            held = step.held_by(rank.bit)
-            leading = ((held + 1) & ~held).bit_length() - 1
-            if leading << 3 == len(step.label):
-                told.add(step)
-            if leading:
-                names = rank.names.rows[step.strand][step.start << 3 : step.start + leading << 3]
-                yield (
-                    self._parent_hash(rank, step),
-                    unpack(f"<{leading}Q", names),
-                    unpack(f"<{leading}Q", step.label[: leading << 3]),
-                )
-
-    def _holds_whole(self, rank: DeviceRank, run: Run) -> bool:
-        return bool(run.whole >> rank.bit & 1) and run.strand in rank.names.rows
-
-    def _parent_hash(self, rank: DeviceRank, run: Run) -> int | None:
-        parent = run.parent
-        if parent is None or parent.parent is None:
-            return None
-        end = parent.start + (len(parent.label) >> 3) - 1
-        name = rank.names.name_at(parent.strand << POSITION_BITS | end)
-        return int.from_bytes(name, "little")

@@ -17,19 +17,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from enum import IntEnum
 from itertools import chain
-from struct import unpack
-
-import msgspec
 
 from lean_selector.core.hashing import u64s
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.device_tier import Matched as Matched
 from lean_selector.core.index.engine_hashes import NOWHERE
-from lean_selector.core.index.lower_tiers import ROOT, Continuations, LowerTier
-from lean_selector.core.index.runs import Run
+from lean_selector.core.index.holdings import Holdings
+from lean_selector.core.index.holdings import Tier as Tier
+from lean_selector.core.index.kv_dump import StoredRun as StoredRun
+from lean_selector.core.index.kv_dump import stored_runs
+from lean_selector.core.index.lower_matches import LowerMatches
+from lean_selector.core.index.lower_tiers import ROOT, LowerTier
 from lean_selector.core.index.sweeping import emptied
-from lean_selector.core.rank_bits import RankBits, bits_of
+from lean_selector.core.rank_bits import RankBits
 from lean_selector.core.rank_bits import RankKey as RankKey
 
 # Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
@@ -42,13 +43,6 @@ _STEPS_PER_EVENT = 2  # and one for 32 blocks: more than the event leaves behind
 _EVICTED_PER_STEP = 32
 _ENDED = object()
 _SLICE_BLOCKS = 512  # of a dump: some 0.1 ms, as blocks of a lower tier 0.5
-
-
-class Tier(IntEnum):
-    DEVICE = 0
-    HOST_PINNED = 1
-    DISK = 2
-    EXTERNAL = 3
 
 
 _DEVICE = Tier.DEVICE  # a look-up in an enum takes as long as three others
@@ -65,30 +59,6 @@ class StoreResult(IntEnum):
 
 
 _STORED = StoreResult.STORED
-
-
-class StoredRun(msgspec.Struct, frozen=True, gc=False):
-    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own."""
-
-    worker_id: int
-    dp_rank: int
-    tier: Tier
-    parent_hash: int | None
-    block_hashes: tuple[int, ...]
-    tokens_hashes: tuple[int, ...]
-
-
-class _Rank:
-    """Everything that one rank holds."""
-
-    __slots__ = ("device", "lower")
-
-    def __init__(self, device: DeviceRank) -> None:
-        self.device = device
-        self.lower: list[LowerTier] = []  # none, or host_pinned, disk, external
-
-    def blocks(self) -> int:
-        return self.device.blocks + sum(map(len, self.lower))
 
 
 class KvIndex:
@@ -109,10 +79,7 @@ class KvIndex:
         self._default_bound = (device_bound, lower_tier_bound)
         self._bounds: dict[int, tuple[int, int]] = {}  # by worker id, where set
         self._dp_ranks: dict[int, set[int]] = {}  # by worker id, those of its ranks in `_ranks`
-        self._ranks: dict[RankKey, _Rank] = {}  # those with a holding, no others
-        self._lower: dict[int, _Rank] = {}  # by bit, those of them with one on a lower tier
-        self._lower_bits = 0  # the same as a set
-        self._continuations = Continuations()
+        self._ranks: dict[RankKey, Holdings] = {}  # those with a holding, no others
         # What is to be given back, step by step, and who hears that there is something.
         self._sweeps: deque[Iterator[None]] = deque()
         self._until_review = holes.REVIEW_AFTER  # device blocks to be dropped
@@ -120,6 +87,8 @@ class KvIndex:
         self.on_sweep: Callable[[KvIndex], None] | None = None
         self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
         self._device = DeviceTier(self.bits)
+        self._lower_matches = LowerMatches(self._device)
+        self._lower = self._lower_matches.ranks  # by bit, those with a holding on a lower tier
 
     # Reading
 
@@ -153,7 +122,7 @@ class KvIndex:
         sets, path = self._device.match_sets(local_hashes)
         result = self._device.by_rank(sets)
         if self._lower:
-            result.update(self._extended(sets, path, local_hashes))
+            result.update(self._lower_matches.extended(sets, path, local_hashes))
         return result
 
     def match_sets(
@@ -167,52 +136,13 @@ class KvIndex:
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, {}
-        extended = self._extended(sets, path, local_hashes)
+        extended = self._lower_matches.extended(sets, path, local_hashes)
         if extended:
             apart = 0
             for key in extended:
                 apart |= 1 << self._ranks[key].device.bit
             sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
         return sets, extended
-
-    def _extended(
-        self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
-    ) -> dict[RankKey, Matched]:
-        """The ranks for which a lower tier goes on where their device blocks end.
-
-        Looks only at those that have the prompt's next block there, below whatever other block.
-        """
-        found: dict[RankKey, Matched] = {}
-        rest = self._lower_bits
-        for blocks, mask in sets:
-            here = rest & mask
-            if here:
-                rest ^= here
-                if here := here & self._continuations.of(local_hashes, blocks << 3):
-                    self._walk(here, blocks, path, local_hashes, found)
-        if rest := rest & self._continuations.of(local_hashes, 0):
-            self._walk(rest, 0, path, local_hashes, found)
-        return found
-
-    def _walk(
-        self,
-        bits: int,
-        device: int,
-        path: list[Run],
-        local_hashes: bytes,
-        found: dict[RankKey, Matched],
-    ) -> None:
-        """On from the last device block tier by tier, never stepping back (spec 3.5)."""
-        start = device << 3
-        for bit in bits_of(bits):
-            rank = self._lower[bit]
-            name = self._device.last_name(rank.device, path, device) if device else ROOT
-            name, host_end = rank.lower[0].walk(name, local_hashes, start)
-            name, disk_end = rank.lower[1].walk(name, local_hashes, host_end)
-            name, end = rank.lower[2].walk(name, local_hashes, disk_end)
-            if end > start:
-                host, disk = host_end - start >> 3, end - host_end >> 3
-                found[rank.device.key] = Matched(device, host, disk)
 
     # Events
 
@@ -417,27 +347,13 @@ class KvIndex:
                 continue
             runs: list[StoredRun] = []
             blocks = 0
-            for run in chain(self._dump_device(key, rank), self._dump_lower(key, rank)):
+            for run in stored_runs(self._device.trie, rank):
                 runs.append(run)
                 blocks += len(run.block_hashes)
                 if blocks >= _SLICE_BLOCKS:
                     yield runs
                     runs, blocks = [], 0
             yield runs
-
-    def _dump_device(self, key: RankKey, rank: _Rank) -> Iterator[StoredRun]:
-        for parent_hash, block_hashes, tokens_hashes in self._device.reachable(rank.device):
-            yield StoredRun(*key, Tier.DEVICE, parent_hash, block_hashes, tokens_hashes)
-
-    def _dump_lower(self, key: RankKey, rank: _Rank) -> Iterator[StoredRun]:
-        tiers = rank.lower
-        for tier, held in zip(list(Tier)[1:], tiers, strict=False):
-            for parent, name, local in held.chains():
-                if rank.lower is not tiers:
-                    return  # all of them are gone
-                parent_hash = int.from_bytes(parent, "little") if parent else None
-                block_hash, tokens_hash = unpack("<QQ", name + local)
-                yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,))
 
     # Changing
 
@@ -448,17 +364,14 @@ class KvIndex:
             self.sweep(_STEPS_PER_EVENT + (len(names) >> 8))
         rank = self._ranks.get(key) or self._admit(key)
         if not rank.lower:
-            bit = rank.device.bit
-            rank.lower = [LowerTier(self._continuations, bit) for _ in range(3)]
-            self._lower[bit] = rank
-            self._lower_bits |= 1 << bit
+            self._lower_matches.admit(rank)
         held = rank.lower[tier - 1]
         held.store(parent, names, local)
         bound = self._bounds.get(key[0], self._default_bound)[1]
         self._evict_lower(held, bound, (len(names) >> 3) + _EVICTED_PER_STEP)
         self._release_if_empty(key, rank)
 
-    def _evict_device(self, rank: _Rank, bound: int, most: int) -> bool:
+    def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:
         """Evict what is beyond the bound, at most so many blocks; True when more is."""
         surplus = rank.device.blocks - bound
         if surplus <= 0:
@@ -476,31 +389,27 @@ class KvIndex:
         held.drop_oldest(min(surplus, most))
         return surplus > most
 
-    def _admit(self, key: RankKey) -> _Rank:
-        rank = self._ranks[key] = _Rank(self._device.admit(key))
+    def _admit(self, key: RankKey) -> Holdings:
+        rank = self._ranks[key] = Holdings(self._device.admit(key))
         self._dp_ranks.setdefault(key[0], set()).add(key[1])
         return rank
 
-    def _release_if_empty(self, key: RankKey, rank: _Rank) -> None:
+    def _release_if_empty(self, key: RankKey, rank: Holdings) -> None:
         if rank.device.blocks and not rank.lower:
             return
         if any(rank.lower):
             return
         rank.lower = []
         if rank.device.blocks:
-            self._leave_lower(rank)
+            self._lower_matches.release(rank)
         else:
             self._forget(key, rank)
             self._device.release(rank.device)
 
-    def _forget(self, key: RankKey, rank: _Rank) -> None:
+    def _forget(self, key: RankKey, rank: Holdings) -> None:
         """The rank holds nothing any more, as far as anybody sees."""
-        self._leave_lower(rank)
+        self._lower_matches.release(rank)
         del self._ranks[key]
         self._dp_ranks[key[0]].remove(key[1])
         if not self._dp_ranks[key[0]]:
             del self._dp_ranks[key[0]]
-
-    def _leave_lower(self, rank: _Rank) -> None:
-        if self._lower.pop(rank.device.bit, None) is not None:
-            self._lower_bits ^= 1 << rank.device.bit

@@ -214,7 +214,7 @@ def test_dropping_is_done_in_steps_that_do_not_grow_with_what_is_dropped(
         worst[prompts] = max(steps)
         assert len(steps) > prompts // 50
         assert index.is_empty
-        trie, continuations = index._device.trie, index._continuations
+        trie, continuations = index._device.trie, index._lower_matches._continuations
         left = trie.strands, trie.root.children, continuations._ranks, index.bits.keys
         assert left == ({}, None, {}, [])
     assert at_once[2_000] <= at_once[200] + 20

@@ -1,0 +1,108 @@
+"""What a rank holds, told as the stored events that rebuild it.
+
+On the device the blocks that can be reached, a run each, parents before children; on a lower tier
+every block. The rank may change between two events. Spec: indexer.md sections 4.1 and 7.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from struct import unpack
+
+import msgspec
+
+from lean_selector.core.index.device_tier import DeviceRank
+from lean_selector.core.index.holdings import Holdings, Tier
+from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
+
+
+class StoredRun(msgspec.Struct, frozen=True, gc=False):
+    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own."""
+
+    worker_id: int
+    dp_rank: int
+    tier: Tier
+    parent_hash: int | None
+    block_hashes: tuple[int, ...]
+    tokens_hashes: tuple[int, ...]
+
+
+def stored_runs(trie: RunTrie, rank: Holdings) -> Iterator[StoredRun]:
+    """All of a rank: its device tier, then the lower ones, on each the oldest blocks first."""
+    return chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank))
+
+
+def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
+    key, tiers = rank.device.key, rank.lower
+    for tier, held in zip(list(Tier)[1:], tiers, strict=False):
+        for parent, name, local in held.chains():
+            if rank.lower is not tiers:
+                return  # all of them are gone
+            parent_hash = int.from_bytes(parent, "little") if parent else None
+            block_hash, tokens_hash = unpack("<QQ", name + local)
+            yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,))
+
+
+class _DeviceWalk:
+    """One walk over the runs that a rank holds on the device."""
+
+    def __init__(self, trie: RunTrie, rank: DeviceRank) -> None:
+        self._trie = trie
+        self._rank = rank
+        self._told: set[Run] = set()  # whole runs: what hangs on them is in reach
+        self._cut_off: set[Run] = set()  # runs that nothing leads to
+
+    def runs(self) -> Iterator[StoredRun]:
+        """Oldest first, but parents before children.
+
+        The rank may change meanwhile: each run was in reach when it, or a run before it, was asked
+        for, and what has been there all the time is not left out.
+        """
+        rows = self._rank.names.rows
+        # dict's own view: an OrderedDict's looks each key up as it goes, at ten times the cost.
+        for strand in list(dict.keys(rows)):
+            # A rank without a row holds nothing there now; its bit may even be another's.
+            if strand in self._rank.names.rows:
+                steps = [step for run in self._trie.pieces(strand) for step in self._path_to(run)]
+                yield from steps
+
+    def _path_to(self, run: Run) -> Iterator[StoredRun]:
+        """What there is to tell of the runs from the start of a prompt to this one."""
+        told, cut_off, names = self._told, self._cut_off, self._rank.names
+        path: list[Run] = []
+        above: Run | None = run
+        while above is not None and above.parent is not None and above not in told:
+            if above in cut_off or not (above is run or self._holds_whole(above)):
+                cut_off.update(path)  # without this one: its own start may be in reach
+                return
+            path.append(above)
+            above = above.parent
+        if above is not None and above in told and not self._holds_whole(above):
+            # Not any more.
+            told.remove(above)
+            cut_off.update(path)
+            return
+        for step in reversed(path):
+            held = step.held_by(self._rank.bit)
+            leading = ((held + 1) & ~held).bit_length() - 1
+            if leading << 3 == len(step.label):
+                told.add(step)
+            if leading:
+                packed = names.rows[step.strand][step.start << 3 : step.start + leading << 3]
+                yield StoredRun(
+                    *self._rank.key,
+                    Tier.DEVICE,
+                    self._parent_hash(step),
+                    unpack(f"<{leading}Q", packed),
+                    unpack(f"<{leading}Q", step.label[: leading << 3]),
+                )
+
+    def _holds_whole(self, run: Run) -> bool:
+        return bool(run.whole >> self._rank.bit & 1) and run.strand in self._rank.names.rows
+
+    def _parent_hash(self, run: Run) -> int | None:
+        parent = run.parent
+        if parent is None or parent.parent is None:
+            return None
+        end = parent.start + (len(parent.label) >> 3) - 1
+        name = self._rank.names.name_at(parent.strand << POSITION_BITS | end)
+        return int.from_bytes(name, "little")
