@@ -21,7 +21,8 @@ from lean_selector.wire.body_text import (
     json_fault,
     messagepack_fault,
 )
-from lean_selector.wire.prompt import PromptFields, binary_form, prompt_decoder
+from lean_selector.wire.prompt import binary_form, prompt_decoder
+from lean_selector.wire.prompt_fields import PromptFields
 
 Query = dict[str, str]
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from lean_selector.core.selection.selector import Selector
 from lean_selector.services.bodies import BadQuery, Query
 from lean_selector.services.gate import Route, plain, with_body, with_query
-from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds, threshold_row
+from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.scope import DEFAULT_GROUP
 
 _FIELDS = frozenset({"model", "tenant_id", "routing_group"})
@@ -31,15 +31,15 @@ class BusyThresholdService:
         )
 
     def list(self) -> Thresholds:
-        return Thresholds([threshold_row(*each) for each in self._selector.thresholds()])
+        return Thresholds([ThresholdRow.of(*each) for each in self._selector.thresholds()])
 
     def change(self, body: ThresholdRequest) -> ThresholdRow:
         scope = body.scope()
         now = self._clock()
-        return threshold_row(scope, self._selector.change_threshold(scope, body.given(), now))
+        return ThresholdRow.of(scope, self._selector.change_threshold(scope, body.given(), now))
 
     def switch_off(self, query: Query) -> ThresholdRow:
         if "model" not in query:
             raise BadQuery("missing field `model`")
         scope = query["model"], query.get("tenant_id") or DEFAULT_GROUP
-        return threshold_row(scope, self._selector.switch_threshold_off(scope, self._clock()))
+        return ThresholdRow.of(scope, self._selector.switch_threshold_off(scope, self._clock()))

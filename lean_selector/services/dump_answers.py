@@ -10,7 +10,8 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.services.replies import Answer
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
-from lean_selector.wire.dump import PartitionDump, encode_dump
+from lean_selector.wire.dump import encode_dump
+from lean_selector.wire.dump_shapes import PartitionDump
 
 _SMALL_BLOCKS = 1000  # up to a millisecond
 

@@ -26,8 +26,8 @@ from lean_selector.services.replies import (
     reply,
     sent,
 )
-from lean_selector.wire.busy import overload_body
-from lean_selector.wire.prompt import PromptFields
+from lean_selector.wire.busy import OverloadBody
+from lean_selector.wire.prompt_fields import PromptFields
 
 Endpoint = Callable[[Request, bytes | None], Answer]
 Route = tuple[str, str, Endpoint]  # method, path template, what answers
@@ -95,7 +95,7 @@ class Gate:
         if isinstance(error, AllWorkersBusy):
             meter.shed += 1
             status = self._overload_status
-            return reply(request, status, overload_body(error.message, status), RETRY_AFTER)
+            return reply(request, status, OverloadBody.of(error.message, status), RETRY_AFTER)
         if isinstance(error, msgspec.ValidationError):
             error = shape_fault(request, error)
         if isinstance(error, SelectorError):

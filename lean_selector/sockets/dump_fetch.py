@@ -1,7 +1,8 @@
 """One GET of a peer's /dump, for start-up recovery. Spec: indexer.md 4.2."""
 
 from lean_selector.sockets.peer_fetch import PeerFetch
-from lean_selector.wire.dump import DumpedPartition, split_dump
+from lean_selector.wire.dump import split_dump
+from lean_selector.wire.dump_shapes import DumpedPartition
 
 # 12 million blocks of 86 bytes: more than one process should index, and what memory may hold twice.
 MAX_DUMP_BYTES = 1 << 30

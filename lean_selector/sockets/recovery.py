@@ -18,14 +18,13 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.sockets.dump_fetch import fetch_dump
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.peer_fetch import PeerFailed, fetched
-from lean_selector.wire.dump import (
-    BadEvent,
+from lean_selector.wire.dump import BadEvent, decode_event
+from lean_selector.wire.dump_shapes import (
     ClearedRank,
     DumpedPartition,
     DumpEvent,
     RemovedBlocks,
     StoredBlocks,
-    decode_event,
 )
 
 logger = logging.getLogger("lean_selector.recovery")

@@ -4,6 +4,8 @@ Keys and texts are those of the request-rejection document; `tenant_id` and the 
 does not have, are left out where they say nothing.
 """
 
+from typing import Self
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -46,23 +48,23 @@ class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
     active_prefill_tokens_threshold: int | None
     active_prefill_tokens_threshold_frac: float | UnsetType
 
+    @classmethod
+    def of(cls, scope: tuple[str, str], threshold: BusyThreshold) -> Self:
+        model_name, tenant_id = scope
+        frac = threshold.active_prefill_tokens_frac
+        return cls(
+            model=model_name,
+            tenant_id=UNSET if tenant_id == DEFAULT_GROUP else tenant_id,
+            active_decode_blocks_threshold=threshold.active_decode_blocks,
+            active_prefill_tokens_threshold=threshold.active_prefill_tokens,
+            active_prefill_tokens_threshold_frac=UNSET if frac is None else frac,
+        )
+
 
 class Thresholds(msgspec.Struct, frozen=True):
     """GET /busy_threshold."""
 
     thresholds: list[ThresholdRow]
-
-
-def threshold_row(scope: tuple[str, str], threshold: BusyThreshold) -> ThresholdRow:
-    model_name, tenant_id = scope
-    frac = threshold.active_prefill_tokens_frac
-    return ThresholdRow(
-        model=model_name,
-        tenant_id=UNSET if tenant_id == DEFAULT_GROUP else tenant_id,
-        active_decode_blocks_threshold=threshold.active_decode_blocks,
-        active_prefill_tokens_threshold=threshold.active_prefill_tokens,
-        active_prefill_tokens_threshold_frac=UNSET if frac is None else frac,
-    )
 
 
 class OverloadBody(msgspec.Struct, frozen=True):
@@ -73,7 +75,7 @@ class OverloadBody(msgspec.Struct, frozen=True):
     type: str
     code: int
 
-
-def overload_body(error: str, status: int) -> OverloadBody:
-    message = f"Service temporarily unavailable: {error}"
-    return OverloadBody(error, message, "service_unavailable", status)
+    @classmethod
+    def of(cls, error: str, status: int) -> Self:
+        message = f"Service temporarily unavailable: {error}"
+        return cls(error, message, "service_unavailable", status)

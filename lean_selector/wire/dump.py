@@ -9,14 +9,28 @@ know. Knows neither HTTP nor what becomes of an event. Spec: indexer.md 4.1, 4.2
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
 from lean_selector.core.u64 import U64_MAX
-from lean_selector.wire.scalars import U32, NonNegative
+from lean_selector.wire.dump_shapes import (
+    Block,
+    ClearedRank,
+    DumpedPartition,
+    DumpEvent,
+    Event,
+    Names,
+    PartitionDump,
+    ReadEntry,
+    ReadTierEvent,
+    RemovedBlocks,
+    Stored,
+    StoredBlocks,
+    StoredData,
+    TierEvent,
+)
 
 _TIER_NAMES = {tier: tier.name.lower() for tier in Tier}
 _TIERS = {name: tier for tier, name in _TIER_NAMES.items()}
@@ -26,57 +40,7 @@ _PART_BLOCKS = 512
 _encode = msgspec.json.Encoder().encode
 
 
-class PartitionDump(msgspec.Struct, frozen=True):
-    """What is to be written of one partition.
-
-    `watermarks` is how far each source had been followed when `runs` began: what its engine tells
-    later may be in `runs` or not, and does no harm when it is applied again.
-    """
-
-    model_name: str
-    tenant_id: str
-    block_size: int
-    runs: Iterator[list[StoredRun]]
-    watermarks: dict[RankKey, int]
-
-
 # -- writing --------------------------------------------------------------------------------------
-
-
-class _Block(msgspec.Struct, frozen=True, gc=False):
-    block_hash: int
-    tokens_hash: int
-    mm_extra_info: None = None
-
-
-class _Stored(msgspec.Struct, frozen=True, gc=False):
-    parent_hash: int | None
-    start_position: None
-    blocks: list[_Block]
-
-
-class _StoredData(msgspec.Struct, frozen=True, gc=False):
-    stored: _Stored
-
-
-class _Event(msgspec.Struct, frozen=True, gc=False):
-    event_id: int
-    data: _StoredData
-    dp_rank: int
-
-
-class _TierEvent(msgspec.Struct, frozen=True, gc=False):
-    worker_id: int
-    storage_tier: str
-    event: _Event
-
-
-class _Names(msgspec.Struct, frozen=True):
-    """What an entry of ours says beyond the reference's; encoded without its braces."""
-
-    model_name: str
-    tenant_id: str
-    watermarks: dict[str, int]
 
 
 def encode_dump(partitions: Sequence[PartitionDump]) -> Iterator[bytes]:
@@ -104,7 +68,7 @@ def encode_dump(partitions: Sequence[PartitionDump]) -> Iterator[bytes]:
             f"{worker_id}:{dp_rank}": seq
             for (worker_id, dp_rank), seq in sorted(partition.watermarks.items())
         }
-        names = _Names(partition.model_name, partition.tenant_id, watermarks)
+        names = Names(partition.model_name, partition.tenant_id, watermarks)
         yield b"]," + _encode(names)[1:]
     yield b"}"
 
@@ -141,14 +105,14 @@ def _events(runs: Iterator[list[StoredRun]]) -> Iterator[bytes]:
         yield b",".join(part)
 
 
-def _tier_event(run: StoredRun, event_id: int) -> _TierEvent:
+def _tier_event(run: StoredRun, event_id: int) -> TierEvent:
     blocks = [
-        _Block(block_hash, tokens_hash)
+        Block(block_hash, tokens_hash)
         for block_hash, tokens_hash in zip(run.block_hashes, run.tokens_hashes, strict=True)
     ]
-    data = _StoredData(_Stored(run.parent_hash, None, blocks))
-    event = _Event(event_id, data, run.dp_rank)
-    return _TierEvent(run.worker_id, _TIER_NAMES[run.tier], event)
+    data = StoredData(Stored(run.parent_hash, None, blocks))
+    event = Event(event_id, data, run.dp_rank)
+    return TierEvent(run.worker_id, _TIER_NAMES[run.tier], event)
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -162,87 +126,10 @@ class BadEvent(ValueError):
     """One event cannot be read; the others of its entry stand."""
 
 
-class DumpedPartition(msgspec.Struct, frozen=True):
-    """One entry as it was read; its events are not, see `decode_event`."""
-
-    model_name: str
-    tenant_id: str
-    block_size: int
-    events: list[Raw]
-    watermarks: dict[RankKey, int]
-
-
-class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that a rank holds. `local_hashes` is 8 bytes per block, little-endian."""
-
-    worker_id: int
-    dp_rank: int
-    tier: Tier
-    parent_hash: int | None
-    block_hashes: "array[int]"
-    local_hashes: bytes
-
-
-class RemovedBlocks(msgspec.Struct, frozen=True, gc=False):
-    worker_id: int
-    dp_rank: int
-    tier: Tier
-    block_hashes: "array[int]"
-
-
-class ClearedRank(msgspec.Struct, frozen=True, gc=False):
-    worker_id: int
-    dp_rank: int
-
-
-DumpEvent = StoredBlocks | RemovedBlocks | ClearedRank
-
-_BlockSize = Annotated[int, Meta(ge=1, le=2**32 - 1)]
-
-
-class _Entry(msgspec.Struct):
-    block_size: _BlockSize
-    events: list[Raw]
-    model_name: str | None = None
-    tenant_id: str | None = None
-    watermarks: Raw | UnsetType = UNSET
-
-
-class _ReadBlock(msgspec.Struct, gc=False):
-    block_hash: int
-    tokens_hash: int
-
-
-class _ReadStored(msgspec.Struct, gc=False):
-    blocks: list[_ReadBlock]
-    parent_hash: int | None = None
-
-
-class _ReadRemoved(msgspec.Struct, gc=False):
-    block_hashes: list[int]
-
-
-class _ReadData(msgspec.Struct, gc=False):
-    stored: _ReadStored | UnsetType = UNSET
-    removed: _ReadRemoved | UnsetType = UNSET
-    cleared: Raw | UnsetType = UNSET
-
-
-class _ReadEvent(msgspec.Struct, gc=False):
-    data: _ReadData | str  # "cleared" comes as a bare word too
-    dp_rank: U32 | None = None
-
-
-class _ReadTierEvent(msgspec.Struct, gc=False):
-    worker_id: NonNegative
-    event: _ReadEvent
-    storage_tier: str | None = None
-
-
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_entry = msgspec.json.Decoder(ReadEntry).decode
 _decode_watermarks = msgspec.json.Decoder(dict[str, int]).decode
-_decode_tier_event = msgspec.json.Decoder(_ReadTierEvent).decode
+_decode_tier_event = msgspec.json.Decoder(ReadTierEvent).decode
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -302,7 +189,7 @@ def decode_event(raw: Raw) -> DumpEvent:
         raise BadEvent(str(error)) from None
 
 
-def _event(read: _ReadTierEvent) -> DumpEvent:
+def _event(read: ReadTierEvent) -> DumpEvent:
     worker_id, dp_rank = read.worker_id, read.event.dp_rank or 0
     tier = _TIERS.get(read.storage_tier or "device")
     data = read.event.data

@@ -20,8 +20,8 @@ from lean_selector.wire.kv_event_layouts import (
     MapStored,
     MultimodalInfo,
     Token,
-    rearranged,
 )
+from lean_selector.wire.kv_event_odd_forms import rearranged
 from lean_selector.wire.kv_event_records import UNREADABLE, Skips, record_of, u64s
 from lean_selector.wire.messagepack_pieces import (
     WINDOW_BYTES,

@@ -22,8 +22,8 @@ from lean_selector.wire.kv_event_layouts import (
     MapEvent,
     MapEvents,
     MapRemoved,
-    rearranged,
 )
+from lean_selector.wire.kv_event_odd_forms import rearranged
 from lean_selector.wire.kv_event_parts import records_of_large
 from lean_selector.wire.kv_event_records import (
     DETAIL_CHARACTERS,
@@ -38,7 +38,6 @@ from lean_selector.wire.messagepack_pieces import (
     Bytes,
     NotMessagePack,
     Passing,
-    Piece,
     array_header,
     header,
     is_array,
@@ -47,6 +46,7 @@ from lean_selector.wire.messagepack_pieces import (
     pieces,
     trailing_at,
 )
+from lean_selector.wire.messagepack_values import Piece
 
 # A prompt of 1 M tokens is 62 500 events if its engine tells of it block by block, 16 tokens each:
 # four times as many pass, as does the same prompt in blocks of 4.

@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from lean_selector.wire.messagepack_pieces import WINDOW_BYTES, array_header, pieces
+from lean_selector.wire.messagepack_values import Extension, Hashes, Map, Value
 
 _MAX_DEPTH = 32  # of nested values; what replicas send needs 6, unknown keys may hold more
 # Values of a message, but for long arrays of integers: replicas send some forty.
@@ -27,23 +28,6 @@ _TYPED_INTEGERS = 4_096
 
 class TooMany(ValueError):
     """More than anybody has reason to send; the message says of what."""
-
-
-class Map(msgspec.Struct):
-    pairs: list[tuple["Value", "Value"]]
-
-
-class Hashes(msgspec.Struct):
-    """A long array of unsigned integers, kept as 8 bytes LE each."""
-
-    packed: bytes
-
-
-class Extension(msgspec.Struct):
-    """An ext value: only good for being ignored."""
-
-
-Value = None | bool | int | float | str | bytes | list["Value"] | Map | Hashes | Extension
 
 
 Step = Generator[None, None, Value]  # what comes when it was taken in steps

@@ -12,6 +12,8 @@ from collections.abc import Generator, Iterator
 import msgspec
 from msgspec.msgpack import Decoder
 
+from lean_selector.wire.messagepack_values import Piece
+
 # What is looked at in one step: 0.2 ms as values passed over, 2 ms as Python objects.
 WINDOW_BYTES = 64 * 1024
 
@@ -27,14 +29,6 @@ _TRUNCATED = "Input data was truncated"
 
 class NotMessagePack(ValueError):
     """The bytes are no MessagePack, or nested too deep."""
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """`count` whole values in a row at [start, end); more than WINDOW_BYTES only if it is one."""
-
-    start: int
-    end: int
-    count: int
 
 
 def array_header(count: int) -> bytes:

@@ -7,106 +7,27 @@ their shape and otherwise ignored. Knows nothing of workers.
 
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.u64 import U64_MAX
-from lean_selector.wire.scalars import (
-    U32,
-    HashListHead,
-    NonNegative,
-    check_u64,
-    hashes_from_integers,
-    hashes_from_json,
-    hashes_from_signed,
-)
-from lean_selector.wire.scope import Scoped
+from lean_selector.wire.hash_lists import check_ignored, is_absent, packed
+from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.scalars import HashListHead, check_u64
 
 # Above this JSON numbers lose exactness in many clients, and sums could leave the range of a u64.
 MAX_ISL_TOKENS = 2**53 - 1
 T = TypeVar("T")
 
-_ABSENT = Raw(b"")
 _BLOCK_HASHES_KEY = b'"block_hashes":'
 _LONG_BODY_BYTES = 4096  # below, cutting costs more than it saves
 _CUT = b'"%b"' % secrets.token_hex(16).encode()
 _SHORT_LIST_BYTES = 1024  # some 50 hashes: decoding so few costs less than putting it off
-
-
-# How a body's form gives a hash list: as JSON text, a JSON list, MessagePack's array, or its bin.
-HashList = Raw | list[int] | tuple[int, ...] | bytes | None
-if TYPE_CHECKING:
-    _HashListField = HashList
-else:
-    _HashListField = Raw  # of a long JSON body; the other forms have types of their own
-
-
-def _packed(name: str, hashes: HashList) -> bytes:
-    """The hashes, 8 bytes each; raises msgspec.ValidationError for what is no list of them."""
-    if isinstance(hashes, list):
-        return hashes_from_signed(name, hashes)
-    if isinstance(hashes, Raw):
-        return hashes_from_json(name, hashes)
-    if isinstance(hashes, bytes):
-        if len(hashes) % 8:
-            raise msgspec.ValidationError(
-                f"Expected 8 bytes for each hash, got {len(hashes)} bytes - at `$.{name}`"
-            )
-        return hashes
-    assert hashes is not None
-    return hashes_from_integers(name, hashes)
-
-
-def _is_absent(hashes: HashList) -> bool:
-    if not isinstance(hashes, Raw):
-        return hashes is None
-    return hashes is _ABSENT or (len(memoryview(hashes)) == 4 and bytes(hashes) == b"null")
-
-
-class MmObject(msgspec.Struct, frozen=True):
-    mm_hash: NonNegative
-    offsets: list[Annotated[list[NonNegative], Meta(min_length=2, max_length=2)]]
-
-    def __post_init__(self) -> None:
-        check_u64("mm_hash", self.mm_hash)
-        for offset in self.offsets:
-            check_u64("offsets[...]", max(offset))
-
-
-class BlockMmInfo(msgspec.Struct, frozen=True):
-    mm_objects: list[MmObject]
-
-
-class MmRoutingInfo(msgspec.Struct, frozen=True):
-    routing_token_ids: list[U32]
-    block_mm_infos: list[BlockMmInfo | None] = []
-
-
-class PromptFields(Scoped, kw_only=True):
-    """The prompt part that the bodies of five routes share. `null` is the same as absent."""
-
-    token_ids: list[U32] | None = None
-    mm_routing_info: MmRoutingInfo | None = None
-    block_mm_infos: list[BlockMmInfo | None] | None = None
-    block_hashes: _HashListField = _ABSENT
-    sequence_hashes: _HashListField = _ABSENT
-    isl_tokens: NonNegative | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    is_eagle: bool | None = None
-
-    def check_shape(self) -> None:
-        """Raises msgspec.ValidationError for what decoding leaves unchecked, because a request
-        that succeeds meets it anyway: the hash lists, and integers beyond 2**64 - 1."""
-        _check_ignored(self, "block_hashes")
-        _check_ignored(self, "sequence_hashes")
-        if self.isl_tokens is not None:
-            check_u64("isl_tokens", self.isl_tokens)
 
 
 def binary_form(body_type: type[Any]) -> type[Any]:
@@ -175,10 +96,10 @@ def prompt_to_select(
                 raise BadRequest("isl_tokens must be greater than 0")
             return prompt
     hashes = fields.block_hashes
-    if _is_absent(hashes):
-        _check_ignored(fields, "sequence_hashes")
+    if is_absent(hashes):
+        check_ignored(fields, "sequence_hashes")
         raise BadRequest("block_hashes is required without token_ids")
-    local = _packed("block_hashes", hashes)
+    local = packed("block_hashes", hashes)
     prompt = _hash_prompt(fields, local, whole)
     if prompt.isl_tokens == 0:
         raise BadRequest("isl_tokens must be greater than 0")
@@ -195,17 +116,17 @@ def prompt_to_book(fields: PromptFields, block_size: int, is_eagle: bool) -> Pro
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
         return prompt
-    _check_ignored(fields, "block_hashes")
+    check_ignored(fields, "block_hashes")
     return _hash_prompt(fields, b"", whole=True)
 
 
 def _hash_prompt(fields: PromptFields, local: bytes, whole: bool) -> Prompt:
     """The prompt of the hash form, with its sequence hashes decoded or to be decoded."""
     hashes = fields.sequence_hashes
-    if _is_absent(hashes):
+    if is_absent(hashes):
         raise BadRequest("sequence_hashes is required without token_ids")
     if whole or not isinstance(hashes, Raw) or len(memoryview(hashes)) < _SHORT_LIST_BYTES:
-        sequence = _packed("sequence_hashes", hashes)
+        sequence = packed("sequence_hashes", hashes)
         isl_tokens = _checked_isl_tokens(fields.isl_tokens)
         return Prompt(
             isl_tokens, local, len(sequence) // 8, sequence[:8], sequence, fields.lora_name
@@ -234,8 +155,8 @@ def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Promp
         tokens, mm_infos = fields.token_ids, fields.block_mm_infos or []
     else:
         return None
-    _check_ignored(fields, "block_hashes")
-    _check_ignored(fields, "sequence_hashes")
+    check_ignored(fields, "block_hashes")
+    check_ignored(fields, "sequence_hashes")
     if fields.isl_tokens is not None:
         check_u64("isl_tokens", fields.isl_tokens)
     if fields.is_eagle is not None:
@@ -253,10 +174,3 @@ def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Promp
         lambda: sequence_hashes_bytes(local),
         fields.lora_name,
     )
-
-
-def _check_ignored(fields: PromptFields, name: str) -> None:
-    """A hash list that another form makes irrelevant must still be one."""
-    hashes: HashList = getattr(fields, name)
-    if not _is_absent(hashes):
-        _packed(name, hashes)

@@ -13,15 +13,8 @@ import msgspec
 
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
-from lean_selector.wire.messagepack import (
-    MAX_INTEGERS,
-    MAX_TEXT_BYTES,
-    Hashes,
-    Map,
-    Reader,
-    TooMany,
-    Value,
-)
+from lean_selector.wire.messagepack import MAX_INTEGERS, MAX_TEXT_BYTES, Reader, TooMany
+from lean_selector.wire.messagepack_values import Hashes, Map, Value
 
 NANOS = 1_000_000_000
 

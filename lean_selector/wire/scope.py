@@ -1,6 +1,5 @@
 """The partition that a request names: model_name, and tenant_id under either of its names (D2)."""
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.errors import BadRequest
@@ -18,14 +17,3 @@ def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
             "of one thing and must not differ"
         )
     return tenant_id
-
-
-class Scoped(msgspec.Struct, kw_only=True):
-    """The partition that a body names."""
-
-    model_name: str = DEFAULT_GROUP
-    tenant_id: str | UnsetType = UNSET
-    routing_group: str | UnsetType = UNSET
-
-    def group(self) -> str:
-        return group_of(self.tenant_id, self.routing_group)

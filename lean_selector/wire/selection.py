@@ -13,7 +13,7 @@ from lean_selector.core.selection.records import PinnedWorker
 from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.wire.answer_forms import JsonText
-from lean_selector.wire.prompt import PromptFields
+from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import U32, NonNegative, check_u64, f32, f32_shortest
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 

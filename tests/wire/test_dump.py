@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from lean_selector.core.index.kv_index import KvIndex, StoredRun, StoreResult, Tier
-from lean_selector.wire.dump import (
-    BadEvent,
-    ClearedRank,
-    NotADump,
-    PartitionDump,
-    RemovedBlocks,
-    StoredBlocks,
-    decode_event,
-    encode_dump,
-    split_dump,
-)
+from lean_selector.wire.dump import BadEvent, NotADump, decode_event, encode_dump, split_dump
+from lean_selector.wire.dump_shapes import ClearedRank, PartitionDump, RemovedBlocks, StoredBlocks
 
 SAMPLES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data" / "dump_samples.json").read_text()

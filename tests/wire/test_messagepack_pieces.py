@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from lean_selector.wire import messagepack_pieces
 from lean_selector.wire.messagepack_pieces import (
     NotMessagePack,
-    Piece,
     array_header,
     end_within,
     header,
     passed,
     pieces,
 )
+from lean_selector.wire.messagepack_values import Piece
 from tests.kv_batches import small_windows
 
 encode = msgspec.msgpack.encode

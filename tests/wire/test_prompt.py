@@ -14,11 +14,11 @@ from lean_selector.core.hashing import block_hashes, sequence_hashes
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.prompt import (
     MAX_ISL_TOKENS,
-    PromptFields,
     prompt_decoder,
     prompt_to_book,
     prompt_to_select,
 )
+from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import HashListHead, hashes_from_json
 
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1

@@ -1,0 +1,141 @@
+"""The shapes of a dump: what is to be written, its JSON, and what was read.
+
+What we write and what we read have types of their own: a reader takes more than we ever say.
+"""
+
+from array import array
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
+from lean_selector.wire.scalars import U32, NonNegative
+
+
+class PartitionDump(msgspec.Struct, frozen=True):
+    """What is to be written of one partition.
+
+    `watermarks` is how far each source had been followed when `runs` began: what its engine tells
+    later may be in `runs` or not, and does no harm when it is applied again.
+    """
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    runs: Iterator[list[StoredRun]]
+    watermarks: dict[RankKey, int]
+
+
+class Block(msgspec.Struct, frozen=True, gc=False):
+    block_hash: int
+    tokens_hash: int
+    mm_extra_info: None = None
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    parent_hash: int | None
+    start_position: None
+    blocks: list[Block]
+
+
+class StoredData(msgspec.Struct, frozen=True, gc=False):
+    stored: Stored
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    event_id: int
+    data: StoredData
+    dp_rank: int
+
+
+class TierEvent(msgspec.Struct, frozen=True, gc=False):
+    worker_id: int
+    storage_tier: str
+    event: Event
+
+
+class Names(msgspec.Struct, frozen=True):
+    """What an entry of ours says beyond the reference's; encoded without its braces."""
+
+    model_name: str
+    tenant_id: str
+    watermarks: dict[str, int]
+
+
+class DumpedPartition(msgspec.Struct, frozen=True):
+    """One entry as it was read; its events are not, see `decode_event`."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    events: list[Raw]
+    watermarks: dict[RankKey, int]
+
+
+class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive blocks that a rank holds. `local_hashes` is 8 bytes per block, little-endian."""
+
+    worker_id: int
+    dp_rank: int
+    tier: Tier
+    parent_hash: int | None
+    block_hashes: "array[int]"
+    local_hashes: bytes
+
+
+class RemovedBlocks(msgspec.Struct, frozen=True, gc=False):
+    worker_id: int
+    dp_rank: int
+    tier: Tier
+    block_hashes: "array[int]"
+
+
+class ClearedRank(msgspec.Struct, frozen=True, gc=False):
+    worker_id: int
+    dp_rank: int
+
+
+DumpEvent = StoredBlocks | RemovedBlocks | ClearedRank
+
+_BlockSize = Annotated[int, Meta(ge=1, le=2**32 - 1)]
+
+
+class ReadEntry(msgspec.Struct):
+    block_size: _BlockSize
+    events: list[Raw]
+    model_name: str | None = None
+    tenant_id: str | None = None
+    watermarks: Raw | UnsetType = UNSET
+
+
+class ReadBlock(msgspec.Struct, gc=False):
+    block_hash: int
+    tokens_hash: int
+
+
+class ReadStored(msgspec.Struct, gc=False):
+    blocks: list[ReadBlock]
+    parent_hash: int | None = None
+
+
+class ReadRemoved(msgspec.Struct, gc=False):
+    block_hashes: list[int]
+
+
+class ReadData(msgspec.Struct, gc=False):
+    stored: ReadStored | UnsetType = UNSET
+    removed: ReadRemoved | UnsetType = UNSET
+    cleared: Raw | UnsetType = UNSET
+
+
+class ReadEvent(msgspec.Struct, gc=False):
+    data: ReadData | str  # "cleared" comes as a bare word too
+    dp_rank: U32 | None = None
+
+
+class ReadTierEvent(msgspec.Struct, gc=False):
+    worker_id: NonNegative
+    event: ReadEvent
+    storage_tier: str | None = None
