@@ -18,6 +18,14 @@ from typing import Self
 import msgspec
 import zmq
 
+from lean_selector.wire.published_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    PublishedBatch,
+    PublishedEvent,
+)
+
 # The three limits below are vLLM's defaults (buffer_steps, hwm), so that a service finds the same
 # history and the same patience whichever engine it listens to.
 PUB_SEND_HWM = 100_000  # messages queued per slow subscriber; beyond it PUB drops
@@ -30,36 +38,6 @@ LINGER_MS = 1_000  # close() waits at most this long for what is still on its wa
 
 _END_OF_REPLAY = b"\xff" * 8
 _I64_MAX = 2**63 - 1
-
-
-class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: Sequence[object] | None = None
-    cache_salt: str | None = None
-
-
-class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False, omit_defaults=True):
-    block_hashes: list[int]
-    medium: str | None = None
-
-
-class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
-    pass
-
-
-_Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
-
-
-class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    ts: float
-    events: list[_Event]
-    data_parallel_rank: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -98,7 +76,7 @@ class _EventSink:
             raise ValueError("kv_block_size must be greater than 0")
         self.kv_block_size = kv_block_size  # tokens
 
-    def _emit(self, event: _Event) -> None:
+    def _emit(self, event: PublishedEvent) -> None:
         raise NotImplementedError
 
     def publish_stored(
@@ -142,7 +120,7 @@ class _EventSink:
         if count == 0:
             return
         self._emit(
-            _BlockStored(
+            BlockStored(
                 block_hashes=signed_hashes(block_hashes[:count]),
                 parent_block_hash=None if parent_hash is None else signed_hashes([parent_hash])[0],
                 token_ids=list(token_ids[: count * self.kv_block_size]),
@@ -167,11 +145,11 @@ class _EventSink:
         event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64 bits.
         """
         if block_hashes:
-            self._emit(_BlockRemoved(signed_hashes(block_hashes), medium))
+            self._emit(BlockRemoved(signed_hashes(block_hashes), medium))
 
     def publish_all_cleared(self) -> None:
         """Announce that this rank holds nothing any more, on any medium."""
-        self._emit(_AllBlocksCleared())
+        self._emit(AllBlocksCleared())
 
 
 class EventBatch(_EventSink):
@@ -179,9 +157,9 @@ class EventBatch(_EventSink):
 
     def __init__(self, kv_block_size: int) -> None:
         super().__init__(kv_block_size)
-        self.events: list[_Event] = []
+        self.events: list[PublishedEvent] = []
 
-    def _emit(self, event: _Event) -> None:
+    def _emit(self, event: PublishedEvent) -> None:
         self.events.append(event)
 
 
@@ -238,7 +216,7 @@ class KvEventPublisher(_EventSink):
             self._context.destroy(linger=0)
             raise
 
-    def _emit(self, event: _Event) -> None:
+    def _emit(self, event: PublishedEvent) -> None:
         self._send([event])
 
     @contextmanager
@@ -258,8 +236,8 @@ class KvEventPublisher(_EventSink):
         if batch.events:
             self._send(batch.events)
 
-    def _send(self, events: list[_Event]) -> None:
-        payload = _encode(_Batch(time.time(), events, self.data_parallel_rank))
+    def _send(self, events: list[PublishedEvent]) -> None:
+        payload = _encode(PublishedBatch(time.time(), events, self.data_parallel_rank))
         with self._lock:
             number = self.sequence
             frames = [self._topic, number.to_bytes(8, "big"), payload]

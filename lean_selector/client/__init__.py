@@ -34,7 +34,7 @@ from lean_selector.client.errors import (
 from lean_selector.client.router_config import KvRouterConfig
 from lean_selector.client.sync.router import SyncKvRouter, SyncPlacement, SyncTokenStream
 from lean_selector.client.sync.slot_tracker import SyncSlotTracker
-from lean_selector.client.transport import Timeouts
+from lean_selector.client.timeouts import Timeouts
 
 __all__ = [
     "AlreadyExists",

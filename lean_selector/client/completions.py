@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
+from lean_selector.client.completion_events import CompletionEvent
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # far above any chunk an engine writes, logprobs included
@@ -57,21 +58,7 @@ def completion_body(
     return _encode(body)
 
 
-class _Choice(msgspec.Struct, frozen=True):
-    index: int = 0
-    text: str | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: dict[str, Any] | None = None
-
-
-class _Event(msgspec.Struct, frozen=True):
-    choices: list[_Choice] = []
-    usage: dict[str, Any] | None = None
-    error: object | UnsetType = UNSET
-
-
-_decode_event = msgspec.json.Decoder(_Event).decode
+_decode_event = msgspec.json.Decoder(CompletionEvent).decode
 
 
 class CompletionStream:

@@ -7,8 +7,8 @@ from collections import deque
 
 from lean_selector.client.completions import Chunk, CompletionStream, MalformedStream
 from lean_selector.client.errors import WorkerStreamBroken
+from lean_selector.client.exchanges import Selected
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.service_calls import Selected
 
 
 class Placed:

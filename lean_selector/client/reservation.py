@@ -7,7 +7,7 @@ reports never queue up, keep their order, and a lost one is made up for by the n
 import uuid
 
 from lean_selector.client import service_calls
-from lean_selector.client.service_calls import Call
+from lean_selector.client.exchanges import Call
 
 
 class Reservation:

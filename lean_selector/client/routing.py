@@ -6,14 +6,14 @@ reservation behind that the driver has not been told of. Knows nothing of httpx.
 """
 
 import random
-from collections.abc import Container, Generator, Mapping, Sequence
-from typing import Any, Generic, TypeGuard, TypeVar
+from collections.abc import Container, Mapping
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
 from lean_selector.client import service_calls
 from lean_selector.client.backoff import Backoff
-from lean_selector.client.completions import Option, completion_body
+from lean_selector.client.completions import completion_body
 from lean_selector.client.errors import (
     ClientClosed,
     ClientError,
@@ -27,9 +27,12 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     WrongBlockSize,
 )
+from lean_selector.client.exchanges import Call, Scope, Selected
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.router_config import KvRouterConfig
-from lean_selector.client.service_calls import Call, Scope, Selected, prompt_fields
+from lean_selector.client.service_calls import prompt_fields
+from lean_selector.client.steps import Ask, Flow, HandOver, OpenStream, Pause, Release
+from lean_selector.client.terms import Generation, Prompt, Terms
 
 T = TypeVar("T")
 
@@ -42,88 +45,9 @@ AMBIGUOUS_S = 0.5
 _WORKER_IS_NOT_FREE = frozenset({429, 503, 529})
 
 
-class Ask(msgspec.Struct, Generic[T], frozen=True):
-    """Do the exchange. Outcome: what it reads. `books`: the reservation that it creates."""
-
-    call: Call[T]
-    books: Reservation | None = None
-
-
-class Pause(msgspec.Struct, frozen=True):
-    seconds: float
-
-
-class Release(msgspec.Struct, frozen=True):
-    """See to it that this is freed; the flow need not wait until it is.
-
-    `first`: it is about to end, and should not before this is freed, unless that takes long.
-    """
-
-    reservation: Reservation
-    first: bool = False
-
-
-class HandOver(msgspec.Struct, frozen=True):
-    """It is the caller's from here on, to free when and wherever it likes."""
-
-    reservation: Reservation
-
-
-class OpenStream(msgspec.Struct, frozen=True):
-    """POST to a worker. Outcome: the open stream, in the driver's own type, its status 200."""
-
-    worker_id: int
-    endpoint: str
-    body: bytes
-    headers: dict[str, str]
-
-    @property
-    def url(self) -> str:
-        """The endpoint as registered: with or without scheme, with or without the version."""
-        scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
-        version = "" if rest.endswith("/v1") else "/v1"
-        return f"{scheme if found else 'http'}://{rest}{version}/completions"
-
-
-Step = Ask[Any] | Pause | Release | HandOver | OpenStream
-Flow = Generator[Step, Any, T]
-
-
 def ask(call: Call[T]) -> Flow[T]:
     outcome: T = yield Ask(call)
     return outcome
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """What is to be placed."""
-
-    token_ids: Sequence[int]
-    lora_name: str | None = None
-    cache_salt: str | None = None
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """How it is to be placed; None leaves everything to the service."""
-
-    router_config_override: Mapping[str, object] | None = None
-    worker_id: int | None = None
-    dp_rank: int | None = None
-    expected_output_tokens: int | None = None
-    priority_jump: float | None = None
-    strict_priority: int | None = None
-    routing_constraints: Mapping[str, object] | None = None
-
-    def __post_init__(self) -> None:
-        if self.dp_rank is not None and self.worker_id is None:
-            raise ValueError("dp_rank needs worker_id")
-
-
-class Generation(msgspec.Struct, frozen=True):
-    """What a worker is to be asked, once there is one."""
-
-    model: str
-    options: Sequence[Option]
-    return_token_ids: bool
 
 
 class Routing:

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from lean_selector.client.service_calls import Call, nothing, post
+from lean_selector.client.exchanges import Call
+from lean_selector.client.service_calls import nothing, post
 
 Row = dict[str, str | int]
 

@@ -1,7 +1,7 @@
 """HTTP through httpx, for both kinds of client: exchanges with a service, streams from workers.
 
-Owns what the two share without waiting: where a service is, how long to wait for what, and which
-of httpx's errors means what. The only module that knows httpx.
+Owns what the two share without waiting: where a service is, and which of httpx's errors means what.
+Only the drivers and `timeouts` know httpx too.
 """
 
 from typing import TypeVar
@@ -18,8 +18,9 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     service_refusal,
 )
-from lean_selector.client.routing import OpenStream
-from lean_selector.client.service_calls import Call
+from lean_selector.client.exchanges import Call
+from lean_selector.client.steps import OpenStream
+from lean_selector.client.timeouts import Timeouts
 
 T = TypeVar("T")
 
@@ -35,22 +36,6 @@ MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
 # when it is certain to exist; after that the connection is cut, which takes it out of a queue.
 BOOKING_GRACE_S = 0.5
 DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
-
-
-class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. None waits for ever."""
-
-    connect_s: float = 5.0
-    service_s: float = 10.0  # for the selector's ordinary answers
-    queue_s: float | None = 60.0  # for a selection, which may wait in the selector's queue
-    worker_s: float | None = 300.0  # for the next piece of a worker's answer
-
-    def of_call(self, waits: bool) -> httpx.Timeout:
-        read_s = self.queue_s if waits else self.service_s
-        return httpx.Timeout(self.service_s, connect=self.connect_s, read=read_s)
-
-    def of_stream(self) -> httpx.Timeout:
-        return httpx.Timeout(self.connect_s, read=self.worker_s, write=self.worker_s)
 
 
 MSGPACK = "application/msgpack"

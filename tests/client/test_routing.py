@@ -15,18 +15,11 @@ from lean_selector.client.errors import (
     ServiceUnreachable,
     service_refusal,
 )
+from lean_selector.client.exchanges import Overlap, Scope, Selected, Worker
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.routing import (
-    Ask,
-    Flow,
-    Pause,
-    Prompt,
-    Release,
-    Routing,
-    Step,
-    Terms,
-)
-from lean_selector.client.service_calls import Scope, Selected, Worker
+from lean_selector.client.routing import Routing
+from lean_selector.client.steps import Ask, Flow, Pause, Release, Step
+from lean_selector.client.terms import Prompt, Terms
 
 
 def routing(**fields: Any) -> Routing:
@@ -43,7 +36,7 @@ def routing(**fields: Any) -> Routing:
 
 
 def selected(worker_id: int = 1) -> Selected:
-    overlap = service_calls.Overlap(0, 0, {"0": 0}, 0, 0)
+    overlap = Overlap(0, 0, {"0": 0}, 0, 0)
     return Selected(worker_id, 0, "http://w", 4, overlap, 10)
 
 

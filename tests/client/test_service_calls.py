@@ -4,11 +4,9 @@ import httpx
 import pytest
 
 from lean_selector.client import service_calls
-from lean_selector.client.errors import (
-    NoWorkerAvailable,
-    ServiceRefused,
-)
-from lean_selector.client.transport import ServiceAddress, Timeouts
+from lean_selector.client.errors import NoWorkerAvailable, ServiceRefused
+from lean_selector.client.timeouts import Timeouts
+from lean_selector.client.transport import ServiceAddress
 
 
 def test_an_answer_that_is_not_the_expected_one_is_an_error() -> None:

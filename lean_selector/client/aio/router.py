@@ -15,12 +15,13 @@ from lean_selector.client import service_calls
 from lean_selector.client.aio.driver import Driver, Opened
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.completions import Chunk, Option
+from lean_selector.client.exchanges import Selected
 from lean_selector.client.placed import ChunkIntake, Placed
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.router_config import KvRouterConfig
-from lean_selector.client.routing import Generation, Prompt, Routing, Terms, ask
-from lean_selector.client.service_calls import Selected
-from lean_selector.client.transport import Timeouts
+from lean_selector.client.routing import Routing, ask
+from lean_selector.client.terms import Generation, Prompt, Terms
+from lean_selector.client.timeouts import Timeouts
 
 
 class KvRouter:

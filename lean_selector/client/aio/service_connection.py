@@ -8,8 +8,9 @@ from typing import TypeVar
 import httpx
 
 from lean_selector.client.errors import ClientClosed
-from lean_selector.client.service_calls import Call
-from lean_selector.client.transport import SERVICE_LIMITS, ServiceAddress, Timeouts
+from lean_selector.client.exchanges import Call
+from lean_selector.client.timeouts import Timeouts
+from lean_selector.client.transport import SERVICE_LIMITS, ServiceAddress
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from lean_selector.client.aio.service_connection import ServiceConnection
 from lean_selector.client.slot_tracker_calls import Row, SlotTrackerCalls
-from lean_selector.client.transport import Timeouts
+from lean_selector.client.timeouts import Timeouts
 
 
 class SlotTracker:

@@ -14,17 +14,10 @@ import httpx
 
 from lean_selector.client.errors import ClientClosed
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.routing import (
-    Ask,
-    Flow,
-    HandOver,
-    OpenStream,
-    Pause,
-    Release,
-    Routing,
-    Step,
-)
+from lean_selector.client.routing import Routing
+from lean_selector.client.steps import Ask, Flow, HandOver, OpenStream, Pause, Release, Step
 from lean_selector.client.sync.service_connection import SyncServiceConnection
+from lean_selector.client.timeouts import Timeouts
 from lean_selector.client.transport import (
     BOOKING_GRACE_S,
     DRAIN_S,
@@ -32,7 +25,6 @@ from lean_selector.client.transport import (
     OPEN_ERRORS,
     STREAM_ERRORS,
     WORKER_LIMITS,
-    Timeouts,
     not_opened,
     stream_broken,
     stream_request,

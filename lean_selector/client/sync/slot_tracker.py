@@ -9,7 +9,7 @@ from typing import Self
 
 from lean_selector.client.slot_tracker_calls import Row, SlotTrackerCalls
 from lean_selector.client.sync.service_connection import SyncServiceConnection
-from lean_selector.client.transport import Timeouts
+from lean_selector.client.timeouts import Timeouts
 
 
 class SyncSlotTracker:
