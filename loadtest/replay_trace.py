@@ -28,10 +28,11 @@ import msgspec
 import uvloop
 
 from lean_selector.demo import comparison
-from lean_selector.demo.engine import EngineSpeed, SimulatedEngine, hit_rate
+from lean_selector.demo.engine import SimulatedEngine, hit_rate
 from lean_selector.demo.http_client import HttpClient, ServiceError
 from lean_selector.demo.player import Player
-from lean_selector.demo.request import Request, make_request
+from lean_selector.demo.records import EngineSpeed, Request
+from lean_selector.demo.request import make_request
 from lean_selector.demo.service_process import (
     HOST,
     ServiceProcess,

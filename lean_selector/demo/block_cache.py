@@ -7,18 +7,7 @@ Pure and deterministic; does not know tokens, time, nor who is told about its ch
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
-
-
-class Held(msgspec.Struct, frozen=True):
-    """What holding a chain did: blocks [0, hit) were there, [hit, hit + stored) are new.
-
-    The rest of the chain found no room. evicted: hashes that had to go, in order.
-    """
-
-    hit: int
-    stored: int
-    evicted: list[int]
+from lean_selector.demo.records import Held
 
 
 class BlockCache:

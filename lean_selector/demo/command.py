@@ -12,13 +12,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import msgspec
 import uvloop
 
 from lean_selector.demo import comparison
-from lean_selector.demo.engine import EngineSpeed, SimulatedEngine, hit_rate
+from lean_selector.demo.engine import SimulatedEngine, hit_rate
 from lean_selector.demo.http_client import HttpClient, ServiceError
 from lean_selector.demo.player import Player, percentile
+from lean_selector.demo.records import EngineSpeed, Options
 from lean_selector.demo.service_process import (
     HOST,
     ServiceProcess,
@@ -27,8 +27,9 @@ from lean_selector.demo.service_process import (
     service_command,
     wait_until_healthy,
 )
+from lean_selector.demo.snapshot import Snapshot, WorkerRow
 from lean_selector.demo.traffic import BLOCK_SIZE, conversations
-from lean_selector.demo.view import LineView, ScreenView, Snapshot, WorkerRow
+from lean_selector.demo.view import LineView, ScreenView
 
 USERS_PER_WORKER = 10
 # Room for the conversations once over all engines, not for each of them on every engine.
@@ -36,16 +37,6 @@ CAPACITY_BLOCKS = 2_000
 MAX_WORKERS = 64  # three threads and two sockets each, in one process
 REDRAW_S = 0.25
 DRAIN_S = 3.0  # for requests under way at the end; their waits are cut short
-
-
-class Options(msgspec.Struct, frozen=True):
-    """The command line."""
-
-    seconds: float
-    workers: int
-    seed: int
-    port: int
-    command: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

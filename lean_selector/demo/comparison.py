@@ -9,23 +9,12 @@ import heapq
 from collections.abc import Callable, Sequence
 from itertools import count
 
-import msgspec
-
-from lean_selector.demo.engine import EngineModel, EngineSpeed, Running, hit_rate
-from lean_selector.demo.player import Recorded, percentile
+from lean_selector.demo.engine import EngineModel, hit_rate
+from lean_selector.demo.player import percentile
+from lean_selector.demo.records import EngineSpeed, Outcome, Recorded, Running
 
 # Picks the index of an engine for the n-th request.
 Policy = Callable[[int, Recorded, Sequence[EngineModel]], int]
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """One row of the table."""
-
-    policy: str
-    hit_rate: float  # prompt blocks found in the cache / prompt blocks
-    imbalance: float  # prefill tokens computed by the busiest engine / by the average one
-    ttft_p50_s: float  # arrival to the end of prefill, queueing for the engine included
-    ttft_p99_s: float
 
 
 def as_recorded(worker_ids: Sequence[int]) -> Policy:

@@ -8,31 +8,13 @@ in an asyncio program and publishes every change of the cache as vLLM would.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-import msgspec
-
-from lean_selector.demo.block_cache import BlockCache, Held
-from lean_selector.demo.request import Request
+from lean_selector.demo.block_cache import BlockCache
+from lean_selector.demo.records import EngineSpeed, Held, Request, Running
 from lean_selector.publisher import KvEventPublisher
 
 # An engine names blocks by hashes of its own; ours are the sequence hashes with these bits
 # flipped, so that nothing works by the two being equal. Below 2^63: signed stays signed.
 _ENGINE_BITS = 0x2545_F491_4F6C_DD1D
-
-
-class EngineSpeed(msgspec.Struct, frozen=True):
-    """How fast an engine computes. One prompt is prefilled at a time, decodes run together."""
-
-    prefill_tokens_per_s: float = 8_000.0
-    decode_tokens_per_s: float = 160.0  # of one request
-
-
-class Running(msgspec.Struct):
-    """A request inside an engine. held is the number of its leading blocks in the cache."""
-
-    request: Request
-    held: int
-    hit_blocks: int
-    prefill_done_at: float
 
 
 class EngineModel:

@@ -13,9 +13,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from lean_selector.demo.answers import PartitionLoad, Selection, Worker
 from lean_selector.demo.engine import SimulatedEngine, hit_rate
 from lean_selector.demo.http_client import HttpClient, ServiceError
-from lean_selector.demo.request import Request
+from lean_selector.demo.records import Recorded, Request
 
 # About 100 MB of what the comparison needs at 815 blocks a prompt; the table names the count.
 RECORD_LIMIT = 15_000
@@ -23,50 +24,9 @@ LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percent
 ERROR_LIMIT = 5  # error texts kept; all are counted
 
 
-class _Worker(msgspec.Struct):
-    worker_id: int
-    lifecycle: str
-    not_schedulable_reasons: list[str] = []
-
-
-class _Overlap(msgspec.Struct):
-    gpu: int
-
-
-class _Selection(msgspec.Struct):
-    worker_id: int
-    overlap: _Overlap
-
-
-class RankLoad(msgspec.Struct):
-    """One row of /loads."""
-
-    worker_id: int
-    dp_rank: int
-    potential_prefill_tokens: int
-    potential_decode_blocks: int
-    active_requests: int
-
-
-class PartitionLoad(msgspec.Struct):
-    """One partition of /loads, with what waits in its queue."""
-
-    loads: list[RankLoad]
-    pending_count: int
-    pending_isl_tokens: int
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """A request as it was played: without tokens, with its time of arrival and the choice."""
-
-    arrival_s: float
-    request: Request
-    worker_id: int
-
-
-_decode_selection = msgspec.json.Decoder(_Selection).decode
-_decode_worker = msgspec.json.Decoder(_Worker).decode
-_decode_workers = msgspec.json.Decoder(list[_Worker]).decode
+_decode_selection = msgspec.json.Decoder(Selection).decode
+_decode_worker = msgspec.json.Decoder(Worker).decode
+_decode_workers = msgspec.json.Decoder(list[Worker]).decode
 _decode_loads = msgspec.json.Decoder(list[PartitionLoad]).decode
 
 
@@ -197,7 +157,7 @@ class Player:
             await self._timed("free", "DELETE", reservation)
 
     async def _serve(
-        self, request: Request, selection: _Selection, reservation: str, arrival_s: float
+        self, request: Request, selection: Selection, reservation: str, arrival_s: float
     ) -> None:
         """Compute the request on the chosen engine, reporting each step."""
         engine = self._engines.get(selection.worker_id)

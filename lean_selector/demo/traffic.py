@@ -7,9 +7,8 @@ the whole conversation so far, so its prefix was computed by whichever engine ha
 from collections.abc import Iterator
 from random import Random
 
-import msgspec
-
-from lean_selector.demo.request import Request, make_request
+from lean_selector.demo.records import Turn
+from lean_selector.demo.request import make_request
 
 BLOCK_SIZE = 16  # tokens
 VOCABULARY = range(32_000)
@@ -19,13 +18,6 @@ TURNS = (4, 12)
 USER_TOKENS = (60, 400)
 OUTPUT_TOKENS = (32, 160)
 THINKING_S = (0.1, 0.6)
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """A request, and the pause of its user before it."""
-
-    thinking_s: float
-    request: Request
 
 
 def conversations(seed: int, user: int) -> Iterator[Turn]:

@@ -5,40 +5,14 @@ terminal's size; does not know where the numbers come from.
 """
 
 import shutil
-from collections.abc import Sequence
 from typing import TextIO
 
-import msgspec
+from lean_selector.demo.snapshot import Snapshot, WorkerRow
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _CLEAR_LINE_END = "\x1b[K"
 _CLEAR_BELOW = "\x1b[J"
 _BAR_WIDTH = 16
-
-
-class WorkerRow(msgspec.Struct, frozen=True):
-    """One worker: the first three as the service counts them, the rest as the engine does."""
-
-    worker_id: int
-    prefill_tokens: int
-    decode_blocks: int
-    requests: int
-    cached_blocks: int
-    capacity_blocks: int
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """Everything that one drawing shows. Rates are over the time since the last drawing."""
-
-    elapsed_s: float
-    seconds: float
-    workers: Sequence[WorkerRow]
-    calls_per_s: float
-    finished: int
-    hit_rate: float
-    select_p50_s: float
-    select_p99_s: float
-    errors: int
 
 
 def overall(shot: Snapshot) -> str:

@@ -15,13 +15,9 @@ from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.trackers import Trackers, WorkerRow
+from lean_selector.observing.log_records import Shedding
 
 _log = logging.getLogger("lean_selector.lifecycle")
-
-
-class _Shedding(msgspec.Struct):
-    shed: int  # requests, when last looked at
-    since: int | None = None  # how many they were before; None while nothing is shed
 
 
 class SelectorLog:
@@ -30,7 +26,7 @@ class SelectorLog:
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._workers: dict[int, Worker] = {}
-        self._shedding: dict[tuple[str, str], _Shedding] = {}
+        self._shedding: dict[tuple[str, str], Shedding] = {}
         self._expired: Counter[tuple[str, str]] = Counter()
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
@@ -69,7 +65,7 @@ class SelectorLog:
             shed = partition.shed_selects + partition.shed_bookings
             seen = self._shedding.get(key)
             if seen is None or seen.shed > shed:  # a new partition of that name
-                seen = self._shedding[key] = _Shedding(0)
+                seen = self._shedding[key] = Shedding(0)
             fields: dict[str, object] = {"model": key[0], "tenant_id": key[1]}
             if shed > seen.shed and seen.since is None:
                 seen.since = seen.shed

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lean_selector.observing.log_records import Bucket
 from lean_selector.observing.log_writer import LineWriter, QueuedLines
 
 STDERR = 2
@@ -133,12 +134,6 @@ class JsonLines(logging.Formatter):
             return _one_line(_encode({name: value.decode() for name, value in safe.items()}))
 
 
-class _Bucket(msgspec.Struct):
-    lines: float  # that may still be written
-    at: float
-    suppressed: int = 0
-
-
 class RateLimit(logging.Filter):
     """Keeps back what exceeds BURST and LINES_PER_S of a kind; the next of it says how many."""
 
@@ -147,7 +142,7 @@ class RateLimit(logging.Filter):
         self.suppressed = 0  # ever
         self._burst = burst
         self._lines_per_s = lines_per_s
-        self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._buckets: dict[tuple[str, str], Bucket] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == ACCESS_LOG:
@@ -155,7 +150,7 @@ class RateLimit(logging.Filter):
         kind = record.name, str(record.msg)
         if kind not in self._buckets and len(self._buckets) >= MAX_KINDS:
             kind = "", ""
-        bucket = self._buckets.setdefault(kind, _Bucket(self._burst, record.created))
+        bucket = self._buckets.setdefault(kind, Bucket(self._burst, record.created))
         refill = max(0.0, record.created - bucket.at) * self._lines_per_s
         bucket.lines, bucket.at = min(self._burst, bucket.lines + refill), record.created
         if bucket.lines < 1.0:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
-from lean_selector.core.load.busy import BusyThreshold
+from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.process.options import Option, integer, resolve, urls
 from lean_selector.process.router_options import BUSY_OPTIONS, ROUTER_OPTIONS, busy_of, router_of

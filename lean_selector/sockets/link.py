@@ -19,7 +19,8 @@ from collections.abc import Callable
 from enum import Enum
 
 from lean_selector.sockets.links import MAX_BACKLOG_BYTES, Links
-from lean_selector.sockets.resolver import Address, numeric
+from lean_selector.sockets.lookups import Address
+from lean_selector.sockets.resolver import numeric
 from lean_selector.sockets.zmq_connection import (
     ConnectionFailed,
     Message,

@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import msgspec
 import zmq
 
 from lean_selector.sockets.link import Link, LinkState
 from lean_selector.sockets.links import Links
+from lean_selector.sockets.replica_peer import Peer
 from lean_selector.sockets.zmq_connection import Message
 
 log = logging.getLogger("lean_selector.replica")
@@ -23,17 +23,6 @@ MAX_EVENTS_PER_TURN = 256
 MAX_TURN_S = 0.001
 # Events over their bound are refused one by one; a peer that sends more than this is cut off.
 MAX_MESSAGE_BYTES = 16 << 20
-
-
-class Peer(msgspec.Struct):
-    """A peer and the state of the connection to it."""
-
-    endpoint: str
-    state: str  # "connecting" or "resolving" until the first handshake, then "connected" or
-    # "disconnected"
-    since: float  # monotonic seconds of the last change of state
-    retries: int  # attempts to connect since then
-    last_error: str | None  # why there is no connection now
 
 
 class ReplicaLinks:

@@ -38,9 +38,9 @@ from lean_selector.sockets.replica_links import (
     MAX_EVENTS_PER_TURN,
     MAX_MESSAGE_BYTES,
     MAX_TURN_S,
-    Peer,
     ReplicaLinks,
 )
+from lean_selector.sockets.replica_peer import Peer
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,

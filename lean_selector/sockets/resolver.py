@@ -13,13 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
+from lean_selector.sockets.lookups import Address, Answer, LookingUp
 
-# (ip, port), (ip, port, flow, scope) of IPv6, a path of a UNIX socket
-SocketAddress = tuple[Any, ...] | bytes
-Address = tuple[int, SocketAddress]  # with its family
 LookUp = Callable[[str], list[Address]]  # blocks; port 0; raises OSError
 
 MAX_THREADS = 64
@@ -30,20 +26,6 @@ SLOW_S = 1.0
 # an engine is found that came back elsewhere; 4 096 ranks of one host still ask once.
 HOLDS_S = 5.0
 _MAX_ANSWERS = 4096  # beyond, those that are too old are dropped
-
-
-class _LookingUp(msgspec.Struct, eq=False):
-    name: str
-    done: "asyncio.Future[list[Address]]"
-    is_slow: bool
-    began: float = 0.0  # monotonic
-
-
-class _Answer(msgspec.Struct):
-    until: float  # monotonic
-    addresses: list[Address]
-    error: OSError | None
-    was_slow: bool
 
 
 def look_up(name: str) -> list[Address]:
@@ -65,9 +47,9 @@ class Resolver:
     def __init__(self, look_up: LookUp = look_up) -> None:
         """`look_up` is called in threads."""
         self._look_up = look_up
-        self._answers: dict[str, _Answer] = {}
-        self._in_flight: dict[str, _LookingUp] = {}
-        self._waiting: dict[bool, deque[_LookingUp]] = {False: deque(), True: deque()}
+        self._answers: dict[str, Answer] = {}
+        self._in_flight: dict[str, LookingUp] = {}
+        self._waiting: dict[bool, deque[LookingUp]] = {False: deque(), True: deque()}
         self._running = {False: 0, True: 0}  # threads, by is_slow
 
     async def resolve(self, host: str, port: int) -> list[Address]:
@@ -88,7 +70,7 @@ class Resolver:
             return answer.addresses
         looking_up = self._in_flight.get(name)
         if looking_up is None:
-            looking_up = _LookingUp(
+            looking_up = LookingUp(
                 name,
                 asyncio.get_running_loop().create_future(),
                 answer is not None and answer.was_slow,
@@ -109,7 +91,7 @@ class Resolver:
             ):
                 self._start(waiting.popleft())
 
-    def _start(self, looking_up: _LookingUp) -> None:
+    def _start(self, looking_up: LookingUp) -> None:
         loop = asyncio.get_running_loop()
         looking_up.began = time.monotonic()
         self._running[looking_up.is_slow] += 1
@@ -133,14 +115,14 @@ class Resolver:
         if not looking_up.is_slow:
             loop.call_later(SLOW_S, self._note_slow, looking_up)
 
-    def _note_slow(self, looking_up: _LookingUp) -> None:
+    def _note_slow(self, looking_up: LookingUp) -> None:
         if self._in_flight.get(looking_up.name) is looking_up:
             self._running[False] -= 1
             self._running[True] += 1
             looking_up.is_slow = True
             self._start_waiting()
 
-    def _finish(self, looking_up: _LookingUp, result: list[Address] | OSError) -> None:
+    def _finish(self, looking_up: LookingUp, result: list[Address] | OSError) -> None:
         del self._in_flight[looking_up.name]
         self._running[looking_up.is_slow] -= 1
         now = time.monotonic()
@@ -151,7 +133,7 @@ class Resolver:
             self._answers = {
                 name: answer for name, answer in self._answers.items() if now < answer.until
             }
-        self._answers[looking_up.name] = _Answer(now + HOLDS_S, addresses, error, was_slow)
+        self._answers[looking_up.name] = Answer(now + HOLDS_S, addresses, error, was_slow)
         if error is None:
             looking_up.done.set_result(addresses)
         else:

@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.resolver import Address
+from lean_selector.sockets.lookups import Address
 
 Message = list[bytes]  # its frames
 Opening = Callable[["zmq.Socket[bytes]"], None]

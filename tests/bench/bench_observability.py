@@ -20,7 +20,7 @@ import uvloop
 
 from lean_selector import __version__
 from lean_selector.core.index.kv_ingest import EventCounts
-from lean_selector.core.load.busy import BusyThreshold
+from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.load.slots import RankLoad
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Placement, SelectionRequest

@@ -3,7 +3,6 @@
 import pytest
 
 from lean_selector.demo.comparison import (
-    Outcome,
     as_recorded,
     compare,
     least_loaded,
@@ -11,8 +10,8 @@ from lean_selector.demo.comparison import (
     run_policy,
     table,
 )
-from lean_selector.demo.engine import EngineModel, EngineSpeed
-from lean_selector.demo.player import Recorded
+from lean_selector.demo.engine import EngineModel
+from lean_selector.demo.records import EngineSpeed, Outcome, Recorded
 from lean_selector.demo.request import make_request
 
 BLOCK = 4

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from lean_selector.demo import player as player_module
-from lean_selector.demo.engine import EngineSpeed, SimulatedEngine
+from lean_selector.demo.engine import SimulatedEngine
 from lean_selector.demo.http_client import HttpClient, ServiceError
 from lean_selector.demo.player import Player, percentile
+from lean_selector.demo.records import EngineSpeed
 from lean_selector.demo.request import make_request
 
 from .conftest import ScriptedService

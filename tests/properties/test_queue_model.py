@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.load.busy import OFF, BusyThreshold
+from lean_selector.core.load.busy_limits import OFF, BusyThreshold
 from lean_selector.core.selection.cost import Candidate, Matches, rank_costs
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition

@@ -6,16 +6,10 @@ from math import ceil, floor
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
-from lean_selector.core.load.prompt_trie import ActiveRun
+from lean_selector.core.load.records import ActiveRun
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots
 from tests.bookings import book
 

@@ -17,7 +17,7 @@ from lean_selector.services.bodies import (
     worker_id_param,
 )
 from lean_selector.services.media_types import MSGPACK
-from lean_selector.wire.prompt import PromptFields
+from lean_selector.wire.prompt_fields import PromptFields
 from tests.gates import request
 
 

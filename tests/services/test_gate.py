@@ -18,7 +18,7 @@ from lean_selector.services.gate import (
     with_query,
 )
 from lean_selector.services.replies import LaterReply, Reply
-from lean_selector.wire.prompt import PromptFields
+from lean_selector.wire.prompt_fields import PromptFields
 from tests.gates import answered, request
 
 

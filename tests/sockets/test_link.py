@@ -19,7 +19,8 @@ from lean_selector.sockets import links as links_module
 from lean_selector.sockets import zmq_connection
 from lean_selector.sockets.link import Link, LinkState, check_link
 from lean_selector.sockets.links import Links, Waiting
-from lean_selector.sockets.resolver import Address, Resolver
+from lean_selector.sockets.lookups import Address
+from lean_selector.sockets.resolver import Resolver
 from lean_selector.sockets.zmq_connection import Message, Opening
 
 # What ZMTP 3 begins with, the NULL mechanism.

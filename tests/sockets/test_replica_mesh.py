@@ -19,9 +19,10 @@ from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import EventKind, ReplicaEvent, Verdict
 from lean_selector.sockets import replica_links, replica_mesh
 from lean_selector.sockets.links import Links
+from lean_selector.sockets.lookups import Address
 from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
 from lean_selector.sockets.replica_mesh import HIGH_WATER_MARK, ReplicaSync, ReplicaSyncError
-from lean_selector.sockets.resolver import Address, Resolver
+from lean_selector.sockets.resolver import Resolver
 from lean_selector.wire import replica_odd_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
 from tests.bookings import changed, replica_event

@@ -12,7 +12,7 @@ whose time has come. Exact for the latest time that was told.
 import heapq
 import math
 
-from lean_selector.core.load.busy import RankLimits
+from lean_selector.core.load.busy_limits import RankLimits
 from lean_selector.core.load.slots import RankLoad
 from lean_selector.core.rank_bits import RankKey
 

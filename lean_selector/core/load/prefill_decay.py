@@ -9,14 +9,7 @@ became the oldest. Knows nothing of blocks or of requests beyond their ids.
 from collections import OrderedDict
 from math import ceil, floor, inf
 
-import msgspec
-
-
-class Prefill(msgspec.Struct, frozen=True, gc=False):
-    """tokens > 0; duration_s is None when nobody said how long it will take."""
-
-    tokens: int
-    duration_s: float | None
+from lean_selector.core.load.records import Prefill
 
 
 class PrefillDecay:

@@ -7,33 +7,11 @@ blocks weigh on a rank where that is not 1 (spec: selection.md section 6). Knows
 requests, prefill or time.
 """
 
-import msgspec
-
 from lean_selector.core.load.block_weights import BlockWeights
+from lean_selector.core.load.records import ActiveRun
 from lean_selector.core.rank_bits import RankKey
 
 HASH_BYTES = 8
-
-
-class ActiveRun(msgspec.Struct, eq=False, gc=False):
-    """Consecutive blocks that are held by the same requests.
-
-    Not tracked by the collector, nor are the dicts that hold only runs: a live trie costs a
-    collection nothing. The cycle parent <-> children is cut when the run goes, as it does with its
-    last request.
-    """
-
-    label: (
-        bytes  # the blocks' sequence hashes, 8 bytes little-endian each; only the root's is empty
-    )
-    parent: "ActiveRun | None"  # None only at the root
-    children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
-    refs: dict[
-        RankKey, int
-    ]  # requests per rank that cross the run, each >= 1; never empty but at the root
-    mask: int = 0  # the bits of the ranks in refs
-    ends: int = 0  # requests whose prompt ends with this run
-    weights: dict[RankKey, float] | None = None  # of each block, where not 1.0; None when empty
 
 
 class PromptTrie:

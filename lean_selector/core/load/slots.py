@@ -16,8 +16,9 @@ import msgspec
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.block_weights import BlockWeights
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.prefill_decay import Prefill, PrefillDecay
-from lean_selector.core.load.prompt_trie import HASH_BYTES, ActiveRun, PromptTrie
+from lean_selector.core.load.prefill_decay import PrefillDecay
+from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
+from lean_selector.core.load.records import ActiveRun, Prefill
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 from lean_selector.core.u64 import U64_MAX
 

@@ -6,7 +6,7 @@ in its index (`established` is False), and then it schedules nothing.
 """
 
 from lean_selector.core.index.kv_index import KvIndex, RankKey
-from lean_selector.core.load.busy import OFF, BusyThreshold, RankLimits
+from lean_selector.core.load.busy_limits import OFF, BusyThreshold, RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.slots import RankLoad, Reservation, Slots

@@ -23,7 +23,8 @@ from lean_selector.core.errors import (
 )
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.busy import OFF, BusyThreshold, BusyThresholds
+from lean_selector.core.load.busy import BusyThresholds
+from lean_selector.core.load.busy_limits import OFF, BusyThreshold
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.slots import RankLoad, Reservation, check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
@@ -34,11 +35,7 @@ from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import (
-    Booked,
-    Placement,
-    SelectionRequest,
-)
+from lean_selector.core.selection.records import Booked, Placement, SelectionRequest
 from lean_selector.core.selection.scheduler import (
     all_busy,
     candidates,

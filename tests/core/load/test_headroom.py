@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lean_selector.core.load.busy import RankLimits
+from lean_selector.core.load.busy_limits import RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.slots import RankLoad, Slots
 from tests.bookings import book

@@ -1,7 +1,8 @@
 import pytest
 
 from lean_selector.core.load.block_weights import BlockWeights
-from lean_selector.core.load.prompt_trie import ActiveRun, PromptTrie
+from lean_selector.core.load.prompt_trie import PromptTrie
+from lean_selector.core.load.records import ActiveRun
 
 ONE, TWO = (1, 0), (2, 0)
 BIT = {ONE: 1, TWO: 2, (3, 0): 4}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.kv_index import KvIndex, Matched
-from lean_selector.core.load.busy import BusyThreshold
+from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
