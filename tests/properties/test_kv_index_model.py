@@ -3,6 +3,7 @@
 The model keeps, per rank, the held paths with their names, and the lower tiers as dicts of edges.
 """
 
+from collections.abc import Iterator
 from struct import pack, unpack
 from typing import Any
 
@@ -211,6 +212,8 @@ def is_pristine(index: KvIndex) -> bool:
         or index._dp_ranks
     ):
         return False
+    if index._device._swept or index._device._reborn or index._sweeps:
+        return False
     return not (
         index._ranks or index._lower or index._device._all or trie.strands or trie.root.children
     ) and not any(index._device._by_bit)
@@ -246,10 +249,55 @@ def test_the_index_does_what_the_model_does(
             patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
         if reviewed:  # what lies behind holes is evicted, though not while an event is applied
             patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
-            for name, number in {"REVIEW_AFTER": 2, "SPARED_POSITIONS": 0}.items():
-                patch.setattr(holes, name, number)
-            for name in ("MOST_POSITIONS", "_BLOCKS_PER_STEP", "_RANKS_PER_STEP"):
-                patch.setattr(holes, name, 2)
+            let_reviews_be_frequent(patch)
+        run_against_model(operations, at_every_step)
+
+
+def let_reviews_be_frequent(patch: pytest.MonkeyPatch) -> None:
+    for name, number in {"REVIEW_AFTER": 2, "SPARED_POSITIONS": 0}.items():
+        patch.setattr(holes, name, number)
+    for name in ("MOST_POSITIONS", "_BLOCKS_PER_STEP", "_RANKS_PER_STEP"):
+        patch.setattr(holes, name, 2)
+
+
+# Few prompts that part in the middle, so that what one rank lets go of others hold; a rank that
+# clears its cache is back at once with another prompt, and little is swept in between.
+FEW = st.sampled_from([(1,) * 8, (1,) * 4 + (2,) * 4, (2,) * 8])
+SHARER = st.sampled_from(RANKS[:3])
+STORED = st.tuples(
+    st.just("chain"),
+    SHARER,
+    st.just(Tier.DEVICE),
+    FEW,
+    st.just(0),
+    st.sampled_from([4, 8, 8]),
+    SEED,
+)
+LET_GO = st.tuples(
+    st.just("evict"),
+    SHARER,
+    st.just(Tier.DEVICE),
+    FEW,
+    st.sampled_from([1, 2, 4, 6]),
+    st.sampled_from([7, 8, 8]),
+    st.just(0),
+)
+RETURN = st.tuples(st.just("return"), SHARER, FEW, END)
+SWEEP = st.tuples(st.just("sweep"), st.just(1))
+BACK_AGAIN = st.one_of(STORED, STORED, STORED, LET_GO, LET_GO, LET_GO, RETURN, RETURN, SWEEP)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(BACK_AGAIN, min_size=10, max_size=40), st.booleans(), st.booleans())
+def test_what_a_rank_held_before_it_came_back_is_not_taken_for_what_it_holds(
+    operations: list[tuple[Any, ...]], at_every_step: bool, reviewed: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
+        patch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+        patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
+        if reviewed:
+            let_reviews_be_frequent(patch)
         run_against_model(operations, at_every_step)
 
 
@@ -258,7 +306,7 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
     models = {key: RankModel() for key in RANKS}
     bounds: dict[int, int] = {}
     prompts: set[Path] = {()}
-    for kind, *arguments in operations:
+    for kind, *arguments in apart(operations):
         if kind in ("chain", "evict"):
             key, tier, path, start, end, seed = arguments
             prompts.update({path, (*path[:end], 1), (*path[:end], 2)})
@@ -331,6 +379,17 @@ def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) ->
     while index.sweep(100):
         pass
     assert is_pristine(index)
+
+
+def apart(operations: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """The same with each return of a rank as two operations."""
+    for operation in operations:
+        if operation[0] == "return":
+            _, key, prompt, end = operation
+            yield "clear", key
+            yield "chain", key, Tier.DEVICE, prompt, 0, end, 0
+        else:
+            yield operation
 
 
 def keep_bound(index: KvIndex, key: tuple[int, int], model: RankModel, bound: int | None) -> None:

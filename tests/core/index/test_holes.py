@@ -139,6 +139,20 @@ def test_a_start_that_nobody_holds_stays_for_the_much_that_hangs_on_it() -> None
 
 
 @pytest.mark.usefixtures("spared")
+def test_what_follows_a_start_that_others_hold_whole_keeps_its_own_start() -> None:
+    index = KvIndex(16)
+    local = prompt(1, 1024) + prompt(2)  # two strands
+    store(index, 1, local)
+    index.remove(1, 0, Tier.DEVICE, local[1024 + 4 : -1])
+    for number in range(3, 60):
+        store(index, 2, prompt(number))
+        index.remove(2, 0, Tier.DEVICE, prompt(number)[:-1])
+    review(index)
+    assert index.blocks(1, 0, Tier.DEVICE) == 1024 + 4
+    assert matched(index, local) == {1: 1024 + 4}
+
+
+@pytest.mark.usefixtures("spared")
 def test_the_ends_of_rows_that_others_share_are_given_back_without_an_eviction() -> None:
     index = KvIndex(16)
     local = prompt(1)
