@@ -11,7 +11,7 @@ import random
 import time
 from enum import Enum, auto
 
-from lean_selector.core.index.kv_cursor import KvCursor, SourceState, Verdict
+from lean_selector.core.index.kv_cursor import BatchVerdict, KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets.batch_work import BatchWork
 from lean_selector.sockets.ingest_turns import IngestTurns
@@ -206,14 +206,14 @@ class KvListener:
         gaps, last_seq = self.cursor.gaps, self.cursor.last_live
         verdict = self.cursor.live(seq, payload)
         self._account()
-        if verdict is Verdict.RESTART:
+        if verdict is BatchVerdict.RESTART:
             self._stop_replay()  # it was asked of an engine that is gone
             self.ingest.clear()
             self._report("restart", logging.WARNING, f"engine restarted: {last_seq} then {seq}")
         if self.cursor.gaps > gaps:
             remedy = "replay" if self.cursor.can_replay else "batches lost"
             self._report("gap", logging.WARNING, f"gap: {last_seq} then {seq}, {remedy}")
-        if verdict is Verdict.APPLY or verdict is Verdict.RESTART:
+        if verdict is BatchVerdict.APPLY or verdict is BatchVerdict.RESTART:
             self._work.take(payload)
         self._replay_if_due()
 
@@ -336,12 +336,12 @@ class KvListener:
         if not payload:
             return True
         verdict = self.cursor.replayed(seq, payload)
-        if verdict is Verdict.RESTART:
+        if verdict is BatchVerdict.RESTART:
             self.ingest.clear()
             text = f"engine restarted: its batch {seq} is not the one that was applied"
             self._report("restart", logging.WARNING, text)
             return True
-        if verdict is Verdict.APPLY:
+        if verdict is BatchVerdict.APPLY:
             self._work.take(payload)
         return False
 

@@ -30,7 +30,7 @@ MAX_HELD = 100_000
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
 
-class Verdict(Enum):
+class BatchVerdict(Enum):
     """What to do with a batch."""
 
     APPLY = auto()
@@ -128,11 +128,11 @@ class KvCursor:
         assert self._next == 0
         self._next = watermark + 1
 
-    def live(self, seq: int, payload: bytes) -> Verdict:
+    def live(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a live batch, 0 <= seq < 2**64; the payload is kept if it may be needed again."""
         if seq == UNSET_SEQ:
             self._start_over()
-            return Verdict.APPLY
+            return BatchVerdict.APPLY
         newest = self._next - 1 if self.last_live is None else self.last_live
         is_restart = seq <= newest
         if is_restart:
@@ -143,11 +143,11 @@ class KvCursor:
         if self._phase is not _Phase.IDLE:
             self._hold(seq, payload)
             if self._phase is not _Phase.ASKED:
-                return Verdict.HOLD
+                return BatchVerdict.HOLD
         if seq < self._next:
-            return Verdict.IGNORE
+            return BatchVerdict.IGNORE
         self._advance(seq, payload)
-        return Verdict.RESTART if is_restart else Verdict.APPLY
+        return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
     def replay_started(self) -> None:
         """The request for `replay_from` is about to go out."""
@@ -155,7 +155,7 @@ class KvCursor:
         self._phase = _Phase.ASKED
         self._asked_next, self._asked_digest = self._next, self._digest
 
-    def replayed(self, seq: int, payload: bytes) -> Verdict:
+    def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a replayed batch. APPLY, though it may have been applied live before; IGNORE; or
         RESTART: drop every block of this source, and the replay, and ask for `replay_from` anew.
         """
@@ -164,11 +164,11 @@ class KvCursor:
             self._phase = _Phase.ANSWERING
             self._next, self._digest = self._missing_from, self._proof
         if self._phase is not _Phase.ANSWERING or not self._next - 1 <= seq < UNSET_SEQ:
-            return Verdict.IGNORE
+            return BatchVerdict.IGNORE
         proof, self._proof = self._proof, None
         if seq < self._next:
             if proof is None or proof == xxh3_64_intdigest(payload):
-                return Verdict.IGNORE
+                return BatchVerdict.IGNORE
             return self._replaced()
         if seq > self._next:  # the engine's buffer has rolled on, or begins there
             if self._next or seq != _LATE_FIRST_SEQ:
@@ -178,7 +178,7 @@ class KvCursor:
         self._next = seq + 1
         self._digest = xxh3_64_intdigest(payload)
         self.replayed_batches += 1
-        return Verdict.APPLY
+        return BatchVerdict.APPLY
 
     def replay_finished(self) -> None:
         """The end marker came: what the replay left out exists no more. Drain next_held()."""
@@ -255,7 +255,7 @@ class KvCursor:
             self.lost += size
         self._next = seq + 1
 
-    def _replaced(self) -> Verdict:
+    def _replaced(self) -> BatchVerdict:
         """All that was heard since the gap is a new publisher's, and none of it is applied."""
         newest = self.last_live
         assert newest is not None, "a gap is heard of live"
@@ -265,7 +265,7 @@ class KvCursor:
         self.last_live = newest
         self._next = self._missing = newest + 1
         self._missing_from = 0
-        return Verdict.RESTART
+        return BatchVerdict.RESTART
 
     def _hold(self, seq: int, payload: bytes) -> None:
         self._held.append((seq, payload))

@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lean_selector.core.index import kv_cursor
-from lean_selector.core.index.kv_cursor import UNSET_SEQ, KvCursor, SourceState, Verdict
+from lean_selector.core.index.kv_cursor import UNSET_SEQ, BatchVerdict, KvCursor, SourceState
 
-APPLY, IGNORE, HOLD, RESTART = Verdict.APPLY, Verdict.IGNORE, Verdict.HOLD, Verdict.RESTART
+APPLY, IGNORE, HOLD, RESTART = (
+    BatchVerdict.APPLY,
+    BatchVerdict.IGNORE,
+    BatchVerdict.HOLD,
+    BatchVerdict.RESTART,
+)
 
 
-def live(cursor: KvCursor, *seqs: int) -> list[Verdict]:
+def live(cursor: KvCursor, *seqs: int) -> list[BatchVerdict]:
     return [cursor.live(seq, b"%d" % seq) for seq in seqs]
 
 
-def replayed(cursor: KvCursor, *seqs: int) -> list[Verdict]:
+def replayed(cursor: KvCursor, *seqs: int) -> list[BatchVerdict]:
     return [cursor.replayed(seq, b"%d" % seq) for seq in seqs]
 
 
