@@ -20,6 +20,7 @@ import uvloop
 
 from lean_selector import __version__
 from lean_selector.core.index.kv_ingest import EventCounts
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.load.slots import RankLoad
 from lean_selector.core.selection.partition import Partition
@@ -38,7 +39,6 @@ from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.replies import Answer
 from lean_selector.services.selection import SelectionService
 from lean_selector.services.service_state import ServiceState
-from tests.bookings import book
 
 ROUNDS = 40
 REQUESTS = 400
@@ -145,9 +145,8 @@ class Service:
             for rank in range(ranks):
                 tokens = draws.randrange(1000)
                 hashes = draws.randbytes(8 * draws.randrange(1, 100))
-                book(
-                    self.partition.slots, f"{worker_id}/{rank}", worker_id, rank, hashes, tokens, 0
-                )
+                booking = Booking(f"{worker_id}/{rank}", worker_id, rank, prefill_tokens=tokens)
+                self.partition.slots.book(booking, hashes, 0.0)
         if threshold is not None:
             self.selector.change_threshold(("default", "default"), threshold, 0.0)
         service = SelectionService(
