@@ -22,7 +22,8 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.wire.replica_frames import TOPIC
-from tests.replica_member import MODEL, SCOPE, TOKENS, Loads, Member, free_port
+from loadtest.child_service import free_port
+from tests.replica_member import MODEL, SCOPE, TOKENS, Loads, Member
 
 CONNECTIONS = 8
 FAULTS = 0.1

@@ -5,14 +5,9 @@ can say "add" and "loads" to any of them. All have worker 7 with ranks 0 and 1.
 """
 
 import contextlib
-import http.client
 import itertools
 import json
-import os
-import random
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from loadtest.child_service import JSON, ChildService, free_port, plain_environment
 from tests.running_service import DEADLINE_S, wait_until
 
 OURS = {"selector": "lean_selector", "tracker": "lean_selector.slot_tracker"}
@@ -32,19 +28,7 @@ TOKENS = 48
 BOOKED = (TOKENS, len(HASHES))
 IDLE = [(0, 0), (0, 0)]
 
-# Below what the system gives to outgoing connections, which here come and go all the time.
-_PORTS = range(12_000, 32_000)
-
 Loads = list[tuple[int, int]]  # prefill tokens and decode blocks of each rank of worker 7
-
-
-def free_port() -> int:
-    """A port that nobody listens on, nor is given to a connection meanwhile."""
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Member:
@@ -70,28 +54,20 @@ class Member:
             *(str(python or sys.executable), "-m", module, "--port", str(self.port)),
             *("--replica-sync-port", str(sync_port), *told, *flags),
         ]
-        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
 
     def __enter__(self) -> "Member":
-        env = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
-        self.process = subprocess.Popen(
-            self._command,
-            env={**env, "DYN_LOG": "error"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if self.is_ours else subprocess.DEVNULL,
-            text=True,
-        )
+        env = plain_environment(DYN_LOG="error")
+        self._child = ChildService(self._command, self.port, env=env, keep_alive=True)
+        self.process = self._child.process
 
         def is_up() -> bool:
-            assert self.process.poll() is None, "the service ended"
-            with contextlib.suppress(OSError):
-                return self.request("GET", "/health")[0] == 200
-            return False
+            assert self.process.poll() is None, f"the service ended: {self._child.log()}"
+            return self._child.is_healthy()
 
         try:
             wait_until(is_up, f"{self._command[2]} is up")
         except BaseException:
-            self.stop(signal.SIGKILL)
+            self._child.stop()
             raise
         return self
 
@@ -99,33 +75,16 @@ class Member:
         self.stop()
 
     def stop(self, signal_number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Exit status, and what one of ours logged (only the first time)."""
-        self._connection.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal_number)
-            if not self.is_ours:
-                self.process.kill()  # it may wait for its connections
-        log = ""
-        if self.process.stderr is not None and not self.process.stderr.closed:
-            _, log = self.process.communicate(timeout=DEADLINE_S)
-        self.process.wait(DEADLINE_S)
-        return self.process.returncode, log
+        """Exit status, and what it logged."""
+        if not self.is_ours:
+            signal_number = signal.SIGKILL  # it may wait for its connections
+        return self._child.stop(signal_number, DEADLINE_S), self._child.log()
 
     def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         """One request on the member's connection, once more where that had been closed."""
-        content = None if body is None else json.dumps(body).encode()
-        for last in (False, True):
-            try:
-                headers = {} if content is None else {"content-type": "application/json"}
-                self._connection.request(method, path, body=content, headers=headers)
-                answer = self._connection.getresponse()
-                text = answer.read()
-                return answer.status, json.loads(text) if text else None
-            except (http.client.HTTPException, ConnectionError):
-                self._connection.close()
-                if last:
-                    raise
-        raise AssertionError("unreachable")
+        content, headers = (None, {}) if body is None else (json.dumps(body).encode(), JSON)
+        status, text = self._child.request(method, path, content, headers)
+        return status, json.loads(text) if text else None
 
     def get(self, path: str) -> tuple[int, Any]:
         return self.request("GET", path)

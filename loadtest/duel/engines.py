@@ -17,8 +17,9 @@ import msgspec
 import zmq
 
 from lean_selector.demo.block_cache import BlockCache
+from loadtest.child_service import ENDING_SIGNALS
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
-from loadtest.duel.targets import ENDING_SIGNALS, Service, TargetError
+from loadtest.duel.targets import Service, TargetError
 from loadtest.replay_trace import prompt_tokens
 
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens

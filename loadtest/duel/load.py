@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from lean_selector.demo.player import percentile
-from loadtest.duel.targets import start
+from loadtest.child_service import start
 
 # Enough to keep either service busy, as a gateway beside it would. Connecting is in a round, and
 # with 32 a round of long prompts was a measure of that.

@@ -10,8 +10,9 @@ from typing import Self
 
 import msgspec
 
+from loadtest.child_service import free_port
 from loadtest.duel.prompts import MODEL_NAME
-from loadtest.duel.targets import Service, Target, TargetError, free_port
+from loadtest.duel.targets import Service, Target, TargetError
 
 _LINK_TIMEOUT_S = 20.0
 _POLL_S = 0.05

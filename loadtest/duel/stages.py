@@ -186,9 +186,9 @@ class StageRun:
 
 def _refusal(service: Service, request: bytes) -> str:
     """Why a service does not take this MessagePack body; empty when it does."""
-    status, answer = service.request(
-        "POST", "/select", request.partition(b"\r\n\r\n")[2], "application/msgpack"
-    )
+    body = request.partition(b"\r\n\r\n")[2]
+    headers = {"content-type": "application/msgpack"}
+    status, answer = service.request("POST", "/select", body, headers)
     if status == 415:
         return "skipped: the service answers 415 to application/msgpack"
     return "" if status == 200 else f"skipped: {status} {answer.decode(errors='replace')[:200]}"

@@ -14,13 +14,11 @@ by hand, never pass or fail.
 import argparse
 import contextlib
 import gzip
-import http.client
 import json
 import os
 import random
 import shlex
-import socket
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +27,8 @@ from typing import Any
 
 import msgspec
 import zmq
+
+from loadtest.child_service import JSON, ChildService, free_port
 
 BLOCK_SIZE = 16
 EXPAND = 32  # 16-token blocks in a block of the trace
@@ -109,13 +109,11 @@ class Service:
 
     def __init__(self, name: str, command: str, workers: int) -> None:
         self.name = name
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         environment = {**os.environ, "DYN_LOG": "warn"}
-        self.process = subprocess.Popen(
-            shlex.split(command.format(port=self.port)), env=environment, stderr=subprocess.DEVNULL
-        )
+        words = shlex.split(command.format(port=self.port))
+        self._child = ChildService(words, self.port, env=environment)
+        self.process = self._child.process
         self.seconds: dict[str, list[float]] = {}
         self.sockets: list[zmq.Socket[bytes]] = []
         self._sequence = [0] * workers
@@ -140,21 +138,16 @@ class Service:
         self.first_resident = self.resident()
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"content-type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
+        data = None if body is None else json.dumps(body).encode()
+        status, text = self._child.request(method, path, data, JSON)
         with contextlib.suppress(ValueError):
-            return response.status, json.loads(text)
-        return response.status, text
+            return status, json.loads(text)
+        return status, text
 
     def _wait_until_up(self) -> None:
         for _ in range(200):
-            with contextlib.suppress(OSError):
-                if self.ask("GET", "/health")[0] == 200:
-                    return
+            if self._child.is_healthy():
+                return
             time.sleep(0.05)
         raise SystemExit(f"{self.name} does not start")
 
@@ -201,8 +194,7 @@ class Service:
     def stop(self) -> None:
         for publisher in self.sockets:
             publisher.close(0)
-        self.process.terminate()
-        self.process.wait(20)
+        self._child.stop(signal.SIGTERM, 20.0)
 
 
 def median(values: list[float]) -> float:

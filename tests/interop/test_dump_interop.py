@@ -5,11 +5,8 @@ overlaps for the same prompts, on all tiers.
 """
 
 import contextlib
-import http.client
 import json
-import os
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 
 from lean_selector.publisher import KvEventPublisher
+from loadtest.child_service import JSON, ChildService, asked, plain_environment
 from tests.running_service import RunningService, free_port, wait_until
 
 BLOCK_SIZE = 4
@@ -189,34 +187,25 @@ Service = Selector | Indexer
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    with contextlib.closing(connection):
-        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read()
-        return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text.decode()
+    status, text = asked(port, method, path, json.dumps(body).encode(), JSON)
+    return status, json.loads(text) if text.startswith((b"{", b"[")) else text.decode()
 
 
 @contextlib.contextmanager
 def reference(python: Path, module: str, *flags: str) -> Iterator[Service]:
     port = free_port()
-    process = subprocess.Popen(
-        [str(python), "-m", f"dynamo.{module}", "--port", str(port), *flags],
-        env={**os.environ, "DYN_LOG": "error"},
-    )
+    command = [str(python), "-m", f"dynamo.{module}", "--port", str(port), *flags]
+    child = ChildService(command, port, env=plain_environment(DYN_LOG="error"))
 
     def is_up() -> bool:
-        assert process.poll() is None, "the reference ended"
-        with contextlib.suppress(OSError):
-            return ask(port, "GET", "/health")[0] == 200
-        return False
+        assert child.process.poll() is None, f"the reference ended: {child.log()}"
+        return child.is_healthy()
 
     try:
         wait_until(is_up, f"{module} is up")
         yield (Indexer if module == "indexer" else Selector)(port)
     finally:
-        process.kill()
-        process.wait()
+        child.stop()
 
 
 @contextlib.contextmanager

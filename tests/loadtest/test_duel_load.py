@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from loadtest.child_service import free_port
 from loadtest.duel.accounting import cpu_ns, footprint, machine
 from loadtest.duel.load import LoadFailed, RequestFile, closed_load, open_load
 from loadtest.duel.prompts import (
     http,
 )
-from loadtest.duel.targets import Service, Target, TargetError, free_port, ours, references
+from loadtest.duel.targets import Service, Target, TargetError, ours, references
 from tests.running_service import RunningService
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n"

@@ -14,8 +14,8 @@ import zmq
 from lean_selector.core.replication.events import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import TOPIC, decode_event, encode_event
 from tests.bookings import replica_event
-from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, free_port, mesh
-from tests.running_service import wait_until
+from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
+from tests.running_service import free_port, wait_until
 
 
 @contextmanager

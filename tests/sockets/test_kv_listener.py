@@ -28,6 +28,7 @@ from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.links import MAX_WAITING_BYTES, Links, Waiting
 from lean_selector.tasks import failures
+from tests.running_service import free_port
 
 DEADLINE_S = 20.0
 END = b"\xff" * 8
@@ -41,11 +42,6 @@ async def until(holds: Callable[[], bool], what: Callable[[], object] = str) -> 
     while not holds():
         assert asyncio.get_running_loop().time() < deadline, what()
         await asyncio.sleep(0.005)
-
-
-def free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.REP) as socket:
-        return socket.bind_to_random_port("tcp://127.0.0.1")
 
 
 class Engine:

@@ -26,6 +26,7 @@ from lean_selector.sockets.resolver import Resolver
 from lean_selector.wire import replica_odd_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
 from tests.bookings import changed, replica_event
+from tests.running_service import free_port
 
 DEADLINE_S = 20.0
 EVENT = replica_event(
@@ -114,13 +115,6 @@ async def mesh() -> AsyncIterator[Mesh]:
         for replica in made.replicas:
             await replica.sync.close()
         made.context.term()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_events_arrive_in_the_order_they_were_published() -> None:

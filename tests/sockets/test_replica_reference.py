@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
 import struct
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,19 +24,13 @@ from lean_selector.core.replication.events import (
 )
 from lean_selector.sockets.replica_mesh import ReplicaSync
 from tests.bookings import book
+from tests.running_service import free_port
 
 pytestmark = pytest.mark.reference
 
 DEADLINE_S = 30.0
 HASHES = [101, -22, 303]
 PROMPT = struct.pack("<3q", *HASHES)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until(seen: Callable[[], Awaitable[bool]]) -> None:

@@ -1,0 +1,215 @@
+"""A service as a child process of a test or a load test: started, asked, read, ended.
+
+Synchronous, and at home with any command line that takes a port, ours or another's. A child that
+the main thread starts dies with this process, however that ends, SIGKILL included. The demo, which
+is of the product, has an asynchronous one (`lean_selector.demo.service_process`).
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import http.client
+import itertools
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from lean_selector.demo.http_client import ServiceError
+from lean_selector.demo.service_process import HOST, check_port
+
+ROOT = Path(__file__).resolve().parents[1]
+ANSWER_TIMEOUT_S = 60.0
+# Below those that the system hands out for connections and engines' sockets, from 32 768 on: one of
+# them could take a port between our look and the service's bind.
+PORTS = (21_000, 31_000)
+JSON = {"content-type": "application/json"}
+ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+# Runs at the same time begin at different places.
+_candidates = itertools.cycle(random.sample(range(*PORTS), PORTS[1] - PORTS[0]))
+
+
+def free_port() -> int:
+    """A port that nothing has, and that the system will not give to anyone by itself."""
+    for _ in range(*PORTS):
+        with contextlib.suppress(ServiceError):
+            return check_port(next(_candidates))
+    raise OSError(f"no free port from {PORTS[0]} to {PORTS[1]}")
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """Ours and `more`, but nothing by which the environment would configure a service."""
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("DYN_")}, **more}
+
+
+def start(
+    command: Sequence[str],
+    cpus: Collection[int] = (),
+    *,
+    output: int | IO[bytes],
+    errors: int | IO[bytes],
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Run a program in ROOT, in a session of its own, on these CPUs if any; it dies with us.
+
+    Signals wait meanwhile: Python drops an exception that comes from its own hooks after a fork.
+    """
+    parent = os.getpid()
+    # It would die with the thread that started it, and another may end long before us.
+    dies_with_us = threading.current_thread() is threading.main_thread()
+
+    def prepare() -> None:
+        if dies_with_us:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)  # it died before it was asked for
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+
+class ChildService:
+    """A service on `port` of the loopback address, in a process of its own.
+
+    Its output goes to a file, as logs do, and not to a pipe: one that nobody reads fills, and then
+    the service waits for its reader.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        cpus: Collection[int] = (),
+        keep_alive: bool = False,
+    ) -> None:
+        """Start it; `is_healthy` says when it answers. Raises OSError when it cannot be started.
+
+        env: the whole environment. keep_alive: all requests share a connection,
+        and one thread asks them.
+        """
+        self.port = port
+        self._shared = _connection_to(port) if keep_alive else None
+        # Without a name; appended to, so that it can be emptied meanwhile.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
+        fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
+        self._last_log = ""
+        try:
+            self.process = start(command, cpus, output=self._log, errors=self._log, env=env)
+        except OSError:
+            self._log.close()
+            raise
+
+    def is_healthy(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.request("GET", "/health")[0] == 200
+        return False
+
+    def log(self) -> str:
+        """All that it has written so far, or since the log was emptied; also after its end."""
+        if self._log.closed:
+            return self._last_log
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+
+    def empty_log(self) -> None:
+        """A default log writes a line per selection; a long run would fill the disk."""
+        self._log.truncate(0)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Status and body. On the shared connection once more, where that had been closed.
+
+        Raises OSError and HTTPException.
+        """
+        shared = self._shared
+        if shared is None:
+            return asked(self.port, method, path, body, headers)
+        try:
+            return _asked_on(shared, method, path, body, headers)
+        except (http.client.HTTPException, ConnectionError):
+            shared.close()
+        try:
+            return _asked_on(shared, method, path, body, headers)
+        except (http.client.HTTPException, ConnectionError):
+            shared.close()
+            raise
+
+    def stop(
+        self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
+    ) -> int:
+        """End it and its own children, with SIGKILL what takes longer; its exit status.
+
+        What it has logged stays to be read.
+        """
+        if self._log.closed:
+            return self.process.wait()
+        if self._shared is not None:
+            self._shared.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        self._last_log = self.log()
+        self._log.close()
+        return status
+
+
+def asked(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """Status and body of one request on a connection of its own. Raises OSError, HTTPException."""
+    with contextlib.closing(_connection_to(port)) as connection:
+        return _asked_on(connection, method, path, body, headers)
+
+
+def _connection_to(port: int) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(HOST, port, timeout=ANSWER_TIMEOUT_S)
+
+
+def _asked_on(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes | None,
+    headers: Mapping[str, str] | None,
+) -> tuple[int, bytes]:
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
