@@ -94,6 +94,8 @@ class ReplicaPlane:
                 router_id=self.router_id,
                 advertise=config.advertise,
                 links=links,
+                on_connected=self._connected,
+                on_missed=self._missed,
             )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
@@ -111,8 +113,6 @@ class ReplicaPlane:
                 self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
             )
             self._catch_up, self._fates = catch_up, catch_up.fates
-            self.sync.on_connected = self._connected
-            self.sync.on_missed = self._mend_soon
             self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
@@ -144,6 +144,10 @@ class ReplicaPlane:
         if self._occasion is Occasion.MISSED:
             self._occasion = Occasion.CONNECTED
         self._catch_up_again.set()
+
+    def _missed(self) -> None:
+        if self._catching_up is not None:
+            self._mend_soon()
 
     def _mend_soon(self) -> None:
         """Events were missed. Where the last try brought nothing, the next waits longer."""

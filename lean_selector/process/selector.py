@@ -51,13 +51,12 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     sweeps = IndexSweeps()
 
     def new_index(block_size: int) -> KvIndex:
-        index = KvIndex(
+        return KvIndex(
             block_size,
             device_bound=config.device_blocks_per_rank,
             lower_tier_bound=config.lower_tier_blocks_per_rank,
+            on_sweep=sweeps.start,
         )
-        index.on_sweep = sweeps.start
-        return index
 
     # What the plane asks; it does so only once all is made, the selector below too.
     def lookup(model_name: str, tenant_id: str) -> Partition | None:

@@ -98,6 +98,8 @@ class ReplicaSync:
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` hears each
     decoded event, `now` in monotonic seconds, and says what became of it. `router_id` is the sender
     of what is published here. `advertise` is our own endpoint as peers see it, refused as a peer.
+    `on_connected()` hears that a subscription came, or came back; `on_missed()` that `heard` has a
+    gap more.
     Raises ReplicaSyncError when it cannot be set up.
     """
 
@@ -112,6 +114,8 @@ class ReplicaSync:
         advertise: str | None = None,
         high_water_mark: int = HIGH_WATER_MARK,
         links: Links | None = None,
+        on_connected: Callable[[], None] = lambda: None,
+        on_missed: Callable[[], None] = lambda: None,
     ) -> None:
         self.published = 0
         self.overflows = 0
@@ -124,12 +128,9 @@ class ReplicaSync:
         self._router_id = router_id
         self._on_event = on_event
         self._advertise = advertise
-        self._links = ReplicaLinks(
-            links or Links(context), TOPIC, self._handle, self._tell_connected
-        )
+        self._on_missed = on_missed
+        self._links = ReplicaLinks(links or Links(context), TOPIC, self._handle, on_connected)
         self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
-        self.on_connected: Callable[[], None] | None = None  # a subscription came, or came back
-        self.on_missed: Callable[[], None] | None = None  # `heard` has a gap more
         self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent] = deque()
         self._is_flushing = False
@@ -286,10 +287,6 @@ class ReplicaSync:
         """Sorted by endpoint."""
         return self._links.states()
 
-    def _tell_connected(self) -> None:
-        if self.on_connected is not None:
-            self.on_connected()
-
     # receiving ----------------------------------------------------------------------------------
 
     @property
@@ -356,8 +353,7 @@ class ReplicaSync:
 
     def _tell_missed(self, router_id: int, missed: int, now: float) -> None:
         self._warn(now, "never arrived", f"{missed} from router {router_id}", missed)
-        if self.on_missed is not None:
-            self.on_missed()
+        self._on_missed()
 
     def _warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
         """At most one line per reason in WARN_EVERY_S, with how many there were since the last."""

@@ -14,8 +14,7 @@ from tests.running_service import DEADLINE_S
 def test_an_index_is_taken_apart_while_the_loop_serves_though_its_owner_let_go_of_it() -> None:
     async def story() -> int:
         sweeps = IndexSweeps()
-        index = KvIndex(16)
-        index.on_sweep = sweeps.start
+        index = KvIndex(16, on_sweep=sweeps.start)
         for name in range(50_000):
             index.store(1, 0, Tier.DEVICE, None, [name], pack("<Q", name))
         trie = index._device.trie

@@ -73,18 +73,21 @@ class KvIndex:
         block_size: int,
         device_bound: int = DEFAULT_DEVICE_BLOCKS,
         lower_tier_bound: int = DEFAULT_LOWER_TIER_BLOCKS,
+        *,
+        on_sweep: Callable[["KvIndex"], None] | None = None,
     ) -> None:
+        """`on_sweep` hears when there is something to give back."""
         self.block_size = block_size
         self.evicted = 0
         self._default_bound = (device_bound, lower_tier_bound)
         self._bounds: dict[int, tuple[int, int]] = {}  # by worker id, where set
         self._dp_ranks: dict[int, set[int]] = {}  # by worker id, those of its ranks in `_ranks`
         self._ranks: dict[RankKey, Holdings] = {}  # those with a holding, no others
-        # What is to be given back, step by step, and who hears that there is something.
+        # What is to be given back, step by step.
         self._sweeps: deque[Iterator[None]] = deque()
         self._until_review = holes.REVIEW_AFTER  # device blocks to be dropped
         self._is_reviewed = False  # just now, in one of the sweeps
-        self.on_sweep: Callable[[KvIndex], None] | None = None
+        self.on_sweep = on_sweep
         self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
         self._device = DeviceTier(self.bits)
         self._lower_matches = LowerMatches(self._device)
