@@ -5,9 +5,9 @@ from typing import TypeVar
 import msgspec
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.slots import Reservation, Slots
-from lean_selector.core.replication.catch_up import LiveBooking
-from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
 
 Record = TypeVar("Record", ReplicaEvent, LiveBooking)
 

@@ -9,58 +9,23 @@ whose look-up is `Trackers.lookup`.
 
 from collections.abc import Iterator
 
-import msgspec
-
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.ledger import (
     RESERVATION_EXPIRY_S,
     Ledger,
     Ledgers,
     LifecycleEvents,
 )
+from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.u64 import U64_MAX
 
 MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
 MAX_ISL_TOKENS = 2**53 - 1  # D6
 _RANK_LIMIT = 2**32 - 1  # ranks are u32, and dp_start + dp_size must be one too
-
-
-class WorkerRow(msgspec.Struct, frozen=True, gc=False):
-    """A registered worker and its contiguous range of ranks."""
-
-    worker_id: int
-    model_name: str
-    tenant_id: str
-    block_size: int
-    dp_start: int
-    dp_size: int
-
-    @property
-    def ranks(self) -> range:
-        return range(self.dp_start, self.dp_start + self.dp_size)
-
-
-class LoadRow(msgspec.Struct, frozen=True, gc=False):
-    """Load of one rank."""
-
-    model_name: str
-    tenant_id: str
-    worker_id: int
-    dp_rank: int
-    active_prefill_tokens: int
-    active_decode_blocks: int
-
-
-class PotentialLoadRow(msgspec.Struct, frozen=True, gc=False):
-    """What the load of one rank would be with one more request on it."""
-
-    worker_id: int
-    dp_rank: int
-    potential_prefill_tokens: int
-    potential_decode_blocks: int
-    active_requests: int  # without that request
 
 
 class Tracker:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from lean_selector.core.load.slots import Reservation
+from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.trackers import Trackers, WorkerRow
+from lean_selector.core.tracker_rows import WorkerRow
+from lean_selector.core.trackers import Trackers
 from lean_selector.observing.log_records import Shedding
 
 _log = logging.getLogger("lean_selector.lifecycle")

@@ -26,7 +26,7 @@ from lean_selector.http1.protocol import App, HttpProtocol
 from lean_selector.http1.response import date_header
 from lean_selector.observing import logs
 from lean_selector.process.service_options import Listen
-from lean_selector.services.observed import Observation
+from lean_selector.services.observation import Observation
 
 log = logging.getLogger("lean_selector.server")
 

@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import zmq.asyncio
 
-from lean_selector.core.replication.catch_up import CatchUp, Fate, LiveBooking, live_booking
+from lean_selector.core.replication.catch_up import CatchUp, Fate, live_booking
 from lean_selector.core.replication.events import (
-    EventKind,
     ReplicaApplier,
-    ReplicaEvent,
     ReplicaEvents,
     ReplicaTarget,
     Verdict,
 )
 from lean_selector.core.replication.ledger import copies_expire_s
+from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
 from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.replies import Answer

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.replication.events import ReplicaEvent
+from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from lean_selector.core.replication.events import ReplicaEvent
+from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.limits import Limits

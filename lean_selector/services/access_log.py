@@ -9,7 +9,6 @@ from collections.abc import Callable
 from time import perf_counter
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from lean_selector.http1.protocol import App, PendingReply
 from lean_selector.http1.reader import Request
@@ -17,6 +16,7 @@ from lean_selector.http1.response import status_of
 from lean_selector.http1.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.services.gate import HUNG_UP, Route
+from lean_selector.wire.body_ids import BodyIds
 
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
 MAX_TARGET_CHARACTERS = 1024
@@ -24,14 +24,8 @@ MAX_TARGET_CHARACTERS = 1024
 _log = logging.getLogger(ACCESS_LOG)
 
 
-class _Ids(msgspec.Struct):
-    request_id: str | UnsetType | None = UNSET
-    selection_id: str | UnsetType | None = UNSET
-    reservation_id: str | UnsetType | None = UNSET
-
-
-_decode = msgspec.json.Decoder(_Ids).decode
-ID_FIELDS = _Ids.__struct_fields__
+_decode = msgspec.json.Decoder(BodyIds).decode
+ID_FIELDS = BodyIds.__struct_fields__
 
 
 def with_access_log(

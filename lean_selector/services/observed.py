@@ -6,26 +6,13 @@ service, which adds the families of its own.
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from lean_selector.http1.protocol import App
 from lean_selector.observing.load_metrics import Families
 from lean_selector.observing.metrics import LoopLag, RouteMeter, http_families, process_families
 from lean_selector.services.access_log import with_access_log
 from lean_selector.services.gate import Gate, Route
 from lean_selector.services.metrics_answers import MetricsAnswers
-
-
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
-
-    service: str
-    version: str
-    access_log: bool
-    suppressed_log_lines: Callable[[], int]
-    dropped_log_lines: Callable[[], int]
-    call_soon: Callable[[Callable[[], None]], object]
-    call_later: Callable[[float, Callable[[], None]], object]
+from lean_selector.services.observation import Observation
 
 
 def observed(

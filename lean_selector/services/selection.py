@@ -25,7 +25,8 @@ from lean_selector.core.selection.records import (
     SelectionRequest,
 )
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
+from lean_selector.core.selection.settings import RouterOverride, Terms
+from lean_selector.core.selection.terms import overridden
 from lean_selector.core.selection.workers import WorkerRecord
 from lean_selector.services.bodies import Query, reservation_id_param, worker_id_param
 from lean_selector.services.gate import (

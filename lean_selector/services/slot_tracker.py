@@ -8,7 +8,8 @@ both families of peer routes (decision D18).
 import time
 from collections.abc import Callable
 
-from lean_selector.core.trackers import LoadRow, PotentialLoadRow, Trackers, WorkerRow
+from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
+from lean_selector.core.trackers import Trackers
 from lean_selector.http1.response import encode_response
 from lean_selector.services.bodies import Query
 from lean_selector.services.gate import Route, plain, with_body, with_query

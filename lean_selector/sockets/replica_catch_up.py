@@ -15,8 +15,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from enum import Enum
 
-from lean_selector.core.replication.catch_up import CatchUp, Fate, LiveBooking, ended_meanwhile
-from lean_selector.core.replication.events import ReplicaEvent, ReplicaTarget
+from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
+from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.records import LiveBooking, ReplicaEvent
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
 from lean_selector.wire.replica_snapshot import (

@@ -30,7 +30,8 @@ import zmq.asyncio
 
 from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
-from lean_selector.core.replication.events import ReplicaEvent, Verdict
+from lean_selector.core.replication.events import Verdict
+from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.replication.sequences import ReplicaSequences
 from lean_selector.sockets.link import check_link
 from lean_selector.sockets.links import Links

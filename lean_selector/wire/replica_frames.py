@@ -15,25 +15,29 @@ reader that takes MessagePack apart value by value (wire/replica_odd_frames.py).
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.core.replication.records import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import turned_round
-from lean_selector.wire.replica_odd_frames import (
-    NANOS,
-    TooBig,
-    UndecodableFrames,
-    decode_in_steps,
+from lean_selector.wire.replica_odd_frames import NANOS, TooBig, UndecodableFrames, decode_in_steps
+from lean_selector.wire.replica_shapes import (
+    U64,
+    Add,
+    AddVariant,
+    Duration,
+    Envelope,
+    EventWorker,
+    Heartbeat,
+    Hint,
+    RequestEvent,
 )
 
 TOPIC = b"dynamo.slot-tracker.v1"
 HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # subscribed to by its prefix
 
-U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
 
 # A prompt of a million tokens is 0.6 MB in blocks of 16, and 9 MB in blocks of one: hashes are 9
 # bytes each. Beside them there are a few hundred.
@@ -42,58 +46,8 @@ MAX_EVENT_BYTES = 10 << 20
 QUICK_BYTES = 128 << 10
 
 
-class _Duration(msgspec.Struct, gc=False):
-    secs: U64
-    nanos: U32
-
-
-class _Hint(msgspec.Struct, gc=False):
-    initial_effective_prefill_tokens: U64
-    expected_prefill_duration: _Duration | None
-
-
-class _Add(msgspec.Struct, gc=False):
-    token_sequence: msgspec.Raw
-    track_prefill_tokens: bool
-    expected_output_tokens: U32 | None
-    prefill_load_hint: _Hint | None
-
-
-class _AddVariant(msgspec.Struct, gc=False):
-    add: _Add = msgspec.field(name="AddRequest")
-
-
-class _Worker(msgspec.Struct, gc=False):
-    worker_id: U64
-    dp_rank: U32
-
-
-class _Event(msgspec.Struct, gc=False):
-    request_id: str
-    worker: _Worker
-    data: Literal["MarkPrefillCompleted", "Free"] | _AddVariant
-    router_id: U64
-    lora_name: str | None
-
-
-class _Envelope(msgspec.Struct, gc=False, kw_only=True):
-    model_name: str
-    tenant_id: str | msgspec.UnsetType = msgspec.UNSET
-    routing_group: str | msgspec.UnsetType = msgspec.UNSET
-    block_size: U32
-    event: _Event
-    lean_sequence: U64 | msgspec.UnsetType = msgspec.UNSET
-
-
-class Heartbeat(msgspec.Struct, gc=False):
-    """How many events a replica has published."""
-
-    router_id: U64
-    lean_sequence: U64
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 _decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 
 _MANY_HASHES = 1024
@@ -108,17 +62,17 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
     """The second frame of an event, numbered if `sequence` is given; the first is always TOPIC."""
     booking = event.booking
-    data: Literal["MarkPrefillCompleted", "Free"] | _AddVariant
+    data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     if event.kind is EventKind.ADD:
         hint = None
         if booking.prefill_tokens is not None:
             duration = None
             if booking.prefill_duration_s is not None:
-                duration = _Duration(*divmod(round(booking.prefill_duration_s * NANOS), NANOS))
-            hint = _Hint(booking.prefill_tokens, duration)
+                duration = Duration(*divmod(round(booking.prefill_duration_s * NANOS), NANOS))
+            hint = Hint(booking.prefill_tokens, duration)
         hashes = event.sequence_hashes
-        data = _AddVariant(
-            _Add(
+        data = AddVariant(
+            Add(
                 _token_sequence(hashes) if hashes else _NO_HASHES,
                 booking.track_prefill_tokens,
                 booking.expected_output_tokens,
@@ -128,14 +82,14 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
     else:
         data = _KIND_NAME[event.kind]
     return _encode(
-        _Envelope(
+        Envelope(
             model_name=event.model_name,
             tenant_id=event.tenant_id,
             routing_group=event.tenant_id,
             block_size=event.block_size,
-            event=_Event(
+            event=RequestEvent(
                 booking.request_id,
-                _Worker(booking.worker_id, booking.dp_rank),
+                EventWorker(booking.worker_id, booking.dp_rank),
                 data,
                 event.router_id,
                 booking.lora_name,
@@ -233,7 +187,7 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
     event = envelope.event
     data = event.data
     worker = event.worker
-    if not isinstance(data, _AddVariant):
+    if not isinstance(data, AddVariant):
         return ReplicaEvent(
             _KIND[data],
             envelope.model_name,

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import msgspec
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.replication.events import EventKind, ReplicaEvent
+from lean_selector.core.replication.records import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import MAX_INTEGERS, MAX_TEXT_BYTES, Reader, TooMany
 from lean_selector.wire.messagepack_values import Hashes, Map, Value
 

@@ -5,53 +5,23 @@ it apart without parsing all of it at once. Ages instead of times: replicas shar
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.replication.catch_up import LiveBooking
-from lean_selector.core.u64 import U64_MAX
-from lean_selector.wire.scalars import U32, NonNegative, hashes_from_json, unpack_signed
-
-_Age = Annotated[float, msgspec.Meta(ge=0.0)]
+from lean_selector.core.replication.records import LiveBooking
+from lean_selector.wire.replica_shapes import SnapshotHead, SnapshotLine
+from lean_selector.wire.scalars import hashes_from_json, unpack_signed
 
 
 class BadSnapshot(ValueError):
     """The text is no snapshot; the message says why."""
 
 
-class _Head(msgspec.Struct):
-    version: Literal[1]
-    router_id: NonNegative
-    reservations: list[msgspec.Raw]
-    sequence: NonNegative = 0
-
-
-class _Line(msgspec.Struct, gc=False):
-    model_name: str
-    tenant_id: str
-    block_size: U32
-    request_id: str
-    worker_id: NonNegative
-    dp_rank: U32
-    router_id: NonNegative  # of the replica that admitted it
-    age_s: _Age  # since it was last heard of
-    prefill_tokens: NonNegative  # outstanding
-    prefill_done: bool
-    prefill_duration_s: _Age | None
-    expected_output_tokens: U32 | None
-    lora_name: str | None
-    sequence_hashes: msgspec.Raw
-
-    def __post_init__(self) -> None:
-        if max(self.worker_id, self.router_id) > U64_MAX:
-            raise msgspec.ValidationError("Expected a u64")
-
-
 _encode = msgspec.json.Encoder().encode
-_decode_head = msgspec.json.Decoder(_Head).decode
-_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_head = msgspec.json.Decoder(SnapshotHead).decode
+_decode_line = msgspec.json.Decoder(SnapshotLine).decode
 
 
 def encode_snapshot(
@@ -66,7 +36,7 @@ def encode_snapshot(
     for live in listed:
         booking = live.booking
         yield end + _encode(
-            _Line(
+            SnapshotLine(
                 live.model_name,
                 live.tenant_id,
                 live.block_size,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import zmq
 
-from lean_selector.core.replication.events import EventKind
+from lean_selector.core.replication.records import EventKind
 from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.bookings import replica_event
 from tests.replica_member import MODEL, SCOPE, Member

@@ -16,22 +16,11 @@ from lean_selector.core.errors import (
     NotFound,
     SelectorError,
 )
-from lean_selector.core.replication.events import (
-    EventKind,
-    ReplicaApplier,
-    ReplicaEvent,
-    ReplicaEvents,
-    Verdict,
-)
+from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.ledger import REPUBLISH_AFTER_S, republish_after_s
-from lean_selector.core.trackers import (
-    MAX_DP_SIZE,
-    MAX_ISL_TOKENS,
-    LoadRow,
-    PotentialLoadRow,
-    Trackers,
-    WorkerRow,
-)
+from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
+from lean_selector.core.trackers import MAX_DP_SIZE, MAX_ISL_TOKENS, Trackers
 from tests.bookings import book
 
 WORKER = WorkerRow(7, "llama", "t1", 16, 0, 2)

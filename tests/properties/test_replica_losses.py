@@ -9,18 +9,11 @@ import struct
 
 import pytest
 
-from lean_selector.core.replication.events import (
-    ReplicaApplier,
-    ReplicaEvent,
-    ReplicaEvents,
-    Verdict,
-)
+from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.ledger import REPLICA_GRACE_S, RESERVATION_EXPIRY_S
-from lean_selector.core.trackers import (
-    Tracker,
-    Trackers,
-    WorkerRow,
-)
+from lean_selector.core.replication.records import ReplicaEvent
+from lean_selector.core.tracker_rows import WorkerRow
+from lean_selector.core.trackers import Tracker, Trackers
 
 LIFECYCLES = 2_000
 LIVE = 50
@@ -65,7 +58,7 @@ class Replica:
         """The sums are those of what is held; nothing is below zero."""
         slots = self.tracker().slots
         for rank in slots.ranks.values():
-            held = rank.reservations.values()
+            held = [slots.reservations[request_id] for request_id in rank.reservations]
             assert rank.active_prefill_tokens == sum(r.prefill_tokens for r in held) >= 0
             assert rank.active_decode_blocks >= 0
             assert (rank.active_decode_blocks == 0) == (not held)

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.records import ActiveRun
-from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import Slots
 from tests.bookings import book
 
 RankKey = tuple[int, int]

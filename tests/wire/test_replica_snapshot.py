@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.replication.catch_up import LiveBooking
+from lean_selector.core.replication.records import LiveBooking
 from lean_selector.wire.replica_snapshot import (
     BadSnapshot,
     decode_line,

@@ -7,9 +7,8 @@ events. Spec: indexer.md sections 3.1, 3.2 and 7.
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
+from lean_selector.core.index.matched import Matched
 from lean_selector.core.index.runs import (
     MAX_STRANDS,
     POSITION_BITS,
@@ -26,14 +25,6 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 _MAX_OTHERS_TO_GROW = 2
 _TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are worth cutting off
 _MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
-
-
-class Matched(msgspec.Struct, frozen=True, gc=False):
-    """Leading blocks of a prompt that a rank holds: D, then H more, then K + X more (spec 3.5)."""
-
-    device: int
-    host: int = 0
-    disk: int = 0
 
 
 class DeviceRank:

@@ -8,22 +8,10 @@ from collections.abc import Iterator
 from itertools import chain
 from struct import unpack
 
-import msgspec
-
 from lean_selector.core.index.device_tier import DeviceRank
 from lean_selector.core.index.holdings import Holdings, Tier
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
-
-
-class StoredRun(msgspec.Struct, frozen=True, gc=False):
-    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own."""
-
-    worker_id: int
-    dp_rank: int
-    tier: Tier
-    parent_hash: int | None
-    block_hashes: tuple[int, ...]
-    tokens_hashes: tuple[int, ...]
+from lean_selector.core.index.stored_run import StoredRun
 
 
 def stored_runs(trie: RunTrie, rank: Holdings) -> Iterator[StoredRun]:

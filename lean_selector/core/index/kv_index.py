@@ -21,14 +21,14 @@ from itertools import chain
 from lean_selector.core.hashing import u64s
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
-from lean_selector.core.index.device_tier import Matched as Matched
 from lean_selector.core.index.engine_hashes import NOWHERE
 from lean_selector.core.index.holdings import Holdings
 from lean_selector.core.index.holdings import Tier as Tier
-from lean_selector.core.index.kv_dump import StoredRun as StoredRun
 from lean_selector.core.index.kv_dump import stored_runs
 from lean_selector.core.index.lower_matches import LowerMatches
 from lean_selector.core.index.lower_tiers import ROOT, LowerTier
+from lean_selector.core.index.matched import Matched as Matched
+from lean_selector.core.index.stored_run import StoredRun as StoredRun
 from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.rank_bits import RankBits
 from lean_selector.core.rank_bits import RankKey as RankKey

@@ -8,8 +8,6 @@ count is skipped and counted by reason. Knows no encoding and no socket. Spec: i
 from collections import OrderedDict
 from collections.abc import Iterator
 
-import msgspec
-
 from lean_selector.core.hashing import BASE_SEED, hash_seed, local_hashes
 from lean_selector.core.index.kv_batch import (
     AllBlocksCleared,
@@ -19,6 +17,7 @@ from lean_selector.core.index.kv_batch import (
     Part,
 )
 from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
+from lean_selector.core.index.taught import Taught
 
 # Attention over the whole prompt: what prefix matching is about. Other kinds (sliding window,
 # mamba, ...) keep blocks by rules of their own.
@@ -68,14 +67,6 @@ class EventCounts:
             yield event_type, reason, count
 
 
-class _Rank(msgspec.Struct):
-    """What the events of one rank have taught."""
-
-    is_prefix_group: dict[int, bool]  # group_idx -> its blocks count
-    # block hash -> salt, oldest first, for salted blocks that are held
-    salts: dict[Tier, OrderedDict[int, str]]
-
-
 class KvIngest:
     """Applies the batches of one source, in the order given, for one worker."""
 
@@ -85,7 +76,7 @@ class KvIngest:
         self.counts = EventCounts()
         self._index = index
         self._is_rest_refused = False  # of the event whose parts are coming
-        self._ranks: dict[int, _Rank] = {}  # at most MAX_RANKS, the ranks heard of
+        self._ranks: dict[int, Taught] = {}  # at most MAX_RANKS, the ranks heard of
 
     def apply(self, batch: EventBatch) -> bool:
         """Apply what counts; True when all that this source ever stored was cleared on the way."""
@@ -98,7 +89,7 @@ class KvIngest:
             if len(self._ranks) >= MAX_RANKS:
                 counts.skip("unknown", "too_many_ranks", len(batch.events))
                 return False
-            rank = self._ranks[dp_rank] = _Rank({}, {})
+            rank = self._ranks[dp_rank] = Taught({}, {})
         cleared = False
         for event in batch.events:
             if type(event) is BlockStored:
@@ -123,12 +114,12 @@ class KvIngest:
             self._forget_salts(rank)
         self._ranks.clear()
 
-    def _forget_salts(self, rank: _Rank) -> None:
+    def _forget_salts(self, rank: Taught) -> None:
         for salts in rank.salts.values():
             self._index.let_go(salts)  # there may be a million
         rank.salts = {}
 
-    def _store(self, dp_rank: int, rank: _Rank, event: BlockStored) -> None:
+    def _store(self, dp_rank: int, rank: Taught, event: BlockStored) -> None:
         if event.part:
             if event.part is Part.FIRST:
                 self._is_rest_refused = False
@@ -179,7 +170,7 @@ class KvIngest:
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
-    def _remove(self, dp_rank: int, rank: _Rank, event: BlockRemoved) -> None:
+    def _remove(self, dp_rank: int, rank: Taught, event: BlockRemoved) -> None:
         tier = event.tier
         reason = _objection(rank, event)
         if tier is None or reason is not None:
@@ -194,13 +185,13 @@ class KvIngest:
             for block_hash in event.block_hashes:
                 salts.pop(block_hash, None)
 
-    def _learn(self, rank: _Rank, group_idx: int, kind: str) -> None:
+    def _learn(self, rank: Taught, group_idx: int, kind: str) -> None:
         groups = rank.is_prefix_group
         if group_idx in groups or len(groups) < MAX_GROUPS:
             groups[group_idx] = kind in _PREFIX_KINDS
 
 
-def _objection(rank: _Rank, event: BlockStored | BlockRemoved) -> str | None:
+def _objection(rank: Taught, event: BlockStored | BlockRemoved) -> str | None:
     """Why this event does not count, or None. Group 0 counts until something else is learned."""
     if event.is_remote:
         return "remote"
@@ -212,7 +203,7 @@ def _objection(rank: _Rank, event: BlockStored | BlockRemoved) -> str | None:
     return "other_group"
 
 
-def _salt_of(rank: _Rank, tier: Tier, parent_hash: int) -> str | None:
+def _salt_of(rank: Taught, tier: Tier, parent_hash: int) -> str | None:
     """The parent's salt, from the child's own tier if it is there: offloading copies blocks."""
     salts_here = rank.salts.get(tier)
     if salts_here and (own := salts_here.get(parent_hash)) is not None:

@@ -4,9 +4,10 @@ Keeps the ranks that hold anything on a lower tier, and asks of them only those 
 Spec: indexer.md section 3.5.
 """
 
-from lean_selector.core.index.device_tier import DeviceTier, Matched
+from lean_selector.core.index.device_tier import DeviceTier
 from lean_selector.core.index.holdings import Holdings
 from lean_selector.core.index.lower_tiers import ROOT, Continuations, LowerTier
+from lean_selector.core.index.matched import Matched
 from lean_selector.core.index.runs import Run
 from lean_selector.core.rank_bits import RankKey, bits_of
 

@@ -13,7 +13,7 @@ import heapq
 import math
 
 from lean_selector.core.load.busy_limits import RankLimits
-from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import RankKey
 
 Fall = tuple[float, int, RankLoad]  # (when to look, a serial, at which rank)

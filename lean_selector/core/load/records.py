@@ -1,4 +1,4 @@
-"""What is kept of the requests of a partition."""
+"""What active prompts are kept as: the prefill of each, and the runs that they share."""
 
 import msgspec
 

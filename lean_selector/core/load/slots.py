@@ -11,92 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-import msgspec
-
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
-from lean_selector.core.load.block_weights import BlockWeights
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.prefill_decay import PrefillDecay
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
-from lean_selector.core.load.records import ActiveRun, Prefill
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.records import Prefill
+from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 from lean_selector.core.u64 import U64_MAX
-
-
-class RankLoad:
-    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket`, which is
-    LoadOrder's).
-
-    Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
-    """
-
-    __slots__ = (
-        "active_decode_blocks",
-        "active_prefill_tokens",
-        "bit",
-        "block_weights",
-        "bucket",
-        "decay",
-        "distinct_blocks",
-        "dp_rank",
-        "key",
-        "mask",
-        "reservations",
-        "worker_id",
-    )
-
-    def __init__(self, worker_id: int, dp_rank: int, bit: int) -> None:
-        self.bit = bit
-        self.mask = 1 << bit
-        self.worker_id = worker_id
-        self.dp_rank = dp_rank
-        self.key: RankKey = (worker_id, dp_rank)
-        self.active_prefill_tokens = 0  # all that is outstanding, as booked: before decay
-        self.active_decode_blocks = 0  # distinct_blocks by weight, rounded half away from zero
-        self.distinct_blocks = 0  # path positions of active prompts, and output blocks
-        self.block_weights = BlockWeights()
-        self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
-        self.reservations: dict[str, Reservation] = {}  # in order of booking
-        self.bucket: tuple[int, int] | None = None
-
-    @property
-    def active_requests(self) -> int:
-        return len(self.reservations)
-
-    def prefill_tokens_at(self, now: float) -> int:
-        """Outstanding prefill tokens, less what the worker should have computed by now."""
-        if self.decay is None:
-            return self.active_prefill_tokens
-        return self.decay.tokens_at(self.active_prefill_tokens, now)
-
-
-class Reservation(msgspec.Struct, eq=False, gc=False):
-    """One active request. Read it anywhere; only Slots changes it (but `published_at`).
-
-    Not tracked by the collector, so that a hundred thousand of them cost a collection nothing:
-    Slots unlinks what it drops. Times are monotonic seconds.
-    """
-
-    request_id: str  # the booking's
-    booking: Booking
-    rank: RankLoad
-    run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
-    block_count: int  # of the prompt, also when other requests hold the same blocks
-    prefill_tokens: int  # outstanding: 0 from prefill_complete on
-    booked_at: float
-    touched_at: float  # booking, prefill_complete, output_block, touch
-    published_at: float  # when peers last heard of it; kept by whoever publishes
-    router_id: int | None  # the peer that admitted it; None: this replica did
-    prefill_done: bool = False
-    kept_by_output: bool = False  # the last touch was an output block, which peers do not hear of
-    output_blocks: int = 0
-    weighted_output_blocks: int = 0  # those that the last decay_fraction reached
-    output_weight: float = 1.0  # the weight of those
-
-    @property
-    def is_replica(self) -> bool:
-        return self.router_id is not None
-
 
 _touched_at = attrgetter("touched_at")
 
@@ -175,7 +98,7 @@ class Slots:
         rank = self.ranks.pop((worker_id, dp_rank), None)
         if rank is None:
             return []
-        dropped = list(rank.reservations.values())
+        dropped = [self.reservations[request_id] for request_id in rank.reservations]
         for reservation in dropped:
             self.dropped += reservation.router_id is None
             self._detach(reservation)
@@ -223,7 +146,8 @@ class Slots:
             now,
             router_id,
         )
-        self.reservations[request_id] = rank.reservations[request_id] = reservation
+        self.reservations[request_id] = reservation
+        rank.reservations[request_id] = None
         if router_id is None:
             self.booked += 1
             self._local_by_touch[request_id] = reservation
@@ -416,7 +340,8 @@ class Slots:
         if rank.decay is None:
             rank.decay = PrefillDecay()
             self.decaying_ranks += 1
-            newcomers = [r for r in rank.reservations.values() if r.prefill_tokens]
+            booked = (self.reservations[request_id] for request_id in rank.reservations)
+            newcomers = [r for r in booked if r.prefill_tokens]
         for r in newcomers:
             prefill = Prefill(r.prefill_tokens, r.booking.prefill_duration_s)
             rank.decay.add(r.request_id, prefill, now)

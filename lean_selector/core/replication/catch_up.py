@@ -12,9 +12,10 @@ from enum import IntEnum
 import msgspec
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.slots import Reservation
+from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.replication.events import EventKind, ReplicaEvent, ReplicaTarget, Verdict
+from lean_selector.core.replication.events import ReplicaTarget, Verdict
+from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent, Waiting
 
 # How long a booking may wait for its rank. Registration follows a start within seconds where a
 # control plane does it; after a minute it is a fault, and clients had time to end what waits,
@@ -27,24 +28,6 @@ MAX_NOTED = 200_000
 
 _Id = tuple[str, str, str]  # model_name, tenant_id, request_id
 _Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
-
-
-class LiveBooking(msgspec.Struct, gc=False):
-    """A booking as a peer holds it; `booking.prefill_tokens` are those outstanding."""
-
-    model_name: str
-    tenant_id: str
-    block_size: int
-    router_id: int  # of the replica that admitted it
-    booking: Booking
-    sequence_hashes: bytes  # 8 bytes LE per block
-    prefill_done: bool
-    touched_at: float  # in the clock of whoever holds this record
-
-
-class _Waiting(msgspec.Struct, frozen=True, gc=False):
-    live: LiveBooking
-    until: float
 
 
 class Fate(IntEnum):
@@ -79,7 +62,7 @@ class CatchUp:
         self._copies_expire_s = copies_expire_s
         # Oldest first. OrderedDicts, because the oldest of a plain dict is behind all the holes of
         # older ones.
-        self._waiting: OrderedDict[_Id, _Waiting] = OrderedDict()
+        self._waiting: OrderedDict[_Id, Waiting] = OrderedDict()
         self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; none is empty
         self.begin_again(now)
 
@@ -185,7 +168,7 @@ class CatchUp:
         if len(self._waiting) >= MAX_WAITING:
             return Fate.NOT_REGISTERED
         booking_id = _id_of(live)
-        self._waiting[booking_id] = _Waiting(live, now + HOLD_S)
+        self._waiting[booking_id] = Waiting(live, now + HOLD_S)
         self._by_rank.setdefault(_rank_of(live), {})[booking_id] = live
         return Fate.WAITING
 

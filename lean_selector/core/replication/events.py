@@ -1,6 +1,6 @@
 """What replicas tell each other about requests, and what hearing it does.
 
-Owns the event record, the applier (a peer's event -> our slots) and the emitter (our change -> an
+Owns the applier (a peer's event -> our slots) and the emitter (our change -> an
 event). Follows slot_tracker.md sections 3.4 from step 4 on and 3.5, with decisions D12 and D17.
 Knows nothing of MessagePack or sockets. The applier has no way to publish and the emitter none to
 apply, so an event cannot go round in circles.
@@ -14,7 +14,9 @@ from typing import Protocol
 import msgspec
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.slots import Reservation, Slots
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.records import Early, EventKind, ReplicaEvent
 
 # Long enough for tasks of a 1.3 sender to overtake each other, short enough that a request id which
 # is used again (ids ought to be unique) is not taken for a late one.
@@ -22,27 +24,6 @@ EARLY_MEMORY_S = 5.0
 # 10 000 early events a second, for EARLY_MEMORY_S. 1.3 senders reorder by milliseconds; what fills
 # it is the end of requests whose ADD we missed. 15 MB when full.
 MAX_EARLY = 50_000
-
-
-class EventKind(IntEnum):
-    ADD = 0
-    PREFILL_COMPLETE = 1
-    FREE = 2
-
-
-class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event on the wire. Beyond its ids and its adapter the booking matters for ADD only, and
-    so does the prompt.
-    """
-
-    kind: EventKind
-    model_name: str
-    tenant_id: str
-    block_size: int
-    router_id: int  # the sender's, which need not be where the request was admitted
-    booking: Booking
-    sequence_hashes: bytes = b""  # 8 bytes LE per block
-    sequence: int | None = None  # as heard: its number among the sender's; a reference gives none
 
 
 class Verdict(IntEnum):
@@ -75,11 +56,6 @@ class ReplicaTarget(Protocol):
 _EarlyKey = tuple[str, str, str, int, int]  # model, tenant, request id, worker id, rank
 
 
-class _Early(msgspec.Struct, frozen=True, gc=False):
-    kind: EventKind
-    at: float
-
-
 class ReplicaApplier:
     """Applies peers' events to our slots. Never creates workers or partitions, never publishes.
 
@@ -93,7 +69,7 @@ class ReplicaApplier:
         self._lookup = lookup
         # FREEs and PREFILL_COMPLETEs of unknown ids, oldest first; at most MAX_EARLY. An
         # OrderedDict, because the oldest of a plain dict is behind all the holes of older ones.
-        self._early: OrderedDict[_EarlyKey, _Early] = OrderedDict()
+        self._early: OrderedDict[_EarlyKey, Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
         """Apply one event heard at `now`; the first booking of an id wins."""
@@ -159,7 +135,7 @@ class ReplicaApplier:
         key = _early_key(event)
         before = early.pop(key, None)
         kind = before.kind if before is not None and before.kind is EventKind.FREE else event.kind
-        early[key] = _Early(kind, now)
+        early[key] = Early(kind, now)
         while len(early) > MAX_EARLY or now - next(iter(early.values())).at > EARLY_MEMORY_S:
             early.popitem(last=False)
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.slots import Reservation, Slots
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 
 # How long a request that was admitted here lives after its last touch (D12).

@@ -8,7 +8,7 @@ which numbers nothing (decision D24). Knows nothing of sockets; time is an argum
 
 from collections import OrderedDict
 
-import msgspec
+from lean_selector.core.replication.records import Publisher
 
 # A replica that restarts is another publisher. Twice as many as there may be peers; the one that
 # was silent longest is forgotten first.
@@ -18,16 +18,6 @@ MAX_PUBLISHERS = 512
 MAX_LATE = 1_000_000
 # 30 years of 1 000 events a second: what jumps further ahead was not counted.
 MAX_JUMP = 2**40
-
-
-class Publisher(msgspec.Struct):
-    """What is known of one publisher's numbers."""
-
-    router_id: int
-    sequence: int  # the highest that was heard
-    heard_at: float
-    missed: int = 0
-    gap_at: int = 0  # the number that showed the last gap; 0: no gap, or it was mended since
 
 
 class ReplicaSequences:

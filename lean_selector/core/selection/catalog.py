@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
 from lean_selector.core.errors import BadRequest, NotFound
-from lean_selector.core.load.slots import Reservation
+from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import PartitionKey, Source, WorkerRecord, WorkerSpec

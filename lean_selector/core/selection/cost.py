@@ -17,7 +17,7 @@ import math
 import random
 
 from lean_selector.core.index.kv_index import Matched
-from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.schedulable import SchedulableWorker

@@ -6,7 +6,7 @@ against them.
 """
 
 from lean_selector.core.index.kv_index import Matched
-from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.cost import (
     Candidate,
     Matches,

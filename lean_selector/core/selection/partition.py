@@ -9,7 +9,9 @@ from lean_selector.core.index.kv_index import KvIndex, RankKey
 from lean_selector.core.load.busy_limits import OFF, BusyThreshold, RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.load_order import LoadOrder
-from lean_selector.core.load.slots import RankLoad, Reservation, Slots
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.parking import ParkedQueue
 from lean_selector.core.selection.schedulable import SchedulableWorker

@@ -1,6 +1,6 @@
 """A worker of a partition as the choice and the queue see it: made anew when its record changes."""
 
-from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.records import Overlap
 from lean_selector.core.selection.workers import WorkerSpec
 

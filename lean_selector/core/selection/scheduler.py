@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.kv_index import Matched
-from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import nth_bit
 from lean_selector.core.selection.cost import (
     Candidate,

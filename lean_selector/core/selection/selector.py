@@ -26,7 +26,9 @@ from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy import BusyThresholds
 from lean_selector.core.load.busy_limits import OFF, BusyThreshold
 from lean_selector.core.load.headroom import Headroom
-from lean_selector.core.load.slots import RankLoad, Reservation, check_decay_fraction
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
 from lean_selector.core.selection.admission import Admission
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
@@ -45,7 +47,8 @@ from lean_selector.core.selection.scheduler import (
     place_by_order,
     suits_order,
 )
-from lean_selector.core.selection.settings import RouterSettings, Terms, terms
+from lean_selector.core.selection.settings import RouterSettings, Terms
+from lean_selector.core.selection.terms import terms
 from lean_selector.core.selection.workers import PartitionKey, WorkerSpec
 
 # A request that nobody can serve is parked like others while others are, and a worker for it may

@@ -15,8 +15,9 @@ from hypothesis.stateful import (
 )
 
 from lean_selector.core.index import device_tier
-from lean_selector.core.index.device_tier import DeviceRank, DeviceTier, Matched
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE
+from lean_selector.core.index.matched import Matched
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.rank_bits import RankBits, RankKey
 

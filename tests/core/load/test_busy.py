@@ -16,7 +16,8 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import candidates, not_busy, place_by_order
-from lean_selector.core.selection.settings import RouterSettings, terms
+from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.terms import terms
 from lean_selector.core.selection.workers import WorkerSpec
 from tests.bookings import book
 

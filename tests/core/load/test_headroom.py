@@ -6,7 +6,8 @@ import pytest
 
 from lean_selector.core.load.busy_limits import RankLimits
 from lean_selector.core.load.headroom import Headroom
-from lean_selector.core.load.slots import RankLoad, Slots
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.slots import Slots
 from tests.bookings import book
 
 UNLIMITED = RankLimits()

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lean_selector.core.load.load_order import Bucket, LoadOrder
-from lean_selector.core.load.slots import RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cost import cost_of
-from lean_selector.core.selection.settings import RouterSettings, Terms, terms
+from lean_selector.core.selection.settings import RouterSettings, Terms
+from lean_selector.core.selection.terms import terms
 
 RANKS = 24  # many more than are computed one by one
 

@@ -1,6 +1,7 @@
 import pytest
 
-from lean_selector.core.load.slots import RankLoad, Slots
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.slots import Slots
 from tests import bookings
 
 

@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
-from lean_selector.core.load.slots import RankLoad, Slots, check_decay_fraction
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.slots import Slots, check_decay_fraction
 from tests.bookings import book
 
 

@@ -15,18 +15,16 @@ from lean_selector.core.replication.catch_up import (
     HOLD_S,
     CatchUp,
     Fate,
-    LiveBooking,
     ended_meanwhile,
     live_booking,
 )
 from lean_selector.core.replication.events import (
-    EventKind,
     ReplicaApplier,
-    ReplicaEvent,
     ReplicaEvents,
     ReplicaTarget,
     Verdict,
 )
+from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
 from tests.bookings import book, changed, replica_event
 
 HERE, PEER, THIRD = 11, 22, 33

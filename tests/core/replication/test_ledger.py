@@ -8,12 +8,7 @@ import pytest
 from lean_selector.core.errors import DuplicateRequest, NotFound, SelectorError
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.events import (
-    EventKind,
-    ReplicaApplier,
-    ReplicaEvent,
-    ReplicaEvents,
-)
+from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
 from lean_selector.core.replication.ledger import (
     REPLICA_GRACE_S,
     REPUBLISH_AFTER_S,
@@ -23,6 +18,7 @@ from lean_selector.core.replication.ledger import (
     copies_expire_s,
     republish_after_s,
 )
+from lean_selector.core.replication.records import EventKind, ReplicaEvent
 from tests.bookings import replica_event
 
 OURS, PEER = 1, 2

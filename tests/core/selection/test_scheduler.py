@@ -19,7 +19,8 @@ from lean_selector.core.selection.scheduler import (
     effective_prefill_tokens,
     place,
 )
-from lean_selector.core.selection.settings import RouterOverride, Terms, overridden
+from lean_selector.core.selection.settings import RouterOverride, Terms
+from lean_selector.core.selection.terms import overridden
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack
 

@@ -1,0 +1,17 @@
+"""What a process has for all that is observed."""
+
+from collections.abc import Callable
+
+import msgspec
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
+
+    service: str
+    version: str
+    access_log: bool
+    suppressed_log_lines: Callable[[], int]
+    dropped_log_lines: Callable[[], int]
+    call_soon: Callable[[Callable[[], None]], object]
+    call_later: Callable[[float, Callable[[], None]], object]

@@ -1,0 +1,91 @@
+"""The shapes of what replicas send each other: events, heartbeats, snapshots."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from lean_selector.core.u64 import U64_MAX
+from lean_selector.wire.scalars import U32, NonNegative
+
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
+
+
+class Duration(msgspec.Struct, gc=False):
+    secs: U64
+    nanos: U32
+
+
+class Hint(msgspec.Struct, gc=False):
+    initial_effective_prefill_tokens: U64
+    expected_prefill_duration: Duration | None
+
+
+class Add(msgspec.Struct, gc=False):
+    token_sequence: msgspec.Raw
+    track_prefill_tokens: bool
+    expected_output_tokens: U32 | None
+    prefill_load_hint: Hint | None
+
+
+class AddVariant(msgspec.Struct, gc=False):
+    add: Add = msgspec.field(name="AddRequest")
+
+
+class EventWorker(msgspec.Struct, gc=False):
+    worker_id: U64
+    dp_rank: U32
+
+
+class RequestEvent(msgspec.Struct, gc=False):
+    request_id: str
+    worker: EventWorker
+    data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
+    router_id: U64
+    lora_name: str | None
+
+
+class Envelope(msgspec.Struct, gc=False, kw_only=True):
+    model_name: str
+    tenant_id: str | msgspec.UnsetType = msgspec.UNSET
+    routing_group: str | msgspec.UnsetType = msgspec.UNSET
+    block_size: U32
+    event: RequestEvent
+    lean_sequence: U64 | msgspec.UnsetType = msgspec.UNSET
+
+
+class Heartbeat(msgspec.Struct, gc=False):
+    """How many events a replica has published."""
+
+    router_id: U64
+    lean_sequence: U64
+
+
+_Age = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class SnapshotHead(msgspec.Struct):
+    version: Literal[1]
+    router_id: NonNegative
+    reservations: list[msgspec.Raw]
+    sequence: NonNegative = 0
+
+
+class SnapshotLine(msgspec.Struct, gc=False):
+    model_name: str
+    tenant_id: str
+    block_size: U32
+    request_id: str
+    worker_id: NonNegative
+    dp_rank: U32
+    router_id: NonNegative  # of the replica that admitted it
+    age_s: _Age  # since it was last heard of
+    prefill_tokens: NonNegative  # outstanding
+    prefill_done: bool
+    prefill_duration_s: _Age | None
+    expected_output_tokens: U32 | None
+    lora_name: str | None
+    sequence_hashes: msgspec.Raw
+
+    def __post_init__(self) -> None:
+        if max(self.worker_id, self.router_id) > U64_MAX:
+            raise msgspec.ValidationError("Expected a u64")
