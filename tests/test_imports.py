@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -185,6 +186,76 @@ def test_only_observing_modules_that_know_no_http() -> None:
     for module in MODULES:
         if room_of(module) == "observing":
             assert not {n for n in imported(module) if n in web or n.startswith(tuple(web))}
+
+
+# -- data shapes ----------------------------------------------------------------------------------
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+TREES = {module: ast.parse(path_of(module).read_text(encoding="utf-8")) for module in MODULES}
+# A table of flags and the struct that they fill stand side by side, so that a flag is added in one
+# place; both are used once, at the start.
+FLAGS = "lean_selector.process."
+SHAPES_AMONG_FLAGS = {
+    *(FLAGS + "options", FLAGS + "service_options"),
+    *(FLAGS + "selector_config", FLAGS + "slot_tracker_config"),
+}
+
+
+def bases_of(node: Definition) -> set[str]:
+    """The last parts of the names of a class's bases, without their parameters."""
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    return {ast.unparse(base).split("[")[0].split(".")[-1] for base in bases}
+
+
+def structs() -> set[str]:
+    """Names of all classes that are msgspec structs, by their bases' names."""
+    classes = [node for tree in TREES.values() for node in ast.walk(tree) if is_class(node)]
+    known, found = {"Struct"}, set[str]()
+    while known != found:
+        found = set(known)
+        known |= {node.name for node in classes if bases_of(node) & found}
+    return known
+
+
+def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef)
+
+
+STRUCTS = structs()
+
+
+def definitions(module: str) -> tuple[list[Definition], list[Definition]]:
+    """The structs of a module, wherever they stand, and what else it defines at its top."""
+    tree = TREES[module]
+    shapes = [n for n in ast.walk(tree) if is_class(n) and bases_of(n) & STRUCTS]
+    others = [n for n in tree.body if isinstance(n, Definition) and n not in shapes]
+    return [*shapes], others
+
+
+WITH_SHAPES = [module for module in MODULES if definitions(module)[0]]
+
+
+@pytest.mark.parametrize("module", [each for each in WITH_SHAPES if each not in SHAPES_AMONG_FLAGS])
+def test_a_module_with_data_shapes_holds_nothing_else_but_their_kinds_and_private_helpers(
+    module: str,
+) -> None:
+    """A module with a struct cannot be compiled, so what is worth compiling stands elsewhere."""
+    shapes, others = definitions(module)
+    kinds = {"Enum", "IntEnum", "StrEnum"}
+    used = {node.id for shape in shapes for node in ast.walk(shape) if isinstance(node, ast.Name)}
+    for other in others:
+        is_helper = other.name.startswith("_") and other.name in used and not is_class(other)
+        assert is_helper or bases_of(other) & kinds, other.name
+
+
+def test_the_modules_where_flags_and_shapes_stand_side_by_side_still_do() -> None:
+    assert {module for module in WITH_SHAPES if definitions(module)[1]} >= SHAPES_AMONG_FLAGS
+
+
+def test_most_rooms_have_data_shapes() -> None:
+    """The search for structs finds them."""
+    assert {"core.load", "core.index", "wire", "client", "demo"} <= set(map(room_of, WITH_SHAPES))
+    assert {"Reservation", "PromptFields", "SelectRequest", "KvSource"} <= STRUCTS
 
 
 # -- the pure parts -------------------------------------------------------------------------------
