@@ -21,13 +21,15 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.sockets import dump_fetch
+from lean_selector.sockets import dump_fetch, recovery
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
+from lean_selector.sockets.peer_fetch import PeerFetch
 from lean_selector.sockets.recovery import Recovery, log_discarded
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 KEY = ("m", "t")
+LONG_S = 3600.0  # never over; a test that waits for it has failed long before
 SILENT = "tcp://127.0.0.1:1"  # an engine that is not there
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -91,6 +93,39 @@ def dumps(dump: object) -> Serve:
 
 async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.read()
+
+
+Meanwhile = Callable[[PeerFetch[dump_fetch.Dump]], Awaitable[None]]
+
+
+async def _nothing(fetch: PeerFetch[dump_fetch.Dump]) -> None:
+    pass
+
+
+def let_shares_pass(
+    monkeypatch: pytest.MonkeyPatch, peer: str, meanwhile: Meanwhile = _nothing
+) -> None:
+    """A share of the time that goes to `peer` is over once `meanwhile` is, and not by the clock."""
+    fetches: dict[asyncio.Future[Any], PeerFetch[dump_fetch.Dump]] = {}
+    wait = asyncio.wait
+
+    def noted(asked: str, timeout_s: float) -> PeerFetch[dump_fetch.Dump]:
+        fetch = dump_fetch.fetch_dump(asked, timeout_s)
+        if asked == peer:
+            fetches[fetch.done] = fetch
+        return fetch
+
+    async def until_share_is_over(
+        waited: set[asyncio.Future[Any]],
+        timeout: float | None = None,  # noqa: ASYNC109 - as asyncio.wait has it
+    ) -> Any:
+        for fetch in [fetches[done] for done in waited if done in fetches]:
+            await meanwhile(fetch)
+            timeout = 0.0
+        return await wait(waited, timeout=timeout)
+
+    monkeypatch.setattr(recovery, "fetch_dump", noted)
+    monkeypatch.setattr(asyncio, "wait", until_share_is_over)
 
 
 # -- dumps ----------------------------------------------------------------------------------------
@@ -209,7 +244,7 @@ BAD_PEERS = {
 @pytest.mark.parametrize("name", BAD_PEERS)
 @on_loop
 async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
         serving(BAD_PEERS[name]) as (bad, _),
@@ -217,15 +252,16 @@ async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
         serving(dumps(dump_of(stored(9)))) as (spare, unasked),
         service() as of,
     ):
-        timeout_s = 1.0 if name == "hangs" else DEADLINE_S
-        assert await of.recovery(bad, good, spare, timeout_s=timeout_s).run()
+        if name == "hangs":
+            let_shares_pass(monkeypatch, bad)
+        assert await of.recovery(bad, good, spare, timeout_s=LONG_S).run()
         assert of.blocks() == 2
         assert not unasked
         assert f"no recovery from {bad}" in caplog.text
 
 
 @on_loop
-async def test_recovery_goes_on_until_a_peer_has_a_dump() -> None:
+async def test_recovery_goes_on_until_a_peer_has_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     async with (
         serving(hangs) as (hanging, _),
@@ -235,7 +271,8 @@ async def test_recovery_goes_on_until_a_peer_has_a_dump() -> None:
         service() as of,
     ):
         peers = (dead, "http://no.such.host.invalid", hanging, garbage, error, good + "/base")
-        assert await of.recovery(*peers, timeout_s=4.0).run()
+        let_shares_pass(monkeypatch, hanging)
+        assert await of.recovery(*peers, timeout_s=LONG_S).run()
         assert of.blocks() == 3
         assert requests[0].startswith(b"GET /base/dump HTTP/1.1\r\n")
 
@@ -264,7 +301,7 @@ async def test_an_empty_dump_is_a_success() -> None:
 async def test_peers_that_hang_take_no_longer_than_the_timeout() -> None:
     async with serving(hangs) as (one, _), serving(hangs) as (two, asked), service() as of:
         async with asyncio.timeout(DEADLINE_S):
-            assert not await of.recovery(one, two, timeout_s=0.2).run()
+            assert not await of.recovery(one, two, timeout_s=2.0).run()
         assert asked
 
 
@@ -276,24 +313,38 @@ async def test_a_peer_for_which_no_time_is_left_is_not_asked() -> None:
 
 
 @on_loop
-async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time() -> None:
+async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twenty pieces, one in each share of the time: as long as all peers together have."""
     body = json.dumps(dump_of(stored(*range(20)))).encode()
+    step = -(-len(body) // 20)
+    pieces = [body[at : at + step] for at in range(0, len(body), step)]
+    wanted: asyncio.Queue[bytes] = asyncio.Queue()
+    shares = 0
 
     async def trickles(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(response(b"", length=len(body)))
-        step = len(body) // 20
-        for at in range(0, len(body), step):
+        for _ in pieces:
+            writer.write(await wanted.get())
             await writer.drain()
-            await asyncio.sleep(0.1)
-            writer.write(body[at : at + step])
-        await writer.drain()
+
+    async def one_more_piece(fetch: PeerFetch[dump_fetch.Dump]) -> None:
+        nonlocal shares
+        seen = fetch.progress
+        if shares < len(pieces):
+            wanted.put_nowait(pieces[shares])
+        shares += 1
+        await until(lambda: fetch.done.done() or fetch.progress > seen, "something arrives")
 
     empty = dumps({})
     async with serving(trickles) as (slow, _), serving(empty) as (spare, unasked), service() as of:
-        peers = [slow] + [spare] * 19  # each one's share is a second, the body takes two
-        assert await of.recovery(*peers, timeout_s=20.0).run()
+        let_shares_pass(monkeypatch, slow, one_more_piece)
+        peers = [slow] + [spare] * 19
+        assert await of.recovery(*peers, timeout_s=LONG_S).run()
         assert of.blocks() == 20
         assert not unasked
+        assert shares >= len(pieces)
 
 
 @on_loop
