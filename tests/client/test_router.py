@@ -30,18 +30,10 @@ from lean_selector.client import (
 )
 from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import MODEL, Fleet
+from tests.on_loop import until
 from tests.running_service import RunningService, free_port
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
-DEADLINE_S = 20.0
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Polls an observable without stopping the loop."""
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 async def freed(fleet: Fleet) -> None:

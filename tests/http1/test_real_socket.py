@@ -17,6 +17,7 @@ from lean_selector.http1.listener import ACCEPTS_PER_TURN, Listener, UnixPath, t
 from lean_selector.http1.protocol import HttpProtocol, PendingReply
 from lean_selector.http1.reader import Limits, Request
 from lean_selector.http1.response import encode_response
+from tests.on_loop import until
 
 DEADLINE_S = 20.0  # for the whole of a test; none waits for it
 MIB = 1024 * 1024
@@ -108,12 +109,6 @@ async def answer(reader: Reader) -> tuple[int, bytes, bytes]:
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or b"0")
     return int(head[9:12]), head, await reader.readexactly(length)
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    """Wait for what has no event of its own; the deadline is the test's."""
-    while not claim():  # noqa: ASYNC110 - there is nothing to wait on but the claim
-        await asyncio.sleep(0.001)
 
 
 def test_pipelined_requests_come_back_in_order() -> None:

@@ -28,20 +28,13 @@ from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.links import MAX_WAITING_BYTES, Links, Waiting
 from lean_selector.tasks import failures
+from tests.on_loop import until
 from tests.running_service import free_port
 
 DEADLINE_S = 20.0
 END = b"\xff" * 8
 
 Story = Callable[[], Coroutine[Any, Any, None]]
-
-
-async def until(holds: Callable[[], bool], what: Callable[[], object] = str) -> None:
-    """Wait for something that can be seen; what() is shown if it never comes."""
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline, what()
-        await asyncio.sleep(0.005)
 
 
 class Engine:

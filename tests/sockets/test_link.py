@@ -22,6 +22,7 @@ from lean_selector.sockets.links import Links, Waiting
 from lean_selector.sockets.lookups import Address
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.sockets.zmq_connection import Message, Opening
+from tests.on_loop import until
 
 # What ZMTP 3 begins with, the NULL mechanism.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -39,13 +40,6 @@ def told(story: Story) -> Callable[[], None]:
         uvloop.run(run())
 
     return test
-
-
-async def until(holds: Callable[[], object], what: Callable[[], object] = str) -> None:
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline, what()
-        await asyncio.sleep(0.002)
 
 
 class Heard:

@@ -26,6 +26,7 @@ from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.peer_fetch import PeerFetch
 from lean_selector.sockets.recovery import Recovery, log_discarded
+from tests.on_loop import until
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 KEY = ("m", "t")
@@ -41,13 +42,6 @@ def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
         uvloop.run(story(*args, **kwargs))
 
     return test
-
-
-async def until(holds: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110 - what is waited for has no event to set
-            await asyncio.sleep(0.002)
-    assert holds(), what
 
 
 # -- peers ----------------------------------------------------------------------------------------

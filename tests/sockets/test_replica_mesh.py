@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Generator
 
 import pytest
 import uvloop
@@ -27,6 +27,7 @@ from lean_selector.sockets.resolver import Resolver
 from lean_selector.wire import replica_odd_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
 from tests.bookings import changed, replica_event
+from tests.on_loop import until
 from tests.running_service import free_port
 
 DEADLINE_S = 20.0
@@ -35,13 +36,6 @@ EVENT = replica_event(
 )
 _ROUTER_IDS = itertools.count(1)
 ANY_PORT = "tcp://127.0.0.1:*"
-
-
-async def until(seen: Callable[[], bool]) -> None:
-    """Wait for something to be seen; the test fails when it is not in time."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not seen():  # noqa: ASYNC110 - what is waited for has no event to set
-            await asyncio.sleep(0.005)
 
 
 class Replica:
