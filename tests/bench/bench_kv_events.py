@@ -1,6 +1,6 @@
 """The whole path of KV events, of this service and another one in turn: CPU time of the process.
 
-    python tests/bench/bench_kv_events.py TRACE.jsonl.gz --other "COMMAND --port {port}" \
+    python -m tests.bench.bench_kv_events TRACE.jsonl.gz --other "COMMAND --port {port}" \
         [--shape 8] [--blocks 100000] [--workers 16]
 
 Sixteen PUB sockets send what sixteen engines that serve a request trace in turn would: BlockStored
