@@ -4,14 +4,13 @@ After each story the index holds what the engine holds, or the source says that 
 """
 
 import asyncio
+import gc
 import itertools
 import logging
 import os
-import socket
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -26,6 +25,7 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets import batch_work, kv_listener
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
+from lean_selector.sockets.link import LinkState
 from lean_selector.sockets.links import MAX_WAITING_BYTES, Links, Waiting
 from lean_selector.tasks import failures
 from tests.on_loop import until
@@ -948,29 +948,34 @@ def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     story()
 
 
-def test_a_listener_costs_one_descriptor() -> None:
-    descriptors = Path("/proc/self/fd")
+def test_a_listener_costs_two_descriptors() -> None:
+    """Its connection and what wakes us; those of the monitor are gone once hands are shaken."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
 
     @told
     async def story() -> None:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            server.listen(64)  # and never accepts: the connections wait, and cost nothing here
-            endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-            links, index, turns = Links(), KvIndex(2), IngestTurns()
-            first, *listeners = (
-                KvListener(links, KvIngest(index, 1, rank), endpoint, "tcp://127.0.0.1:1", turns)
-                for rank in range(21)
-            )
-            first.start()
-            await until(lambda: first._live._connection is not None)
-            await asyncio.sleep(0)  # whatever the loop needs besides is there
-            before = len(os.listdir(descriptors))
-            for listener in listeners:
-                listener.start()
-            await until(lambda: len(os.listdir(descriptors)) == before + 20)
-            for listener in listeners:
-                await listener.close()
-            await until(lambda: len(os.listdir(descriptors)) == before)
+        context = zmq.asyncio.Context()
+        pub = context.socket(zmq.PUB)
+        port = pub.bind_to_random_port("tcp://127.0.0.1")
+        endpoint = f"tcp://127.0.0.1:{port}"
+        links, index, turns = Links(context), KvIndex(2), IngestTurns()
+        first, *listeners = (
+            KvListener(links, KvIngest(index, 1, rank), endpoint, "tcp://127.0.0.1:1", turns)
+            for rank in range(21)
+        )
+        first.start()
+        await until(lambda: first._live.state is LinkState.CONNECTED)
+        gc.collect()  # what other tests left is gone
+        before = descriptors()
+        for listener in listeners:
+            listener.start()
+        connected = [listener._live for listener in listeners]
+        await until(lambda: all(live.state is LinkState.CONNECTED for live in connected))
+        await until(lambda: descriptors() == before + 20 * 3)  # the engine's end is here too
+        for listener in (first, *listeners):
+            await listener.close()
+        context.destroy(linger=0)
 
     story()
