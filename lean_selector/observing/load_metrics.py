@@ -170,7 +170,7 @@ def replica_families(plane: Replicas | None) -> Families:
 
     def peers() -> Iterator[Sample]:
         by_state = Counter(peer.state for peer in sync.peer_states())
-        for state in ("connected", "connecting", "disconnected"):
+        for state in ("resolving", "connecting", "connected", "disconnected"):
             yield f'{{state="{escaped(state)}"}}', by_state[state]
 
     return [

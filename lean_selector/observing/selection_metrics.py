@@ -289,6 +289,18 @@ def _kv_families(sources: KvSourceStates, of_partition: PerPartition) -> Familie
                     _of_source(lambda status: status.lag_batches),
                 ),
                 (
+                    "lean_selector_kv_source_backlog_bytes",
+                    "gauge",
+                    "Received from a source of KV events and waiting.",
+                    _of_source(lambda status: status.backlog_bytes),
+                ),
+                (
+                    "lean_selector_kv_source_dropped_batches_total",
+                    "counter",
+                    "Batches of a source of KV events that were given up, for too much waited.",
+                    _of_source(lambda status: status.dropped_batches),
+                ),
+                (
                     "lean_selector_kv_source_restarts_total",
                     "counter",
                     "Restarts noticed of the engine behind a source of KV events.",
