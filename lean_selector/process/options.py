@@ -2,7 +2,8 @@
 
 A flag goes before the environment, that before the default; an empty variable counts as unset; a
 value that cannot be read or is out of range ends the start with one line and status 2 (decision
-D15). Which options there are is `config`'s.
+D15). Which options there are is for `selector_config` and `slot_tracker_config` to
+say.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The route `/busy_threshold`: what is shed, read and changed while the service runs.
 
 Shapes: the request-rejection document and slot_tracker.md 4.2; DELETE, which they do not have,
-switches off. The rules are in `core.busy`.
+switches off. The rules are in `core.load.busy_limits`.
 """
 
 import time

@@ -1,4 +1,5 @@
-"""Runs a catch-up: fetches peers' live reservations and hands them to `core.catch_up`.
+"""Runs a catch-up: fetches peers' live reservations and hands them to
+`core.replication.catch_up`.
 
 At start from the first peer that has a snapshot; after a subscription came (back), or events were
 missed, from all of them, for each knows best what has become of the requests that it admitted

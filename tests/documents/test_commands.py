@@ -6,6 +6,7 @@ from subprocess import run
 
 import pytest
 
+from lean_selector.process.options import Option
 from lean_selector.process.selector_config import SELECTOR_OPTIONS
 from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
 from tests.documents.pages import OURS, blocks, commands
@@ -38,7 +39,7 @@ def test_every_printed_command_line_starts_a_service(line: str) -> None:
     for flag in flags:
         if flag == "9092":
             flag = str(free_port())
-        kept.append(flag.replace("selector-b", "127.0.0.1"))
+        kept.append(re.sub("selector-[ab]", "127.0.0.1", flag))
     if "--port" in kept:  # the service's own, which RunningService chooses
         at = kept.index("--port")
         del kept[at : at + 2]
@@ -53,6 +54,28 @@ def test_every_printed_command_line_starts_a_service(line: str) -> None:
 def test_flags_named_in_the_documents_exist(flag: str) -> None:
     options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS)
     assert flag in {option.flag for option in options} | OTHER_FLAGS
+
+
+FLAG_ROWS = {
+    found[1]: found[0]
+    for found in re.finditer(r"^\| `(--[a-z-]+)` \|.*\|$", OURS["docs/reference/flags.md"], re.M)
+}
+
+
+def test_the_page_of_flags_has_every_option_and_no_other() -> None:
+    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS)
+    assert set(FLAG_ROWS) == {option.flag for option in options}
+
+
+@pytest.mark.parametrize("option", SELECTOR_OPTIONS, ids=lambda option: option.flag)
+def test_the_page_of_flags_names_environment_and_default(option: Option) -> None:
+    _, flag, env, default, _, _ = (cell.strip() for cell in FLAG_ROWS[option.flag].split("|"))
+    assert flag == f"`{option.flag}`"
+    assert env == ", ".join(f"`{name}`" for name in option.env)
+    shown = option.default
+    if isinstance(shown, bool):
+        shown = str(shown).lower()
+    assert default == ("" if shown is None or shown == [] else str(shown))
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.values()))
