@@ -12,7 +12,6 @@ Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 Hash = int | bytes  # signed or unsigned; bytes when vLLM is told not to send ints
@@ -113,23 +112,3 @@ class MapEvents(Struct, array_like=True, gc=False):
     ts: float
     events: list[MapEvent]
     dp_rank: int | None = None
-
-
-_NIL = msgspec.Raw(b"\xc0")
-
-
-class RawArrayBatch(Struct, array_like=True, gc=False):
-    """Any array batch, its parts unread."""
-
-    ts: msgspec.Raw
-    events: list[msgspec.Raw]
-    dp_rank: msgspec.Raw = _NIL
-
-
-class RawMapBatch(Struct, gc=False):
-    """A batch as a map, which one vLLM revision sent, with the names that its rank has had."""
-
-    events: list[msgspec.Raw]
-    data_parallel_rank: msgspec.Raw = _NIL
-    dp_rank: msgspec.Raw = _NIL
-    attn_dp_rank: msgspec.Raw = _NIL
