@@ -66,6 +66,12 @@ class KvSources(Protocol):
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
 
 
+class Timer(Protocol):
+    """What is to happen later, and can be called off."""
+
+    def cancel(self) -> None: ...
+
+
 class SelectionService(ReplicaHandlers):
     """The handlers, and what they act on."""
 
@@ -77,7 +83,7 @@ class SelectionService(ReplicaHandlers):
         sources: KvSources,
         state: ServiceState,
         plane: Plane | None = None,
-        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`call_later` is needed only when waiting in the queue is limited."""
@@ -188,7 +194,7 @@ class SelectionService(ReplicaHandlers):
             return _selection(partition, body.selection_id, reservation_id, outcome)
         pending = LaterReply()
         pending.on_disconnect = lambda: self.selector.hung_up(partition, outcome, self._clock())
-        self._limit_wait(partition, outcome, on_answer)
+        self._limit_wait(partition, outcome, on_answer, pending)
         return pending
 
     def _limit_wait(
@@ -196,6 +202,7 @@ class SelectionService(ReplicaHandlers):
         partition: Partition,
         parked: Parked,
         on_answer: Callable[[Parked, Placement | SelectorError], None],
+        pending: LaterReply,
     ) -> None:
         limit = self.selector.settings.queue_max_wait_s
         if limit is None:
@@ -206,7 +213,9 @@ class SelectionService(ReplicaHandlers):
             if partition.parked.leave(parked):
                 on_answer(parked, Unavailable(f"no worker became free within {limit:g} seconds"))
 
-        self._call_later(limit, give_up)
+        timer = self._call_later(limit, give_up)
+        # Or the request, and its prompt, would be kept until the limit has passed.
+        pending.observe(lambda _: timer.cancel(), timer.cancel)
 
     def _request(self, partition: Partition, body: SelectRequest, books: bool) -> SelectionRequest:
         # A booking reads all sequence hashes, so they are all checked before anything is done.

@@ -175,13 +175,17 @@ class Link:
 
     def _shed(self, size: int) -> None:
         """Drop the oldest, but not the newest: it tells what is missing. A link that is there once
-        ends instead: what it already has is in order, and the rest can be asked for again."""
+        ends, and drops its newest: what it keeps is in order, and the rest can be asked for
+        again."""
+        goal = self._queued_bytes - size
         if self._once:
             self.has_overflowed = True
+            while self._queued_bytes > goal and len(self._queue) > 1:
+                self._queued_bytes -= self._queue.pop()[1]
+            self._account()
             if self._connection is not None:
                 self._connection.abort()
             return
-        goal = self._queued_bytes - size
         while self._queued_bytes > goal and len(self._queue) > 1:
             self._queued_bytes -= self._queue.popleft()[1]
             self.dropped += 1

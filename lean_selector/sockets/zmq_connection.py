@@ -200,13 +200,15 @@ class ZmqConnection:
                 if os.fstat(number).st_ino == inode:
                     return True
         self._read_all()
-        self.abort()
         if not self.lost.done():
             self.lost.set_result(_Step.READY.value)
+        self.abort()
         return False
 
     def abort(self) -> None:
-        """Nothing more is brought. May be called more than once."""
+        """Nothing more is brought, and the connection is lost. May be called more than once."""
+        if not self.lost.done():
+            self.lost.set_result("closed here")
         self._close_monitor()
         made, self._socket, self._plain = self._socket, None, None
         if made is not None:

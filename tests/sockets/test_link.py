@@ -390,6 +390,36 @@ async def test_beyond_the_bound_of_all_the_greediest_gives_way() -> None:
     assert waiting.bytes == 0  # what is closed holds nothing
 
 
+@told
+async def test_a_replay_that_is_too_much_gives_way_itself_and_takes_nothing_from_others() -> None:
+    waiting = Waiting(limit=200_000)
+    links = Links(waiting=waiting)
+    async with publisher() as live:
+        router = live.context.socket(zmq.ROUTER)
+        router.bind("tcp://127.0.0.1:*")
+
+        def ask(dealer: "zmq.Socket[bytes]") -> None:
+            dealer.send_multipart([b"", b"all"], zmq.NOBLOCK)
+
+        replay = Heard(endpoint_of(router), links, zmq.DEALER, ask, once=True)
+        async with Heard(endpoint_of(live), links) as heard, replay:
+            heard.takes = replay.takes = False
+            await live.recv()
+            for n in range(3):
+                await live.send(b"%d" % n)
+            await until(lambda: heard.link.waiting == 3)
+            identity, *_ = await router.recv_multipart()
+            for n in range(600):
+                await router.send_multipart([identity, b"%03d" % n, bytes(1000)])
+            await until(lambda: replay.link.state is LinkState.CLOSED)  # at once, not when idle
+            assert replay.link.has_overflowed
+            assert (heard.link.waiting, heard.link.dropped) == (3, 0)
+            assert waiting.bytes <= waiting.limit
+            kept = [message[0] for message in iter(replay.link.take, None)]
+            assert kept == [b"%03d" % n for n in range(len(kept))]  # from the start, in order
+            assert len(kept) > 50
+
+
 class CountedLinks(Links):
     """How many steps each turn took."""
 

@@ -281,6 +281,8 @@ class KvIndex:
                 if not is_over:
                     break
                 yield
+        if self._until_review < 0:
+            self._start_review()
 
     def abandon(self) -> None:
         """Drop everything; `sweep` gives the memory back. Of no use afterwards."""

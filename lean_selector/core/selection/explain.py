@@ -49,7 +49,7 @@ def explained(
     for worker_id, worker in sorted(partition.workers.items()):
         for load in worker.loads:
             cost, probability = chances.get(load.key, (None, 0.0))
-            filtered = None if cost is not None else _why_not(request, worker, load)
+            filtered = None if cost is not None else _why_not(partition, request, worker, load)
             match = matches.get(load.key, _NOTHING)
             cached = cached_tokens(match, partition.block_size)
             tokens = load.prefill_tokens_at(now)
@@ -87,7 +87,9 @@ def explained(
     )
 
 
-def _why_not(request: SelectionRequest, worker: SchedulableWorker, load: RankLoad) -> str:
+def _why_not(
+    partition: Partition, request: SelectionRequest, worker: SchedulableWorker, load: RankLoad
+) -> str:
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is not None and load.key != (pinned.worker_id, pinned.dp_rank):
         return "not_pinned"
@@ -95,4 +97,6 @@ def _why_not(request: SelectionRequest, worker: SchedulableWorker, load: RankLoa
         return "not_allowed"
     if not request.required_taints <= worker.taints:
         return "taint"
-    return "busy"
+    if load.key in partition.busy_ranks or partition.room is None:
+        return "busy"
+    return "queue" if not partition.room.below & load.mask else "busy"

@@ -61,7 +61,7 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
 
     worker_id: int
     dp_rank: int
-    filtered: str | None  # busy, taint, not_allowed or not_pinned; None: a candidate
+    filtered: str | None  # busy, queue, taint, not_allowed, not_pinned; None: a candidate
     device_blocks: int
     host_pinned_blocks: int
     disk_blocks: int
