@@ -10,6 +10,7 @@ whose look-up is `Trackers.lookup`.
 from collections.abc import Iterator
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
+from lean_selector.core.limits import MAX_ISL_TOKENS, MAX_RANKS, RANK_LIMIT, U64_MAX
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.reservation import Reservation
@@ -21,11 +22,6 @@ from lean_selector.core.replication.ledger import (
     LifecycleEvents,
 )
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
-from lean_selector.core.u64 import U64_MAX
-
-MAX_DP_SIZE = 4096  # D6; every rank has a row of its own
-MAX_ISL_TOKENS = 2**53 - 1  # D6
-_RANK_LIMIT = 2**32 - 1  # ranks are u32, and dp_start + dp_size must be one too
 
 
 class Tracker:
@@ -231,10 +227,10 @@ def _check_range(row: WorkerRow) -> None:
         raise BadRequest("block_size must be greater than 0")
     if row.dp_size == 0:
         raise BadRequest("dp_size must be greater than 0")
-    if row.dp_start + row.dp_size > _RANK_LIMIT:
+    if row.dp_start + row.dp_size > RANK_LIMIT:
         raise BadRequest(f"dp range overflows u32: start={row.dp_start} size={row.dp_size}")
-    if row.dp_size > MAX_DP_SIZE:
-        raise BadRequest(f"dp_size {row.dp_size} exceeds the maximum {MAX_DP_SIZE}")
+    if row.dp_size > MAX_RANKS:
+        raise BadRequest(f"dp_size {row.dp_size} exceeds the maximum {MAX_RANKS}")
 
 
 def _check_tokens(tokens: int) -> None:

@@ -7,7 +7,7 @@ spec selection.md section 7.
 import argparse
 from collections.abc import Mapping
 
-from lean_selector.core.u64 import U64_MAX
+from lean_selector.core.limits import U64_MAX
 from lean_selector.process.options import (
     Option,
     boolean,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lean_selector.core.errors import BadRequest, SelectorError
-from lean_selector.core.u64 import U64_MAX
+from lean_selector.core.limits import U64_MAX
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import JSON
 from lean_selector.http1.router import RepeatedQueryField, parse_query, percent_decode

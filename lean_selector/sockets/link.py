@@ -102,7 +102,6 @@ class Link:
         self._is_closed = False
         # what was seen
         self.state = LinkState.CONNECTING
-        self.since = time.monotonic()  # of the last change of state
         self.was_connected = False
         self.retries = 0  # attempts since the connection was lost, or since start()
         self.dropped = 0  # messages that nobody took, for there were too many
@@ -222,7 +221,6 @@ class Link:
     def _to(self, state: LinkState) -> None:
         if self.state is not state and self.state is not LinkState.CLOSED:
             self.state = state
-            self.since = time.monotonic()
             self._on_state()
 
     async def _connected(self) -> ZmqConnection:

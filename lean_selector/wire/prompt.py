@@ -14,14 +14,13 @@ from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
+from lean_selector.core.limits import MAX_ISL_TOKENS, U64_MAX
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.u64 import U64_MAX
 from lean_selector.wire.hash_lists import check_ignored, is_absent, packed
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import HashListHead, check_u64
 
 # Above this JSON numbers lose exactness in many clients, and sums could leave the range of a u64.
-MAX_ISL_TOKENS = 2**53 - 1
 T = TypeVar("T")
 
 _BLOCK_HASHES_KEY = b'"block_hashes":'

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from lean_selector.core.u64 import U64_MAX
+from lean_selector.core.limits import U64_MAX
 
 _LOOKED_AT_TOGETHER = 4096  # hashes, when one of a long list is at fault
 # msgspec bounds an integer by at most 2**63 - 1: what may be larger is checked by `check_u64`.

@@ -16,11 +16,12 @@ from lean_selector.core.errors import (
     NotFound,
     SelectorError,
 )
+from lean_selector.core.limits import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.ledger import REPUBLISH_AFTER_S, republish_after_s
 from lean_selector.core.replication.records import EventKind, ReplicaEvent
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
-from lean_selector.core.trackers import MAX_DP_SIZE, MAX_ISL_TOKENS, Trackers
+from lean_selector.core.trackers import Trackers
 from tests.bookings import book
 
 WORKER = WorkerRow(7, "llama", "t1", 16, 0, 2)
@@ -75,7 +76,7 @@ def loads(trackers: Trackers) -> list[tuple[int, int]]:
         ),
         (row(dp_size=2**32 - 1), BadRequest, "dp_size 4294967295 exceeds the maximum 4096"),
         (
-            row(dp_size=MAX_DP_SIZE + 1, block_size=32),
+            row(dp_size=MAX_RANKS + 1, block_size=32),
             BadRequest,
             "dp_size 4097 exceeds the maximum 4096",
         ),
@@ -114,9 +115,9 @@ def test_a_refused_registration_makes_no_tracker() -> None:
 
 def test_the_largest_ranges_are_accepted() -> None:
     trackers = Trackers()
-    trackers.register(row(dp_size=MAX_DP_SIZE))
+    trackers.register(row(dp_size=MAX_RANKS))
     trackers.register(row(worker_id=8, dp_start=2**32 - 2, dp_size=1))
-    assert len(trackers.loads(None, None, 0.0)) == MAX_DP_SIZE + 1
+    assert len(trackers.loads(None, None, 0.0)) == MAX_RANKS + 1
 
 
 def test_the_same_worker_id_may_be_in_two_scopes_with_two_block_sizes() -> None:

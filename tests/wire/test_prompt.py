@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import block_hashes, sequence_hashes
+from lean_selector.core.limits import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.prompt import (
-    MAX_ISL_TOKENS,
     prompt_decoder,
     prompt_to_book,
     prompt_to_select,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
+from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.prefill_decay import PrefillDecay
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
@@ -19,7 +20,6 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.records import Prefill
 from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
-from lean_selector.core.u64 import U64_MAX
 
 _touched_at = attrgetter("touched_at")
 

@@ -16,14 +16,13 @@ from msgspec import UNSET
 
 from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
 from lean_selector.core.errors import BadRequest, NotFound
+from lean_selector.core.limits import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import PartitionKey, Source, WorkerRecord, WorkerSpec
 
-MAX_DATA_PARALLEL_SIZE = 4096  # D6; every rank has a row of its own
-MAX_ENTRIES = MAX_DATA_PARALLEL_SIZE  # D28; of each list and map of a record
-_RANK_LIMIT = 2**32 - 1  # ranks are u32, and start + size must be one too
+MAX_ENTRIES = MAX_RANKS  # D28; of each list and map of a record
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
 
@@ -159,10 +158,8 @@ class Catalog:
 
     def _check_limits(self, spec: WorkerSpec) -> None:
         size = spec.data_parallel_size
-        if size is not None and size > MAX_DATA_PARALLEL_SIZE:
-            raise BadRequest(
-                f"data_parallel_size {size} exceeds the maximum {MAX_DATA_PARALLEL_SIZE}"
-            )
+        if size is not None and size > MAX_RANKS:
+            raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
         for field in ("kv_events_endpoints", "replay_endpoints", "taints", "topology_domains"):
             count = len(getattr(spec, field))
             if count > MAX_ENTRIES:
@@ -278,7 +275,7 @@ class Catalog:
             reasons.append("data_parallel_size must be greater than 0")
         if spec.max_num_batched_tokens is None and self._settings.queue_threshold is not None:
             reasons.append("max_num_batched_tokens is required while queueing is enabled")
-        if spec.ranks.stop > _RANK_LIMIT:
+        if spec.ranks.stop > RANK_LIMIT:
             reasons.append("data parallel range overflows u32")
         elif self._settings.use_kv_events:
             reasons += [

@@ -6,6 +6,7 @@ against them.
 """
 
 from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.cost import (
     Candidate,
@@ -22,7 +23,6 @@ from lean_selector.core.selection.cost import (
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Explanation, RankExplanation, SelectionRequest
 from lean_selector.core.selection.schedulable import SchedulableWorker
-from lean_selector.core.u64 import U64_MAX
 
 _NOTHING = Matched(0)
 

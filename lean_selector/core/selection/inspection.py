@@ -6,6 +6,7 @@ and sums that outgrow a u64 print as its largest value (D6).
 
 from collections.abc import Iterable
 
+from lean_selector.core.limits import U64_MAX
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import cached_tokens
 from lean_selector.core.selection.partition import Partition
@@ -17,7 +18,6 @@ from lean_selector.core.selection.records import (
     RankLoadRow,
 )
 from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT
-from lean_selector.core.u64 import U64_MAX
 
 
 def loads(

@@ -8,7 +8,8 @@ from msgspec import UNSET
 
 from lean_selector.core.errors import BadRequest, NotFound, Unavailable
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.selection.catalog import MAX_DATA_PARALLEL_SIZE, Worker
+from lean_selector.core.limits import MAX_RANKS
+from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
@@ -224,16 +225,16 @@ def test_no_eagle_and_false_are_the_same(deaf: DrivenSelector, eagle: bool | Non
     assert reasons(deaf, is_eagle=None) == reasons(deaf, is_eagle=False) == []
 
 
-@pytest.mark.parametrize("size", [MAX_DATA_PARALLEL_SIZE + 1, 2**32 - 1])
+@pytest.mark.parametrize("size", [MAX_RANKS + 1, 2**32 - 1])
 def test_too_many_ranks_are_refused_and_nothing_changes(deaf: DrivenSelector, size: int) -> None:
     error = f"data_parallel_size {size} exceeds the maximum 4096"
     with pytest.raises(BadRequest, match=error):
         deaf.register(1, data_parallel_size=size)
     assert not deaf.selector.catalog.workers
-    deaf.register(1, data_parallel_size=MAX_DATA_PARALLEL_SIZE)
+    deaf.register(1, data_parallel_size=MAX_RANKS)
     with pytest.raises(BadRequest, match=error):
         deaf.selector.patch_worker(1, {"data_parallel_size": size}, 0.0)
-    assert len(deaf.loads()["default", "default"]) == MAX_DATA_PARALLEL_SIZE
+    assert len(deaf.loads()["default", "default"]) == MAX_RANKS
 
 
 # -- POST, PATCH, DELETE --------------------------------------------------------------------------

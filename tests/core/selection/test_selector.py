@@ -7,6 +7,7 @@ import pytest
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
 from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.replication.ledger import REPLICA_GRACE_S, REPUBLISH_AFTER_S
 from lean_selector.core.selection import inspection
@@ -14,7 +15,6 @@ from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import RECHECK_AFTER_S
-from lean_selector.core.u64 import U64_MAX
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack, prompt_of
 
