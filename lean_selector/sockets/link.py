@@ -130,10 +130,10 @@ class Link:
         return self._task
 
     def _end(self) -> None:
-        if self._connection is not None:
-            self._connection.abort()
         if self._task is not None:
             self._task.cancel()
+        if self._connection is not None:
+            self._connection.abort()
 
     # what has arrived
 
@@ -183,7 +183,7 @@ class Link:
                 self._queued_bytes -= self._queue.pop()[1]
             self._account()
             if self._connection is not None:
-                self._connection.abort()
+                self._connection.give_up()
             return
         while self._queued_bytes > goal and len(self._queue) > 1:
             self._queued_bytes -= self._queue.popleft()[1]

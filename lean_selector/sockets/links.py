@@ -126,7 +126,7 @@ class Links:
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):
-            self._steps.popleft()()
+            asyncio.get_running_loop().call_soon(self._steps.popleft())  # one that fails, alone
         self._is_stepping = bool(self._steps)
         if self._is_stepping:
             asyncio.get_running_loop().call_soon(self._step)

@@ -205,10 +205,14 @@ class ZmqConnection:
         self.abort()
         return False
 
-    def abort(self) -> None:
-        """Nothing more is brought, and the connection is lost. May be called more than once."""
+    def give_up(self) -> None:
+        """Nothing more is brought, and the connection counts as lost."""
         if not self.lost.done():
-            self.lost.set_result("closed here")
+            self.lost.set_result("too much waited")
+        self.abort()
+
+    def abort(self) -> None:
+        """Nothing more is brought. May be called more than once."""
         self._close_monitor()
         made, self._socket, self._plain = self._socket, None, None
         if made is not None:
