@@ -44,21 +44,37 @@ def local_hashes(
     blocks at the end do not matter). With `is_eagle` a block covers one token more than its stride.
     Raises ValueError for a block size below 1 and for tokens or mm hashes outside u32 and u64.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, not {block_size}")
     try:
         data = _tokens(len(tokens)).pack(*tokens)
     except struct.error as error:
         raise ValueError("token ids must be integers from 0 to 4294967295") from error
-    if len(tokens) == block_size and not (is_eagle or mm_hashes):
-        # One block, which is what a decoding engine mostly tells about.
-        return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
-    blocks = max(0, len(tokens) - is_eagle) // block_size
-    if is_eagle or mm_hashes:
-        used = blocks * block_size + is_eagle if blocks else 0
-        slices = _odd_slices(data[: 4 * used], 4 * block_size, 4 * is_eagle, mm_hashes or ())
-        return _pack(xxh3_64_intdigest(block, seed) for block in slices)
+    return any_local_hashes(data, block_size, seed, mm_hashes, is_eagle)
+
+
+def any_local_hashes(
+    data: bytes,
+    block_size: int,
+    seed: int = BASE_SEED,
+    mm_hashes: Sequence[Sequence[int] | None] | None = None,
+    is_eagle: bool = False,
+) -> bytes:
+    """The same for tokens that are packed already, 4 bytes each, little-endian."""
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    if not (is_eagle or mm_hashes):
+        return packed_local_hashes(data, block_size, seed)
+    blocks = max(0, (len(data) >> 2) - is_eagle) // block_size
+    used = blocks * block_size + is_eagle if blocks else 0
+    slices = _odd_slices(data[: 4 * used], 4 * block_size, 4 * is_eagle, mm_hashes or ())
+    return _pack(xxh3_64_intdigest(block, seed) for block in slices)
+
+
+def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
+    """`local_hashes` of tokens that are packed already, 4 bytes each; a block has one or more."""
     width, digests = 4 * block_size, list[int]()
+    if len(data) == width:  # one block, which is what a decoding engine mostly tells about
+        return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
+    blocks = len(data) // width
     for start in range(0, blocks, _BLOCKS_PER_STEP):
         step = _step(width, min(_BLOCKS_PER_STEP, blocks - start))
         digests += map(xxh3_64_intdigest, step.unpack_from(data, start * width), repeat(seed))

@@ -7,6 +7,8 @@ set to the others: intersecting what is cached with what is active with what is 
 
 RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
 
+_FEW_BITS = 24  # another half costs as much as five bits
+
 
 class RankBits:
     """Which bit stands for which rank. Every `acquire` needs its `release`."""
@@ -54,12 +56,13 @@ def bits_of(mask: int) -> list[int]:
 
 
 def nth_bit(mask: int, n: int) -> int:
-    """The n-th of the bits that are set, counted from 0 and the lowest; by halves."""
+    """The n-th of the bits that are set, counted from 0 and the lowest; by halves, the last few one
+    by one."""
     assert 0 <= n < mask.bit_count()
     if not mask & (mask + 1):
         return n  # none is missing below the highest
     base, width = 0, mask.bit_length()
-    while width > 1:
+    while width > _FEW_BITS:
         half = width // 2
         low = mask & ((1 << half) - 1)
         count = low.bit_count()
@@ -70,4 +73,7 @@ def nth_bit(mask: int, n: int) -> int:
             mask >>= half
             base += half
             width -= half
-    return base
+    while n:
+        mask &= mask - 1
+        n -= 1
+    return base + (mask & -mask).bit_length() - 1

@@ -3,7 +3,8 @@
 The model keeps, per rank, the held paths with their names, and the lower tiers as dicts of edges.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from struct import pack, unpack
 from typing import Any
 
@@ -11,11 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index import device_tier, engine_hashes, holes, kv_index
+from lean_selector.core.index import device_tier, hashes_in_dicts, holes, kv_index, sweeping
+from lean_selector.core.index.engine_hashes import EngineHashes
+from lean_selector.core.index.hashes_in_dicts import HashesInDicts
+from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoreResult, Tier
 from lean_selector.core.rank_bits import bits_of
 
 Path = tuple[int, ...]
+# Both forms of a rank's names, whatever form of the package runs; one with segments that fill soon.
+NEW_NAMES = st.sampled_from([HashesInDicts, HashesPacked, partial(HashesPacked, 4)])
 RANKS = [(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)]
 
 
@@ -226,6 +232,7 @@ def is_pristine(index: KvIndex) -> bool:
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    NEW_NAMES,
 )
 def test_the_index_does_what_the_model_does(
     operations: list[tuple[Any, ...]],
@@ -233,6 +240,7 @@ def test_the_index_does_what_the_model_does(
     tight: bool,
     swept_later: bool,
     reviewed: bool,
+    new_names: Callable[[], EngineHashes],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if tight:  # strands, segments and dead ends so short that a few blocks fill them
@@ -240,17 +248,17 @@ def test_the_index_does_what_the_model_does(
             patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
             patch.setattr(device_tier, "_MAX_OTHERS_TO_GROW", 1)
             for name, value in {"BITS": 1, "MASK": (1 << 9) - 1, "BYTES": 16}.items():
-                patch.setattr(engine_hashes, f"_SEGMENT_{name}", value)
-            patch.setattr(engine_hashes, "_STRAND_SHIFT", 9)
-            patch.setattr(engine_hashes, "_RECENT_SEGMENTS", 1)
-            patch.setattr(engine_hashes, "_FRONT_BLOCKS", 4)
+                patch.setattr(hashes_in_dicts, f"_SEGMENT_{name}", value)
+            patch.setattr(hashes_in_dicts, "_STRAND_SHIFT", 9)
+            patch.setattr(hashes_in_dicts, "_RECENT_SEGMENTS", 1)
+            patch.setattr(hashes_in_dicts, "_FRONT_BLOCKS", 4)
         if swept_later:  # what is dropped is taken apart only when somebody asks for it
-            patch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+            patch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
             patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
         if reviewed:  # what lies behind holes is evicted, though not while an event is applied
             patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
             let_reviews_be_frequent(patch)
-        run_against_model(operations, at_every_step)
+        run_against_model(operations, at_every_step, new_names)
 
 
 def let_reviews_be_frequent(patch: pytest.MonkeyPatch) -> None:
@@ -288,21 +296,28 @@ BACK_AGAIN = st.one_of(STORED, STORED, STORED, LET_GO, LET_GO, LET_GO, RETURN, R
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(BACK_AGAIN, min_size=10, max_size=40), st.booleans(), st.booleans())
+@given(st.lists(BACK_AGAIN, min_size=10, max_size=40), st.booleans(), st.booleans(), NEW_NAMES)
 def test_what_a_rank_held_before_it_came_back_is_not_taken_for_what_it_holds(
-    operations: list[tuple[Any, ...]], at_every_step: bool, reviewed: bool
+    operations: list[tuple[Any, ...]],
+    at_every_step: bool,
+    reviewed: bool,
+    new_names: Callable[[], EngineHashes],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
-        patch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+        patch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
         patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
         if reviewed:
             let_reviews_be_frequent(patch)
-        run_against_model(operations, at_every_step)
+        run_against_model(operations, at_every_step, new_names)
 
 
-def run_against_model(operations: list[tuple[Any, ...]], at_every_step: bool) -> None:
-    index = KvIndex(16)
+def run_against_model(
+    operations: list[tuple[Any, ...]],
+    at_every_step: bool,
+    new_names: Callable[[], EngineHashes],
+) -> None:
+    index = KvIndex(16, new_names=new_names)
     models = {key: RankModel() for key in RANKS}
     bounds: dict[int, int] = {}
     prompts: set[Path] = {()}

@@ -5,7 +5,7 @@ them) in step. Ranks are bits in the trie and records here. Knows nothing of low
 events. Spec: indexer.md sections 3.1, 3.2 and 7.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.matched import Matched
@@ -32,19 +32,20 @@ class DeviceRank:
 
     __slots__ = ("bit", "blocks", "key", "names")
 
-    def __init__(self, key: RankKey, bit: int) -> None:
+    def __init__(self, key: RankKey, bit: int, names: EngineHashes) -> None:
         self.key = key
         self.bit = bit
-        self.names = EngineHashes()
+        self.names = names
         self.blocks = 0  # held in the trie, in reach or not
 
 
 class DeviceTier:
     """All ranks' device blocks of one partition."""
 
-    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "_reborn", "_swept", "trie")
+    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "_new_names", "_reborn", "_swept", "trie")
 
-    def __init__(self, bits: RankBits) -> None:
+    def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
+        self._new_names = new_names
         self.trie = RunTrie()
         self._bits = bits
         self._by_bit: list[DeviceRank | None] = []
@@ -60,7 +61,7 @@ class DeviceTier:
     def admit(self, key: RankKey) -> DeviceRank:
         """A record for a rank that holds nothing yet."""
         bit = self._bits.acquire(key)
-        rank = DeviceRank(key, bit)
+        rank = DeviceRank(key, bit, self._new_names())
         self._all |= 1 << bit
         self._by_bit += [None] * (bit + 1 - len(self._by_bit))
         self._by_bit[bit] = rank
@@ -80,7 +81,7 @@ class DeviceTier:
         The iterator returned gives the memory back, in steps between which anything may happen.
         """
         self._hide(rank)
-        names, rank.names, rank.blocks = rank.names, EngineHashes(), 0
+        names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
         return self._sweep(rank, names)
 
@@ -157,42 +158,7 @@ class DeviceTier:
         """
         if self._reborn:
             self._settle_along(local_hashes)
-        result: list[tuple[int, int]] = []
-        path: list[Run] = []
-        children = self.trie.root.children
-        alive = self._all  # the ranks that hold every block before `at`
-        at = 0
-        while children is not None:
-            run = children.get(local_hashes[at : at + 8])
-            if run is None:
-                break
-            path.append(run)
-            label = run.label
-            if local_hashes.startswith(label, at):
-                same = len(label)
-            elif label.startswith(local_hashes[at:]):
-                same = len(local_hashes) - at
-            else:
-                same = common_prefix(label, 0, local_hashes, at)
-            stay = alive & run.whole
-            gone = alive ^ stay
-            if gone:
-                if run.partial:
-                    before, most = at >> 3, same >> 3
-                    for leading, mask in run.leads():
-                        if mask & gone:
-                            result.append((before + min(leading, most), mask & gone))
-                            gone &= ~mask
-                if at and gone:
-                    result.append((at >> 3, gone))
-            alive = stay
-            at += same
-            if not alive or same < len(label):
-                break
-            children = run.children
-        if alive and at:
-            result.append((at >> 3, alive))
-        return result, path
+        return self.trie.match_sets(self._all, local_hashes)
 
     def _keys_of(self, bits: int) -> tuple[RankKey, ...]:
         keys = self._keys.get(bits)
@@ -214,12 +180,10 @@ class DeviceTier:
             last -= length
         raise AssertionError("no rank matches more than the path has")
 
-    def store(
-        self, rank: DeviceRank, parent: int, names: Sequence[int], packed: bytes, local: bytes
-    ) -> None:
+    def store(self, rank: DeviceRank, parent: int, names: bytes, local: bytes) -> None:
         """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
 
-        `packed` is the names, 8 bytes each.
+        Its own names and the local hashes are as many, 8 bytes each.
         """
         run, position = self.trie.root, 0
         if parent != NOWHERE:
@@ -231,11 +195,11 @@ class DeviceTier:
                 and run.partial is None
                 and run.children is None
                 and run.after is None
-                and run.start + position + len(names) <= STRAND_BLOCKS
+                and run.start + position + (len(names) >> 3) <= STRAND_BLOCKS
             ):  # The end of a prompt that no other rank holds: what a decoding engine extends.
                 run.label += local
-                rank.names.add(parent + 1, names, packed)
-                rank.blocks += len(names)
+                rank.names.add(parent + 1, names)
+                rank.blocks += len(names) >> 3
                 return
         # Walk down the trie; hold the blocks that are there, add the others.
         done = 0
@@ -245,7 +209,7 @@ class DeviceTier:
                 same = common_prefix(label, position << 3, local, done)
                 if same:
                     end = done + same
-                    self._hold(rank, run, position, names[done >> 3 : end >> 3], packed[done:end])
+                    self._hold(rank, run, position, names[done:end])
                     position += same >> 3
                     done = end
                 if done < len(local) and position << 3 < len(label):
@@ -261,10 +225,7 @@ class DeviceTier:
                 continue
             run, position, end = self._extend(rank, run, local, done)
             at = run.strand << POSITION_BITS | run.start + position
-            if done or end < len(local):
-                rank.names.add(at, names[done >> 3 : end >> 3], packed[done:end])
-            else:
-                rank.names.add(at, names, packed)
+            rank.names.add(at, names[done:end])
             rank.blocks += end - done >> 3
             position += end - done >> 3
             done = end
@@ -296,30 +257,28 @@ class DeviceTier:
             run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
         return run, length, end
 
-    def _hold(
-        self, rank: DeviceRank, run: Run, position: int, names: Sequence[int], packed: bytes
-    ) -> None:
+    def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes) -> None:
         """Let the rank hold blocks that exist, from `position` of `run` on."""
         held = run.held_by(rank.bit)
-        span = (1 << len(names)) - 1 << position
+        span = (1 << (len(names) >> 3)) - 1 << position
         both = held & span
         place = run.strand << POSITION_BITS | run.start + position
         if not both:
-            rank.names.add(place, names, packed)
-            rank.blocks += len(names)
+            rank.names.add(place, names)
+            rank.blocks += len(names) >> 3
         else:
-            for at, name in enumerate(names):
-                eight = packed[at << 3 : (at + 1) << 3]
+            for at in range(len(names) >> 3):
+                name = names[at << 3 : (at + 1) << 3]
                 if not both >> (position + at) & 1:
-                    rank.names.add(place + at, names[at : at + 1], eight)
+                    rank.names.add(place + at, name)
                     rank.blocks += 1
-                elif rank.names.name_at(place + at) != eight:
-                    rank.names.alias(place + at, name)
+                elif rank.names.name_at(place + at) != name:
+                    rank.names.alias(place + at, int.from_bytes(name, "little"))
         if both != span:
             run.set_held(rank.bit, held | span)
 
-    def remove(self, rank: DeviceRank, names: Sequence[int]) -> int:
-        """Drop the blocks with these names; returns how many there were."""
+    def remove(self, rank: DeviceRank, names: bytes) -> int:
+        """Drop the blocks with these names, 8 bytes each; returns how many there were."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)

@@ -1,253 +1,105 @@
 """The engine's names of the blocks that one rank holds: engine hash -> place, and back.
 
 A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place order
-(one row of bytes per strand, 0 where nothing is held) and dicts that lead from a hash to the part
-of a row that has it. Knows nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2
-and 7.4.
+(one row of bytes per strand, 0 where nothing is held), and what is rare: second names, and names
+of several blocks. How a name leads to its place is known to the two classes that complete this one:
+`hashes_in_dicts.py`, which is quick as plain Python, and `hashes_packed.py`, which takes a fifth of
+the memory and is quick when compiled. Knows nothing of tokens, tiers or other ranks. Spec:
+indexer.md sections 3.2 and 7.4.
 
 A hash that stands for two blocks names the newer one, and the older one again after that is
-removed; such hashes have lists of places beside the dicts.
+removed; such hashes have lists of places.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from itertools import repeat
-from typing import cast
+from collections.abc import Iterator
+from typing import Final
 
-from lean_selector.core.hashing import u64s
-from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, common_prefix
-from lean_selector.core.index.sweeping import emptied
+from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 
-NOWHERE = -1
-
-# A dict of 40 000 entries takes 1 ms to grow, one of 100 000 takes 3, one of 1 000 000 takes 50
-# (measured). So a rank's first dict takes so many blocks; then there are others, a power of 2,
-# chosen by the hash, which costs 0.1 us more per block.
-_FRONT_BLOCKS = 40_000
-_SHARDS = 32
-# Dicts tell a segment of a row, not a place: its int is shared by the blocks in it, and finding a
-# hash among 64 others takes 0.1 us.
-_SEGMENT_BITS = 6
-_STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
-_SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
-_SEGMENT_BYTES = 8 << _SEGMENT_BITS
-_RECENT_SEGMENTS = 256  # ints kept to be shared by events that fill a segment bit by bit
-_LISTED = -1  # in a dict: the places are in `_places`
-_NO_NAME = bytes(8)
+NOWHERE: Final = -1
+NO_NAME: Final = bytes(8)
 
 
 class EngineHashes:
     """Names and places of one rank's blocks. A name that is not 0 stands in a row where it is held,
-    and nowhere else."""
+    and nowhere else. Lists of names are bytes, 8 each, little-endian; one name is an int."""
 
-    __slots__ = ("_alias_at", "_aliases", "_front", "_places", "_recent", "_shards", "rows")
+    __slots__ = ("alias_at", "aliases", "listed", "rows")
 
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. A plain dict would step over all that
         # left before it, each time the oldest is asked for.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
-        # Flat dicts of ints: nothing for the collector to visit. A name -> its segment.
-        self._front: dict[int, int] = {0: _LISTED}  # a row cannot tell a block named 0 from none
-        self._shards: list[dict[int, int]] = []  # none until the front is full
-        self._places: dict[int, list[int]] = {}  # names of several blocks, and 0; newest last
-        self._recent: dict[int, int] = {}  # segment -> the int in use for it
+        self.listed: dict[int, list[int]] = {}  # names of several blocks, and 0; newest place last
         # A second name for a block that has one. At most one per block: the newest.
-        self._aliases: dict[int, int] = {}
-        self._alias_at: dict[int, int] = {}
+        self.aliases: dict[int, int] = {}
+        self.alias_at: dict[int, int] = {}
 
     def find(self, name: int) -> int:
         """The place that `name` stands for, or NOWHERE."""
-        if self._aliases and name in self._aliases:
-            return self._aliases[name]
-        segment = self._front.get(name)
-        if segment is None:
-            if self._shards:
-                segment = self._shards[name & (_SHARDS - 1)].get(name)
-            if segment is None:
-                return NOWHERE
-        if segment == _LISTED:
-            places = self._places.get(name)
-            return places[-1] if places else NOWHERE
-        eight = name.to_bytes(8, "little")
-        strand = segment >> _STRAND_SHIFT
-        row = self.rows[strand]
-        if row.endswith(eight):  # as the parent of what is stored next does
-            return strand << POSITION_BITS | (len(row) >> 3) - 1
-        return self._locate(eight, segment)
+        raise NotImplementedError
 
-    def _dict_of(self, name: int) -> dict[int, int] | None:
-        if name not in self._front and self._shards:
-            shard = self._shards[name & (_SHARDS - 1)]
-            return shard if name in shard else None
-        return self._front if name in self._front else None
-
-    def _locate(self, name: bytes, segment: int) -> int:
-        strand = segment >> _STRAND_SHIFT
-        row = self.rows[strand]
-        start = (segment & _SEGMENT_MASK) * _SEGMENT_BYTES
-        at = row.find(name, start, start + _SEGMENT_BYTES)
-        while at & 7:
-            at = row.find(name, at + 1, start + _SEGMENT_BYTES)
-        assert at >= start, "a name in a dict has its entry in the row"
-        return strand << POSITION_BITS | at >> 3
-
-    def take(self, names: Sequence[int]) -> dict[int, int]:
+    def take(self, packed: bytes) -> dict[int, int]:
         """Forget the blocks that these names stand for.
 
         Returns strand -> the positions (a bit mask) of those known.
         """
-        gone: dict[int, int] = {}
-        if self._aliases or self._places:
-            for name in names:
-                if (place := self.find(name)) != NOWHERE:
-                    self.discard(place)
-                    strand = place >> POSITION_BITS
-                    gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
-            return gone
-        front, shards, mask = self._front, self._shards, _SHARDS - 1
-        if len(names) == 1:  # an engine that makes room for the block it decodes
-            holder = self._dict_of(names[0])
-            if holder is not None and names[0]:
-                place = self._locate(names[0].to_bytes(8, "little"), holder.pop(names[0]))
-                strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
-                self.rows[strand][start : start + 8] = _NO_NAME
-                gone[strand] = 1 << (place & POSITION_MASK)
-            return gone
-        segments = list(map(front.pop, names, repeat(None)))
-        if shards:
-            pairs = zip(names, segments, strict=True)
-            segments = [
-                shards[name & mask].pop(name, None) if segment is None else segment
-                for name, segment in pairs
-            ]
-        if 0 not in front:  # 0 was among the names, and no block has it
-            front[0] = _LISTED
-            segments = [None if segment == _LISTED else segment for segment in segments]
-        if not all(segments):  # segment 0 only looks unknown
-            pairs = zip(names, segments, strict=True)
-            known = [(name, segment) for name, segment in pairs if segment is not None]
-            names = [name for name, _ in known]
-            segments = [segment for _, segment in known]
-        if names:
-            self._empty_rows(names, cast("list[int]", segments), gone)
-        return gone
+        raise NotImplementedError
 
-    def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Empty the rows of these names, all in a dict a moment ago; adds to `gone`.
+    def add(self, place: int, packed: bytes) -> None:
+        """Name the blocks at `place` and the following positions, none of which has a name.
 
-        Engines evict neighbours together, mostly from the end of a prompt: each stretch is found by
-        one search and one comparison.
+        The names differ.
         """
-        count = len(names)
-        place = self._locate(names[0].to_bytes(8, "little"), segments[0])
-        before = place & POSITION_MASK and count > 1
-        if before and names[1] == int.from_bytes(self.name_at(place - 1), "little"):
-            names = names[::-1]
-            segments.reverse()
-        packed = u64s(count).pack(*names)
-        at = 0
-        while at < count:
-            place = self._locate(packed[at << 3 : (at + 1) << 3], segments[at])
-            strand, position = place >> POSITION_BITS, place & POSITION_MASK
-            row = self.rows[strand]
-            same = common_prefix(row, position << 3, packed, at << 3)
-            row[position << 3 : (position << 3) + same] = bytes(same)
-            gone[strand] = gone.get(strand, 0) | (1 << (same >> 3)) - 1 << position
-            at += same >> 3
+        raise NotImplementedError
+
+    def drop_name(self, name: int, place: int) -> None:
+        """Let `name` no longer stand for the block at `place`, which it was the first name of."""
+        raise NotImplementedError
+
+    def dismantled(self) -> Iterator[None]:
+        """Gives the memory back step by step, but for the rows; of no use afterwards."""
+        raise NotImplementedError
 
     def discard(self, place: int) -> None:
         """Forget the names of the block at `place`; it must have one."""
         start = (place & POSITION_MASK) << 3
         row = self.rows[place >> POSITION_BITS]
         name = int.from_bytes(row[start : start + 8], "little")
-        row[start : start + 8] = _NO_NAME
-        holder = self._dict_of(name)
-        assert holder is not None
-        if holder[name] != _LISTED:
-            del holder[name]
-        else:
-            places = self._places[name]
-            places.remove(place)
-            if not places:  # only 0 is listed when it has one place
-                del self._places[name]
-            elif name and len(places) == 1:
-                holder[name] = places[0] >> _SEGMENT_BITS
-                del self._places[name]
-        if self._alias_at and (alias := self._alias_at.pop(place, None)) is not None:
-            del self._aliases[alias]
+        row[start : start + 8] = NO_NAME
+        self.drop_name(name, place)
+        if self.alias_at and (alias := self.alias_at.pop(place, None)) is not None:
+            del self.aliases[alias]
 
     def name_at(self, place: int) -> bytes:
         """The first name of the block at `place`, which is held."""
         start = (place & POSITION_MASK) << 3
         return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
 
-    def add(self, place: int, names: Sequence[int], packed: bytes) -> None:
-        """Name the blocks at `place` and the following positions, none of which has a name.
-
-        `packed` is the names, 8 bytes each. They differ.
-        """
-        if self._aliases:
-            for name in names:
-                self._forget_alias(name)
-        front, shards, mask, recent = self._front, self._shards, _SHARDS - 1, self._recent
-        first, end = place, place + len(names)
-        while first < end:
-            segment = first >> _SEGMENT_BITS
-            segment = recent.setdefault(segment, segment)
-            last = (segment + 1) << _SEGMENT_BITS
-            is_all = first == place and end <= last
-            here = names if is_all else names[first - place : last - place]
-            if not shards and front.keys().isdisjoint(here):
-                for name in here:
-                    front[name] = segment
-                first = last
-                continue
-            for name in here:
-                holder = shards[name & mask] if shards else front
-                if name in front or name in holder:
-                    self._add_another(name, place + names.index(name))
-                else:
-                    holder[name] = segment
-            first = last
-        if len(recent) > _RECENT_SEGMENTS:
-            recent.clear()
-        if not shards and len(front) > _FRONT_BLOCKS:
-            self._shards = [{} for _ in range(_SHARDS)]
-        # Only now: a name that is in a row already was to be found there, not here.
-        strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
-        row = self.rows.get(strand)
-        if row is None:
-            row = self.rows[strand] = bytearray()
-        assert len(row) >= start, "the block before, in the same strand, was held when it was named"
-        if len(row) == start:
-            row += packed
-        else:
-            row[start : start + len(packed)] = packed
-
-    def _add_another(self, name: int, place: int) -> None:
-        holder = self._dict_of(name)
-        assert holder is not None
-        if holder[name] != _LISTED:
-            self._places[name] = [self._locate(name.to_bytes(8, "little"), holder[name])]
-            holder[name] = _LISTED
-        self._places.setdefault(name, []).append(place)
-
     def alias(self, place: int, name: int) -> None:
         """Let `name` stand for the block at `place` too, in the stead of an earlier second name."""
-        self._forget_alias(name)
-        earlier = self._alias_at.get(place)
+        self.forget_alias(name)
+        earlier = self.alias_at.get(place)
         if earlier is not None:
-            del self._aliases[earlier]
-        self._aliases[name] = place
-        self._alias_at[place] = name
+            del self.aliases[earlier]
+        self.aliases[name] = place
+        self.alias_at[place] = name
+
+    def forget_alias(self, name: int) -> None:
+        place = self.aliases.pop(name, None)
+        if place is not None:
+            del self.alias_at[place]
 
     def has_unnamed(self) -> bool:
         """Whether a block is named 0, which a row cannot tell from none."""
-        return 0 in self._places
+        return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
         """Positions of a row up to the last that has a name other than 0; 0 without a row."""
-        row = self.rows.get(strand, _NO_NAME)
+        row = self.rows.get(strand)
+        if row is None:
+            return 0
         end, step = len(row), 8
         while end:
             start = max(0, end - step)
@@ -266,13 +118,25 @@ class EngineHashes:
         else:  # gone already where one event took all of a strand's blocks, run by run
             self.rows.pop(strand, None)
 
-    def dismantled(self) -> Iterator[None]:
-        """Gives the memory back step by step, but for the rows; of no use afterwards."""
-        for holder in (self._front, *self._shards, self._aliases, self._alias_at):
-            yield from emptied(holder)
-        yield from emptied(self._places)
+    def write_row(self, place: int, packed: bytes) -> None:
+        """Write names into the row of a strand, at its end or into a hole."""
+        strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+        row = self.rows.get(strand)
+        if row is None:
+            row = self.rows[strand] = bytearray()
+        assert len(row) >= start, "the block before, in the same strand, was held when it was named"
+        if len(row) == start:
+            row += packed
+        else:
+            row[start : start + len(packed)] = packed
 
-    def _forget_alias(self, name: int) -> None:
-        place = self._aliases.pop(name, None)
-        if place is not None:
-            del self._alias_at[place]
+    def take_each(self, packed: bytes) -> dict[int, int]:
+        """`take` where some names are second ones, or stand for several blocks."""
+        gone: dict[int, int] = {}
+        for at in range(0, len(packed), 8):
+            place = self.find(int.from_bytes(packed[at : at + 8], "little"))
+            if place != NOWHERE:
+                self.discard(place)
+                strand = place >> POSITION_BITS
+                gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+        return gone

@@ -42,6 +42,22 @@ class BlockStored(msgspec.Struct, gc=False):
     unknown_keys: dict[str, int] | None = None  # extra keys that nobody can hash, by kind
 
 
+class PackedStored(msgspec.Struct, gc=False):
+    """`BlockStored` without adapter, salt, multimodal objects and pairs, as packed lists.
+
+    As many names as whole blocks of tokens; the names differ from each other and from the parent.
+    """
+
+    names: bytes  # u64, little-endian
+    parent_hash: int | None
+    tokens: bytes  # u32, little-endian
+    block_size: int
+    tier: Tier | None
+    group_idx: int | None = None
+    kind: str | None = None
+    part: Part = Part.WHOLE
+
+
 class BlockRemoved(msgspec.Struct, gc=False):
     """Blocks that the engine no longer holds on one tier.
 
@@ -57,11 +73,21 @@ class BlockRemoved(msgspec.Struct, gc=False):
     events: int = 1
 
 
+class PackedRemoved(msgspec.Struct, gc=False):
+    """`BlockRemoved` as a packed list."""
+
+    names: bytes  # u64, little-endian
+    tier: Tier | None
+    group_idx: int | None = None
+    kind: str | None = None
+    events: int = 1
+
+
 class AllBlocksCleared(msgspec.Struct, gc=False):
     """The rank holds nothing any more, on no tier."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCleared
 
 
 class SkippedEvent(msgspec.Struct, gc=False):

@@ -10,8 +10,11 @@ outcome that of the stream, whatever was applied early.
 An engine that starts again may pass our number before we hear of it. So a replay is asked for from
 the batch before the gap, which we have: if the engine's is another one, so is the engine. Without a
 replay endpoint such a restart is a gap, and the source is degraded. In both cases nobody can tell
-if the first number heard is just the next. Decides, never applies; no clock, no socket.
-Spec: indexer.md 1.5.
+if the first number heard is just the next.
+
+With each new connection the engine is asked for what we have last and all behind it, also where no
+gap has been heard: an idle engine publishes nothing. One that has nothing from there on is another
+engine (D34). Decides, never applies; no clock, no socket. Spec: indexer.md 1.5.
 """
 
 from collections import deque
@@ -46,6 +49,9 @@ class SourceState(Enum):
     LIVE = "live"  # what the engine said it holds
     REPLAYING = "replaying"  # about to be
     DEGRADED = "degraded"  # batches are missing, and may stay so
+    PARTIAL = "partial"  # all since some batch; its replay does not reach back to the first
+    NO_REPLAY = "no_replay"  # nobody tells what it published before it was heard
+    SILENT = "silent"  # it has published nothing, as its replay says
 
 
 class _Phase(Enum):
@@ -65,15 +71,21 @@ class KvCursor:
         self.restarts = 0  # new publishers noticed, ever
         # Batches that no replay can bring back, since the index last was what the engine held.
         self.lost = 0
+        self.unknown = 0  # batches before the first one known that no replay can bring
         self.last_live: int | None = None  # sequence number; grows until a restart
         self._next = 0  # the number that continues what is applied; 0 before the first batch
         self._digest: int | None = None  # of the batch before it; None: unknown, or of no use
         self._missing_from: int | None = None  # the first batch that a replay should bring
         self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
+        self._missing_before = 0  # of these, batches before the first one known
         self._proof: int | None = None  # digest of the batch before _missing_from, until compared
+        self._newest = -1  # no live number may be this or less, unless the publisher is a new one
+        self._has_answered = False  # a replay has ended, of this publisher
+        self._asks_again = False  # the connection became a new one while a replay ran
         self._phase = _Phase.IDLE
         self._asked_next = 0  # _next when the replay was requested
         self._asked_digest: int | None = None  # and _digest
+        self._is_blind = False  # it was requested with nothing known beyond its start
         self._failures = 0  # replays in a row that did not end
         self.dropped = 0  # kept live batches given up for their number or bytes, ever
         self._held: deque[tuple[int, bytes]] = deque()
@@ -97,21 +109,38 @@ class KvCursor:
 
     @property
     def state(self) -> SourceState:
-        if self.lost or self._failures:
+        if self.lost or (self._failures and self._missing > self._missing_before):
             return SourceState.DEGRADED
+        if self._failures:
+            return SourceState.NO_REPLAY
         if not self.is_settled:
             return SourceState.REPLAYING
-        return SourceState.CONNECTING if self.last_live is None else SourceState.LIVE
+        if self.unknown:
+            return SourceState.PARTIAL if self.can_replay else SourceState.NO_REPLAY
+        if self.last_live is None and not self._has_answered:
+            return SourceState.CONNECTING
+        return SourceState.LIVE if self.has_told else SourceState.SILENT
+
+    @property
+    def has_told(self) -> bool:
+        """A batch of this publisher has arrived, live or out of a replay."""
+        return self.last_live is not None or (self._has_answered and self._next > 0)
+
+    @property
+    def complete_to(self) -> int | None:
+        """The last batch applied, if nothing that was heard of before it is missing."""
+        is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
+        return self.watermark if is_in_order and not self._missing and not self.lost else None
 
     @property
     def replay_from(self) -> int | None:
         """The number to request a replay from now; None when none is due.
 
-        It is that of a batch which we have, if there is one to compare.
+        It is that of a batch which we have, if there is one.
         """
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
-        return self._missing_from - (self._proof is not None)
+        return max(0, self._missing_from - 1)
 
     @property
     def is_settled(self) -> bool:
@@ -127,19 +156,33 @@ class KvCursor:
         assert self.last_live is None
         assert self._next == 0
         self._next = watermark + 1
+        self._newest = watermark
+
+    def connected(self) -> None:
+        """The live connection is a new one, and nothing of it has been judged. Whatever was
+        published before it may have passed us by: a replay is due, if there may be one.
+
+        Whoever subscribes now is sent nothing that we have, so that would be a new publisher's.
+        """
+        if self._phase is not _Phase.IDLE:
+            self._asks_again = self.can_replay
+            return
+        self._newest = max(self._newest, self._next - 1)
+        self._ask()
+
+    def _ask(self) -> None:
+        if self.can_replay and self._missing_from is None:
+            self._missing_from, self._proof = self._next, self._digest
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a live batch, 0 <= seq < 2**64; the payload is kept if it may be needed again."""
         if seq == UNSET_SEQ:
             self._start_over()
             return BatchVerdict.APPLY
-        newest = self._next - 1 if self.last_live is None else self.last_live
-        is_restart = seq <= newest
+        is_restart = seq <= self._newest
         if is_restart:
-            self.restarts += 1
-            self.lost = 0
-            self._start_over()
-        self.last_live = seq
+            self._restarted()
+        self.last_live = self._newest = seq
         if self._phase is not _Phase.IDLE:
             self._hold(seq, payload)
             if self._phase is not _Phase.ASKED:
@@ -147,6 +190,9 @@ class KvCursor:
         if seq < self._next:
             return BatchVerdict.IGNORE
         self._advance(seq, payload)
+        if self._failures and not self._missing and self._phase is _Phase.IDLE:
+            self._missing_from = None  # nobody answers, and nothing has passed us by
+            self._failures = 0
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
     def replay_started(self) -> None:
@@ -162,6 +208,7 @@ class KvCursor:
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
+            self._is_blind = self._next == self._missing_from
             self._next, self._digest = self._missing_from, self._proof
         if self._phase is not _Phase.ANSWERING or not self._next - 1 <= seq < UNSET_SEQ:
             return BatchVerdict.IGNORE
@@ -171,8 +218,11 @@ class KvCursor:
                 return BatchVerdict.IGNORE
             return self._replaced()
         if seq > self._next:  # the engine's buffer has rolled on, or begins there
-            if self._next or seq != _LATE_FIRST_SEQ:
-                self.lost += min(seq - self._next, self._missing)
+            gone = seq - self._next if self._is_blind else min(seq - self._next, self._missing)
+            if self._next:
+                self.lost += gone
+            elif seq != _LATE_FIRST_SEQ:
+                self.unknown = gone
         elif proof is not None:  # it has rolled just so far that nothing can be compared
             self.lost += 1
         self._next = seq + 1
@@ -180,21 +230,33 @@ class KvCursor:
         self.replayed_batches += 1
         return BatchVerdict.APPLY
 
-    def replay_finished(self) -> None:
-        """The end marker came: what the replay left out exists no more. Drain next_held()."""
+    def replay_finished(self) -> BatchVerdict:
+        """The end marker came: what the replay left out exists no more. Drain next_held().
+
+        Or RESTART, as of `replayed`.
+        """
         if self._phase is _Phase.ASKED:
-            self.lost += self._missing
+            if self._missing_from == 0:
+                self.unknown = self._missing
+            elif self._next == self._missing_from:  # not even the batch that we have
+                self._restarted()
+                self._missing_from = 0
+                return BatchVerdict.RESTART
+            else:
+                self.lost += self._missing
         elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
             # It ends before a batch that was heard: that one was not applied in order.
             self.lost += self._asked_next - self._next
         self._end_replay(complete=True)
+        return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
         """No answer, or one that stopped. Drain next_held(), then ask again later."""
         answered = self._phase is _Phase.ANSWERING
-        if answered and self._next < self._asked_next:
+        if answered and (self._is_blind or self._next < self._asked_next):
             self._missing_from, self._proof = self._next, self._digest
-            self._missing = min(self._missing, self._asked_next - self._next)
+            self._missing = min(self._missing, max(0, self._asked_next - self._next))
+            self._missing_before = 0
             answered = False
         self._end_replay(complete=answered)  # only the end marker may be wanting
 
@@ -224,17 +286,21 @@ class KvCursor:
                 self._advance(seq, payload)
                 return payload
         self._phase = _Phase.IDLE
+        if self._asks_again:
+            self._asks_again = False
+            self._ask()
         return None
 
     def cleared(self) -> None:
         """The batch just applied emptied the source: what was missing before it is of no matter."""
-        self.lost = 0
+        self.lost = self.unknown = 0
         if self._phase is not _Phase.ANSWERING:
             self._missing_from = None
-            self._missing = 0
+            self._missing = self._missing_before = 0
             self._failures = 0
         if self._phase is _Phase.ASKED:
             self._phase = _Phase.IDLE
+            self._asks_again = False
             self._drop_held()
 
     def lose(self) -> None:
@@ -248,24 +314,33 @@ class KvCursor:
                 self.gaps += 1
                 if self._missing_from is None:
                     self._missing_from, self._proof = self._next, self._digest
+                if not self._next:
+                    self._missing_before = size
                 self._missing += size
             self._digest = xxh3_64_intdigest(payload)
         elif size and (self._next or seq != _LATE_FIRST_SEQ):
             self.gaps += 1
-            self.lost += size
+            if self._next:
+                self.lost += size
+            else:
+                self.unknown = size
         self._next = seq + 1
 
     def _replaced(self) -> BatchVerdict:
-        """All that was heard since the gap is a new publisher's, and none of it is applied."""
-        newest = self.last_live
-        assert newest is not None, "a gap is heard of live"
+        """All that was heard since the batch that differs is a new publisher's, and none of it is
+        applied."""
+        newest = None if self._is_blind else self.last_live
+        self._restarted()
+        self._missing_from = 0
+        if newest is not None:
+            self.last_live = self._newest = newest
+            self._next = self._missing = self._missing_before = newest + 1
+        return BatchVerdict.RESTART
+
+    def _restarted(self) -> None:
         self.restarts += 1
         self.lost = 0
         self._start_over()
-        self.last_live = newest
-        self._next = self._missing = newest + 1
-        self._missing_from = 0
-        return BatchVerdict.RESTART
 
     def _hold(self, seq: int, payload: bytes) -> None:
         self._held.append((seq, payload))
@@ -277,8 +352,9 @@ class KvCursor:
     def _end_replay(self, complete: bool) -> None:
         if complete:
             self._missing_from = None
-            self._missing = 0
+            self._missing = self._missing_before = 0
             self._failures = 0
+            self._has_answered = True
         else:
             self._failures += 1
         # What was applied live before the request needs no second time.
@@ -289,10 +365,13 @@ class KvCursor:
     def _start_over(self) -> None:
         """As at registration, but for the totals and what is lost."""
         self.last_live = None
+        self.unknown = 0
+        self._newest = -1
+        self._has_answered = self._asks_again = False
         self._next = 0
         self._digest = None
         self._missing_from = None
-        self._missing = 0
+        self._missing = self._missing_before = 0
         self._proof = None
         self._failures = 0
         self._phase = _Phase.IDLE

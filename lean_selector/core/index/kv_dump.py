@@ -13,10 +13,36 @@ from lean_selector.core.index.holdings import Holdings, Tier
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
 from lean_selector.core.index.stored_run import StoredRun
 
+_SLICE_BLOCKS = 512  # some 0.1 ms, as blocks of a lower tier 0.5
 
-def stored_runs(trie: RunTrie, rank: Holdings) -> Iterator[StoredRun]:
-    """All of a rank: its device tier, then the lower ones, on each the oldest blocks first."""
-    return chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank))
+
+def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
+    """All of a rank, in slices of bounded work, of which the last may be empty: its device tier,
+    then the lower ones, on each the oldest blocks first."""
+    runs: list[StoredRun] = []
+    blocks = 0
+    for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
+        runs.append(run)
+        blocks += len(run.block_hashes)
+        if blocks >= _SLICE_BLOCKS:
+            yield runs
+            runs, blocks = [], 0
+    yield runs
+
+
+def leading_names(
+    trie: RunTrie, rank: DeviceRank, local_hashes: bytes, blocks: int
+) -> tuple[int, ...]:
+    """The rank's engine hashes of the first blocks of a prompt, which it holds on its device."""
+    names, run, at, end = bytearray(), trie.root, 0, blocks << 3
+    while at < end:
+        assert run.children is not None
+        run = run.children[local_hashes[at : at + 8]]
+        size = min(len(run.label), end - at)
+        start = run.start << 3
+        names += rank.names.rows[run.strand][start : start + size]
+        at += size
+    return unpack(f"<{blocks}Q", names)
 
 
 def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:

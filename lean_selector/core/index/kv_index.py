@@ -13,51 +13,36 @@ Rules where the spec leaves a choice:
   back.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from lean_selector.core.hashing import u64s
 from lean_selector.core.index import holes
+from lean_selector.core.index.bounds import (
+    DEFAULT_DEVICE_BLOCKS,
+    DEFAULT_LOWER_TIER_BLOCKS,
+    Bounds,
+)
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
-from lean_selector.core.index.engine_hashes import NOWHERE
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.holdings import Holdings
 from lean_selector.core.index.holdings import Tier as Tier
-from lean_selector.core.index.kv_dump import stored_runs
+from lean_selector.core.index.kv_dump import leading_names, slices_of
 from lean_selector.core.index.lower_matches import LowerMatches
 from lean_selector.core.index.lower_tiers import ROOT, LowerTier
 from lean_selector.core.index.matched import Matched as Matched
+from lean_selector.core.index.own_hashes import engine_hashes
 from lean_selector.core.index.stored_run import StoredRun as StoredRun
-from lean_selector.core.index.sweeping import emptied
+from lean_selector.core.index.stored_run import StoreResult as StoreResult
+from lean_selector.core.index.sweeping import Sweeps
 from lean_selector.core.rank_bits import RankBits
 from lean_selector.core.rank_bits import RankKey as RankKey
 
-# Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
-# tokens, ten times that of the largest node today. On a lower tier four times as much, for each of
-# the three.
-DEFAULT_DEVICE_BLOCKS = 1 << 21
-DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
-_STEPS_AT_ONCE = 8  # of giving back: some 0.3 ms, so that what is little is gone at once
-_STEPS_PER_EVENT = 2  # and one for 32 blocks: more than the event leaves behind when it is dropped
+# Of giving back, and one for 32 blocks: more than the event leaves behind when it is dropped.
+_STEPS_PER_EVENT = 2
 _EVICTED_PER_STEP = 32
-_ENDED = object()
-_SLICE_BLOCKS = 512  # of a dump: some 0.1 ms, as blocks of a lower tier 0.5
-
 
 _DEVICE = Tier.DEVICE  # a look-up in an enum takes as long as three others
-
-
-class StoreResult(IntEnum):
-    """What became of a stored event. Only STORED may have changed anything."""
-
-    STORED = 0
-    EMPTY = 1
-    SELF_REFERENCE = 2
-    UNKNOWN_PARENT = 3
-    FULL = 4  # as many runs as can be numbered, some 4 million
-
-
 _STORED = StoreResult.STORED
 
 
@@ -75,23 +60,30 @@ class KvIndex:
         lower_tier_bound: int = DEFAULT_LOWER_TIER_BLOCKS,
         *,
         on_sweep: Callable[["KvIndex"], None] | None = None,
+        new_names: Callable[[], EngineHashes] = engine_hashes,
+        bits: RankBits | None = None,
     ) -> None:
-        """`on_sweep` hears when there is something to give back."""
+        """`on_sweep` hears when there is something to give back; `new_names` is for tests; `bits`
+        numbers the ranks, for others too."""
         self.block_size = block_size
         self.evicted = 0
-        self._default_bound = (device_bound, lower_tier_bound)
-        self._bounds: dict[int, tuple[int, int]] = {}  # by worker id, where set
+        self.bounds = Bounds(device_bound, lower_tier_bound)
         self._dp_ranks: dict[int, set[int]] = {}  # by worker id, those of its ranks in `_ranks`
         self._ranks: dict[RankKey, Holdings] = {}  # those with a holding, no others
-        # What is to be given back, step by step.
-        self._sweeps: deque[Iterator[None]] = deque()
+        self._sweeps = Sweeps()
         self._until_review = holes.REVIEW_AFTER  # device blocks to be dropped
         self._is_reviewed = False  # just now, in one of the sweeps
         self.on_sweep = on_sweep
-        self.bits = RankBits()  # those with a holding, and whatever else a user of it numbers
-        self._device = DeviceTier(self.bits)
+        # Ranks with a holding, and whatever else a user of it numbers.
+        self.bits = RankBits() if bits is None else bits
+        self._device = DeviceTier(self.bits, new_names)
         self._lower_matches = LowerMatches(self._device)
         self._lower = self._lower_matches.ranks  # by bit, those with a holding on a lower tier
+
+    def beside(self) -> "KvIndex":
+        """An empty one with the same bounds, whose ranks are numbered alike."""
+        bounds, on_sweep = self.bounds.default, self.on_sweep
+        return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
     # Reading
 
@@ -147,6 +139,11 @@ class KvIndex:
             sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
         return sets, extended
 
+    def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
+        """A rank's engine hashes of the first blocks of a prompt, all of which it holds on the
+        device."""
+        return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
+
     # Events
 
     def store(
@@ -163,28 +160,33 @@ class KvIndex:
         Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the oldest
         holdings of the rank beyond its bound.
         """
-        blocks = len(local_hashes) >> 3
-        if not blocks or not block_hashes:
+        if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
         if len(block_hashes) == 1:  # a decoding engine sends most of its blocks one by one
             if block_hashes[0] == parent_hash:
                 return StoreResult.SELF_REFERENCE
-            packed = block_hashes[0].to_bytes(8, "little")
+            names = block_hashes[0].to_bytes(8, "little")
         else:
             distinct = set(block_hashes)
             if parent_hash in distinct or len(distinct) != len(block_hashes):
                 return StoreResult.SELF_REFERENCE
-            packed = u64s(len(block_hashes)).pack(*block_hashes)
-        if len(packed) != len(local_hashes):
-            blocks = min(len(block_hashes), blocks)
-            block_hashes = block_hashes[:blocks]
-            packed, local_hashes = packed[: blocks << 3], local_hashes[: blocks << 3]
-        key = (worker_id, dp_rank)
+            names = u64s(len(block_hashes)).pack(*block_hashes)
+        if len(names) != len(local_hashes):
+            end = min(len(names), len(local_hashes) & ~7)
+            names, local_hashes = names[:end], local_hashes[:end]
+        return self.store_chain((worker_id, dp_rank), tier, parent_hash, names, local_hashes)
+
+    def store_chain(
+        self, key: RankKey, tier: Tier, parent_hash: int | None, names: bytes, local_hashes: bytes
+    ) -> StoreResult:
+        """`store` for engine hashes as bytes, one or more, that differ from each other and from the
+        parent, and as many local hashes."""
+        blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
-            self._store_lower(key, tier, parent, packed, local_hashes)
+            self._store_lower(key, tier, parent, names, local_hashes)
             return StoreResult.STORED
-        if self._sweeps:
+        if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (blocks >> 5))
         rank = self._ranks.get(key)
         place = NOWHERE
@@ -195,8 +197,8 @@ class KvIndex:
         if not self._device.has_room(blocks):
             return StoreResult.FULL
         rank = rank or self._admit(key)
-        self._device.store(rank.device, place, block_hashes, packed, local_hashes)
-        bound = self._bounds.get(worker_id, self._default_bound)[0]
+        self._device.store(rank.device, place, names, local_hashes)
+        bound = self.bounds.of(key[0])[0]
         if rank.device.blocks > bound:
             self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
             self._release_if_empty(key, rank)
@@ -206,18 +208,22 @@ class KvIndex:
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
         """Apply a `removed` event; unknown blocks are skipped. Returns the blocks removed."""
-        key = (worker_id, dp_rank)
+        names = u64s(len(block_hashes)).pack(*block_hashes)
+        return self.remove_blocks((worker_id, dp_rank), tier, names)
+
+    def remove_blocks(self, key: RankKey, tier: Tier, names: bytes) -> int:
+        """`remove` for engine hashes as bytes."""
         rank = self._ranks.get(key)
         if rank is None:
             return 0
+        removed = 0
         if tier is _DEVICE:
-            removed = self._device.remove(rank.device, block_hashes)
+            removed = self._device.remove(rank.device, names)
             self._until_review -= removed
         elif rank.lower:
             held = rank.lower[tier - 1]
-            removed = sum(held.remove(name.to_bytes(8, "little")) for name in block_hashes)
-        else:
-            removed = 0
+            for at in range(0, len(names), 8):
+                removed += held.remove(names[at : at + 8])
         self._release_if_empty(key, rank)
         if self._until_review < 0:
             self._start_review()
@@ -241,14 +247,14 @@ class KvIndex:
                 self._forget(key, rank)
                 sweeps.append(self._device.retire(rank.device))
         if sweeps:
-            self._start(chain.from_iterable(sweeps))
+            self.do_in_steps(chain.from_iterable(sweeps))
             if self._until_review < 0:
                 self._start_review()
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
         """Drop all that a worker holds, on all ranks that ever appeared, and its bounds."""
-        self._bounds.pop(worker_id, None)
+        self.bounds.forget(worker_id)
         return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
     def set_bound(
@@ -259,21 +265,14 @@ class KvIndex:
         None means the default. Beyond it the oldest go: the run that was stored first, from its
         end.
         """
-        device, lower = self._default_bound
-        if device_blocks is not None:
-            device = device_blocks
-        if lower_tier_blocks is not None:
-            lower = lower_tier_blocks
-        self._bounds[worker_id] = (device, lower)
-        if self._bounds[worker_id] == self._default_bound:
-            del self._bounds[worker_id]
-        self._start(self._keep_bound(worker_id))
+        self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
+        self.do_in_steps(self._keep_bound(worker_id))
 
     def _keep_bound(self, worker_id: int) -> Iterator[None]:
         for dp_rank in list(self._dp_ranks.get(worker_id, ())):
             key = worker_id, dp_rank
             while (rank := self._ranks.get(key)) is not None:
-                device, lower = self._bounds.get(worker_id, self._default_bound)
+                device, lower = self.bounds.of(worker_id)
                 is_over = self._evict_device(rank, device, _EVICTED_PER_STEP)
                 for held in rank.lower:
                     is_over |= self._evict_lower(held, lower, _EVICTED_PER_STEP)
@@ -286,7 +285,7 @@ class KvIndex:
 
     def abandon(self) -> None:
         """Drop everything; `sweep` gives the memory back. Of no use afterwards."""
-        self._start(self._clear_all())
+        self.do_in_steps(self._clear_all())
 
     def _clear_all(self) -> Iterator[None]:
         for key in list(self._ranks):
@@ -301,22 +300,17 @@ class KvIndex:
         True when there is more to do. A step takes some 50 us, 500 at most. Nothing waits for it:
         each stored event does as much as the events before it may have left.
         """
-        while self._sweeps and steps > 0:
-            steps -= 1
-            try:
-                next(self._sweeps[0])
-            except StopIteration:
-                self._sweeps.popleft()
-        return bool(self._sweeps)
+        return self._sweeps.go_on(steps)
 
-    def let_go(self, entries: MutableMapping[int, str]) -> None:
-        """Give back the memory of a dict that its owner has dropped, as that of blocks."""
-        self._start(emptied(entries))
+    def do_in_steps(self, sweep: Iterator[None]) -> None:
+        """Have this done as what was dropped is given back: `sweep` takes its steps."""
+        if self._sweeps.start(sweep) and self.on_sweep is not None:
+            self.on_sweep(self)
 
     def _start_review(self) -> None:
         if not self._is_reviewed:
             self._is_reviewed, self._until_review = True, 0
-            self._start(self._review())
+            self.do_in_steps(self._review())
 
     def _review(self) -> Iterator[None]:
         held = yield from holes.review(self._device, self._lose)
@@ -326,14 +320,6 @@ class KvIndex:
     def _lose(self, device: DeviceRank, blocks: int) -> None:
         self.evicted += blocks
         self._release_if_empty(device.key, self._ranks[device.key])
-
-    def _start(self, sweep: Iterator[None]) -> None:
-        for _ in range(_STEPS_AT_ONCE):
-            if next(sweep, _ENDED) is _ENDED:
-                return
-        self._sweeps.append(sweep)
-        if len(self._sweeps) == 1 and self.on_sweep is not None:
-            self.on_sweep(self)
 
     # Dump
 
@@ -350,29 +336,21 @@ class KvIndex:
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):
                 continue
-            runs: list[StoredRun] = []
-            blocks = 0
-            for run in stored_runs(self._device.trie, rank):
-                runs.append(run)
-                blocks += len(run.block_hashes)
-                if blocks >= _SLICE_BLOCKS:
-                    yield runs
-                    runs, blocks = [], 0
-            yield runs
+            yield from slices_of(self._device.trie, rank)
 
     # Changing
 
     def _store_lower(
         self, key: RankKey, tier: Tier, parent: bytes, names: bytes, local: bytes
     ) -> None:
-        if self._sweeps:
+        if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (len(names) >> 8))
         rank = self._ranks.get(key) or self._admit(key)
         if not rank.lower:
             self._lower_matches.admit(rank)
         held = rank.lower[tier - 1]
         held.store(parent, names, local)
-        bound = self._bounds.get(key[0], self._default_bound)[1]
+        bound = self.bounds.of(key[0])[1]
         self._evict_lower(held, bound, (len(names) >> 3) + _EVICTED_PER_STEP)
         self._release_if_empty(key, rank)
 
@@ -381,9 +359,10 @@ class KvIndex:
         surplus = rank.device.blocks - bound
         if surplus <= 0:
             return False
-        self.evicted += min(surplus, most)
-        self._until_review -= min(surplus, most)
-        self._device.drop_oldest(rank.device, min(surplus, most))
+        now = min(surplus, most)
+        self.evicted += now
+        self._until_review -= now
+        self._device.drop_oldest(rank.device, now)
         return surplus > most
 
     def _evict_lower(self, held: LowerTier, bound: int, most: int) -> bool:

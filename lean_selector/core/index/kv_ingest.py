@@ -6,17 +6,26 @@ count is skipped and counted by reason. Knows no encoding and no socket. Spec: i
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from lean_selector.core.hashing import BASE_SEED, hash_seed, local_hashes
+from lean_selector.core.hashing import (
+    BASE_SEED,
+    hash_seed,
+    local_hashes,
+    packed_local_hashes,
+    u64s,
+)
 from lean_selector.core.index.kv_batch import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    PackedRemoved,
+    PackedStored,
     Part,
 )
 from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
+from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.index.taught import Taught
 
 # Attention over the whole prompt: what prefix matching is about. Other kinds (sliding window,
@@ -76,7 +85,25 @@ class KvIngest:
         self.counts = EventCounts()
         self._index = index
         self._is_rest_refused = False  # of the event whose parts are coming
+        # Since the source began: stored events of another block size, and the last one's.
+        self.stored_of_other_size = self.other_size = 0
+        self._stored_before = 0
         self._ranks: dict[int, Taught] = {}  # at most MAX_RANKS, the ranks heard of
+
+    @property
+    def block_size(self) -> int:
+        """That the worker was registered with."""
+        return self._index.block_size
+
+    @property
+    def stored(self) -> int:
+        """Stored events that were applied since the source began."""
+        return self.counts.stored - self._stored_before
+
+    @property
+    def is_mismatched(self) -> bool:
+        """Most of what the engine stores is in blocks of another size."""
+        return self.stored_of_other_size > self.stored
 
     def apply(self, batch: EventBatch) -> bool:
         """Apply what counts; True when all that this source ever stored was cleared on the way."""
@@ -92,7 +119,11 @@ class KvIngest:
             rank = self._ranks[dp_rank] = Taught({}, {})
         cleared = False
         for event in batch.events:
-            if type(event) is BlockStored:
+            if type(event) is PackedStored:
+                self._store_packed(dp_rank, rank, event)
+            elif type(event) is PackedRemoved:
+                self._remove_packed(dp_rank, rank, event)
+            elif type(event) is BlockStored:
                 self._store(dp_rank, rank, event)
             elif type(event) is BlockRemoved:
                 self._remove(dp_rank, rank, event)
@@ -106,6 +137,8 @@ class KvIngest:
     def clear(self) -> None:
         """Forget the source: drop its blocks on every rank it named, and what they taught."""
         self._index.clear(self.worker_id, *{*self._ranks, self.dp_rank})
+        self.stored_of_other_size = 0
+        self._stored_before = self.counts.stored
         self.close()
 
     def close(self) -> None:
@@ -116,23 +149,12 @@ class KvIngest:
 
     def _forget_salts(self, rank: Taught) -> None:
         for salts in rank.salts.values():
-            self._index.let_go(salts)  # there may be a million
+            self._index.do_in_steps(emptied(salts))  # there may be a million
         rank.salts = {}
 
     def _store(self, dp_rank: int, rank: Taught, event: BlockStored) -> None:
-        if event.part:
-            if event.part is Part.FIRST:
-                self._is_rest_refused = False
-            elif self._is_rest_refused:
-                return
-        if event.group_idx is not None and event.kind is not None:
-            self._learn(rank, event.group_idx, event.kind)
         tier = event.tier
-        reason = _objection(rank, event)
-        if reason is None and event.block_size != self._index.block_size:
-            reason = "block_size"
-        if tier is None or reason is not None:
-            self._refuse(event, reason or "unknown_medium")
+        if not self._is_wanted(rank, event, event.is_remote) or tier is None:
             return
         salt = event.cache_salt
         if salt is None and rank.salts and event.parent_hash is not None:
@@ -147,32 +169,80 @@ class KvIngest:
         try:
             local = local_hashes(tokens, event.block_size, seed, event.mm_hashes, event.is_eagle)
         except ValueError:
-            self._refuse(event, "bad_tokens")
+            self._refuse("bad_tokens")
             return
         parent_hash = event.parent_hash
         result = self._index.store(self.worker_id, dp_rank, tier, parent_hash, hashes, local)
         if result is not _STORED:
-            self._refuse(event, result.name.lower())
+            self._refuse(result.name.lower())
             return
         counts = self.counts
-        if event.part is _WHOLE or event.part is Part.LAST:
-            counts.stored += 1
         blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
-        counts.blocks_stored += blocks
+        self._count_stored(event.part, blocks)
         if salt is not None:
             _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
         if event.unknown_keys is not None:
             for kind, keys in event.unknown_keys.items():
                 counts.skip("block", f"extra_key_{kind}", keys)
 
-    def _refuse(self, event: BlockStored, reason: str) -> None:
+    def _store_packed(self, dp_rank: int, rank: Taught, event: PackedStored) -> None:
+        tier = event.tier
+        if not self._is_wanted(rank, event, False) or tier is None:
+            return
+        if not event.names:
+            self._refuse("empty")
+            return
+        seed, salt, parent = BASE_SEED, None, event.parent_hash
+        if rank.salts and parent is not None:
+            salt = _salt_of(rank, tier, parent)
+            if salt is not None:
+                seed = hash_seed(None, salt)
+        local = packed_local_hashes(event.tokens, event.block_size, seed)
+        key = (self.worker_id, dp_rank)
+        result = self._index.store_chain(key, tier, parent, event.names, local)
+        if result is not _STORED:
+            self._refuse(result.name.lower())
+            return
+        blocks = len(local) >> 3
+        self._count_stored(event.part, blocks)
+        if salt is not None:
+            hashes = u64s(blocks).unpack(event.names)
+            _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
+
+    def _is_wanted(self, rank: Taught, event: BlockStored | PackedStored, is_remote: bool) -> bool:
+        """Whether a stored event may count, which says what kind its group is; counted if not."""
+        if event.part:
+            if event.part is Part.FIRST:
+                self._is_rest_refused = False
+            elif self._is_rest_refused:
+                return False
+        group_idx, kind = event.group_idx, event.kind
+        if group_idx is not None and kind is not None:
+            self._learn(rank, group_idx, kind)
+        reason = _objection(rank, group_idx, kind, is_remote)
+        if reason is None and event.block_size != self._index.block_size:
+            reason = "block_size"
+            self.stored_of_other_size += 1
+            self.other_size = event.block_size
+        if reason is None and event.tier is None:
+            reason = "unknown_medium"
+        if reason is not None:
+            self._refuse(reason)
+        return reason is None
+
+    def _count_stored(self, part: Part, blocks: int) -> None:
+        if part is _WHOLE or part is Part.LAST:
+            self.counts.stored += 1
+        self.counts.blocks_stored += blocks
+
+    def _refuse(self, reason: str) -> None:
         """Skip an event; with a part of one goes the rest, which hangs below it."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
     def _remove(self, dp_rank: int, rank: Taught, event: BlockRemoved) -> None:
         tier = event.tier
-        reason = _objection(rank, event)
+        reason = _objection(rank, event.group_idx, event.kind, event.is_remote)
         if tier is None or reason is not None:
             if event.events:
                 self.counts.skip("removed", reason or "unknown_medium", event.events)
@@ -180,10 +250,21 @@ class KvIngest:
         removed = self._index.remove(self.worker_id, dp_rank, tier, event.block_hashes)
         self.counts.removed += event.events
         self.counts.blocks_removed += removed
-        salts = rank.salts.get(tier)
-        if salts:
-            for block_hash in event.block_hashes:
-                salts.pop(block_hash, None)
+        if rank.salts:
+            _forget_salts_of(rank, tier, event.block_hashes)
+
+    def _remove_packed(self, dp_rank: int, rank: Taught, event: PackedRemoved) -> None:
+        tier = event.tier
+        reason = _objection(rank, event.group_idx, event.kind, False)
+        if tier is None or reason is not None:
+            self.counts.skip("removed", reason or "unknown_medium", event.events)
+            return
+        removed = self._index.remove_blocks((self.worker_id, dp_rank), tier, event.names)
+        self.counts.removed += event.events
+        self.counts.blocks_removed += removed
+        if rank.salts:
+            names = event.names
+            _forget_salts_of(rank, tier, u64s(len(names) >> 3).unpack(names))
 
     def _learn(self, rank: Taught, group_idx: int, kind: str) -> None:
         groups = rank.is_prefix_group
@@ -191,13 +272,14 @@ class KvIngest:
             groups[group_idx] = kind in _PREFIX_KINDS
 
 
-def _objection(rank: Taught, event: BlockStored | BlockRemoved) -> str | None:
-    """Why this event does not count, or None. Group 0 counts until something else is learned."""
-    if event.is_remote:
+def _objection(
+    rank: Taught, group_idx: int | None, kind: str | None, is_remote: bool
+) -> str | None:
+    """Why an event does not count, or None. Group 0 counts until something else is learned."""
+    if is_remote:
         return "remote"
-    if event.kind is not None:
-        return None if event.kind in _PREFIX_KINDS else "other_kind"
-    group_idx = event.group_idx
+    if kind is not None:
+        return None if kind in _PREFIX_KINDS else "other_kind"
     if group_idx is None or rank.is_prefix_group.get(group_idx, group_idx == 0):
         return None
     return "other_group"
@@ -212,7 +294,14 @@ def _salt_of(rank: Taught, tier: Tier, parent_hash: int) -> str | None:
     return next((salt for salt in found if salt is not None), None)
 
 
-def _remember_salt(salts: OrderedDict[int, str], hashes: list[int], salt: str) -> None:
+def _forget_salts_of(rank: Taught, tier: Tier, hashes: Sequence[int]) -> None:
+    salts = rank.salts.get(tier)
+    if salts:
+        for block_hash in hashes:
+            salts.pop(block_hash, None)
+
+
+def _remember_salt(salts: OrderedDict[int, str], hashes: Sequence[int], salt: str) -> None:
     for block_hash in hashes:
         salts[block_hash] = salt
     for _ in range(len(salts) - MAX_SALTED_BLOCKS):

@@ -234,6 +234,50 @@ class RunTrie:
         if len(pieces.runs) == 1:
             del self._split[run.strand]
 
+    def match_sets(
+        self, ranks: int, local_hashes: bytes
+    ) -> tuple[list[tuple[int, int]], list[Run]]:
+        """What ranks of these hold of the start of a prompt, and the runs along it.
+
+        As (leading blocks, set of ranks), the sets apart and not empty, for ranks with a hit.
+        """
+        result: list[tuple[int, int]] = []
+        path: list[Run] = []
+        children = self.root.children
+        alive = ranks  # that hold every block before `at`
+        at = 0
+        while children is not None:
+            run = children.get(local_hashes[at : at + 8])
+            if run is None:
+                break
+            path.append(run)
+            label = run.label
+            if local_hashes.startswith(label, at):
+                same = len(label)
+            elif label.startswith(local_hashes[at:]):
+                same = len(local_hashes) - at
+            else:
+                same = common_prefix(label, 0, local_hashes, at)
+            stay = alive & run.whole
+            gone = alive ^ stay
+            if gone:
+                if run.partial:
+                    before, most = at >> 3, same >> 3
+                    for leading, mask in run.leads():
+                        if mask & gone:
+                            result.append((before + min(leading, most), mask & gone))
+                            gone &= ~mask
+                if at and gone:
+                    result.append((at >> 3, gone))
+            alive = stay
+            at += same
+            if not alive or same < len(label):
+                break
+            children = run.children
+        if alive and at:
+            result.append((at >> 3, alive))
+        return result, path
+
     def pieces(self, strand: int) -> list[Run]:
         """The runs of a strand in order."""
         pieces = self._split.get(strand)

@@ -5,13 +5,47 @@ million blocks. So what is dropped is hidden at once and taken apart in steps, b
 caller does other work.
 """
 
+from collections import deque
 from collections.abc import Iterator, MutableMapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _ENTRIES_PER_STEP = 256  # some 30 us
+_STEPS_AT_ONCE = 8  # some 0.3 ms, so that what is little is gone at once
+_ENDED: Final = object()
+
+
+class Sweeps:
+    """What is to be given back, step by step, in the order in which it was dropped."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: deque[Iterator[None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self, sweep: Iterator[None]) -> bool:
+        """Takes the first steps; True when something waits from now on, and nothing did."""
+        for _ in range(_STEPS_AT_ONCE):
+            if next(sweep, _ENDED) is _ENDED:
+                return False
+        self._waiting.append(sweep)
+        return len(self._waiting) == 1
+
+    def go_on(self, steps: int) -> bool:
+        """Takes so many steps; True when there is more to do."""
+        waiting = self._waiting
+        while waiting and steps > 0:
+            steps -= 1
+            try:
+                next(waiting[0])
+            except StopIteration:
+                waiting.popleft()
+        return bool(waiting)
 
 
 def emptied(entries: MutableMapping[Key, Value]) -> Iterator[None]:

@@ -18,6 +18,7 @@ from lean_selector.core.index import device_tier
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE
 from lean_selector.core.index.matched import Matched
+from lean_selector.core.index.own_hashes import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.rank_bits import RankBits, RankKey
 
@@ -42,7 +43,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.bits = RankBits()
-        self.tier = DeviceTier(self.bits)
+        self.tier = DeviceTier(self.bits, engine_hashes)
         self.ranks: dict[RankKey, DeviceRank] = {}
         self.held: dict[RankKey, set[Path]] = {key: set() for key in KEYS}
         self.sweeps: list[Iterator[None]] = []
@@ -63,7 +64,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
         paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
         names = [name_of(key, path) for path in paths]
         local = as_bytes(prompt[start : start + blocks])
-        self.tier.store(rank, place, names, as_bytes(names), local)
+        self.tier.store(rank, place, as_bytes(names), local)
         self.held[key].update(paths)
 
     @rule(data=st.data(), key=st.sampled_from(KEYS))
@@ -72,7 +73,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
             held = sorted(self.held[key])
             gone = data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True))
             names = [name_of(key, path) for path in gone]
-            assert self.tier.remove(self.ranks[key], [*names, 7]) == len(gone)
+            assert self.tier.remove(self.ranks[key], as_bytes([*names, 7])) == len(gone)
             self.held[key].difference_update(gone)
             self.release_if_empty(key)
 

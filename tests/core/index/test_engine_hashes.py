@@ -1,15 +1,19 @@
 """The engine's names of one rank's blocks, against a model that keeps lists."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FunctionType
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean_selector.core.index import engine_hashes
+from lean_selector.core.index import hashes_in_dicts
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
-from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
+from lean_selector.core.index.hashes_in_dicts import HashesInDicts
+from lean_selector.core.index.hashes_packed import HashesPacked
+from lean_selector.core.index.own_hashes import engine_hashes
+from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, STRAND_BLOCKS
 
 # 0 stands in a row as nothing does; the others share shards, bytes and low bits.
 NAMES = [0, 1, 2, 3, 33, 65, 256, 1 << 56, 2**64 - 1, *range(100, 110)]
@@ -26,11 +30,14 @@ class Names(RuleBasedStateMachine):
 
     front_blocks = 40_000
 
+    def none_yet(self) -> EngineHashes:
+        return HashesInDicts()
+
     @initialize()
     def start(self) -> None:
         self.patched = pytest.MonkeyPatch()
-        self.patched.setattr(engine_hashes, "_FRONT_BLOCKS", self.front_blocks)
-        self.hashes = EngineHashes()
+        self.patched.setattr(hashes_in_dicts, "_FRONT_BLOCKS", self.front_blocks)
+        self.hashes = self.none_yet()
         self.held: dict[int, int] = {}
         self.places: dict[int, list[int]] = {}
         self.second: dict[int, int] = {}  # a second name -> its place
@@ -46,7 +53,7 @@ class Names(RuleBasedStateMachine):
         return self.places[name][-1] if self.places.get(name) else NOWHERE
 
     def name(self, place: int, given: list[int]) -> None:
-        self.hashes.add(place, given, packed(given))
+        self.hashes.add(place, packed(given))
         for at, name in enumerate(given):
             self.second.pop(name, None)
             self.held[place + at] = name
@@ -100,7 +107,7 @@ class Names(RuleBasedStateMachine):
                 self.forget(place)
                 strand = place >> POSITION_BITS
                 gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
-        assert self.hashes.take(given) == gone
+        assert self.hashes.take(packed(given)) == gone
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -153,16 +160,58 @@ class NamesInShards(Names):
     front_blocks = 3
 
 
+class PackedNames(Names):
+    """The same in a packed table."""
+
+    def none_yet(self) -> EngineHashes:
+        return HashesPacked()
+
+
+class PackedNamesInSmallSegments(Names):
+    """And where three names fill a segment of it."""
+
+    def none_yet(self) -> EngineHashes:
+        return HashesPacked(4)
+
+
 TestNames = Names.TestCase
 TestNamesInShards = NamesInShards.TestCase
-TestNames.settings = settings(max_examples=60, stateful_step_count=30)
-TestNamesInShards.settings = settings(max_examples=60, stateful_step_count=30)
+TestPackedNames = PackedNames.TestCase
+TestPackedNamesInSmallSegments = PackedNamesInSmallSegments.TestCase
+for case in (TestNames, TestNamesInShards, TestPackedNames, TestPackedNamesInSmallSegments):
+    case.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_neighbours_that_are_removed_together_are_found_in_either_direction() -> None:
-    hashes = EngineHashes()
+@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+def test_neighbours_that_are_removed_together_are_found_in_either_direction(
+    form: Callable[[], EngineHashes],
+) -> None:
+    hashes = form()
     given = list(range(1, 101))
-    hashes.add(0, given, packed(given))
-    assert hashes.take(given[59::-1]) == {0: (1 << 60) - 1}
-    assert hashes.take(given[60:]) == {0: ((1 << 100) - 1) ^ ((1 << 60) - 1)}
+    hashes.add(0, packed(given))
+    assert hashes.take(packed(given[59::-1])) == {0: (1 << 60) - 1}
+    assert hashes.take(packed(given[60:])) == {0: ((1 << 100) - 1) ^ ((1 << 60) - 1)}
     assert hashes.named_end(0) == 0
+
+
+@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+def test_neighbours_in_different_strands_are_told_apart(form: Callable[[], EngineHashes]) -> None:
+    hashes = form()
+    first, second = list(range(1, STRAND_BLOCKS + 1)), [5_000, 5_001]
+    hashes.add(0, packed(first))
+    hashes.add(STRAND_BLOCKS, packed(second))
+    assert hashes.take(packed([*first[-2:], *second])) == {0: 3 << STRAND_BLOCKS - 2, 1: 3}
+
+
+@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+def test_what_is_dropped_is_taken_apart_in_steps(form: Callable[[], EngineHashes]) -> None:
+    hashes = form()
+    for strand in range(20):
+        first = strand * STRAND_BLOCKS
+        hashes.add(first, packed(list(range(first + 1, first + STRAND_BLOCKS + 1))))
+    assert sum(1 for _ in hashes.dismantled()) >= 20
+
+
+def test_each_form_of_the_package_uses_the_one_that_it_is_quick_with() -> None:
+    is_plain = isinstance(engine_hashes, FunctionType)
+    assert type(engine_hashes()) is (HashesInDicts if is_plain else HashesPacked)

@@ -5,7 +5,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core.index import holes, kv_index
+from lean_selector.core.index import holes, sweeping
 from lean_selector.core.index.kv_index import KvIndex, Tier
 from tests.operations import lines_run
 
@@ -172,7 +172,7 @@ def test_the_ends_of_rows_that_others_share_are_given_back_without_an_eviction()
 def test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+    monkeypatch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
     worst = {}
     for prompts in (5, 50):
         index = KvIndex(16)

@@ -209,7 +209,7 @@ def test_a_recovered_source_asks_only_for_what_is_missing() -> None:
     cursor = KvCursor(can_replay=True)
     cursor.resume_at(41)
     assert live(cursor, 45) == [APPLY]
-    assert cursor.replay_from == 42
+    assert cursor.replay_from == 41  # which it has, too
 
 
 def test_a_recovered_source_notices_that_its_engine_is_a_new_one() -> None:
@@ -335,6 +335,7 @@ def test_a_recovered_source_has_nothing_to_compare() -> None:
     cursor.resume_at(41)
     live(cursor, 45)
     cursor.replay_started()
+    assert cursor.replayed(41, b"whatever it was") == IGNORE
     assert replayed(cursor, 42, 43, 44, 45) == [APPLY] * 4
     cursor.replay_finished()
     assert held(cursor) == []
@@ -361,16 +362,215 @@ def test_a_replay_that_begins_at_one_is_whole() -> None:
 
 
 @pytest.mark.parametrize("first", [2, 3, 1000])
-def test_a_first_number_beyond_one_is_a_loss_however_small(first: int) -> None:
+def test_what_came_before_a_first_number_beyond_one_is_unknown(first: int) -> None:
     cursor = KvCursor(can_replay=False)
     live(cursor, first)
-    assert (cursor.lost, cursor.state) == (first, SourceState.DEGRADED)
+    assert (cursor.unknown, cursor.lost, cursor.state) == (first, 0, SourceState.NO_REPLAY)
     asking = KvCursor(can_replay=True)
     live(asking, first)
     asking.replay_started()
     replayed(asking, first)
-    asking.replay_finished()
-    assert (asking.lost, asking.state) == (first, SourceState.DEGRADED)
+    ended(asking)
+    assert (asking.unknown, asking.lost, asking.state) == (first, 0, SourceState.PARTIAL)
+
+
+# -- asked at once --------------------------------------------------------------------------------
+
+
+def connected(cursor: KvCursor) -> KvCursor:
+    """Connected anew, and the replay requested."""
+    cursor.connected()
+    cursor.replay_started()
+    return cursor
+
+
+def ended(cursor: KvCursor) -> KvCursor:
+    """Its replay has ended, and what was kept is applied."""
+    assert cursor.replay_finished() is IGNORE
+    held(cursor)
+    return cursor
+
+
+def test_a_new_source_asks_for_everything_without_having_heard_anything() -> None:
+    cursor = KvCursor(can_replay=True)
+    assert cursor.is_settled  # before somebody could be heard
+    cursor.connected()
+    assert (cursor.state, cursor.lag) == (SourceState.REPLAYING, 0)
+    assert cursor.replay_from == 0
+    cursor.replay_started()
+    assert replayed(cursor, 0, 1, 2) == [APPLY] * 3
+    ended(cursor)
+    assert (cursor.state, cursor.watermark, cursor.complete_to) == (SourceState.LIVE, 2, 2)
+    assert (cursor.last_live, cursor.gaps, cursor.has_told) == (None, 0, True)
+
+
+def test_what_the_replay_brought_too_is_ignored_live_and_what_follows_is_not() -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    assert replayed(cursor, 0, 1, 2) == [APPLY] * 3
+    assert live(cursor, 1) == [HOLD]
+    ended(cursor)
+    assert live(cursor, 2, 3) == [IGNORE, APPLY]
+    assert (cursor.restarts, cursor.watermark) == (0, 3)
+
+
+def test_an_engine_with_nothing_to_tell_is_silent_until_it_does() -> None:
+    cursor = ended(connected(KvCursor(can_replay=True)))
+    assert (cursor.state, cursor.has_told, cursor.is_settled) == (SourceState.SILENT, False, True)
+    assert live(cursor, 0) == [APPLY]
+    assert cursor.state is SourceState.LIVE
+
+
+def test_without_a_replay_endpoint_nobody_is_asked() -> None:
+    cursor = KvCursor(can_replay=False)
+    cursor.connected()
+    assert (cursor.replay_from, cursor.state) == (None, SourceState.CONNECTING)
+    assert live(cursor, 0) == [APPLY]
+    assert cursor.state is SourceState.LIVE
+
+
+@pytest.mark.parametrize(("first", "unknown"), [(0, 0), (1, 0), (2, 2), (400, 400)])
+def test_a_replay_that_begins_late_is_partial(first: int, unknown: int) -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    replayed(cursor, first, first + 1)
+    ended(cursor)
+    state = SourceState.PARTIAL if unknown else SourceState.LIVE
+    assert (cursor.unknown, cursor.lost, cursor.state) == (unknown, 0, state)
+    assert live(cursor, first + 2) == [APPLY]
+    assert (cursor.state, cursor.complete_to) == (state, first + 2)
+    cursor.cleared()
+    assert (cursor.unknown, cursor.state) == (0, SourceState.LIVE)
+
+
+def test_a_live_batch_that_is_faster_than_the_replay_changes_nothing() -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    assert live(cursor, 500) == [APPLY]
+    assert replayed(cursor, *range(400, 501)) == [APPLY] * 101
+    ended(cursor)
+    assert (cursor.unknown, cursor.lost, cursor.watermark) == (400, 0, 500)
+    assert cursor.state is SourceState.PARTIAL
+
+
+def test_a_replay_that_nobody_answers_is_asked_for_until_it_is_of_no_matter() -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    cursor.replay_failed()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.is_settled) == (SourceState.NO_REPLAY, False)
+    assert live(cursor, 0) == [APPLY]  # so nothing was missed
+    assert (cursor.state, cursor.is_settled) == (SourceState.LIVE, True)
+
+
+def test_without_an_answer_what_came_before_is_unknown_and_gaps_degrade() -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    cursor.replay_failed()
+    held(cursor)
+    assert live(cursor, 500, 501) == [APPLY, APPLY]
+    assert (cursor.state, cursor.replay_from, cursor.complete_to) == (
+        SourceState.NO_REPLAY,
+        0,
+        None,
+    )
+    assert live(cursor, 503) == [APPLY]
+    assert cursor.state is SourceState.DEGRADED
+
+
+def test_a_replay_that_stops_is_taken_up_there_though_nothing_beyond_was_heard_of() -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    replayed(cursor, 0, 1, 2)
+    cursor.replay_failed()
+    assert held(cursor) == []
+    assert cursor.replay_from == 2
+    cursor.replay_started()
+    assert replayed(cursor, 2, 3, 4) == [IGNORE, APPLY, APPLY]
+    ended(cursor)
+    assert (cursor.state, cursor.watermark) == (SourceState.LIVE, 4)
+
+
+def followed() -> KvCursor:
+    """0 to 2 heard live, 3 and 4 out of a replay after the connection was lost."""
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0, 1, 2)
+    cursor.connected()
+    assert cursor.replay_from == 2
+    cursor.replay_started()
+    assert replayed(cursor, 2, 3, 4) == [IGNORE, APPLY, APPLY]
+    return ended(cursor)
+
+
+def test_a_connection_that_came_back_is_asked_for_what_it_missed() -> None:
+    cursor = followed()
+    assert (cursor.state, cursor.watermark, cursor.gaps) == (SourceState.LIVE, 4, 0)
+    assert live(cursor, 5) == [APPLY]
+
+
+def test_an_engine_that_has_not_even_our_last_batch_is_another() -> None:
+    cursor = followed()
+    connected(cursor)
+    assert cursor.replay_finished() is RESTART
+    assert (cursor.restarts, cursor.replay_from, cursor.watermark) == (1, 0, None)
+    cursor.replay_started()
+    assert replayed(cursor, 0) == [APPLY]
+    ended(cursor)
+    assert (cursor.state, cursor.watermark) == (SourceState.LIVE, 0)
+
+
+def test_an_engine_with_another_batch_under_our_number_is_another() -> None:
+    cursor = followed()
+    connected(cursor)
+    assert cursor.replayed(4, b"of another") is RESTART
+    assert (cursor.restarts, cursor.replay_from, cursor.lag) == (1, 0, 0)
+
+
+def test_a_number_that_we_have_is_a_new_publishers_once_the_connection_is_new() -> None:
+    cursor = followed()
+    cursor.connected()
+    assert live(cursor, 4) == [RESTART]
+    assert cursor.replay_from == 0
+
+
+def test_what_rolled_out_of_the_buffer_while_the_connection_was_lost_degrades() -> None:
+    cursor = followed()
+    connected(cursor)
+    assert replayed(cursor, 8, 9) == [APPLY, APPLY]
+    ended(cursor)
+    assert (cursor.lost, cursor.state, cursor.watermark) == (3, SourceState.DEGRADED, 9)
+
+
+def test_a_connection_that_is_new_while_a_replay_runs_is_asked_after_it() -> None:
+    cursor = after_gap()
+    replayed(cursor, 2, 3, 4)
+    cursor.connected()
+    ended(cursor)
+    assert cursor.replay_from == 4
+    cursor.replay_started()
+    assert replayed(cursor, 4, 5) == [IGNORE, APPLY]
+    ended(cursor)
+    assert (cursor.state, cursor.is_settled) == (SourceState.LIVE, True)
+
+
+def test_a_recovered_source_asks_from_its_watermark_on() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.resume_at(41)
+    connected(cursor)
+    assert replayed(cursor, 41, 42, 43) == [IGNORE, APPLY, APPLY]
+    ended(cursor)
+    assert (cursor.state, cursor.watermark, cursor.unknown) == (SourceState.LIVE, 43, 0)
+
+
+def test_a_recovered_source_whose_engine_began_again_meanwhile_starts_over() -> None:
+    cursor = KvCursor(can_replay=True)
+    cursor.resume_at(41)
+    connected(cursor)
+    assert cursor.replay_finished() is RESTART
+    assert cursor.replay_from == 0
+
+
+def test_what_is_only_asked_for_does_not_keep_an_index_from_being_recovered() -> None:
+    cursor = followed()
+    connected(cursor)
+    assert cursor.complete_to == 4
+    cursor.replay_failed()
+    held(cursor)
+    assert (cursor.complete_to, cursor.state) == (4, SourceState.NO_REPLAY)
 
 
 Operation = tuple[str, int]
@@ -399,7 +599,8 @@ class Story(RuleBasedStateMachine):
         self.log: list[Operation] = []  # of the running engine
         self.snapshots: list[set[int]] = []  # what it held after each
         self.engine = 0  # how often it has begun again
-        self.live: deque[tuple[int, list[set[int]], bytes]] = deque()
+        # None: from there on it is another connection.
+        self.live: deque[tuple[int, list[set[int]], bytes] | None] = deque([None])
         self.replies: deque[tuple[int, bytes] | None] = deque()
         self.request: int | None = None  # under way to the engine
         self.is_asking = False
@@ -435,24 +636,36 @@ class Story(RuleBasedStateMachine):
         self.live.append((seq, self.snapshots, self.payload(seq)))
 
     @precondition(lambda self: self.log)
-    @rule(block=st.integers(0, 2))
-    def restart(self, block: int) -> None:
+    @rule(blocks=st.lists(st.integers(0, 2), max_size=1))
+    def restart(self, blocks: list[int]) -> None:
         self.log, self.snapshots = [], []
         self.engine += 1
         self.request = None
         self.replies.clear()
-        self.publish("store", block)
+        self.live.append(None)
+        for block in blocks:
+            self.publish("store", block)
+
+    @rule()
+    def reconnect(self) -> None:
+        self.live.append(None)
 
     def is_unheard_of(self) -> bool:
         """The next batch is the first heard of a new engine, and has the very next number."""
+        if not self.live or self.live[0] is None:
+            return False
         seq, snapshots, _ = self.live[0]
-        heard = self.cursor.last_live
-        return snapshots is not self.followed and heard is not None and seq == heard + 1
+        known = self.cursor.watermark
+        return snapshots is not self.followed and known is not None and seq == known + 1
 
     @precondition(lambda self: self.live and not self.is_unheard_of())
     @rule()
     def deliver(self) -> None:
-        seq, snapshots, payload = self.live.popleft()
+        message = self.live.popleft()
+        if message is None:
+            self.cursor.connected()
+            return
+        seq, snapshots, payload = message
         verdict = self.cursor.live(seq, payload)
         if verdict is RESTART:
             self.indexed.clear()
@@ -462,7 +675,7 @@ class Story(RuleBasedStateMachine):
         self.followed = snapshots
         self.settle()
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.live and self.live[0] is not None)
     @rule()
     def lose(self) -> None:
         self.live.popleft()
@@ -487,16 +700,15 @@ class Story(RuleBasedStateMachine):
     @rule()
     def receive_reply(self) -> None:
         reply = self.replies.popleft()
-        if reply is None:
-            self.cursor.replay_finished()
-            self.drain()
-            return
-        verdict = self.cursor.replayed(*reply)
+        verdict = self.cursor.replay_finished() if reply is None else self.cursor.replayed(*reply)
         if verdict is RESTART:
             self.indexed.clear()
             self.is_asking = False
             self.settle()
+        elif reply is None:
+            self.drain()
         elif verdict is APPLY:
+            self.followed = self.snapshots
             self.apply(reply[1])
 
     @precondition(lambda self: self.is_asking)
@@ -513,11 +725,20 @@ class Story(RuleBasedStateMachine):
 
     @invariant()
     def live_means_what_the_engine_held(self) -> None:
-        knows_of_the_restart = all(snapshots is self.followed for _, snapshots, _ in self.live)
-        if self.cursor.state is SourceState.LIVE and knows_of_the_restart:
-            watermark = self.cursor.watermark
+        knows_of_the_restart = all(
+            message is not None and message[1] is self.followed for message in self.live
+        )
+        if not knows_of_the_restart:
+            return
+        state, watermark = self.cursor.state, self.cursor.watermark
+        if state is SourceState.LIVE:
             assert watermark is not None
             assert self.indexed == self.followed[watermark]
+        elif state is SourceState.SILENT:
+            assert not self.indexed
+        elif state is SourceState.PARTIAL:  # some of it, and nothing that it does not hold
+            assert watermark is not None
+            assert self.indexed <= self.followed[watermark]
 
 
 TestStory = Story.TestCase

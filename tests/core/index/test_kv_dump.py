@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index import kv_index
+from lean_selector.core.index import kv_dump
 from lean_selector.core.index.kv_index import KvIndex, StoredRun, StoreResult, Tier
 
 RANKS = [(1, 0), (1, 1), (2, 0)]
@@ -12,7 +12,7 @@ RANKS = [(1, 0), (1, 1), (2, 0)]
 
 @pytest.fixture(autouse=True)
 def _one_run_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_index, "_SLICE_BLOCKS", 1)
+    monkeypatch.setattr(kv_dump, "_SLICE_BLOCKS", 1)
 
 
 def pack(local: tuple[int, ...]) -> bytes:
@@ -158,7 +158,7 @@ def test_parents_come_before_children_that_were_stored_first(
 
 
 def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_index, "_SLICE_BLOCKS", 100)
+    monkeypatch.setattr(kv_dump, "_SLICE_BLOCKS", 100)
     index = KvIndex(16)
     for at in range(2000):
         index.store(1, 0, Tier.DISK, None, [at + 1], pack((at,)))

@@ -9,7 +9,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core.index import device_tier, engine_hashes
+from lean_selector.core.index import device_tier, hashes_in_dicts
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -269,7 +269,7 @@ def test_a_dropped_worker_leaves_with_all_its_ranks() -> None:
     assert index.ranks() == [B]
     assert index.drop_worker(2) == 2
     assert_pristine(index)
-    assert not index._bounds
+    assert not index.bounds
 
 
 def test_a_freed_place_among_the_ranks_goes_to_another() -> None:
@@ -308,11 +308,11 @@ def test_any_order_of_removal_ends_at_nothing(shift: int) -> None:
     assert_pristine(index)
 
 
-@pytest.mark.parametrize("front", [engine_hashes._FRONT_BLOCKS, 1_000], ids=["one dict", "many"])
+@pytest.mark.parametrize("front", [hashes_in_dicts._FRONT_BLOCKS, 1_000], ids=["one dict", "many"])
 def test_events_about_any_stretches_of_long_prompts_remove_just_those(
     front: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_hashes, "_FRONT_BLOCKS", front)
+    monkeypatch.setattr(hashes_in_dicts, "_FRONT_BLOCKS", front)
     # Long enough for several strands and many segments of their rows.
     rng = random.Random(6)
     index = KvIndex(16)

@@ -6,7 +6,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core.index import kv_index
+from lean_selector.core.index import kv_index, sweeping
 from lean_selector.core.index.kv_batch import BlockStored, EventBatch
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 from lean_selector.core.index.kv_ingest import KvIngest
@@ -268,14 +268,14 @@ def test_a_drop_tells_once_that_there_is_something_to_sweep() -> None:
     index.clear(2, 0)
     assert told == [index]
     swept(index)
-    index.let_go(dict.fromkeys(range(10_000), "salt"))
+    index.do_in_steps(sweeping.emptied(dict.fromkeys(range(10_000), "salt")))
     assert told == [index, index]
 
 
 def test_a_part_that_was_dropped_is_neither_matched_nor_in_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_index, "_STEPS_AT_ONCE", 0)
+    monkeypatch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
     monkeypatch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
     index, names = KvIndex(16), list(range(1, 101))
     for worker_id in (1, 2):

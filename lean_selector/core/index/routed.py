@@ -1,0 +1,140 @@
+"""The approximate index: what was routed to a rank is taken to be cached there for a while.
+
+For engines that tell no KV events, and beside the events for the moment until they tell. Every
+block lives for a time since it was last part of a booked prompt, and is forgotten earlier where its
+rank is known to hold no more than so many. Whoever renews a block renews those before it, so no
+prefix goes before what follows it.
+
+The prompts of a rank's live bookings are a trie that counts them (`PromptTrie`), so a booking costs
+as many steps as there are branches, and as many more as it has new blocks. What is matched and
+dumped is a `KvIndex` that is told of nothing else. Time is an argument. D40.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from struct import unpack
+from typing import Final
+
+from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.load.block_weights import BlockWeights
+from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
+from lean_selector.core.load.records import ActiveRun
+from lean_selector.core.rank_bits import RankKey
+
+_ALONE: Final = 1  # the set of the only rank in a trie of its own
+_RANKS_PER_STEP: Final = 64
+
+
+class RankPrompts:
+    """What was routed to one rank and is not forgotten."""
+
+    __slots__ = ("blocks", "recent", "trie")
+
+    def __init__(self) -> None:
+        self.trie = PromptTrie()
+        self.blocks = 0  # distinct ones
+        # The last run of each prompt -> when it is forgotten, which is in this order.
+        self.recent: OrderedDict[ActiveRun, float] = OrderedDict()
+
+
+class RoutedPrompts:
+    """Of one partition. `index` shows what is believed; nobody else changes it."""
+
+    __slots__ = ("_bounds", "_is_expiring", "_no_weights", "_ranks", "_ttl_s", "index")
+
+    def __init__(self, index: KvIndex, ttl_s: float) -> None:
+        self.index = index
+        self._ttl_s = ttl_s
+        self._ranks: dict[RankKey, RankPrompts] = {}  # those with a prompt, no others
+        self._bounds: dict[int, int] = {}  # by worker id, where it is known
+        self._is_expiring = False
+        self._no_weights = BlockWeights()  # as a trie of active prompts needs them
+
+    def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
+        """A prompt was booked on a rank: 8 bytes per complete block in both lists.
+
+        `names` are its sequence hashes. Lists of different lengths tell nothing.
+        """
+        if not local_hashes or len(local_hashes) != len(names):
+            return
+        rank = self._ranks.get(key)
+        if rank is None:
+            rank = self._ranks[key] = RankPrompts()
+        run, new_blocks = rank.trie.insert(names, _ALONE)
+        if run in rank.recent:
+            rank.trie.remove(run, _ALONE, self._no_weights)
+            rank.recent.move_to_end(run)
+        rank.recent[run] = now + self._ttl_s
+        if not new_blocks:
+            return
+        rank.blocks += new_blocks
+        # Not beyond the index' own: what it evicted would never be told it again.
+        bound = self.index.bounds.of(key[0])[0]
+        bound = min(self._bounds.get(key[0], bound), bound)
+        while rank.blocks > bound and len(rank.recent) > 1:
+            self._forget_oldest(key, rank)
+        start = len(names) - new_blocks * HASH_BYTES
+        parent = int.from_bytes(names[start - HASH_BYTES : start], "little") if start else None
+        chain = unpack(f"<{new_blocks}Q", names[start:])
+        self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
+
+    def set_bound(self, worker_id: int, blocks: int | None) -> None:
+        """Most blocks that each rank of a worker can hold; None: nobody knows. Beyond it, the
+        prompts go whose last booking was first; the newest one stays, however long."""
+        if blocks is None:
+            self._bounds.pop(worker_id, None)
+        else:
+            self._bounds[worker_id] = blocks
+
+    def expire(self, now: float) -> None:
+        """Forgets what is overdue, in steps of `KvIndex.sweep`. Call it often."""
+        if not self._is_expiring and self._ranks:
+            self._is_expiring = True
+            self.index.do_in_steps(self._expired(now))
+
+    def _expired(self, now: float) -> Iterator[None]:
+        for number, key in enumerate(list(self._ranks)):
+            rank = self._ranks.get(key)
+            while rank is not None and rank.recent and next(iter(rank.recent.values())) <= now:
+                self._forget_oldest(key, rank)
+                yield
+                rank = self._ranks.get(key)  # it may have been dropped meanwhile
+            if rank is not None and not rank.recent:
+                del self._ranks[key]
+            if not number % _RANKS_PER_STEP:
+                yield
+        self._is_expiring = False
+
+    def _forget_oldest(self, key: RankKey, rank: RankPrompts) -> None:
+        run, _ = rank.recent.popitem(last=False)
+        names = rank.trie.hashes_of(run)
+        gone = rank.trie.remove(run, _ALONE, self._no_weights)
+        if gone:
+            rank.blocks -= gone
+            self.index.remove_blocks(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
+
+    def drop_rank(self, key: RankKey) -> None:
+        """Nothing is known of it any more: it went, or was emptied."""
+        self.index.clear(*key)
+        rank = self._ranks.pop(key, None)
+        if rank is not None:
+            self.index.do_in_steps(self._dismantled(rank))
+
+    def drop_worker(self, worker_id: int) -> None:
+        """The same for all ranks of a worker, and its bound."""
+        self._bounds.pop(worker_id, None)
+        for key in [key for key in self._ranks if key[0] == worker_id]:
+            self.drop_rank(key)
+
+    def abandon(self) -> None:
+        """Nobody asks any more: gives the memory back. Of no use afterwards."""
+        for key in list(self._ranks):
+            self.drop_rank(key)
+        self.index.abandon()
+
+    def _dismantled(self, rank: RankPrompts) -> Iterator[None]:
+        """Takes the trie apart, for the collector does not see its runs."""
+        while rank.recent:
+            run, _ = rank.recent.popitem()
+            rank.trie.remove(run, _ALONE, self._no_weights)
+            yield

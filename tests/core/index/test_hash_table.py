@@ -1,0 +1,67 @@
+"""The packed table against a dict, and what it gives back."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_selector.core.index.hash_table import ABSENT, HashTable, mixed
+
+# Signed, and some that differ only at one end.
+NAMES = [*range(1, 12), -1, -(2**63), 2**63 - 1, *(at << 56 for at in range(1, 12))]
+U32 = st.integers(0, 2**32 - 1)
+STEPS = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | U32), max_size=120)
+
+
+@settings(max_examples=300)
+@given(STEPS, st.sampled_from([4, 16, 1024]))
+def test_a_table_keeps_what_a_dict_keeps(
+    steps: list[tuple[int, int | None]], most_slots: int
+) -> None:
+    table, held = HashTable(most_slots), dict[int, int]()
+    for name, value in steps:
+        if value is None:
+            assert table.pop(name) == held.pop(name, ABSENT)
+        else:
+            assert table.add(name, value) is (name not in held)
+            held.setdefault(name, value)
+        assert [table.get(name) for name in NAMES] == [held.get(name, ABSENT) for name in NAMES]
+
+
+@pytest.mark.parametrize("shift", [0, 40])
+def test_a_table_that_grew_and_was_emptied_has_one_small_segment_again(shift: int) -> None:
+    table = HashTable(16)
+    names = [name << shift for name in range(1, 3_000)]
+    for name in names:
+        assert table.add(name, name >> shift)
+    assert len(set(map(id, table._segments))) > 200
+    random.Random(3).shuffle(names)
+    for name in names:
+        assert table.pop(name) == name >> shift
+    assert len(set(map(id, table._segments))) == 1
+
+
+def test_names_that_agree_in_what_chooses_a_segment_have_a_larger_one() -> None:
+    alike = list[int]()
+    name = 0
+    while len(alike) < 4:
+        name += 1
+        if not mixed(name) & (1 << 16) - 1:
+            alike.append(name)
+    table = HashTable(4)
+    for name in alike:
+        assert table.add(name, 7)
+    assert [table.get(name) for name in alike] == [7] * 4
+    assert table._segments[0].bits == 16
+    assert len(table._segments[0].names) == 8
+
+
+def test_a_table_is_given_back_segment_by_segment() -> None:
+    table = HashTable(16)
+    for name in range(1, 100):
+        table.add(name, 1)
+    segments, steps = len(table._segments), 1
+    while table.let_go():
+        steps += 1
+    assert steps == segments

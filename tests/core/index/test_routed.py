@@ -1,0 +1,260 @@
+"""What was routed is believed cached: for its time, as far as its rank can hold it, and no longer.
+
+Against a model that knows of each block only when it was booked last, and by which prompt.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lean_selector.core.hashing import sequence_hashes_bytes
+from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
+from lean_selector.core.index.routed import RoutedPrompts
+from lean_selector.core.load.records import ActiveRun
+from tests.driven_selector import pack
+
+A, B = (1, 0), (1, 1)
+TTL_S = 10.0
+
+
+def routed() -> RoutedPrompts:
+    return RoutedPrompts(KvIndex(16), TTL_S)
+
+
+def add(prompts: RoutedPrompts, key: RankKey, path: list[int], now: float) -> None:
+    local = pack(path)
+    prompts.add(key, local, sequence_hashes_bytes(local), now)
+
+
+def forget(prompts: RoutedPrompts, now: float) -> None:
+    """All steps of it."""
+    prompts.expire(now)
+    while prompts.index.sweep(100):
+        pass
+
+
+def believed(prompts: RoutedPrompts, path: list[int]) -> dict[RankKey, int]:
+    return {key: match.device for key, match in prompts.index.match(pack(path)).items()}
+
+
+def test_a_prompt_is_believed_until_its_time_is_over_and_no_longer() -> None:
+    prompts = routed()
+    add(prompts, A, [1, 2, 3], 0.0)
+    assert believed(prompts, [1, 2, 9]) == {A: 2}
+    forget(prompts, 9.9)
+    assert believed(prompts, [1, 2, 3]) == {A: 3}
+    forget(prompts, 10.0)
+    assert believed(prompts, [1, 2, 3]) == {}
+    assert prompts.index.is_empty
+
+
+def test_each_block_is_renewed_by_every_booking_that_contains_it() -> None:
+    prompts = routed()
+    add(prompts, A, [1, 2, 3, 4], 0.0)
+    add(prompts, A, [1, 2], 4.0)
+    add(prompts, A, [1, 2, 3, 5], 6.0)
+    forget(prompts, 12.0)
+    assert believed(prompts, [1, 2, 3, 4]) == {A: 3}  # 4 was in the first alone
+    add(prompts, A, [1], 13.0)
+    forget(prompts, 16.0)
+    assert believed(prompts, [1, 2, 3, 5]) == {A: 1}
+    forget(prompts, 23.0)
+    assert prompts.index.is_empty
+
+
+def test_the_same_prompt_again_is_remembered_once() -> None:
+    prompts = routed()
+    for turn in range(1_000):
+        add(prompts, A, [1, 2, 3], turn / 1_000)
+    assert len(prompts._ranks[A].recent) == 1
+    forget(prompts, 10.5)
+    assert believed(prompts, [1, 2, 3]) == {A: 3}
+    forget(prompts, 11.0)
+    assert prompts.index.is_empty
+
+
+def test_what_a_rank_cannot_hold_is_forgotten_by_the_booking_that_is_longest_ago() -> None:
+    prompts = routed()
+    prompts.set_bound(1, 5)
+    add(prompts, A, [1, 2, 3], 0.0)
+    add(prompts, A, [1, 7], 1.0)
+    add(prompts, A, [1, 2], 2.0)  # so 3 is what was not asked for longest
+    add(prompts, A, [8, 9], 3.0)
+    assert believed(prompts, [1, 2, 3]) == {A: 2}
+    assert believed(prompts, [1, 7]) == {A: 2}
+    add(prompts, B, list(range(20, 30)), 4.0)  # larger than it should be: the engine takes it
+    assert believed(prompts, list(range(20, 30))) == {B: 10}
+    add(prompts, B, [1], 5.0)
+    assert believed(prompts, [20]) == {}
+    assert prompts.index.evicted == 0, "the index never needs to evict by itself"
+
+
+def test_a_prompt_is_believed_again_where_the_index_holds_less_than_the_worker() -> None:
+    prompts = RoutedPrompts(KvIndex(16, device_bound=4), TTL_S)
+    prompts.set_bound(1, 100)
+    add(prompts, A, [1, 2, 3], 0.0)
+    add(prompts, A, [7, 8, 9], 1.0)
+    add(prompts, A, [1, 2, 3], 2.0)
+    assert believed(prompts, [1, 2, 3]) == {A: 3}
+    assert prompts.index.evicted == 0
+
+
+def test_lists_that_do_not_fit_and_empty_ones_tell_nothing() -> None:
+    prompts = routed()
+    prompts.add(A, pack([1, 2]), pack([1]), 0.0)
+    prompts.add(A, b"", b"", 0.0)
+    assert prompts.index.is_empty
+    forget(prompts, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(([1, 2], [5, 5]), ([1, 2], [5, 6]), id="a name twice in a prompt"),
+        pytest.param(([1, 2], [5, 6]), ([1, 2], [7, 8]), id="two names for the same blocks"),
+        pytest.param(([1, 2], [5, 6]), ([3, 4], [5, 6]), id="one name for different blocks"),
+        pytest.param(([1, 2], [0, 0]), ([1, 3], [0, 0]), id="zeros"),
+    ],
+)
+def test_hashes_of_a_client_that_make_no_sense_leave_nothing_behind(
+    first: tuple[list[int], list[int]], second: tuple[list[int], list[int]]
+) -> None:
+    prompts = routed()
+    for now, (local, names) in enumerate((first, second, first)):
+        prompts.add(A, pack(local), pack(names), float(now))
+    forget(prompts, 11.5)
+    forget(prompts, 100.0)
+    assert prompts.index.is_empty
+    assert not prompts._ranks
+
+
+def test_a_rank_that_goes_takes_what_was_believed_of_it_along_and_may_come_back() -> None:
+    prompts = routed()
+    add(prompts, A, [1, 2], 0.0)
+    add(prompts, B, [1, 2, 3], 0.0)
+    prompts.drop_rank(A)
+    assert believed(prompts, [1, 2, 3]) == {B: 3}
+    add(prompts, A, [1], 1.0)
+    assert believed(prompts, [1, 2, 3]) == {A: 1, B: 3}
+    prompts.drop_worker(1)
+    assert prompts.index.is_empty
+
+
+def test_a_rank_that_goes_while_much_of_it_is_being_forgotten_is_no_harm() -> None:
+    prompts = routed()
+    for number in range(200):
+        add(prompts, A, [number, 1, 2], 0.0)
+        add(prompts, B, [number, 1], 0.0)
+    prompts.expire(50.0)  # the first steps of it
+    prompts.drop_rank(A)
+    add(prompts, A, [7], 51.0)
+    while prompts.index.sweep(3):
+        pass
+    assert believed(prompts, [7, 1]) == {A: 1}
+    assert prompts.index.total_blocks == 1
+
+
+def test_an_abandoned_one_leaves_no_run_behind() -> None:
+    """The collector does not see runs, so whoever drops them must take them apart."""
+    prompts = routed()
+    for number in range(50):
+        add(prompts, A, [1, number, number], 0.0)
+    count = count_runs(prompts)
+    assert count > 50
+    root = prompts._ranks[A].trie.root
+    prompts.abandon()
+    while prompts.index.sweep(100):
+        pass
+    assert not root.children
+
+
+def count_runs(prompts: RoutedPrompts) -> int:
+    gc.collect()
+    return sum(1 for rank in prompts._ranks.values() for _ in runs_below(rank.trie.root))
+
+
+def runs_below(run: ActiveRun) -> Iterator[ActiveRun]:
+    for child in run.children.values():
+        yield child
+        yield from runs_below(child)
+
+
+def test_an_index_beside_another_numbers_ranks_alike_and_holds_its_own() -> None:
+    index = KvIndex(16)
+    prompts = RoutedPrompts(index.beside(), TTL_S)
+    index.store(*B, Tier.DEVICE, None, [5], pack([1]))
+    add(prompts, A, [1, 2], 0.0)
+    add(prompts, B, [1, 2], 0.0)
+    (found,) = index.match_sets(pack([1, 2]))[0]
+    (guessed,) = prompts.index.match_sets(pack([1, 2]))[0]
+    assert found[1] & guessed[1] == found[1] != guessed[1]
+    assert index.total_blocks == 1
+
+
+# -- against the model ----------------------------------------------------------------------------
+
+# Short paths of few blocks share prefixes in every way.
+paths = st.lists(st.integers(1, 3), min_size=1, max_size=6)
+keys = st.sampled_from([A, B, (2, 0)])
+
+
+class RoutedMachine(RuleBasedStateMachine):
+    @initialize(bound=st.none() | st.integers(1, 12))
+    def begin(self, bound: int | None) -> None:
+        self.prompts, self.now, self.bound = routed(), 0.0, bound
+        for worker_id in (1, 2):
+            self.prompts.set_bound(worker_id, bound)
+        self.booked: dict[RankKey, dict[tuple[int, ...], float]] = {}  # in order of last booking
+
+    def held(self, key: RankKey) -> set[tuple[int, ...]]:
+        """Every leading part of a prompt that is believed."""
+        return {path[:end] for path in self.booked.get(key, {}) for end in range(1, len(path) + 1)}
+
+    @rule(key=keys, path=paths, wait=st.sampled_from([0.0, 1.0, 4.0]))
+    def book(self, key: RankKey, path: list[int], wait: float) -> None:
+        self.now += wait
+        add(self.prompts, key, path, self.now)
+        booked = self.booked.setdefault(key, {})
+        before = len(self.held(key))
+        booked.pop(tuple(path), None)
+        booked[tuple(path)] = self.now
+        grew = len(self.held(key)) > before
+        while grew and self.bound is not None and len(self.held(key)) > self.bound:
+            if len(booked) == 1:
+                break
+            del booked[next(iter(booked))]
+
+    @rule(wait=st.sampled_from([0.0, 3.0, 11.0]))
+    def forget_what_is_overdue(self, wait: float) -> None:
+        self.now += wait
+        forget(self.prompts, self.now)
+        for booked in self.booked.values():
+            for path, since in list(booked.items()):
+                if since + TTL_S <= self.now:
+                    del booked[path]
+
+    @rule(key=keys)
+    def drop_a_rank(self, key: RankKey) -> None:
+        self.prompts.drop_rank(key)
+        self.booked.pop(key, None)
+
+    @invariant()
+    def what_is_believed_is_what_the_model_says(self) -> None:
+        for key in (A, B, (2, 0)):
+            held = self.held(key)
+            assert self.prompts.index.blocks(*key, Tier.DEVICE) == len(held)
+            for path in self.booked.get(key, {}):
+                for last in (1, 2, 3):
+                    asked = [*path, last]
+                    longest = max(
+                        n for n in range(len(asked) + 1) if not n or tuple(asked[:n]) in held
+                    )
+                    assert believed(self.prompts, asked)[key] == longest
+
+
+TestRoutedMachine = RoutedMachine.TestCase
+TestRoutedMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
