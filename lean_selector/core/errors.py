@@ -6,37 +6,41 @@
       Conflict       409  it clashes with what exists
       Unavailable    503  no worker can take it now
         AllWorkersBusy    those that could are above their thresholds
+        NoWorkers         the model has none that are schedulable
 
 Each class carries the HTTP status that fits it, so that a server needs no second table. A method
 that raises one has changed nothing. Messages are part of the API (spec: selection.md and
 slot_tracker.md).
 """
 
+from typing import ClassVar
+
 
 class SelectorError(Exception):
     """Base of the tree; never raised itself."""
 
-    status = 500
+    STATUS: ClassVar[int] = 500
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+        self.status = self.STATUS
 
 
 class BadRequest(SelectorError):
-    status = 400
+    STATUS: ClassVar[int] = 400
 
 
 class NotFound(SelectorError):
-    status = 404
+    STATUS: ClassVar[int] = 404
 
 
 class Conflict(SelectorError):
-    status = 409
+    STATUS: ClassVar[int] = 409
 
 
 class Unavailable(SelectorError):
-    status = 503
+    STATUS: ClassVar[int] = 503
 
 
 class AllWorkersBusy(Unavailable):
@@ -44,6 +48,16 @@ class AllWorkersBusy(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("All workers are busy, please retry later")
+
+
+class NoWorkers(Unavailable):
+    """The model and tenant have no schedulable worker. `is_missing`: they had one, or nobody has;
+    otherwise the name is unknown. `known_models` have schedulable workers, sorted."""
+
+    def __init__(self, message: str, is_missing: bool, known_models: list[str]) -> None:
+        super().__init__(message)
+        self.is_missing = is_missing
+        self.known_models = known_models
 
 
 class DuplicateRequest(Conflict):

@@ -1,118 +1,325 @@
-"""The choice by load order against the choice rank by rank: the same ranks, each as often.
+"""The choice by sets of ranks against the choice rank by rank: the same ranks, each as often.
 
-Random fleets, loads and overlaps; block sizes that are no power of two, so that costs which are
-equal on paper differ in the last bit or do not, and both ways must agree on which.
+Random fleets, loads, overlaps, taints and terms; block sizes that are no power of two, so that
+costs which are equal on paper differ in the last bit or do not, and both must agree on which.
 """
 
 import random
+from collections import Counter
+from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import given, settings
 
+from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.selection.cost import rank_costs
+from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.cells import Pricing, cells, match_by_rank, match_sets
+from lean_selector.core.selection.choice import FEW_LOADS, TRIES, all_costs, cheapest, dearest
+from lean_selector.core.selection.cost import cached_tokens, softmax
+from lean_selector.core.selection.dialect import API_1_3, API_1_6
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import SelectionRequest
-from lean_selector.core.selection.scheduler import candidates, place, place_by_order, suits_order
+from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
+from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.selection.workers import WorkerSpec
+from tests import naive_choice
 from tests.bookings import book
+from tests.driven_selector import Sources, pack
 
-
-class NoSources:
-    def subscribe(self, partition: Partition, worker_id: int, rank: int, source: Source) -> None:
-        raise AssertionError("KV events are off")
-
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
-        raise AssertionError("KV events are off")
+PATH = [1, 2, 3, 4, 5, 6, 7]
+NOW = 3.0
 
 
 class Fixed(random.Random):
     """A random source that says what it is told."""
 
-    value = 0.0
+    numbers: list[float]
 
     def random(self) -> float:
-        return self.value
+        return self.numbers.pop(0)
 
 
-def hashes(values: list[int]) -> bytes:
-    return b"".join(value.to_bytes(8, "little") for value in values)
+class RankState(msgspec.Struct, frozen=True):
+    """How a rank stands: blocks that are active, on the prompt's path or not; prefill tokens, and
+    in how many seconds they are expected to be done; blocks of the prompt on each tier, and those
+    that are believed to be on the device, if anything is."""
+
+    active: int
+    shares: bool
+    tokens: int
+    lasts: float | None
+    device: int
+    host: int
+    disk: int
+    believed: int = 0
 
 
-rank_states = st.tuples(
-    st.integers(0, 3),  # requests of 0..3 blocks that are active on the rank
-    st.sampled_from([0, 1, 3, 7, 48, 96, 1000]),  # their prefill tokens
-    st.integers(0, 5),  # device blocks of the prompt
-    st.integers(0, 2),  # host blocks beyond
-    st.booleans(),  # does it share the prompt's active path
+class Fleet(msgspec.Struct, frozen=True):
+    ranks: list[RankState]
+    per_worker: int
+    taints: list[frozenset[str]]  # of worker after worker, again and again
+    block_size: int
+    busy_above: int | None  # tokens
+
+    def partition(self, router: RouterSettings) -> Partition:
+        selector = Selector(router, Sources(), random.Random(0))
+        per_worker = self.per_worker
+        for worker_id in range(-(-len(self.ranks) // per_worker)):
+            spec = WorkerSpec(
+                worker_id=worker_id,
+                endpoint="w",
+                block_size=self.block_size,
+                data_parallel_size=min(per_worker, len(self.ranks) - worker_id * per_worker),
+                taints=self.taints[worker_id % len(self.taints)],
+            )
+            selector.upsert_worker(spec, 0.0)
+        partition = selector.ready_partition("default", "default")
+        for number, state in enumerate(self.ranks):
+            worker_id, dp_rank = divmod(number, per_worker)
+            own = PATH[: state.active] if state.shares else [100 + number] * state.active
+            book(
+                partition.slots,
+                f"r{number}",
+                worker_id,
+                dp_rank,
+                pack(own),
+                state.tokens,
+                0.0,
+                prefill_duration_s=state.lasts,
+            )
+            held = 0
+            for tier, blocks in enumerate((state.device, state.host, state.disk)):
+                parent = PATH[held - 1] if held else None
+                names = PATH[held : held + blocks]
+                partition.index.store(worker_id, dp_rank, Tier(tier), parent, names, pack(names))
+                held += len(names)
+            if state.believed:
+                if partition.predicted is None:
+                    partition.predicted = partition.index.beside()
+                names = PATH[: state.believed]
+                partition.predicted.store(worker_id, dp_rank, Tier.DEVICE, None, names, pack(names))
+        partition.set_threshold(BusyThreshold(active_prefill_tokens=self.busy_above))
+        return partition
+
+
+rank_states = st.builds(
+    RankState,
+    active=st.integers(0, 3),
+    shares=st.booleans(),
+    tokens=st.sampled_from([0, 1, 3, 7, 48, 96, 1000]),
+    lasts=st.none() | st.sampled_from([2.0, 10.0]),
+    device=st.integers(0, 5),
+    host=st.integers(0, 2),
+    disk=st.integers(0, 2),
+    believed=st.just(0) | st.integers(0, 7),
 )
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    ranks=st.lists(rank_states, min_size=1, max_size=12),
-    per_worker=st.integers(1, 3),
-    block_size=st.sampled_from([3, 7, 16, 48]),
-    isl_tokens=st.integers(1, 400),
-    scale=st.sampled_from([0.0, 0.1, 1.0, 2.7]),
-    credit=st.sampled_from([0.0, 0.3, 1.0]),
-)
-def test_both_ways_of_choosing_agree(
-    ranks: list[tuple[int, int, int, int, bool]],
-    per_worker: int,
-    block_size: int,
-    isl_tokens: int,
-    scale: float,
-    credit: float,
-) -> None:
-    router = RouterSettings(
-        use_kv_events=False, prefill_load_scale=scale, overlap_score_credit=credit
+steady_states = rank_states.map(lambda state: msgspec.structs.replace(state, lasts=None))
+taint_sets = st.frozensets(st.sampled_from("abc"))
+fleets = st.builds(
+    Fleet,
+    # Also more than are costed one by one, alike and not.
+    ranks=st.lists(rank_states, min_size=1, max_size=12)
+    | st.lists(steady_states, min_size=1, max_size=12)
+    | st.lists(st.integers(0, 60), min_size=16, max_size=24, unique=True).flatmap(
+        lambda loads: st.lists(steady_states, min_size=1, max_size=4).map(
+            lambda states: [
+                msgspec.structs.replace(states[number % len(states)], tokens=tokens)
+                for number, tokens in enumerate(loads)
+            ]
+        )
     )
-    selector = Selector(router, NoSources(), random.Random(0))
-    workers = -(-len(ranks) // per_worker)
-    for worker_id in range(workers):
-        size = min(per_worker, len(ranks) - worker_id * per_worker)
-        spec = WorkerSpec(
-            worker_id=worker_id, endpoint="w", block_size=block_size, data_parallel_size=size
-        )
-        selector.upsert_worker(spec, 0.0)
-    partition = selector.ready_partition("default", "default")
-    path = [1, 2, 3, 4, 5, 6, 7]
-    for number, (active, tokens, device, host, shares) in enumerate(ranks):
-        worker_id, dp_rank = divmod(number, per_worker)
-        own = path[:active] if shares else [100 + number] * active
-        book(partition.slots, f"r{number}", worker_id, dp_rank, hashes(own), tokens, 0.0)
-        partition.index.store(
-            worker_id, dp_rank, Tier.DEVICE, None, path[:device], hashes(path[:device])
-        )
-        parent = path[device - 1] if device else None
-        below = path[device : device + host]
-        partition.index.store(worker_id, dp_rank, Tier.HOST_PINNED, parent, below, hashes(below))
-    packed = hashes(path)
-    prompt = Prompt(isl_tokens, packed, len(path), packed[:8], lambda: packed)
-    request = SelectionRequest(prompt, selector.terms)
-    assert suits_order(partition, request, selector.terms)
-    matches = partition.index.match(packed)
-    everyone = candidates(partition, request)
-    costs = rank_costs(partition, request, everyone, matches, 0.0)
-    ties = {load.key for (_, load), cost in zip(everyone, costs, strict=True) if cost == min(costs)}
+    | st.lists(st.sampled_from([0, 7, 96]), min_size=8, max_size=40).map(
+        lambda loads: [RankState(0, False, tokens, None, 0, 0, 0) for tokens in loads]
+    ),
+    per_worker=st.integers(1, 3),
+    taints=st.lists(taint_sets, min_size=1, max_size=4),
+    block_size=st.sampled_from([3, 7, 16, 48]),
+    busy_above=st.none() | st.sampled_from([0, 7, 50]),
+)
+scales = st.sampled_from([0.0, 0.1, 1.0, 2.7])
+routers = st.builds(
+    RouterSettings,
+    use_kv_events=st.just(False),
+    prefill_load_scale=scales,
+    overlap_score_credit=st.sampled_from([0.0, 0.3, 1.0]),
+    overlap_score_credit_decay=st.sampled_from([0.0, 0.0, 0.4, 3.0]),
+    temperature=st.sampled_from([0.0, 0.0, 0.1, 1.0, 5e-324]),
+    track_prefill_tokens=st.sampled_from([True, True, False]),
+    active_request_weight=st.sampled_from([0.0, 0.0, 0.3, 2.0]),
+    host_weight=st.sampled_from([0.75, 0.0, 1.0, 0.1]),
+    disk_weight=st.sampled_from([0.25, 0.0, 1.0, 0.7]),
+    dialect=st.sampled_from([API_1_3, API_1_3, API_1_6]),
+)
+weights = st.sampled_from([0.1, 0.3, -0.7, 5.0, float("inf"), float("-inf")])
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "pinned": st.builds(PinnedWorker, st.integers(0, 3), st.integers(0, 2)),
+        "allowed_worker_ids": st.frozensets(st.integers(0, 12)) | st.just(frozenset(range(30))),
+        "required_taints": taint_sets,
+        "preferred_taints": st.dictionaries(st.sampled_from("abcd"), weights),
+        "favoured": st.integers(0, 2**12),
+        "bonus_blocks": st.sampled_from([0.1, 1.0, 64.0, 1e6]),
+    },
+)
+
+
+def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) -> SelectionRequest:
+    selector_terms = Selector(router, Sources(), random.Random(0)).terms
+    packed = pack(PATH)
+    prompt = Prompt(isl_tokens, packed, len(PATH), packed[:8], lambda: packed)
+    if router.dialect == API_1_6:
+        prompt.charge_partial_block(partition.block_size)
+    return SelectionRequest(prompt, selector_terms)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    fleet=fleets,
+    router=routers,
+    changes=options,
+    scale=st.none() | scales,
+    isl_tokens=st.integers(0, 400),
+)
+def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
+    fleet: Fleet,
+    router: RouterSettings,
+    changes: dict[str, Any],
+    scale: float | None,
+    isl_tokens: int,
+) -> None:
+    partition = fleet.partition(router)
+    request = request_of(partition, router, isl_tokens)
+    if scale is not None:  # not the one that the order of loads is kept by
+        request.terms = msgspec.structs.replace(request.terms, scale=scale)
+    for name, value in changes.items():
+        setattr(request, name, value)
+    everyone = naive_choice.candidates(partition, request)
+    found = eligible(partition, request)
+    assert keys_of(partition, found) == {load.key for _, load in everyone}
+    try:
+        among = naive_choice.not_busy(partition, request, everyone, NOW)
+    except AllWorkersBusy:
+        try:
+            not_busy(partition, request, found, NOW)
+        except AllWorkersBusy:
+            return
+        raise AssertionError("all of them are busy") from None
+    found = not_busy(partition, request, found, NOW)
+    assert keys_of(partition, found) == {load.key for _, load in among}
+    if among:
+        hold_to_the_model(partition, request, found, among)
+
+
+def hold_to_the_model(
+    partition: Partition,
+    request: SelectionRequest,
+    found: int,
+    among: list[naive_choice.Candidate],
+) -> None:
+    hashes = request.prompt.local_hashes
+    by_rank, matches = naive_choice.matches_of(partition, hashes), match_sets(partition, hashes)
+    assert match_by_rank(partition, hashes) == by_rank
+    costs = naive_choice.rank_costs(partition, request, among, by_rank, NOW)
+    cost_of = {load.bit: cost for (_, load), cost in zip(among, costs, strict=True)}
+
+    # The costs, to the last bit, and the cheapest.
+    pricing = Pricing(partition, request, found, NOW)
+    parts = cells(partition, request, pricing, found, matches)
+    assert apart([cell.ranks for cell in parts]) == found
+    costed = all_costs(partition.order, pricing, parts, NOW)
+    assert apart([ranks for _, ranks in costed]) == found
+    assert {bit: cost for cost, ranks in costed for bit in bits_of(ranks)} == cost_of
+    least, tied = cheapest(partition.order, pricing, parts, NOW)
+    assert dearest(partition.order, pricing, parts, NOW) == max(costs)
+    cheap = [bit for bit, cost in cost_of.items() if cost == min(costs)]
+    assert (least, bits_of(apart(tied))) == (min(costs), sorted(cheap))
+
+    # How often who is drawn, and what is answered.
+    temperature = request.terms.temperature
+    chances = naive_choice.chances(costs, temperature)
+    weights = softmax(costs, temperature)
     rng = Fixed()
-    drawn = []
-    for turn in range(len(ties)):
-        rng.value = (turn + 0.5) / len(ties)
-        load, placement = place_by_order(partition, request, rng)
-        drawn.append(load.key)
-        slow_rng = random.Random(0)
-        slow_load, slow = place(
-            partition,
-            request,
-            [rank for rank in everyone if rank[1] is load],
-            matches,
-            0.0,
-            slow_rng,
+
+    def drawn(*numbers: float) -> int:
+        rng.numbers = [*numbers]
+        load, placement = place(partition, request, found, matches, NOW, rng)
+        assert_overlap_is_that_of_the_worker(partition, request, placement, by_rank)
+        return load.bit
+
+    if weights is not None and len(partition.order.loads) > FEW_LOADS:
+        # One after another is drawn evenly, and kept as often as its weight says.
+        best = max(range(len(weights)), key=weights.__getitem__)
+        bits = bits_of(found)
+        number_of = {bit: (place + 0.5) / len(bits) for place, bit in enumerate(bits)}
+        take_best = number_of[among[best][1].bit], 0.0
+        for (_, load), weight in zip(among, weights, strict=True):
+            draws = number_of[load.bit]
+            if weight:
+                assert drawn(draws, weight * (1 - 1e-9)) == load.bit
+            if weight < 1.0:
+                assert drawn(draws, weight, *take_best) == among[best][1].bit
+        # Until there were so many that all are costed.
+        worst = min(range(len(weights)), key=weights.__getitem__)
+        again = (number_of[among[worst][1].bit], weights[worst]) * TRIES
+        sampled = Counter(drawn(*again, (turn + 0.5) / 500) for turn in range(500))
+        assert_as_often(among, sampled, chances, 500)
+        return
+    turns = len(cheap) if weights is None else 2_000
+    counts = Counter(drawn((turn + 0.5) / turns) for turn in range(turns))
+    assert_as_often(among, counts, chances, turns)
+
+
+def assert_as_often(
+    among: list[naive_choice.Candidate], counts: Counter[int], chances: list[float], turns: int
+) -> None:
+    for (_, load), chance in zip(among, chances, strict=True):
+        # Each stretch of numbers that leads to a rank may be cut at both ends.
+        assert abs(counts[load.bit] - chance * turns) <= 1.000001
+
+
+def apart(sets: list[int]) -> int:
+    """The union of sets that are not empty and share nothing."""
+    assert all(sets)
+    union = 0
+    for ranks in sets:
+        assert not union & ranks
+        union |= ranks
+    return union
+
+
+def keys_of(partition: Partition, ranks: int) -> set[tuple[int, int]]:
+    return {partition.order.rank(bit).key for bit in bits_of(ranks)}
+
+
+def assert_overlap_is_that_of_the_worker(
+    partition: Partition,
+    request: SelectionRequest,
+    placement: Placement,
+    by_rank: naive_choice.Matches,
+) -> None:
+    block_size, isl = partition.block_size, request.prompt.isl_tokens
+    worker = partition.workers[placement.worker_id]
+    held = {load.dp_rank: by_rank.get(load.key) for load in worker.loads}
+    gpu, cpu, disk = (
+        max(blocks) * block_size
+        for blocks in zip(
+            *(
+                (m.device, m.device + m.host, m.device + m.host + m.disk) if m else (0, 0, 0)
+                for m in held.values()
+            ),
+            strict=True,
         )
-        assert (slow_load, slow) == (load, placement)
-    assert sorted(drawn) == sorted(ties)
+    )
+    overlap = placement.overlap
+    assert (overlap.gpu, overlap.cpu, overlap.disk) == (gpu, cpu, disk)
+    assert overlap.longest_matched == max(gpu, cpu, disk)
+    assert overlap.dp == {str(rank): m.device * block_size if m else 0 for rank, m in held.items()}
+    own = held[placement.dp_rank]
+    left = max(0, isl - cached_tokens(request.terms, own, block_size)) if own else isl
+    assert placement.effective_prefill_tokens == left

@@ -6,7 +6,7 @@ spec selection.md 3.4 and decision D11, and nothing of lines, sets of ranks or w
 """
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import hypothesis.strategies as st
 import msgspec
@@ -14,18 +14,20 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.health.ejections import FAILED, OK
+from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.index.kv_index import Matched, Tier
 from lean_selector.core.load.busy_limits import OFF, BusyThreshold
-from lean_selector.core.selection.cost import Candidate, Matches, rank_costs
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
-from lean_selector.core.selection.scheduler import candidates, effective_prefill_tokens, not_busy
+from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
-from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.settings import QueuePolicy, RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
 from tests.bookings import book
 from tests.driven_selector import Sources, pack, prompt_of
+from tests.naive_choice import Candidate, Matches, candidates, not_busy, rank_costs
 
 BLOCK_SIZE = 4
 THRESHOLD = 1.0
@@ -50,14 +52,13 @@ class Asked(msgspec.Struct):
     taint: str
     priority: int
     jump: float
-    explains: bool  # on the slow road
+    adds: int
 
     def request(self, selector: Selector, name: str) -> SelectionRequest:
         request = SelectionRequest(prompt_of(PATH[: self.hashes], self.isl_tokens), selector.terms)
         request.books, request.reservation_id = self.books, name
         request.strict_priority, request.priority_jump = self.priority, self.jump
-        if self.explains:
-            request.explain()
+        request.adds = self.adds
         if self.tie == "pin":
             request.pinned = PinnedWorker(self.worker_ids[0], self.dp_rank)
         elif self.tie == "allowed":
@@ -78,36 +79,58 @@ requests = st.builds(
     taint=st.sampled_from("ab"),
     priority=st.integers(0, 1),
     jump=st.sampled_from([-1.0, 0.0, 0.0, 2.0]),
-    explains=st.booleans(),
+    adds=st.integers(0, 7),  # EXPLANATION, OUTLOOK, HINT
 )
 
 
 class Waiter:
-    def __init__(self, name: str, request: SelectionRequest, now: float, serial: int) -> None:
+    def __init__(
+        self, name: str, request: SelectionRequest, now: float, matches: Matches, score: float
+    ) -> None:
         self.name, self.request, self.arrived_at = name, request, now
-        self.matches: Matches = {}
-        jump = max(request.priority_jump, 0.0)
-        self.key = (-request.strict_priority, now - jump, serial)
+        self.matches = matches
+        self.key = (-request.strict_priority, -score, int(name[1:]))
 
 
 class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        terms: dict[str, Any] = {"use_kv_events": False, "reservation_expiry_s": EXPIRY_S}
-        self.selector = Selector(
-            RouterSettings(queue_threshold=THRESHOLD, overlap_refresh_after_s=None, **terms),
-            Sources(),
-            random.Random(1),
-        )
-        self.model = Selector(RouterSettings(**terms), Sources(), random.Random(1))
         self.waiting: list[Waiter] = []
         self.parked: dict[str, Parked] = {}
         self.placed: list[tuple[str, Placement]] = []  # answers that came late, in order
         self.refused: dict[str, SelectorError] = {}
         self.names = 0
 
+    def begin_with(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        terms: dict[str, Any] = {"use_kv_events": False, "reservation_expiry_s": EXPIRY_S}
+        terms["ejection"] = EjectionSettings(failures=1, base_s=2.0, most_percent=100.0)
+        self.selector = Selector(
+            RouterSettings(
+                queue_threshold=THRESHOLD,
+                queue_policy=policy,
+                overlap_refresh_after_s=None,
+                **terms,
+            ),
+            Sources(),
+            random.Random(1),
+        )
+        self.model = Selector(RouterSettings(**terms), Sources(), random.Random(1))
+
     # -- what the model says -------------------------------------------------------------------
+
+    def score(self, partition: Partition, request: SelectionRequest, matches: Matches) -> float:
+        jump = max(request.priority_jump, 0.0)
+        if self.policy != "wspt":
+            return jump - self.now if self.policy == "fcfs" else jump + self.now
+        isl_tokens = request.prompt.isl_tokens
+        left = [
+            effective_prefill_tokens(request.terms, isl_tokens, matches[load.key], BLOCK_SIZE)
+            for _, load in candidates(partition, request)
+            if load.key in matches
+        ]
+        return (1.0 + jump) / max(1, min(left, default=isl_tokens))
 
     @property
     def partition(self) -> Partition | None:
@@ -120,7 +143,7 @@ class QueueMachine(RuleBasedStateMachine):
     def open_to(self, request: SelectionRequest) -> list[Candidate]:
         """Raises AllWorkersBusy."""
         assert self.partition is not None
-        return not_busy(self.partition, candidates(self.partition, request), self.now)
+        return not_busy(self.partition, request, candidates(self.partition, request), self.now)
 
     def is_hopeless(self, waiter: Waiter) -> bool:
         return self.partition is None or not candidates(self.partition, waiter.request)
@@ -143,10 +166,12 @@ class QueueMachine(RuleBasedStateMachine):
         key = placement.worker_id, placement.dp_rank
         assert key in cheapest
         isl_tokens = request.prompt.isl_tokens
-        prefill = effective_prefill_tokens(isl_tokens, matches.get(key), BLOCK_SIZE)
+        prefill = effective_prefill_tokens(
+            request.terms, isl_tokens, matches.get(key, Matched(0)), BLOCK_SIZE
+        )
         assert placement.effective_prefill_tokens == prefill
         if request.books:
-            self.model.reserve(partition, name, *key, request.prompt, prefill, self.now)
+            self.model.bookings.reserve(partition, name, *key, request.prompt, prefill, self.now)
 
     def let_go(self) -> None:
         """Every one of those who wait, in order, against every rank."""
@@ -213,10 +238,12 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(
         sizes=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
         copies=st.lists(st.sampled_from([None, 1.0, 3.0]), min_size=3, max_size=3),
+        policy=st.sampled_from(get_args(QueuePolicy)),
     )
     def begin_with_a_fleet_that_is_full(
-        self, sizes: tuple[int, int, int], copies: list[float | None]
+        self, sizes: tuple[int, int, int], copies: list[float | None], policy: QueuePolicy
     ) -> None:
+        self.begin_with(policy)
         for worker_id, size, lasts in zip((1, 2, 3), sizes, copies, strict=True):
             self.register(worker_id, size, 4, frozenset("ab"[: worker_id - 1]), 4)
             for dp_rank in range(size):
@@ -270,6 +297,29 @@ class QueueMachine(RuleBasedStateMachine):
             self.both(lambda each: each.change_threshold(KEY, given, self.now))
         self.after_event()
 
+    @rule(
+        worker_id=worker_ids,
+        dp_rank=st.none() | dp_ranks,
+        outcome=st.sampled_from([OK, FAILED, FAILED]),
+    )
+    def report(self, worker_id: int, dp_rank: int | None, outcome: str) -> None:
+        worker = self.model.catalog.workers.get(worker_id)
+        if worker is not None and (dp_rank is None or dp_rank in worker.spec.ranks):
+            before = self.selector.catalog.partitions[KEY].candidates
+            self.both(lambda each: each.health.report(worker_id, dp_rank, outcome, self.now))
+            if self.selector.catalog.partitions[KEY].candidates != before:
+                self.after_event()
+
+    @invariant()
+    def candidates_are_those_that_are_not_ejected_or_all(self) -> None:
+        for selector in (self.model, self.selector):
+            partition = selector.catalog.partitions.get(KEY)
+            if partition is not None:
+                ranks = partition.slots.ranks
+                expected = (ranks.keys() - partition.health.out) or ranks.keys()
+                found = {key for key, load in ranks.items() if load.mask & partition.candidates}
+                assert found == expected
+
     # -- requests ------------------------------------------------------------------------------
 
     @rule(asked=st.lists(requests, min_size=1, max_size=4))
@@ -302,9 +352,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.check_and_book(name, request, among, matches, outcome)
         elif ranks or self.waiting:
             assert isinstance(outcome, Parked)
-            waiter = Waiter(name, request, self.now, self.names)
-            waiter.matches = matches
-            self.waiting.append(waiter)
+            score = self.score(partition, request, matches)
+            self.waiting.append(Waiter(name, request, self.now, matches, score))
             self.parked[name] = outcome
         else:
             assert isinstance(outcome, Unavailable)
@@ -338,7 +387,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.names += 1
         prompt = prompt_of(PATH[: hashes % 4], 12)
         for each in (self.model, self.selector):
-            each.reserve(
+            each.bookings.reserve(
                 each.catalog.partitions[KEY],
                 f"r{self.names}",
                 worker_id,
@@ -406,7 +455,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        self.selector.admit_waiting(self.now)
+        self.both(lambda each: each.admit_waiting(self.now))
         self.after_event(RECHECK_AFTER_S)
 
     @rule(max_steps=st.integers(1, 3))

@@ -221,7 +221,7 @@ class SelectorMachine(RuleBasedStateMachine):
 
         def call() -> None:
             partition = self.selector.ready_partition(model, tenant)
-            self.selector.reserve(
+            self.selector.bookings.reserve(
                 partition, name, worker_id, dp_rank, prompt(hashes, 16), prefill, self.now
             )
 

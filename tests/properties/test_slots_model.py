@@ -43,7 +43,6 @@ class ModelReservation:
     touched_at: float
     is_replica: bool
     prefill_done: bool = False
-    kept_by_output: bool = False
     outputs: list[float] = field(default_factory=list)  # one weight per output block
 
 
@@ -120,7 +119,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
     def touch(self, request_id: str) -> ModelReservation:
         r = self.live[request_id] = self.live.pop(request_id)
         r.touched_at = self.now
-        r.kept_by_output = False
         return r
 
     # --- what may happen
@@ -221,7 +219,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             return
         assert got is self.slots.reservations[request_id]
         r = self.touch(request_id)
-        r.kept_by_output = True
         r.outputs.append(1.0)
         if fraction is not None:
             r.outputs = [fraction] * len(r.outputs)
@@ -303,7 +300,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert got.prefill_tokens == r.prefill_tokens
             assert got.touched_at == r.touched_at
             assert got.is_replica is r.is_replica
-            assert got.kept_by_output is r.kept_by_output
             assert got.block_count == len(r.prompt)
             assert self.slots.sequence_hashes_of(got) == packed(r.prompt)
 

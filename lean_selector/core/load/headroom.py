@@ -32,6 +32,7 @@ class Headroom:
         "_limits",
         "_serial",
         "_threshold",
+        "avoided",
         "below",
         "came_free",
         "idle",
@@ -42,6 +43,7 @@ class Headroom:
         """`threshold` is a fraction of what a worker batches at once; infinity never queues."""
         self._threshold = threshold
         self.below = self.idle = 0
+        self.avoided = 0  # ranks that only who is tied to them may go to; the partition's
         self.came_free = 0
         self.now = -math.inf  # the latest time that was told
         self._limits: dict[RankKey, tuple[float, RankLimits]] = {}
@@ -52,7 +54,7 @@ class Headroom:
     @property
     def free(self) -> int:
         """The ranks that a request may go to, if nothing ties it to others."""
-        return self.below & self.idle
+        return self.below & self.idle & ~self.avoided
 
     def put(
         self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits, now: float
@@ -70,6 +72,7 @@ class Headroom:
         self.below &= others
         self.idle &= others
         self.came_free &= others
+        self.avoided &= others
 
     def changed(self, load: RankLoad, now: float) -> None:
         """A rank's load is not what it was; ranks that were not put are not our concern."""
@@ -105,7 +108,8 @@ class Headroom:
         while falls and falls[0][0] <= self.now:
             fall = heapq.heappop(falls)
             load = fall[2]
-            if self._falling.get(load.key) is fall:
+            awaited = self._falling.get(load.key)
+            if awaited is not None and awaited[1] == fall[1]:  # by serial: tuples may be copied
                 self.changed(load, now)
 
     def _await_fall(self, load: RankLoad, is_over: bool, is_busy: bool) -> None:

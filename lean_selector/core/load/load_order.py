@@ -1,121 +1,153 @@
 """The ranks of a partition by load, so that the least loaded is known without visiting them all.
 
 Ranks that hold equally much of a prompt, cached and active, cost scale * tokens / block_size +
-blocks and the same constant on top. So the cheapest of such a set is one with the least of that,
+standing load and the same constant on top; the standing load is their blocks, and with a weight for
+requests so much for each of these. So the cheapest of such a set is one with the least of that,
 and ranks of equal load are alike. Loads are kept in that order, each with the set of its ranks; a
-set is an int (`RankBits`), and the first load in order that shares a rank with the set has the
-cheapest (measured: 512 ranks one by one take 190 us, this 2 us).
+set is an int (`RankBits`). What a prompt costs on a rank is not known here, nor which ranks it may
+go to: whoever chooses walks `loads` and stops where nothing cheaper can follow
+(`selection/choice.py`).
+
+A load that wears off with time has no place there. Its ranks are `falling`, and stand in the order
+of what is sure of them: their standing load.
 """
 
 import bisect
+from typing import Final
 
+from lean_selector.core.load.bucket import Bucket
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import bits_of
 
-Bucket = tuple[int, int]  # (active_prefill_tokens, active_decode_blocks)
-
-# A set this small is computed rank by rank: cheaper than looking for it along the order.
-_FEW_RANKS = 6
+_FALLING: Final = -1  # in place of the tokens of a load that wears off
 
 
 class LoadOrder:
-    """Sets of equally loaded ranks, least loaded first. Told of every change of load."""
+    """Sets of equally loaded ranks, least loaded first. Told of every change of load.
 
-    __slots__ = ("_block_size", "_buckets", "_by_bit", "_keys", "_scale", "everyone")
+    To be read, not changed: `loads` (sorted), `falling` (a set of ranks, in none of those) and
+    `by_standing` (standing load and bit of each of those, sorted).
+    """
 
-    def __init__(self, block_size: int, prefill_load_scale: float) -> None:
+    __slots__ = (
+        "_block_size",
+        "_by_bit",
+        "_by_load",
+        "_by_tokens",
+        "_places",
+        "_request_weight",
+        "by_standing",
+        "everyone",
+        "falling",
+        "loads",
+        "scale",
+    )
+
+    def __init__(
+        self, block_size: int, prefill_load_scale: float, request_weight: float = 0.0
+    ) -> None:
+        """`request_weight`: blocks that each active request counts for."""
         self._block_size = block_size
-        self._scale = prefill_load_scale
+        self._request_weight = request_weight
+        self.scale = prefill_load_scale
         self.everyone = 0  # the ranks that were added
         self._by_bit: dict[int, RankLoad] = {}
-        self._buckets: dict[Bucket, int] = {}
-        self._keys: list[tuple[float, Bucket]] = []  # one per bucket, sorted
-
-    def _key(self, bucket: Bucket) -> tuple[float, Bucket]:
-        tokens, blocks = bucket
-        return self._scale * tokens / self._block_size + blocks, bucket
+        self.loads: list[Bucket] = []
+        self._places: list[tuple[float, int, float]] = []  # key, tokens, standing of each of those
+        self._by_load: dict[tuple[int, float], Bucket] = {}  # by tokens and standing
+        self.falling = 0
+        self.by_standing: list[tuple[float, int]] = []
+        # The keys of `_by_load` sorted, since somebody wanted them.
+        self._by_tokens: list[tuple[int, float]] | None = None
 
     def add(self, load: RankLoad) -> None:
         self.everyone |= load.mask
         self._by_bit[load.bit] = load
-        self._enter(load, (load.active_prefill_tokens, load.active_decode_blocks))
+        load.standing = self._standing(load)
+        self._enter(load)
 
     def remove(self, load: RankLoad) -> None:
         self.everyone ^= load.mask
         del self._by_bit[load.bit]
-        self._leave(load)
+        bucket = load.bucket
+        assert bucket is not None
+        self._leave(load, bucket)
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
         """A rank's load is not what it was; ranks that were not added are not our concern."""
-        if load.bucket is None:
+        bucket = load.bucket
+        if bucket is None:
             return
-        bucket = load.active_prefill_tokens, load.active_decode_blocks
-        if bucket != load.bucket:
-            self._leave(load)
-            self._enter(load, bucket)
+        tokens = load.active_prefill_tokens if load.decay is None else _FALLING
+        standing = load.active_decode_blocks + 0.0  # mypyc takes no int for a float
+        if self._request_weight:
+            standing = self._standing(load)
+        if tokens != bucket.tokens or standing != bucket.standing:
+            self._leave(load, bucket)
+            load.standing = standing
+            self._enter(load)
 
-    def _enter(self, load: RankLoad, bucket: Bucket) -> None:
-        ranks = self._buckets.get(bucket)
-        if ranks is None:
-            ranks = 0
-            bisect.insort(self._keys, self._key(bucket))
-        self._buckets[bucket] = ranks | load.mask
+    def _standing(self, load: RankLoad) -> float:
+        return load.active_decode_blocks + self._request_weight * load.active_requests
+
+    def _enter(self, load: RankLoad) -> None:
+        standing = load.standing
+        if load.decay is not None:
+            self.falling |= load.mask
+            bisect.insort(self.by_standing, (standing, load.bit))
+            load.bucket = Bucket(_FALLING, standing, 0.0)
+            return
+        tokens = load.active_prefill_tokens
+        bucket = self._by_load.get((tokens, standing))
+        if bucket is None:
+            bucket = self._open(tokens, standing)
+        bucket.ranks |= load.mask
         load.bucket = bucket
 
-    def _leave(self, load: RankLoad) -> None:
-        bucket = load.bucket
-        assert bucket is not None
-        ranks = self._buckets[bucket] ^ load.mask
-        if ranks:
-            self._buckets[bucket] = ranks
-        else:
-            del self._buckets[bucket]
-            del self._keys[bisect.bisect_left(self._keys, self._key(bucket))]
+    def _leave(self, load: RankLoad, bucket: Bucket) -> None:
+        if bucket.tokens == _FALLING:
+            self.falling ^= load.mask
+            place = bucket.standing, load.bit
+            del self.by_standing[bisect.bisect_left(self.by_standing, place)]
+            return
+        bucket.ranks ^= load.mask
+        if not bucket.ranks:
+            self._close(bucket)
+
+    def _open(self, tokens: int, standing: float) -> Bucket:
+        """A place in the order for a load that no rank has yet."""
+        key = self.scale * tokens / self._block_size + standing
+        place = key, tokens, standing
+        at = bisect.bisect_left(self._places, place)
+        self._places.insert(at, place)
+        bucket = Bucket(tokens, standing, key)
+        self.loads.insert(at, bucket)
+        self._by_load[tokens, standing] = bucket
+        if self._by_tokens is not None:
+            bisect.insort(self._by_tokens, (tokens, standing))
+        return bucket
+
+    def _close(self, bucket: Bucket) -> None:
+        tokens, standing = bucket.tokens, bucket.standing
+        at = bisect.bisect_left(self._places, (bucket.key, tokens, standing))
+        del self._places[at]
+        del self.loads[at]
+        del self._by_load[tokens, standing]
+        if self._by_tokens is not None:
+            del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def rank(self, bit: int) -> RankLoad:
         return self._by_bit[bit]
 
-    def least_key(self) -> float:
-        """scale * tokens / block_size + blocks of the least loaded rank; there is one."""
-        return self._keys[0][0]
-
-    def least(
-        self, ranks: int, prompt_tokens: int, credit: float, new_blocks: int
-    ) -> tuple[float, list[int]]:
-        """The least cost among `ranks`, which is not empty, and the sets of ranks that have it.
-
-        `credit` is in blocks and no more than prompt_tokens / block_size, so that no rank's prefill
-        is cut off at zero. Loads whose order is decided by rounding alone may cost the same, or
-        compare the other way round: all within the rounding error of the least are computed.
-        """
-        scale, block_size = self._scale, self._block_size
-        least, tied = 0.0, list[int]()
-        if ranks.bit_count() <= _FEW_RANKS:
-            for bit in bits_of(ranks):
-                load = self._by_bit[bit]
-                tokens = load.active_prefill_tokens + prompt_tokens
-                prefill = scale * max(0.0, tokens / block_size - credit)
-                cost = prefill + (load.active_decode_blocks + new_blocks)
-                if not tied or cost < least:
-                    least, tied = cost, [load.mask]
-                elif cost == least:
-                    tied.append(load.mask)
-            return least, tied
-        limit = 0.0
-        for key, bucket in self._keys:
-            if tied and key > limit:
+    def least_tokens(self, ranks: int, now: float) -> int:
+        """The fewest prefill tokens that a rank of these has now; 0 if there is none."""
+        by_tokens = self._by_tokens
+        if by_tokens is None:
+            by_tokens = self._by_tokens = sorted(self._by_load)
+        tokens = [self._by_bit[bit].prefill_tokens_at(now) for bit in bits_of(ranks & self.falling)]
+        for place in by_tokens:
+            if self._by_load[place].ranks & ranks:
+                tokens.append(place[0])
                 break
-            found = self._buckets[bucket] & ranks
-            if not found:
-                continue
-            tokens, blocks = bucket
-            prefill = scale * max(0.0, (tokens + prompt_tokens) / block_size - credit)
-            cost = prefill + (blocks + new_blocks)
-            if not tied:
-                least, tied, limit = cost, [found], key + 1e-9 * (1.0 + key + abs(cost))
-            elif cost < least:
-                least, tied = cost, [found]
-            elif cost == least:
-                tied.append(found)
-        return least, tied
+        return min(tokens, default=0)

@@ -7,11 +7,12 @@ blocks weigh on a rank where that is not 1 (spec: selection.md section 6). Knows
 requests, prefill or time.
 """
 
+from typing import Final
+
 from lean_selector.core.load.block_weights import BlockWeights
 from lean_selector.core.load.records import ActiveRun
-from lean_selector.core.rank_bits import RankKey
 
-HASH_BYTES = 8
+HASH_BYTES: Final = 8
 
 
 class PromptTrie:
@@ -22,9 +23,9 @@ class PromptTrie:
     def __init__(self) -> None:
         self.root = ActiveRun(b"", None, {}, {})
 
-    def insert(self, hashes: bytes, key: RankKey, mask: int) -> tuple[ActiveRun, int]:
-        """Add a prompt of a rank, whose bit is `mask`; returns its last run, and how many of its
-        blocks are new there.
+    def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
+        """Add a prompt of a rank, which is the set of itself alone; returns its last run, and how
+        many of its blocks are new there.
 
         The run stays the prompt's last one whatever is inserted or removed later. It is the root
         for an empty prompt.
@@ -36,7 +37,7 @@ class PromptTrie:
             child = run.children.get(first)
             if child is None:
                 rest = hashes[start:]
-                run.children[first] = run = ActiveRun(rest, run, {}, {key: 1}, mask)
+                run.children[first] = run = ActiveRun(rest, run, {}, {rank: 1}, rank)
                 new_bytes += len(rest)
                 break
             label = child.label
@@ -44,16 +45,16 @@ class PromptTrie:
                 child = _split(child, _common_bytes(label, hashes, start))
                 label = child.label
             run = child
-            held = run.refs.get(key, 0)
-            run.refs[key] = held + 1
+            held = run.refs.get(rank, 0)
+            run.refs[rank] = held + 1
             if not held:
-                run.mask |= mask
+                run.mask |= rank
                 new_bytes += len(label)
             start += len(label)
         run.ends += 1
         return run, new_bytes // HASH_BYTES
 
-    def remove(self, run: ActiveRun, key: RankKey, mask: int, weights: BlockWeights) -> int:
+    def remove(self, run: ActiveRun, rank: int, weights: BlockWeights) -> int:
         """Take away one prompt of a rank that ends with `run`; returns how many blocks left the
         rank.
 
@@ -63,15 +64,15 @@ class PromptTrie:
         freed_bytes = 0
         while (parent := run.parent) is not None:
             refs = run.refs
-            held = refs[key]
+            held = refs[rank]
             if held > 1:
-                refs[key] = held - 1
+                refs[rank] = held - 1
             else:
-                del refs[key]
-                run.mask ^= mask
+                del refs[rank]
+                run.mask ^= rank
                 freed_bytes += len(run.label)
                 if run.weights is not None:
-                    _weigh_run(run, key, 1.0, weights)
+                    _weigh_run(run, rank, 1.0, weights)
             if not refs:
                 del parent.children[run.label[:HASH_BYTES]]
             elif not run.ends and len(run.children) == 1:
@@ -79,12 +80,12 @@ class PromptTrie:
             run = parent
         return freed_bytes // HASH_BYTES
 
-    def weigh(self, run: ActiveRun, key: RankKey, weight: float, weights: BlockWeights) -> None:
+    def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
         """Give `weight` to each block of the prompt ending with `run` that no other of the rank
         holds."""
         while (parent := run.parent) is not None:
-            if run.refs[key] == 1:
-                _weigh_run(run, key, weight, weights)
+            if run.refs[rank] == 1:
+                _weigh_run(run, rank, weight, weights)
             if not run.ends and len(run.children) == 1:
                 _merge_into_child(run)
             run = parent
@@ -155,13 +156,13 @@ def _merge_into_child(run: ActiveRun) -> None:
     parent.children[run.label[:HASH_BYTES]] = child
 
 
-def _weigh_run(run: ActiveRun, key: RankKey, weight: float, weights: BlockWeights) -> None:
+def _weigh_run(run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
     held = run.weights or {}
-    weights.move(held.get(key, 1.0), weight, len(run.label) // HASH_BYTES)
+    weights.move(held.get(rank, 1.0), weight, len(run.label) // HASH_BYTES)
     if weight != 1.0:
-        held[key] = weight
+        held[rank] = weight
     else:
-        held.pop(key, None)
+        held.pop(rank, None)
     run.weights = held or None
 
 

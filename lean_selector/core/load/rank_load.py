@@ -1,13 +1,15 @@
 """The load of one rank."""
 
 from lean_selector.core.load.block_weights import BlockWeights
+from lean_selector.core.load.bucket import Bucket
 from lean_selector.core.load.prefill_decay import PrefillDecay
+from lean_selector.core.load.rank_counts import RankCounts
 from lean_selector.core.rank_bits import RankKey
 
 
 class RankLoad:
-    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket`, which is
-    LoadOrder's).
+    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket` and `standing`, which
+    are LoadOrder's, and `counts`, which are those of whoever counts).
 
     Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
     """
@@ -18,12 +20,14 @@ class RankLoad:
         "bit",
         "block_weights",
         "bucket",
+        "counts",
         "decay",
         "distinct_blocks",
         "dp_rank",
         "key",
         "mask",
         "reservations",
+        "standing",
         "worker_id",
     )
 
@@ -39,7 +43,10 @@ class RankLoad:
         self.block_weights = BlockWeights()
         self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
         self.reservations: dict[str, None] = {}  # ids, in order of booking
-        self.bucket: tuple[int, int] | None = None
+        self.bucket: Bucket | None = None
+        # What of it does not wear off, in blocks: those to decode, and requests by their weight.
+        self.standing = 0.0
+        self.counts = RankCounts()
 
     @property
     def active_requests(self) -> int:

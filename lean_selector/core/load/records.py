@@ -2,8 +2,6 @@
 
 import msgspec
 
-from lean_selector.core.rank_bits import RankKey
-
 
 class Prefill(msgspec.Struct, frozen=True, gc=False):
     """tokens > 0; duration_s is None when nobody said how long it will take."""
@@ -25,9 +23,9 @@ class ActiveRun(msgspec.Struct, eq=False, gc=False):
     )
     parent: "ActiveRun | None"  # None only at the root
     children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
-    refs: dict[
-        RankKey, int
-    ]  # requests per rank that cross the run, each >= 1; never empty but at the root
-    mask: int = 0  # the bits of the ranks in refs
+    # Requests per rank that cross the run, each >= 1; never empty but at the root. A rank is its
+    # bit of `RankBits`, as a set of itself.
+    refs: dict[int, int]
+    mask: int = 0  # all ranks in refs
     ends: int = 0  # requests whose prompt ends with this run
-    weights: dict[RankKey, float] | None = None  # of each block, where not 1.0; None when empty
+    weights: dict[int, float] | None = None  # of each block, where not 1.0; None when empty

@@ -20,12 +20,10 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
     block_count: int  # of the prompt, also when other requests hold the same blocks
     prefill_tokens: int  # outstanding: 0 from prefill_complete on
-    booked_at: float
     touched_at: float  # booking, prefill_complete, output_block, touch
     published_at: float  # when peers last heard of it; kept by whoever publishes
     router_id: int | None  # the peer that admitted it; None: this replica did
     prefill_done: bool = False
-    kept_by_output: bool = False  # the last touch was an output block, which peers do not hear of
     output_blocks: int = 0
     weighted_output_blocks: int = 0  # those that the last decay_fraction reached
     output_weight: float = 1.0  # the weight of those

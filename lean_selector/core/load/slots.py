@@ -49,6 +49,7 @@ class Slots:
         "expired",
         "freed",
         "heard_at",
+        "on_ended",
         "on_load_change",
         "ranks",
         "reservations",
@@ -63,6 +64,8 @@ class Slots:
         changed, and not of the rank's removal. `bits` numbers the ranks, for others too."""
         self.on_load_change = on_load_change
         self.bits = RankBits() if bits is None else bits
+        # Hears of each reservation that has ended, by whatever, when `heard_at` says.
+        self.on_ended: Callable[[Reservation], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
         self.decaying_ranks = 0
@@ -133,7 +136,7 @@ class Slots:
         prefill_tokens = booking.prefill_tokens
         if prefill_tokens is None or not booking.track_prefill_tokens:
             prefill_tokens = 0
-        run, new_blocks = self._trie.insert(sequence_hashes, rank.key, rank.mask)
+        run, new_blocks = self._trie.insert(sequence_hashes, rank.mask)
         reservation = Reservation(
             request_id,
             booking,
@@ -141,7 +144,6 @@ class Slots:
             run,
             len(sequence_hashes) // HASH_BYTES,
             prefill_tokens,
-            now,
             now,
             now,
             router_id,
@@ -168,12 +170,12 @@ class Slots:
         if reservation is None:
             return None
         self._touch(reservation, now)
-        reservation.kept_by_output = False
         first = not reservation.prefill_done
         reservation.prefill_done = True
         if tokens := reservation.prefill_tokens:
             rank = reservation.rank
-            self._end_prefill(reservation, now)
+            if rank.decay is not None:
+                self._end_prefill(rank, rank.decay, request_id, now)
             reservation.prefill_tokens = 0
             self._set_load(rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks)
         return reservation, first
@@ -194,14 +196,13 @@ class Slots:
         reservation.output_blocks += 1
         if decay_fraction is not None:
             weights = rank.block_weights
-            self._trie.weigh(reservation.run, rank.key, decay_fraction, weights)
+            self._trie.weigh(reservation.run, rank.mask, decay_fraction, weights)
             weighted, blocks = reservation.weighted_output_blocks, reservation.output_blocks
             weights.move(reservation.output_weight, decay_fraction, weighted)
             weights.move(1.0, decay_fraction, blocks - weighted)
             reservation.weighted_output_blocks = blocks
             reservation.output_weight = decay_fraction
         self._touch(reservation, now)
-        reservation.kept_by_output = True
         self._set_load(rank, rank.active_prefill_tokens, rank.distinct_blocks + 1)
         return reservation
 
@@ -225,7 +226,6 @@ class Slots:
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
-            reservation.kept_by_output = False
         return reservation
 
     def backdate(self, copy: Reservation, touched_at: float) -> None:
@@ -233,7 +233,7 @@ class Slots:
 
         Call it youngest first: a copy that is younger than the oldest one here may expire late.
         """
-        copy.booked_at = copy.touched_at = touched_at
+        copy.touched_at = touched_at
         oldest = next(iter(self._copies_by_touch.values()))
         if touched_at <= oldest.touched_at:
             self._copies_by_touch.move_to_end(copy.request_id, last=False)
@@ -308,8 +308,8 @@ class Slots:
 
     def _release(self, reservation: Reservation, now: float) -> None:
         rank, tokens = reservation.rank, reservation.prefill_tokens
-        if tokens:
-            self._end_prefill(reservation, now)
+        if tokens and rank.decay is not None:
+            self._end_prefill(rank, rank.decay, reservation.request_id, now)
         freed_blocks = self._detach(reservation)
         self._set_load(
             rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks - freed_blocks
@@ -326,10 +326,12 @@ class Slots:
         else:
             del self._copies_by_touch[request_id]
         weights = rank.block_weights
-        freed_blocks = self._trie.remove(reservation.run, rank.key, rank.mask, weights)
+        freed_blocks = self._trie.remove(reservation.run, rank.mask, weights)
         reservation.run = self._trie.root  # the old one may go on as another prompt's
         if reservation.output_blocks:
             weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)
+        if self.on_ended is not None:
+            self.on_ended(reservation)
         return freed_blocks + reservation.output_blocks
 
     def _start_prefill(self, reservation: Reservation, now: float) -> None:
@@ -346,13 +348,13 @@ class Slots:
             prefill = Prefill(r.prefill_tokens, r.booking.prefill_duration_s)
             rank.decay.add(r.request_id, prefill, now)
 
-    def _end_prefill(self, reservation: Reservation, now: float) -> None:
-        rank = reservation.rank
-        if rank.decay is not None:
-            rank.decay.remove(reservation.request_id, now)
-            if rank.decay.is_over:
-                rank.decay = None
-                self.decaying_ranks -= 1
+    def _end_prefill(
+        self, rank: RankLoad, decay: PrefillDecay, request_id: str, now: float
+    ) -> None:
+        decay.remove(request_id, now)
+        if decay.is_over:
+            rank.decay = None
+            self.decaying_ranks -= 1
 
     def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
         """The one place where a rank's load changes."""

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from lean_selector.core.errors import SelectorError, Unavailable
 from lean_selector.core.load.headroom import Headroom
-from lean_selector.core.selection.cost import Candidate, Matches
+from lean_selector.core.selection.cells import MatchSets, as_sets, match_sets
 from lean_selector.core.selection.parking import Line, Parked, Place
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Placement, SelectionRequest
-from lean_selector.core.selection.scheduler import NO_ENDPOINTS, candidates, not_busy
+from lean_selector.core.selection.scheduler import NO_ENDPOINTS, eligible, not_busy
 
-PlaceNow = Callable[[Partition, SelectionRequest, list[Candidate], Matches, float], Placement]
+PlaceNow = Callable[[Partition, SelectionRequest, int, MatchSets, float], Placement]
 
 
 class Admission:
@@ -92,12 +92,13 @@ class Admission:
         partition.parked.leave(parked)
         answer: Placement | SelectorError
         try:
-            ranks = not_busy(partition, candidates(partition, request), now)
+            ranks = not_busy(partition, request, eligible(partition, request), now)
             if passes:
-                ranks = [rank for rank in ranks if rank[1].mask & room.below]
-            matches = request.matches
+                ranks &= room.below
             if self._refresh_after_s is not None and waited_s >= self._refresh_after_s:
-                matches = partition.index.match(request.prompt.local_hashes)
+                matches = match_sets(partition, request.prompt.local_hashes)
+            else:
+                matches = as_sets(partition, request.matches)
             answer = self._place(partition, request, ranks, matches, now)
             partition.parked.admitted += 1
             partition.parked.waited_s += waited_s

@@ -8,8 +8,8 @@ events come from are handed to an injected `SourceSink`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -23,6 +23,11 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import PartitionKey, Source, WorkerRecord, WorkerSpec
 
 MAX_ENTRIES = MAX_RANKS  # D28; of each list and map of a record
+MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
+
+# Of a record: maps from ranks, which are left out where they are empty; what is where it is absent.
+_BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
+_LEFT_OUT = ("router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
 
@@ -49,15 +54,28 @@ class Worker:
         self.lifecycle = INCOMPLETE if reasons else SCHEDULABLE
 
     def record(self) -> WorkerRecord:
-        fields = {name: getattr(self.spec, name) for name in self.spec.__struct_fields__}
-        for name in ("kv_events_endpoints", "replay_endpoints"):
-            by_rank = fields[name]
-            fields[name] = {str(rank): by_rank[rank] for rank in sorted(by_rank)} or UNSET
-        fields["taints"] = sorted(self.spec.taints)
-        fields["topology_domains"] = dict(sorted(self.spec.topology_domains.items()))
-        return WorkerRecord(
-            lifecycle=self.lifecycle, not_schedulable_reasons=self.reasons or UNSET, **fields
-        )
+        return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
+
+    def shown(self, fields: Sequence[str]) -> dict[str, Any]:
+        """These fields of a record, as the API shows them; an absent one is UNSET where it is left
+        out, and None where it is null."""
+        spec, shown = self.spec, dict[str, Any]()
+        for name in fields:
+            if name == "lifecycle":
+                shown[name] = self.lifecycle
+            elif name == "not_schedulable_reasons":
+                shown[name] = self.reasons or UNSET
+            elif name in _BY_RANK:
+                by_rank = getattr(spec, name)
+                shown[name] = {str(rank): by_rank[rank] for rank in sorted(by_rank)} or UNSET
+            elif name in _LEFT_OUT:
+                value = getattr(spec, name)
+                shown[name] = UNSET if value is None else value
+            else:
+                shown[name] = getattr(spec, name)
+        shown["taints"] = sorted(spec.taints)
+        shown["topology_domains"] = dict(sorted(spec.topology_domains.items()))
+        return shown
 
 
 def _place(worker: Worker) -> tuple[str, str, int]:
@@ -85,6 +103,8 @@ class Catalog:
         self._on_discarded = on_discarded
         self.workers: dict[int, Worker] = {}
         self.revision = 0  # grows whenever what `workers` shows changes
+        # Every model and tenant that ever had a worker here, while there are not too many.
+        self.known: dict[PartitionKey, None] = {}
         self._order: list[tuple[str, str, int]] = []  # all workers, as `matching` sorts them
         self.partitions: dict[PartitionKey, Partition] = {}
 
@@ -102,6 +122,10 @@ class Catalog:
     def scopes(self) -> set[PartitionKey]:
         """Every model and tenant that a registered worker names, schedulable or not."""
         return {worker.spec.key for worker in self.workers.values()}
+
+    def served_models(self) -> list[str]:
+        """The models that have schedulable workers, of any tenant, sorted."""
+        return sorted({key[0] for key, each in self.partitions.items() if each.workers})
 
     def schedulable_count(self) -> int:
         return sum(len(partition.workers) for partition in self.partitions.values())
@@ -160,7 +184,7 @@ class Catalog:
         size = spec.data_parallel_size
         if size is not None and size > MAX_RANKS:
             raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
-        for field in ("kv_events_endpoints", "replay_endpoints", "taints", "topology_domains"):
+        for field in (*_BY_RANK, "taints", "topology_domains"):
             count = len(getattr(spec, field))
             if count > MAX_ENTRIES:
                 raise BadRequest(f"{field}: {count} entries exceed the maximum {MAX_ENTRIES}")
@@ -198,6 +222,16 @@ class Catalog:
             insort(self._order, _place(worker))
         self.workers[worker.spec.worker_id] = worker
         self.revision += 1
+        self._remember(worker.spec.key)
+
+    def _remember(self, key: PartitionKey) -> None:
+        if key not in self.known:
+            self.known[key] = None
+            if len(self.known) > MAX_REMEMBERED:
+                current = self.scopes()
+                for old in list(self.known):
+                    if old not in current and len(self.known) > MAX_REMEMBERED:
+                        del self.known[old]
 
     def _forget(self, worker: Worker) -> None:
         del self.workers[worker.spec.worker_id]
@@ -213,7 +247,7 @@ class Catalog:
             if partition is None or partition.block_size != spec.block_size:
                 if partition is not None:
                     self._on_discarded(partition)
-                    partition.index.abandon()
+                    partition.abandon()
                 partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
                 self.partitions[spec.key] = partition
             partition.is_eagle = bool(spec.is_eagle)
@@ -257,7 +291,7 @@ class Catalog:
         if partition.members:
             return
         del self.partitions[key]
-        partition.index.abandon()
+        partition.abandon()
         for worker in self.matching(*key):
             if worker.reasons:
                 self._install(worker.spec)
@@ -277,19 +311,28 @@ class Catalog:
             reasons.append("max_num_batched_tokens is required while queueing is enabled")
         if spec.ranks.stop > RANK_LIMIT:
             reasons.append("data parallel range overflows u32")
-        elif self._settings.use_kv_events:
+        elif self._listens_to(spec):
             reasons += [
                 f"kv_events endpoint is required for dp_rank {dp_rank}"
                 for dp_rank in spec.ranks
                 if not spec.kv_events_endpoint_of(dp_rank)
             ]
+            one_rank_only = self._settings.dialect.replays_one_rank_only
+            if one_rank_only and spec.replay_endpoint is not None and len(spec.ranks) > 1:
+                reasons.append("replay_endpoint is supported only for data_parallel_size 1")
         return reasons
+
+    def _listens_to(self, spec: WorkerSpec) -> bool:
+        """Whether the worker's events are to be heard, and so their sources to be known."""
+        named = spec.kv_events_endpoint or spec.kv_events_endpoints
+        settings = self._settings
+        return settings.use_kv_events and (settings.needs_kv_events or bool(named))
 
     def _mismatch(self, spec: WorkerSpec) -> str | None:
         partition = self.partitions.get(spec.key)
         if partition is None or not partition.established:
             return None
-        where = f"for model={spec.model_name} tenant={spec.tenant_id}"
+        where = f"for {self._settings.dialect.scope(*spec.key)}"
         if partition.block_size != spec.block_size:
             return (
                 f"block_size mismatch {where}: "
@@ -307,8 +350,10 @@ class Catalog:
         (D28).
         """
         sources: dict[int, Source] = {}
-        if not self._settings.use_kv_events:
+        if not self._listens_to(spec):
             return sources, None
+        is_of_worker = self._settings.dialect.replays_one_rank_only
+        replay_fault: str | None = None
         ranks: Iterable[int] = sorted(spec.kv_events_endpoints) or spec.ranks
         for dp_rank in ranks:
             endpoint = spec.kv_events_endpoint_of(dp_rank)
@@ -321,10 +366,13 @@ class Catalog:
             try:
                 source = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
             except ValueError as error:
-                return {}, f"invalid replay endpoint for {where}: {error}"
+                if not is_of_worker:
+                    return {}, f"invalid replay endpoint for {where}: {error}"
+                replay_fault = f"invalid replay endpoint for worker {spec.worker_id}: {error}"
+                continue
             if dp_rank in spec.ranks:
                 sources[dp_rank] = source
-        return sources, None
+        return ({}, replay_fault) if replay_fault else (sources, None)
 
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from lean_selector.core.limits import U64_MAX
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.cost import cached_tokens
+from lean_selector.core.selection.cells import NOTHING, match_by_rank
+from lean_selector.core.selection.cost import cached_tokens, credit_blocks
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import (
@@ -17,7 +18,7 @@ from lean_selector.core.selection.records import (
     PartitionLoads,
     RankLoadRow,
 )
-from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT
+from lean_selector.core.selection.settings import Terms
 
 
 def loads(
@@ -58,18 +59,18 @@ def established(
 
 
 def potential_loads(
-    partition: Partition, prompt: Prompt, track_prefill: bool, now: float
+    partition: Partition, prompt: Prompt, terms: Terms, now: float
 ) -> list[RankLoadRow]:
     """What each rank's load would be with this prompt on it."""
-    matches = partition.index.match(prompt.local_hashes)
+    matches = match_by_rank(partition, prompt.local_hashes)
     slots = partition.slots
     prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
     rows = []
     for rank, load in sorted(slots.ranks.items(), key=_by_rank):
         tokens = load.prefill_tokens_at(now)
-        if track_prefill:
+        if terms.track_prefill:
             match = matches.get(rank)
-            cached = 0 if match is None else cached_tokens(match, partition.block_size)
+            cached = 0 if match is None else cached_tokens(terms, match, partition.block_size)
             tokens += max(0, prompt.isl_tokens - cached)
         rows.append(
             RankLoadRow(
@@ -82,9 +83,9 @@ def potential_loads(
     return rows
 
 
-def overlap_scores(partition: Partition, local_hashes: bytes, credit: float) -> OverlapScores:
+def overlap_scores(partition: Partition, local_hashes: bytes, terms: Terms) -> OverlapScores:
     """Matched blocks per rank: every rank of a schedulable worker, and any other with a hit."""
-    matches = partition.index.match(local_hashes)
+    matches = match_by_rank(partition, local_hashes)
     ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)
     rows = []
     for rank in sorted(ranks):
@@ -100,7 +101,7 @@ def overlap_scores(partition: Partition, local_hashes: bytes, credit: float) -> 
                 host,
                 disk,
                 None,
-                credit * device + HOST_WEIGHT * host + DISK_WEIGHT * disk,
+                credit_blocks(terms, 1.0, match or NOTHING),
             )
         )
     return OverlapScores(partition.block_size, len(local_hashes) // 8, rows)

@@ -1,7 +1,9 @@
 """Requests that wait for a worker, in the order in which they may go.
 
-Order (spec selection.md 3.4): strict_priority, highest first; then the score
-max(priority_jump, 0) - arrival, highest first; then arrival. Nobody holds those behind it who may
+Order (spec selection.md 3.4): strict_priority, highest first; then the score of the policy, highest
+first; then arrival. With jump = max(priority_jump, 0) the score is jump - arrival (fcfs), jump +
+arrival (lcfs), or (1 + jump) / the tokens that are left to prefill where most is cached (wspt, the
+weighted shortest processing time; as it was on arrival). Nobody holds those behind it who may
 go elsewhere (D11). So requests that may go to the same ranks wait in one line, each line knows its
 ranks as a set, and when a rank comes free only the heads of lines that lead there are looked at.
 The queue is bounded by the connections that wait in it: each holds at most one.
@@ -15,6 +17,7 @@ from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
 from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.selection.settings import QueuePolicy
 
 # What ties a request to some of the ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
@@ -31,6 +34,7 @@ class Parked:
         request: SelectionRequest,
         arrived_at: float,
         serial: int,
+        score: float,
         on_answer: Callable[["Parked", Placement | SelectorError], None],
         line: "Line",
     ) -> None:
@@ -38,8 +42,7 @@ class Parked:
         self.arrived_at = arrived_at
         self.on_answer = on_answer
         self.line = line
-        jump = max(request.priority_jump, 0.0)
-        self.key: Place = (-request.strict_priority, arrived_at - jump, serial)
+        self.key: Place = (-request.strict_priority, -score, serial)
 
 
 _place = attrgetter("key")
@@ -82,7 +85,7 @@ class Line:
         """True when its requests may go now: when they have a rank below the threshold among those
         that `scheduler.not_busy` would leave them."""
         if self.ties[0] is None:
-            return self.ranks & room.below & room.idle != 0
+            return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
 
 
@@ -91,6 +94,7 @@ class ParkedQueue:
 
     __slots__ = (
         "_lines",
+        "_policy",
         "_serial",
         "_size",
         "_workers",
@@ -101,9 +105,12 @@ class ParkedQueue:
         "waited_s",
     )
 
-    def __init__(self, workers: Mapping[int, SchedulableWorker]) -> None:
+    def __init__(
+        self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
+    ) -> None:
         """`workers` are the partition's; of each change of them `worker_changed` must hear."""
         self._workers = workers
+        self._policy = policy
         self._lines: dict[Ties, Line] = {}
         self._serial = 0
         self._size = 0
@@ -128,17 +135,28 @@ class ParkedQueue:
         request: SelectionRequest,
         now: float,
         on_answer: Callable[[Parked, Placement | SelectorError], None],
+        uncached_tokens: int = 0,
     ) -> Parked:
+        """`uncached_tokens`: what is left to prefill where most is cached; of use to wspt only."""
         ties = request.pinned, request.allowed_worker_ids, request.required_taints
         line = self._lines.get(ties)
         if line is None:
             line = self._lines[ties] = self._new_line(ties)
         self._serial += 1
-        parked = Parked(request, now, self._serial, on_answer, line)
+        score = self._score(request.priority_jump, now, uncached_tokens)
+        parked = Parked(request, now, self._serial, score, on_answer, line)
         bisect.insort(line.items, parked, key=_place)
         self._size += 1
         self.isl_tokens += request.prompt.isl_tokens
         return parked
+
+    def _score(self, priority_jump: float, now: float, uncached_tokens: int) -> float:
+        jump = priority_jump if priority_jump > 0.0 else 0.0  # also for what is no number
+        if self._policy == "fcfs":
+            return jump - now
+        if self._policy == "lcfs":
+            return jump + now
+        return (1.0 + jump) / max(1, uncached_tokens)
 
     def _new_line(self, ties: Ties) -> Line:
         line = Line(ties)

@@ -5,32 +5,53 @@ Nothing is shared between partitions. The first complete worker fixes `block_siz
 in its index (`established` is False), and then it schedules nothing.
 """
 
+from collections.abc import Sequence
+
+from lean_selector.core.health.ejections import Ejections
+from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.index.kv_index import KvIndex, RankKey
+from lean_selector.core.index.routed import RoutedPrompts
+from lean_selector.core.limits import MAX_RANKS
 from lean_selector.core.load.busy_limits import OFF, BusyThreshold, RankLimits
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.load.load_order import LoadOrder
+from lean_selector.core.load.rank_counts import RankCounts
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.load.slots import Slots
+from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.parking import ParkedQueue
 from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.selection.settings import QueuePolicy
 from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.sessions.table import SessionTable
+
+# A set of allowed workers is looked up whole if it is not this small; as many sets are kept, none
+# of more workers than can have ranks, which is 6 MB of ids at most.
+_FEW_WORKERS = 8
+_MAX_ALLOWED_SETS = 16
 
 
 class Partition:
     """State of one (model_name, tenant_id).
 
-    `busy_ranks` are those above the threshold by what is booked on them. They are not in `order`,
-    so the choice by load never comes upon them, and it costs nothing while there are none. `room`
-    is there if requests may have to wait.
+    Sets of ranks are ints (`RankBits`): `everyone` are all; `candidates` those that requests may go
+    to, as far as no request says otherwise, which are all but the ejected, or all when all are;
+    `busy` those above the threshold by what is booked on them; `tainted` the ranks of the workers
+    with a taint. `room` is there if requests may have to wait.
     """
 
     __slots__ = (
+        "_allowed",
+        "_gone",
         "_limits",
         "block_size",
-        "busy_ranks",
+        "busy",
+        "candidates",
         "established",
+        "everyone",
+        "health",
         "index",
         "is_eagle",
         "ledger",
@@ -38,12 +59,14 @@ class Partition:
         "model_name",
         "order",
         "parked",
-        "prefill_tokens",
-        "prompt_tokens",
+        "predicted",
         "room",
+        "routed",
+        "sessions",
         "shed_bookings",
         "shed_selects",
         "slots",
+        "tainted",
         "tenant_id",
         "threshold",
         "watermarks",
@@ -59,33 +82,48 @@ class Partition:
         index: KvIndex,
         prefill_load_scale: float = 1.0,
         *,
+        request_weight: float = 0.0,
         queue_threshold: float | None = None,
+        queue_policy: QueuePolicy = "fcfs",
         ledgers: Ledgers | None = None,
+        ejection: EjectionSettings | None = None,
+        routed: RoutedPrompts | None = None,
+        sessions: SessionTable | None = None,
     ) -> None:
-        """`ledgers`: those of the process; None: nobody is told of what is booked here."""
+        """`ledgers`: those of the process; None: nobody is told of what is booked here. `routed`:
+        what is booked is believed cached; its index is `index`, or one beside it. `sessions`: None
+        where they are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
         self.is_eagle = is_eagle
         self.index = index
+        self.routed = routed
+        # What is believed beside what events say.
+        self.predicted = None if routed is None or routed.index is index else routed.index
         self.established = True
         # Came with a recovered index: the last batch in it, by source not subscribed to since.
         self.watermarks: dict[RankKey, int] = {}
-        self.order = LoadOrder(block_size, prefill_load_scale)
+        self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
         self.slots = Slots(self.order.changed, index.bits)
+        self.sessions = sessions
+        if sessions is not None:
+            self.slots.on_ended = self._release_session
         shared = Ledgers() if ledgers is None else ledgers
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
         self.workers: dict[int, SchedulableWorker] = {}
         self.members: set[int] = (
             set()
         )  # ids whose record names this partition and was complete once
-        self.parked = ParkedQueue(self.workers)
+        self.parked = ParkedQueue(self.workers, queue_policy)
         self.room = None if queue_threshold is None else Headroom(queue_threshold)
-        # Ever: of the prompts that were placed, and of them what was not cached; requests shed.
-        self.prompt_tokens = self.prefill_tokens = 0
+        self._gone = RankCounts()  # of ranks that are
         self.shed_selects = self.shed_bookings = 0
         self.threshold = OFF
-        self.busy_ranks: set[RankKey] = set()
+        self.everyone = self.candidates = self.busy = 0
+        self.health = Ejections(EjectionSettings() if ejection is None else ejection)
+        self.tainted: dict[str, int] = {}
+        self._allowed: dict[frozenset[int], int] = {}  # sets of workers that requests named lately
         self._limits: dict[
             RankKey, RankLimits
         ] = {}  # every worker's ranks, while a threshold is set
@@ -106,45 +144,84 @@ class Partition:
 
         slots.on_load_change = tell_both
 
+    def _release_session(self, reservation: Reservation) -> None:
+        """A reservation has ended, however; of what went with its rank peers hear by that."""
+        slots, sessions = self.slots, self.sessions
+        assert sessions is not None, "there are sessions"
+        is_rank_there = reservation.rank.key in slots.ranks
+        sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
+
     def set_threshold(self, threshold: BusyThreshold) -> None:
         """What makes a rank busy, from now on; every rank is judged again."""
         self.threshold = threshold
         self._listen()
         self._limits = {}
+        self.busy = 0
         for worker in self.workers.values():
             self._limit(worker)
 
     def _limit(self, worker: SchedulableWorker) -> None:
-        """Gives a worker's ranks their limits, and their place in the order."""
+        """Gives a worker's ranks their limits."""
         limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
         for load in worker.loads:
             if self.threshold.is_set:
                 self._limits[load.key] = limits
                 self._judge(load)
-            elif load.bucket is None:
-                self.busy_ranks.discard(load.key)
-                self.order.add(load)
             if self.room is not None:
                 self.room.put(load, worker.max_num_batched_tokens, limits, self.slots.heard_at)
 
     def _judge(self, load: RankLoad) -> None:
         """A rank's load or limits may have changed; those of no worker are not our concern."""
+        self.order.changed(load)
         limits = self._limits.get(load.key)
         if limits is None:
             return
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
-            self.busy_ranks.add(load.key)
-            if load.bucket is not None:
-                self.order.remove(load)
-        elif load.bucket is not None:
-            self.order.changed(load)
-        else:
-            self.busy_ranks.discard(load.key)
-            self.order.add(load)
+            self.busy |= load.mask
+        elif self.busy & load.mask:
+            self.busy ^= load.mask
+
+    def counts(self) -> RankCounts:
+        """What was ever given to its ranks, also to those that are gone."""
+        total = RankCounts()
+        total.add(self._gone)
+        for load in self.slots.ranks.values():
+            total.add(load.counts)
+        return total
+
+    # -- health --------------------------------------------------------------------------------
+
+    def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
+        """What became of a request to one of these ranks; True when there are other candidates."""
+        return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
+
+    def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
+        """The same for a poll of the worker of these ranks."""
+        return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
+
+    def settle_health(self, now: float) -> bool:
+        """The same for what time does."""
+        return self.health.settle(now) and self._admit()
+
+    def _admit(self) -> bool:
+        """Who is ejected, or who is there, has changed: the one place where that has effect."""
+        ranks, ejected = self.slots.ranks, 0
+        for key in self.health.out:
+            ejected |= ranks[key].mask
+        candidates = self.everyone & ~ejected or self.everyone
+        if candidates == self.candidates:
+            return False
+        self.candidates = candidates
+        if self.room is not None:
+            self.room.avoided = self.everyone & ~candidates
+            self.room.came_free |= self.everyone  # who waits may have other ranks to go to
+        return True
+
+    # -- busy ----------------------------------------------------------------------------------
 
     def is_rank_busy(self, load: RankLoad, now: float) -> bool:
         """True above the threshold at this moment: expected prefill progress only lowers a load."""
-        return load.key in self.busy_ranks and self._limits[load.key].exceeded_by(
+        return self.busy & load.mask != 0 and self._limits[load.key].exceeded_by(
             load.prefill_tokens_at(now), load.active_decode_blocks
         )
 
@@ -152,23 +229,61 @@ class Partition:
         """True when every rank is busy ("Data-Parallel Rank Aggregation")."""
         return all(self.is_rank_busy(load, now) for load in worker.loads)
 
+    def busy_at(self, now: float) -> int:
+        """The ranks that are busy at this moment."""
+        busy = self.busy
+        if falling := busy & self.order.falling:
+            for bit in bits_of(falling):
+                load = self.order.rank(bit)
+                if not self.is_rank_busy(load, now):
+                    busy ^= load.mask
+        return busy
+
+    def ranks_of(self, worker_ids: frozenset[int]) -> int:
+        """The ranks of these workers, as far as they are known here."""
+        ranks = self._allowed.get(worker_ids) if len(worker_ids) > _FEW_WORKERS else None
+        if ranks is not None:
+            return ranks
+        ranks = 0
+        for worker_id in worker_ids:
+            worker = self.workers.get(worker_id)
+            if worker is not None:
+                ranks |= worker.mask
+        if _FEW_WORKERS < len(worker_ids) <= MAX_RANKS:
+            if len(self._allowed) >= _MAX_ALLOWED_SETS:
+                self._allowed.clear()
+            self._allowed[worker_ids] = ranks
+        return ranks
+
     def put_worker(self, spec: WorkerSpec) -> list[Reservation]:
         """Makes a worker a candidate, or changes one. Returns the reservations of ranks it lost."""
         worker_id = spec.worker_id
         old = self.workers.get(worker_id)
         dropped: list[Reservation] = []
+        if old is not None and old.endpoint != (spec.endpoint or ""):
+            self.health.forget([load.key for load in old.loads])  # another process
         for load in () if old is None else old.loads:
             if load.dp_rank not in spec.ranks:
                 dropped += self._drop_rank(load)
         loads = [self.slots.add_rank(worker_id, dp_rank) for dp_rank in spec.ranks]
         for load in loads:
-            if load.bucket is None and load.key not in self.busy_ranks:
+            if load.bucket is None:
                 self.order.add(load)
+                self.everyone |= load.mask
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)
-        worker = self.workers[worker_id] = SchedulableWorker(spec, loads)
+        if self.routed is not None:
+            self.routed.set_bound(worker_id, spec.total_kv_blocks or None)
+        worker = SchedulableWorker(spec, loads)
+        if old is not None:
+            self._take_taints(old)
+        for taint in worker.taints:
+            self.tainted[taint] = self.tainted.get(taint, 0) | worker.mask
+        self.workers[worker_id] = worker
+        self._allowed.clear()
         self.parked.worker_changed(old, worker)
         self._limit(worker)
+        self._admit()
         self.members.add(worker_id)
         return dropped
 
@@ -178,10 +293,29 @@ class Partition:
             del self.watermarks[rank]
         dropped: list[Reservation] = []
         worker = self.workers.pop(worker_id)
+        self._take_taints(worker)
+        self._allowed.clear()
         self.parked.worker_changed(worker, None)
         for load in worker.loads:
             dropped += self._drop_rank(load)
+        if self.routed is not None:
+            self.routed.drop_worker(worker_id)
+        self._admit()
         return dropped
+
+    def abandon(self) -> None:
+        """Nobody is a member any more: the memory of its indexes is given back, step by step."""
+        if self.routed is not None:
+            self.routed.abandon()
+        self.index.abandon()
+
+    def _take_taints(self, worker: SchedulableWorker) -> None:
+        for taint in worker.taints:
+            ranks = self.tainted[taint] & ~worker.mask
+            if ranks:
+                self.tainted[taint] = ranks
+            else:
+                del self.tainted[taint]
 
     def unclaimed(self) -> list[int]:
         """The workers whose blocks were recovered and who are not workers here (yet), sorted."""
@@ -197,10 +331,16 @@ class Partition:
         return self.index.drop_worker(worker_id)
 
     def _drop_rank(self, load: RankLoad) -> list[Reservation]:
-        if load.bucket is not None:
-            self.order.remove(load)
-        self.busy_ranks.discard(load.key)
+        self.order.remove(load)
+        self.health.forget([load.key])
+        self._gone.add(load.counts)
+        others = ~load.mask
+        self.everyone &= others
+        self.candidates &= others
+        self.busy &= others
         self._limits.pop(load.key, None)
         if self.room is not None:
             self.room.drop(load)
+        if self.routed is not None:
+            self.routed.drop_rank(load.key)
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)

@@ -1,8 +1,8 @@
 """A prompt as the core sees it: its block hashes, its sequence hashes, and its length in tokens.
 
 Hash lists are `bytes`, 8 per block, little-endian. Nothing relates `isl_tokens` to the number of
-hashes (spec selection.md 1.4). Sequence hashes may come late, because most selections need only the
-first of them.
+hashes (spec selection.md 1.4). Sequence hashes of tokens may come late, because most selections
+need only the first of them.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ class Prompt:
 
     __slots__ = (
         "_sequence",
+        "charged_blocks",
         "first_sequence_hash",
         "isl_tokens",
         "local_hashes",
@@ -32,12 +33,36 @@ class Prompt:
         self.isl_tokens = isl_tokens
         self.local_hashes = local_hashes
         self.sequence_count = sequence_count
+        # Blocks that a rank without any of them is charged with: of 1.6 the last, partial one too.
+        self.charged_blocks = sequence_count
         self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty when there is none
         self.lora_name = lora_name
         self._sequence = sequence
 
+    def to_book(self, keeps_blocks: bool) -> "Prompt":
+        """The same as far as booking it needs it: with its local hashes only if it keeps them."""
+        return Prompt(
+            self.isl_tokens,
+            self.local_hashes if keeps_blocks else b"",
+            self.sequence_count,
+            self.first_sequence_hash,
+            self._sequence,
+            self.lora_name,
+        )
+
+    def forget_likeness(self, draw: Callable[[int], bytes]) -> None:
+        """Sequence hashes that are derived from tokens become random ones, like no other prompt's;
+        `draw` gives so many random bytes."""
+        if not isinstance(self._sequence, bytes):
+            self._sequence = draw(8 * self.sequence_count)
+            self.first_sequence_hash = self._sequence[:8]
+
+    def charge_partial_block(self, block_size: int) -> None:
+        """As many blocks are charged as all tokens need, hashed or not."""
+        self.charged_blocks = max(self.sequence_count, -(-self.isl_tokens // block_size))
+
     def sequence_hashes(self) -> bytes:
-        """8 bytes per block of the chained hashes, decoded or computed at the first call."""
+        """8 bytes per block of the chained hashes, computed when first asked for."""
         sequence = self._sequence
         if not isinstance(sequence, bytes):
             sequence = self._sequence = sequence()

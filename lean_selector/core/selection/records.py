@@ -15,6 +15,16 @@ class PinnedWorker(msgspec.Struct, frozen=True):
     dp_rank: int
 
 
+class AffinityTarget(msgspec.Struct, frozen=True):
+    """Where a request would rather go than elsewhere; without a rank, any of the worker's."""
+
+    worker_id: int
+    dp_rank: int | None
+
+
+EXPLANATION, OUTLOOK, HINT = 1, 2, 4
+
+
 class SelectionRequest(msgspec.Struct, gc=False):
     """One request for a worker, normalised. Without `books` nothing is reserved."""
 
@@ -30,20 +40,11 @@ class SelectionRequest(msgspec.Struct, gc=False):
     priority_jump: float = 0.0
     strict_priority: int = 0
     matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
-    explains: bool = False
-
-    def explain(self) -> None:
-        """Asks for the figures behind the choice.
-
-        With terms of its own the request goes the way that looks at every rank; the other way has
-        nothing to explain, and so need not ask whether it should.
-        """
-        self.explains = True
-        self.terms = msgspec.structs.replace(self.terms)
-
-    def takes_any_rank(self) -> bool:
-        """True when nothing but load decides which ranks it may go to."""
-        return self.pinned is None and self.allowed_worker_ids is None and not self.required_taints
+    adds: int = 0  # EXPLANATION and OUTLOOK: what the placement is to say beside the choice
+    target: AffinityTarget | None = None
+    session_id: str | None = None  # None also where it counts for nothing: off, pinned, a target
+    favoured: int = 0  # the ranks, as a set, that cost `bonus_blocks` less
+    bonus_blocks: float = 0.0
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +62,8 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
 
     worker_id: int
     dp_rank: int
-    filtered: str | None  # busy, queue, taint, not_allowed, not_pinned; None: a candidate
+    # busy, queue, ejected, taint, not_allowed, not_pinned, affinity; None: a candidate
+    filtered: str | None
     device_blocks: int
     host_pinned_blocks: int
     disk_blocks: int
@@ -69,11 +71,24 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     potential_prefill_tokens: int
     active_decode_blocks: int
     potential_decode_blocks: int
+    active_requests: int
     credit_blocks: float
     credit_decay: float
     taint_factor: float
     cost: float | None  # None when filtered
     probability: float  # of being drawn, among the candidates
+    session_bonus_blocks: float | UnsetType = UNSET  # only where the session is a soft one, bound
+
+
+class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
+    """What the session of a request is bound to, before this request."""
+
+    session_id: str
+    mode: str  # hard or soft
+    bound: bool
+    worker_id: int | None
+    dp_rank: int | None
+    reservations: int  # of it that are live here
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +100,24 @@ class Explanation(msgspec.Struct, frozen=True, gc=False):
     isl_tokens: int
     new_blocks: int
     ranks: list[RankExplanation]  # sorted by worker and rank
+    session: SessionExplanation | UnsetType = UNSET  # only where sessions are on and it has one
+
+
+class FetchHint(msgspec.Struct, frozen=True, gc=False):
+    """Another rank that holds more of the prompt, and may be asked for it."""
+
+    block_hashes: tuple[int, ...]  # its engine's, from the prompt's first block on
+    source_control_endpoint: str
+
+
+class RankOutlook(msgspec.Struct, frozen=True, gc=False):
+    """The chosen rank before the prompt is booked there."""
+
+    potential_decode_blocks: int  # with the prompt
+    active_prefill_tokens: int
+    prefill_token_capacity: int
+    total_kv_blocks: int | None
+    hint: FetchHint | None
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -97,6 +130,19 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     overlap: Overlap
     effective_prefill_tokens: int
     explain: Explanation | UnsetType = UNSET
+    outlook: RankOutlook | UnsetType = UNSET  # only where it was asked for
+
+
+class CachedSelection(msgspec.Struct, frozen=True, gc=False):
+    """What `/select` chose under an id, as far as booking it later needs it."""
+
+    worker_id: int
+    dp_rank: int
+    prompt: Prompt  # its block hashes only where bookings are remembered by them
+    effective_prefill_tokens: int
+    expected_output_tokens: int | None
+    track_prefill: bool
+    session_id: str | None = None
 
 
 class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
@@ -160,6 +206,15 @@ class Booked(msgspec.Struct, frozen=True, gc=False):
     endpoint: str
 
 
+class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
+    """The chosen rank without the prompt, for an advisory select."""
+
+    active_prefill_tokens: int
+    prefill_token_capacity: int
+    total_kv_blocks: int | UnsetType
+    prefill_busy: bool | UnsetType
+
+
 class Selection(msgspec.Struct, frozen=True, gc=False):
     """The answer to /select and /select_and_reserve, in this key order."""
 
@@ -173,4 +228,5 @@ class Selection(msgspec.Struct, frozen=True, gc=False):
     block_size: int
     overlap: Overlap
     effective_prefill_tokens: int
+    worker_load: WorkerLoad | UnsetType = UNSET
     explain: Explanation | UnsetType = UNSET

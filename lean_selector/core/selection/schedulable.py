@@ -6,6 +6,7 @@ from lean_selector.core.selection.workers import WorkerSpec
 
 # The reference's capacity of a worker that does not state its own.
 DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
+STATE_AGENT = "state_agent_v2"
 
 
 class SchedulableWorker:
@@ -13,6 +14,8 @@ class SchedulableWorker:
 
     __slots__ = (
         "endpoint",
+        "hint_sources",
+        "hint_type",
         "loads",
         "mask",
         "max_num_batched_tokens",
@@ -36,5 +39,10 @@ class SchedulableWorker:
         self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
         self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
+        # Of hints where blocks could be fetched from: what kind of worker, and where its ranks are
+        # asked, unless an agent of its own tells of its blocks.
+        self.hint_type = spec.router_hint_worker_type
+        by_agent = spec.kv_event_source_mode == STATE_AGENT
+        self.hint_sources = {} if by_agent else spec.router_hint_source_control_endpoints
         tokens = spec.max_num_batched_tokens
         self.max_num_batched_tokens = DEFAULT_MAX_BATCHED_TOKENS if tokens is None else tokens

@@ -9,47 +9,44 @@ whichever later call frees capacity (D11). Lifecycle events for replicas go to t
 import random
 from collections.abc import Callable
 
-import msgspec
-
 from lean_selector.core.errors import (
     AllWorkersBusy,
-    BadRequest,
     Conflict,
-    DuplicateRequest,
-    NotFound,
     SelectorError,
-    Unavailable,
-    rank_text,
 )
+from lean_selector.core.health.ejections import REFUSED
 from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy import BusyThresholds
 from lean_selector.core.load.busy_limits import OFF, BusyThreshold
 from lean_selector.core.load.headroom import Headroom
-from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
 from lean_selector.core.selection.admission import Admission
+from lean_selector.core.selection.affinity import check_session, check_target, steered
+from lean_selector.core.selection.bookings import Bookings
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
-from lean_selector.core.selection.cost import Candidate, Matches
-from lean_selector.core.selection.explain import explained
+from lean_selector.core.selection.cells import MatchSets, match_by_rank, match_sets
+from lean_selector.core.selection.outlook import with_more
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import Booked, Placement, SelectionRequest
+from lean_selector.core.selection.records import Placement, SelectionRequest
+from lean_selector.core.selection.refusals import Refusals
 from lean_selector.core.selection.scheduler import (
-    all_busy,
-    candidates,
     check_pin,
+    eligible,
+    least_left_to_prefill,
     not_busy,
     place,
-    place_by_order,
-    suits_order,
 )
+from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.settings import RouterSettings, Terms
 from lean_selector.core.selection.terms import terms
+from lean_selector.core.selection.worker_health import WorkerHealth
 from lean_selector.core.selection.workers import PartitionKey, WorkerSpec
+from lean_selector.core.sessions.table import SessionTables
 
 # A request that nobody can serve is parked like others while others are, and a worker for it may
 # register meanwhile: without any event it is answered this late. The reference does so every 60 s.
@@ -71,12 +68,16 @@ class Selector:
         events: LifecycleEvents | None = None,
         thresholds: BusyThreshold = OFF,
         on_discarded: Callable[[Partition], None] = lambda partition: None,
+        sessions: SessionTables | None = None,
     ) -> None:
         """`thresholds` hold for every model that is not given its own; `on_discarded` is the
-        catalog's."""
+        catalog's; `sessions` are those of the settings unless given, and known to no peer."""
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.ledgers = Ledgers(settings.reservation_expiry_s, events)
+        if sessions is None and settings.sessions is not None:
+            sessions = SessionTables(settings.sessions)
+        self._sessions = sessions
         self._rng = rng
         self._new_index = new_index
         self._thresholds = BusyThresholds(thresholds)
@@ -87,21 +88,31 @@ class Selector:
             on_dropped=self._forget_ended,
             on_discarded=on_discarded,
         )
-        # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
-        self._booked: dict[str, Partition] = {}
+        self.bookings = Bookings(self.catalog.partitions, settings.dialect)
+        self.selections = SelectionCache(settings.selection_cache)
         self._admission = Admission(self._place, settings.overlap_refresh_after_s)
         self._refuses_to_park: SelectorError | None = None
+        self.refusals = Refusals(self.catalog, settings.dialect)
+        self.health = WorkerHealth(self.catalog, self.admit_parked)
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
-        index = self._new_index(block_size)
+        index, ttl_s = self._new_index(block_size), self.settings.routed_ttl_s
+        routed = None
+        if ttl_s > 0.0:
+            routed = RoutedPrompts(index.beside() if self.settings.use_kv_events else index, ttl_s)
         partition = Partition(
             *key,
             block_size,
             is_eagle,
             index,
             self.terms.scale,
+            request_weight=self.terms.request_weight,
             queue_threshold=self.settings.queue_threshold,
+            queue_policy=self.settings.queue_policy,
             ledgers=self.ledgers,
+            ejection=self.settings.ejection,
+            routed=routed,
+            sessions=None if self._sessions is None else self._sessions.new_table(*key),
         )
         partition.set_threshold(self._thresholds.of(key))
         return partition
@@ -119,17 +130,16 @@ class Selector:
 
     def _changing_workers(self, change: Callable[[], Worker], now: float) -> Worker:
         waiting = [p for p in self.catalog.partitions.values() if len(p.parked)]
+        if self._sessions is not None:  # those of ranks that go rest from now on
+            for partition in self.catalog.partitions.values():
+                partition.slots.heard_at = now
         worker = change()
         for partition in waiting:
             self.admit_parked(partition, now)
         return worker
 
     def _forget_ended(self, partition: Partition, reservations: list[Reservation]) -> None:
-        """Of those that ended without a call, where they were booked."""
-        for reservation in reservations:
-            request_id = reservation.request_id
-            if not reservation.is_replica and self._booked.get(request_id) is partition:
-                del self._booked[request_id]
+        self.bookings.forget_ended(partition, reservations)
 
     # -- busy thresholds -----------------------------------------------------------------------
 
@@ -161,9 +171,7 @@ class Selector:
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None and partition.workers:
             return partition
-        if not self.catalog.schedulable_count():
-            raise Unavailable("no schedulable workers are available")
-        raise Unavailable(f"no schedulable workers for model={model_name} tenant={tenant_id}")
+        raise self.refusals.refused((model_name, tenant_id))
 
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
         """The partition that load may be booked in, or None."""
@@ -174,7 +182,7 @@ class Selector:
         self, model_name: str, tenant_id: str, reservation_id: str, now: float
     ) -> None:
         """A peer's event was applied: whoever is parked there may have room now."""
-        self._local_holder(reservation_id)  # forgets where it was booked, if the peer freed it
+        self.bookings.local_holder(reservation_id)  # forgets it, if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
             self.admit_parked(partition, now)
@@ -192,26 +200,16 @@ class Selector:
             return self.select_now(partition, request, now)
         if len(parked):
             self._admission.admit_next(partition, now)  # what wore off is theirs who waited for it
-        # Whoever passes others gives no more load to what they wait for.
-        passes = len(parked) > 0
-        if suits_order(partition, request, self.terms):
-            if room.free and not (passes and parked.is_moving):
-                among = room.free if passes else None
-                chosen = place_by_order(partition, request, self._rng, among)
-                return self._taken(partition, request, chosen, now)
-        else:
-            room.advance(now)
-            if not room.free and room.idle and request.takes_any_rank():
-                return self._park(partition, room, request, now, on_answer)
-            ranks = self._free_candidates(partition, request, now)
-            if passes:
-                ranks = [rank for rank in ranks if rank[1].mask & room.below]
-                is_next = bool(ranks) and not parked.is_moving
-            else:  # when nobody can serve it, it is told so
-                is_next = not ranks or any(rank[1].mask & room.below for rank in ranks)
-            if is_next:
-                matches = partition.index.match(request.prompt.local_hashes)
-                return self._place(partition, request, ranks, matches, now)
+        room.advance(now)
+        ranks = self._free_ranks(partition, request, now)
+        if len(parked):  # whoever passes others gives no more load to what they wait for
+            ranks &= room.below
+            is_next = ranks != 0 and not parked.is_moving
+        else:  # when nobody can serve it, it is told so
+            is_next = not ranks or ranks & room.below != 0
+        if is_next:
+            matches = match_sets(partition, request.prompt.local_hashes)
+            return self._place(partition, request, ranks, matches, now)
         return self._park(partition, room, request, now, on_answer)
 
     def _park(
@@ -225,10 +223,13 @@ class Selector:
         if self._refuses_to_park is not None:
             raise self._refuses_to_park
         request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
-        request.matches = partition.index.match(request.prompt.local_hashes)
+        request.matches = match_by_rank(partition, request.prompt.local_hashes)
         if not len(partition.parked):
             room.came_free = 0  # nobody waited for it
-        parked = partition.parked.park(request, now, on_answer)
+        left = 0
+        if self.settings.queue_policy == "wspt":
+            left = least_left_to_prefill(partition, request)
+        parked = partition.parked.park(request, now, on_answer, left)
         if partition.parked.is_moving:  # it came between those who are let go: it may be next
             room.came_free |= parked.line.leads_to
         return parked
@@ -240,21 +241,17 @@ class Selector:
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Chooses a rank, whatever the queue, and books it when the request `books`."""
-        if suits_order(partition, request, self.terms):
-            chosen = place_by_order(partition, request, self._rng)
-            return self._taken(partition, request, chosen, now)
-        ranks = self._free_candidates(partition, request, now)
-        matches = partition.index.match(request.prompt.local_hashes)
+        ranks = self._free_ranks(partition, request, now)
+        matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
 
-    def _free_candidates(
-        self, partition: Partition, request: SelectionRequest, now: float
-    ) -> list[Candidate]:
-        check_pin(request)
+    def _free_ranks(self, partition: Partition, request: SelectionRequest, now: float) -> int:
+        if request.pinned is not None:
+            check_pin(request)
+            if request.target is not None:
+                check_target(partition, request)
         try:
-            if all_busy(partition) and request.takes_any_rank():
-                raise AllWorkersBusy  # at once: an overloaded service has no time to look at ranks
-            return not_busy(partition, candidates(partition, request), now)
+            return not_busy(partition, request, eligible(partition, request), now)
         except AllWorkersBusy:
             if request.books:
                 partition.shed_bookings += 1
@@ -266,27 +263,23 @@ class Selector:
         self,
         partition: Partition,
         request: SelectionRequest,
-        ranks: list[Candidate],
-        matches: Matches,
+        ranks: int,
+        matches: MatchSets,
         now: float,
     ) -> Placement:
+        """Chooses among these ranks, and books what is chosen if the request asks for it."""
+        is_steered = False
+        if request.session_id is not None or request.target is not None:
+            chosen = steered(partition, request, ranks, now)
+            is_steered, ranks = chosen != ranks, chosen
         load, placement = place(partition, request, ranks, matches, now, self._rng)
-        if request.explains:
-            why = explained(partition, request, ranks, matches, now)
-            placement = msgspec.structs.replace(placement, explain=why)
-        return self._taken(partition, request, (load, placement), now)
-
-    def _taken(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        chosen: tuple[RankLoad, Placement],
-        now: float,
-    ) -> Placement:
-        """Books what was chosen, if the request asks for it."""
-        load, placement = chosen
+        if request.adds:
+            placement = with_more(
+                partition, request, ranks, matches, (load, placement), now, is_steered
+            )
+        prompt = request.prompt
         if request.books:
-            prompt = request.prompt
+            session_id = request.session_id
             tracks = request.terms.track_prefill
             booking = Booking(
                 request.reservation_id,
@@ -299,19 +292,30 @@ class Selector:
                 request.expected_output_tokens,
             )
             try:
-                self._book(partition, booking, prompt, now)
+                if session_id is not None:
+                    self.bookings.check_free(partition, request.reservation_id)
+                    check_session(partition, session_id, load.worker_id, load.dp_rank, now)
+                self.bookings.book(partition, booking, prompt, now)
             except Conflict as error:
-                raise Conflict(f"failed to book scheduler state: {error.message}") from None
-        partition.prompt_tokens += request.prompt.isl_tokens
-        partition.prefill_tokens += placement.effective_prefill_tokens
+                raise self.bookings.not_booked(error, request.reservation_id) from None
+            if session_id is not None and partition.sessions is not None:
+                partition.sessions.book(
+                    session_id, request.reservation_id, load.worker_id, load.dp_rank, now
+                )
+        counts, isl_tokens = load.counts, prompt.isl_tokens
+        counts.selections += 1
+        counts.prompt_tokens += isl_tokens
+        counts.overlap_tokens += isl_tokens - placement.effective_prefill_tokens
         return placement
 
     def admit_waiting(self, now: float) -> None:
         """For those whom no event lets go: call it about every second.
 
-        Load can wear off, and who came when nobody could serve him but others waited is told so
-        after RECHECK_AFTER_S.
+        Load can wear off, ranks that were ejected come back, and who came when nobody could serve
+        him but others waited is told so after RECHECK_AFTER_S.
         """
+        self.health.settle(now)
+        self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
             self._admission.admit(partition, now, RECHECK_AFTER_S)
 
@@ -334,112 +338,43 @@ class Selector:
 
     # -- reservations --------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        partition: Partition,
-        reservation_id: str,
-        worker_id: int,
-        dp_rank: int,
-        prompt: Prompt,
-        prefill_tokens: int | None,
-        now: float,
-        expected_output_tokens: int | None = None,
-        track_prefill: bool = True,
-    ) -> Booked:
-        """Books a rank that the caller chose. Never queued, whatever the rank's load.
-
-        `prefill_tokens` is authoritative; None books no prefill at all (kept as documented).
-        Raises BadRequest, NotFound or Conflict, with nothing booked.
-        """
-        if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
-            raise BadRequest(
-                f"effective_prefill_tokens ({prefill_tokens}) "
-                f"must not exceed isl_tokens ({prompt.isl_tokens})"
-            )
-        worker = partition.workers.get(worker_id)
-        if worker is None:
-            raise NotFound(
-                f"schedulable worker {worker_id} not found for "
-                f"model={partition.model_name} tenant={partition.tenant_id}"
-            )
-        if dp_rank not in worker.ranks:
-            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
-        booking = Booking(
-            reservation_id,
-            worker_id,
-            dp_rank,
-            prompt.lora_name,
-            track_prefill or prefill_tokens is not None,
-            prefill_tokens or None,
-            None,
-            expected_output_tokens,
-        )
-        self._book(partition, booking, prompt, now)
-        return Booked(
-            reservation_id,
-            partition.model_name,
-            partition.tenant_id,
-            worker_id,
-            dp_rank,
-            worker.endpoint,
-        )
-
-    def _book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
-        reservation_id = booking.request_id
-        sequence = prompt.sequence_hashes()
-        if reservation_id in self._booked:
-            elsewhere = self._local_holder(reservation_id)
-            if elsewhere is not None and elsewhere is not partition:
-                rank = elsewhere.slots.reservations[reservation_id].rank
-                raise DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
-        partition.ledger.book(booking, sequence, now)
-        self._booked[reservation_id] = partition
-
-    def _local_holder(self, reservation_id: str) -> Partition | None:
-        """The partition where this replica itself booked the id and still holds it."""
-        partition = self._booked.get(reservation_id)
-        if partition is None:
-            return None
-        reservation = partition.slots.reservations.get(reservation_id)
-        if reservation is None or reservation.router_id is not None:
-            del self._booked[reservation_id]
-            return None
-        return partition
-
-    def _holders(self, reservation_id: str) -> list[Partition]:
-        """Where a call by URL acts: on the local booking, else on every copy (D4).
-
-        Raises NotFound when the id is live nowhere.
-        """
-        local = self._local_holder(reservation_id)
-        if local is not None:
-            return [local]
-        holders = [
-            partition
-            for partition in self.catalog.partitions.values()
-            if reservation_id in partition.slots.reservations
-        ]
-        if not holders:
-            raise NotFound(f"reservation {reservation_id} not found")
-        return holders
-
     def prefill_complete(self, reservation_id: str, now: float) -> None:
-        for partition in self._holders(reservation_id):
+        for partition in self.bookings.holders(reservation_id):
             partition.ledger.prefill_complete(reservation_id, now)
             self.admit_parked(partition, now)
 
     def output_block(self, reservation_id: str, decay_fraction: float | None, now: float) -> None:
         if decay_fraction is not None:
             check_decay_fraction(decay_fraction)
-        for partition in self._holders(reservation_id):
+        for partition in self.bookings.holders(reservation_id):
             partition.ledger.output_block(reservation_id, now, decay_fraction)
             if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free
                 self.admit_parked(partition, now)
 
+    def end(
+        self, reservation_id: str, outcome: str | None, cached_tokens: int | None, now: float
+    ) -> None:
+        """Frees it, and hears how it went. A connection that was refused tells of the whole worker,
+        any other outcome of the rank. `cached_tokens` are the engine's own count."""
+        partition = self.bookings.holders(reservation_id)[0]
+        reservation = partition.slots.reservations[reservation_id]
+        rank, booking = reservation.rank, reservation.booking
+        if cached_tokens is not None:
+            rank.counts.cached_tokens += cached_tokens
+            if booking.prefill_tokens is not None:  # else it is not known what was found
+                size = partition.block_size
+                blocks = reservation.block_count - booking.prefill_tokens // size
+                rank.counts.compared_tokens += cached_tokens
+                rank.counts.compared_overlap_tokens += max(0, blocks * size)
+        self.free(reservation_id, now)
+        if outcome is not None:
+            dp_rank = None if outcome == REFUSED else rank.dp_rank
+            self.health.report(rank.worker_id, dp_rank, outcome, now)
+
     def free(self, reservation_id: str, now: float) -> None:
-        for partition in self._holders(reservation_id):
+        for partition in self.bookings.holders(reservation_id):
             partition.ledger.free(reservation_id, now)
-            self._booked.pop(reservation_id, None)
+            self.bookings.forget(reservation_id)
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
@@ -453,7 +388,7 @@ class Selector:
         for ledger, expired in self.ledgers.expire(ledgers, now, max_steps):
             partition = partitions[ledger.model_name, ledger.tenant_id]
             gone += [(partition, reservation) for reservation in expired]
-            self._forget_ended(partition, expired)
+            self.bookings.forget_ended(partition, expired)
             self.admit_parked(partition, now)
         return gone
 

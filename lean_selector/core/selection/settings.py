@@ -5,29 +5,66 @@ command line and the request decoder), so everything below may trust them.
 """
 
 import math
+from typing import Literal
 
 import msgspec
 
+from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
+from lean_selector.core.selection.dialect import API_1_3, Dialect
+from lean_selector.core.sessions.settings import SessionSettings
 
-# Fixed in the reference too: what a block found on a lower tier is worth, in device blocks.
+# What a block found on a lower tier is worth, in device blocks, where nothing else is said.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
+
+
+# Who of those parked goes first: the first that came, the last, or who has the least to prefill.
+QueuePolicy = Literal["fcfs", "lcfs", "wspt"]
+
+
+class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How long and how many selections are remembered by their ids; 0 entries or bytes: none."""
+
+    ttl_s: float = 120.0
+    max_entries: int = 4096
+    max_bytes: int = 256 * 1024 * 1024
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own terms; `None` switches a feature off."""
 
     use_kv_events: bool = True
-    overlap_score_credit: float = 1.0  # 0..1, blocks of prefill saved per device block matched
+    needs_kv_events: bool = True  # False: who names no source of them is served by load alone
+    overlap_score_credit: float = 1.0  # >= 0, blocks of prefill saved per device block matched
     overlap_score_credit_decay: float = 0.0  # >= 0
     prefill_load_scale: float = 1.0  # >= 0
+    active_request_weight: float = 0.0  # >= 0, blocks that each active request counts for
+    host_weight: float = HOST_WEIGHT  # 0..1, device blocks that a block on the host is worth
+    disk_weight: float = DISK_WEIGHT  # 0..1, the same on disk or beyond
+    ttl_s: float = 0.0  # with KV events off: what is booked is believed cached for so long
+    predicted_ttl_s: float = 0.0  # with KV events on: the same beside them
     temperature: float = 0.0  # >= 0; 0 takes the cheapest rank
     track_prefill_tokens: bool = True
+    assume_kv_reuse: bool = True  # read in the 1.6 dialect alone
     queue_threshold: float | None = None  # fraction of max_num_batched_tokens; None never queues
+    queue_policy: QueuePolicy = "fcfs"
     queue_max_wait_s: float | None = None
     overlap_refresh_after_s: float | None = 10.0  # a parked request's overlap is looked up again
     reservation_expiry_s: float = RESERVATION_EXPIRY_S
+    # Parts of a worker's total_kv_blocks and max_num_batched_tokens above which answers call the
+    # chosen rank busy. They decide nothing.
+    decode_busy_threshold: float | None = None
+    prefill_busy_threshold: float | None = None
+    ejection: EjectionSettings = EjectionSettings()
+    selection_cache: SelectionCacheSettings = SelectionCacheSettings()
+    dialect: Dialect = API_1_3
+    sessions: SessionSettings | None = None
+
+    @property
+    def routed_ttl_s(self) -> float:
+        """How long what is booked is believed cached; 0: it is not."""
+        return self.predicted_ttl_s if self.use_kv_events else self.ttl_s
 
 
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,3 +117,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     scale: float
     temperature: float
     track_prefill: bool
+    host_weight: float = HOST_WEIGHT
+    disk_weight: float = DISK_WEIGHT
+    request_weight: float = 0.0
+    # Where prefill is not tracked: the prompt's own counts all the same, what waits does not.
+    prices_untracked: bool = False

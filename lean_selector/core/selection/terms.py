@@ -10,6 +10,10 @@ def terms(settings: RouterSettings) -> Terms:
         settings.prefill_load_scale,
         settings.temperature,
         settings.track_prefill_tokens,
+        settings.host_weight,
+        settings.disk_weight,
+        settings.active_request_weight,
+        settings.dialect.prices_untracked,
     )
 
 
@@ -28,4 +32,8 @@ def overridden(base: Terms, override: RouterOverride) -> Terms:
         base.scale if scale is None else scale,
         base.temperature if temperature is None else temperature,
         base.track_prefill if track is None else track,
+        base.host_weight,
+        base.disk_weight,
+        base.request_weight,
+        base.prices_untracked,
     )

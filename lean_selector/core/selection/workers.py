@@ -29,6 +29,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
     kv_transfer_preferred_weight: float | None = None  # single precision
+    # For hints where a prompt's blocks could be fetched from; of the 1.6 dialect.
+    router_hint_worker_type: str | None = None
+    router_hint_source_control_endpoints: dict[int, str] = {}
+    kv_event_source_mode: str | None = None
 
     @property
     def key(self) -> PartitionKey:

@@ -15,10 +15,11 @@ from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest
-from lean_selector.core.selection.scheduler import candidates, not_busy, place_by_order
+from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.terms import terms
 from lean_selector.core.selection.workers import WorkerSpec
+from tests import naive_choice
 from tests.bookings import book
 
 LIMIT = BusyThreshold(active_prefill_tokens=10_000, active_decode_blocks=0.85)
@@ -167,7 +168,7 @@ def test_the_busy_ranks_are_those_that_a_look_at_each_finds(
 
 
 def check(partition: Partition, now: float, rng: random.Random) -> None:
-    ranks = candidates(partition, request())
+    ranks = naive_choice.candidates(partition, request())
     busy, busy_as_booked = set(), set()
     for worker, load in ranks:
         limits = partition.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
@@ -175,20 +176,24 @@ def check(partition: Partition, now: float, rng: random.Random) -> None:
             busy.add(load.key)
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
             busy_as_booked.add(load.key)
-    assert partition.busy_ranks == busy_as_booked
-    ordered = {partition.order.rank(bit).key for bit in bits_of(partition.order.everyone)}
-    assert ordered == {load.key for _, load in ranks} - busy_as_booked
+
+    def keys(mask: int) -> set[tuple[int, int]]:
+        return {partition.order.rank(bit).key for bit in bits_of(mask)}
+
+    everyone = {load.key for _, load in ranks}
+    assert keys(partition.candidates) == keys(partition.order.everyone) == everyone
+    assert keys(partition.busy) == busy_as_booked
+    assert keys(partition.busy_at(now)) == busy
     for worker, _ in ranks:
         all_busy = all(load.key in busy for load in worker.loads)
         assert partition.is_worker_busy(worker, now) is all_busy
-    free = {load.key for _, load in ranks} - busy
+    free = everyone - busy
+    found = eligible(partition, request())
     if free or not ranks:
-        assert {load.key for _, load in not_busy(partition, ranks, now)} == free
+        assert keys(not_busy(partition, request(), found, now)) == free
     else:
         with pytest.raises(AllWorkersBusy):
-            not_busy(partition, ranks, now)
-    if ranks and not partition.slots.decaying_ranks:
-        if free:
-            assert place_by_order(partition, request(), rng)[0].key in free
-        else:
-            assert not partition.order.everyone  # then the general way is taken, and refuses
+            not_busy(partition, request(), found, now)
+    if free:
+        found = not_busy(partition, request(), found, now)
+        assert place(partition, request(), found, [], now, rng)[0].key in free

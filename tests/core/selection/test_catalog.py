@@ -545,12 +545,12 @@ def test_a_worker_whose_rank_range_moves_leaves_no_bounds_behind(deaf: DrivenSel
     index = deaf.partition.index
     for start in (64, 128, 640):
         deaf.selector.catalog.patch(1, {"data_parallel_start_rank": start})
-        assert len(index._bounds) == 1
+        assert len(index.bounds) == 1
         for number in range(10):
             index.store(1, start, Tier.DEVICE, None, [number], pack([number]))
         assert index.blocks(1, start, Tier.DEVICE) == 4
     deaf.selector.catalog.patch(1, {"total_kv_blocks": None})
-    assert not index._bounds
+    assert not index.bounds
 
 
 def test_recovered_blocks_of_another_size_than_the_first_workers_are_told_of_once() -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.kv_index import KvIndex, Matched
 from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.cells import as_sets
 from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest
-from lean_selector.core.selection.scheduler import candidates, not_busy, place
+from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.settings import Terms
 from lean_selector.core.selection.workers import WorkerSpec
 from tests.bookings import book
@@ -24,9 +26,10 @@ BLOCK_SIZE = 4
 HASHES = b"".join(number.to_bytes(8, "little") for number in (1, 2, 3))
 
 
-def partition_of(draws: random.Random, workers: int) -> Partition:
+def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0) -> Partition:
     """Workers of two ranks, some taints, and random loads, some of which wear off."""
-    partition = Partition("m", "t", BLOCK_SIZE, False, KvIndex(BLOCK_SIZE))
+    index = KvIndex(BLOCK_SIZE)
+    partition = Partition("m", "t", BLOCK_SIZE, False, index, request_weight=request_weight)
     for worker_id in range(workers):
         taints = frozenset(name for name in "ab" if draws.random() < 0.5)
         spec = WorkerSpec(worker_id=worker_id, data_parallel_size=2, taints=taints)
@@ -56,6 +59,7 @@ def partition_of(draws: random.Random, workers: int) -> Partition:
     st.sampled_from([0.0, 1.5]),
     st.sampled_from([0.0, 2.0]),
     st.sampled_from([0.0, 0.8]),
+    st.sampled_from([(0.75, 0.25, 0.0), (0.5, 1.0, 2.0)]),
     st.booleans(),
     st.none() | st.integers(0, 20),
 )
@@ -67,13 +71,16 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     decay: float,
     scale: float,
     temperature: float,
+    weights: tuple[float, float, float],
     tracks: bool,
     busy_above: int | None,
 ) -> None:
-    partition = partition_of(draws, workers)
+    host, disk, of_request = weights
+    partition = partition_of(draws, workers, of_request)
     partition.set_threshold(BusyThreshold(active_prefill_tokens=busy_above))
     prompt = Prompt(10, HASHES, 3, HASHES[:8], lambda: HASHES)
-    request = SelectionRequest(prompt, Terms(credit, decay, scale, temperature, tracks))
+    terms = Terms(credit, decay, scale, temperature, tracks, host, disk, of_request)
+    request = SelectionRequest(prompt, terms)
     request.preferred_taints = {"a": 0.5}
     matches = {
         key: Matched(draws.randrange(4), draws.randrange(2), draws.randrange(2))
@@ -82,25 +89,27 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     }
     now = 3.0
     try:
-        ranks = not_busy(partition, candidates(partition, request), now)
+        ranks = not_busy(partition, request, eligible(partition, request), now)
     except AllWorkersBusy:
         return
-    why = explained(partition, request, ranks, matches, now)
+    sets = as_sets(partition, matches)
+    why = explained(partition, request, ranks, sets, now)
 
     assert [(row.worker_id, row.dp_rank) for row in why.ranks] == sorted(partition.slots.ranks)
-    eligible = {load.key for _, load in ranks}
+    candidates = {partition.order.rank(bit).key for bit in bits_of(ranks)}
     least = min(row.cost for row in why.ranks if row.cost is not None)
     for row in why.ranks:
         key = (row.worker_id, row.dp_rank)
-        assert (row.filtered is None) == (key in eligible) == (row.cost is not None)
+        assert (row.filtered is None) == (key in candidates) == (row.cost is not None)
         if row.cost is None:
             assert (row.filtered, row.probability) == ("busy", 0.0)
             continue
-        cached = row.device_blocks + 0.75 * row.host_pinned_blocks + 0.25 * row.disk_blocks
+        cached = row.device_blocks + host * row.host_pinned_blocks + disk * row.disk_blocks
         cached_tokens = math.floor(cached * BLOCK_SIZE + 0.5)
         raw = row.active_prefill_tokens + max(10, cached_tokens) if tracks else 0
         prefill = scale * max(0.0, raw / BLOCK_SIZE - row.credit_blocks)
-        cost = (prefill + row.potential_decode_blocks) * row.taint_factor
+        decode = row.potential_decode_blocks + of_request * row.active_requests
+        cost = (prefill + decode) * row.taint_factor
         assert row.cost == pytest.approx(cost)
         assert 0.0 < row.credit_decay <= 1.0
         added = max(0, 10 - cached_tokens) if tracks else 0
@@ -110,7 +119,7 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     assert sum(row.probability for row in why.ranks) == pytest.approx(1.0)
     assert why.tied_ranks == sum(row.cost == least for row in why.ranks)
 
-    chosen = place(partition, request, ranks, matches, now, draws)[0].key
+    chosen = place(partition, request, ranks, sets, now, draws)[0].key
     assert next(r for r in why.ranks if (r.worker_id, r.dp_rank) == chosen).probability > 0.0
 
 
@@ -120,10 +129,10 @@ def test_the_chances_are_those_with_which_ranks_are_drawn(temperature: float) ->
     partition = partition_of(draws, 3)
     prompt = Prompt(10, HASHES, 3, HASHES[:8], lambda: HASHES)
     request = SelectionRequest(prompt, Terms(1.0, 0.0, 1.0, temperature, True))
-    ranks = candidates(partition, request)
-    why = explained(partition, request, ranks, {}, 3.0)
+    ranks = eligible(partition, request)
+    why = explained(partition, request, ranks, [], 3.0)
     count = 20_000
-    drawn = Counter(place(partition, request, ranks, {}, 3.0, draws)[0].key for _ in range(count))
+    drawn = Counter(place(partition, request, ranks, [], 3.0, draws)[0].key for _ in range(count))
     for row in why.ranks:
         share = drawn[row.worker_id, row.dp_rank] / count
         error = math.sqrt(row.probability * (1 - row.probability) / count)

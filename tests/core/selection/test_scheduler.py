@@ -1,4 +1,4 @@
-"""The choice of a rank: the cost against a plain restatement, the draw, and what is answered."""
+"""The choice of a rank: the cost against a plain restatement, who is eligible, the answer."""
 
 import math
 import random
@@ -6,17 +6,22 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.errors import BadRequest, Unavailable
 from lean_selector.core.index.kv_index import Matched, Tier
-from lean_selector.core.selection.cost import cached_tokens, draw, rank_costs
-from lean_selector.core.selection.records import Overlap, Placement
+from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.cells import Matches, Pricing, as_sets, cells
+from lean_selector.core.selection.choice import all_costs
+from lean_selector.core.selection.cost import cached_tokens
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.records import Overlap, Placement, SelectionRequest
 from lean_selector.core.selection.scheduler import (
-    candidates,
     check_pin,
     effective_prefill_tokens,
+    eligible,
     place,
 )
 from lean_selector.core.selection.settings import RouterOverride, Terms
@@ -30,6 +35,16 @@ PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
 def half_away(value: float) -> int:
     whole = math.floor(value)
     return whole + 1 if value - whole >= 0.5 else whole
+
+
+def costs_of(partition: Partition, request: SelectionRequest, matches: Matches) -> list[float]:
+    """Of every eligible rank, in the order in which they came."""
+    ranks = eligible(partition, request)
+    pricing = Pricing(partition, request, ranks, 0.0)
+    found = cells(partition, request, pricing, ranks, as_sets(partition, matches))
+    costed = all_costs(partition.order, pricing, found, 0.0)
+    costs = {bit: cost for cost, alike in costed for bit in bits_of(alike)}
+    return [costs[bit] for bit in sorted(costs)]
 
 
 # -- the cost -------------------------------------------------------------------------------------
@@ -104,9 +119,7 @@ def test_the_cost_is_the_documented_formula(
     request.terms = terms
     if taints is not None:
         request.preferred_taints = {f"t{n}": taint for n, taint in enumerate(taints)}
-    found = rank_costs(
-        driven.partition, request, candidates(driven.partition, request), matches, 0.0
-    )
+    found = costs_of(driven.partition, request, matches)
     expected = [
         cost(rank, ranks, terms, block_size, isl, len(PROMPT), taints[n] if taints else 0.0)
         for n, rank in enumerate(ranks)
@@ -122,9 +135,7 @@ def test_the_decay_is_counted_from_the_least_loaded_eligible_rank() -> None:
     request = driven.request(PROMPT, 24, allowed={1, 2})
     request.terms = Terms(1.0, 1.0, 1.0, 0.0, True)
     matches = {(2, 0): Matched(6)}
-    found = rank_costs(
-        driven.partition, request, candidates(driven.partition, request), matches, 0.0
-    )
+    found = costs_of(driven.partition, request, matches)
     # Worker 2 waits for one block more than worker 1, of a prompt of six blocks.
     assert found[1] == 32 / 4 - 6 / (1 + 1 / 6) + 6
 
@@ -149,8 +160,7 @@ def test_preferred_taints_scale_the_cost_but_not_of_a_pin(
     request = driven.request(PROMPT, 24, preferred_taints=preferred)
     if pinned:
         request = driven.request(PROMPT, 24, preferred_taints=preferred, pin=(1, 0))
-    ranks = candidates(driven.partition, request)
-    (found,) = rank_costs(driven.partition, request, ranks, {}, 0.0)
+    (found,) = costs_of(driven.partition, request, {})
     assert found == (6 + 6) * (1.0 if pinned else factor)
 
 
@@ -181,48 +191,6 @@ def test_a_request_overrides_single_terms(override: dict[str, Any], terms: Terms
     assert overridden(PLAIN, RouterOverride(**override)) == terms
 
 
-# -- the draw -------------------------------------------------------------------------------------
-
-
-def drawn(costs: list[float], temperature: float, draws: int) -> list[float]:
-    """How often each rank was drawn, as a share."""
-    rng = random.Random(11)
-    counts = Counter(draw(costs, temperature, rng) for _ in range(draws))
-    return [counts[index] / draws for index in range(len(costs))]
-
-
-def test_without_temperature_only_the_cheapest_are_drawn_and_evenly() -> None:
-    assert drawn([3.0, 1.0, 2.0], 0.0, 100) == [0.0, 1.0, 0.0]
-    shares = drawn([1.0, 5.0, 1.0, 1.0], 0.0, 6000)
-    assert shares[1] == 0.0
-    assert max(abs(share - 1 / 3) for share in (shares[0], shares[2], shares[3])) < 0.03
-
-
-@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 2.0, 100.0])
-@pytest.mark.parametrize("costs", [[10.0, 12.0, 20.0, 11.0], [0.0, 1e-9, 1e-9, 5e-10]])
-def test_with_temperature_the_draw_is_a_softmax_of_the_scaled_range(
-    temperature: float, costs: list[float]
-) -> None:
-    least, most = min(costs), max(costs)
-    weights = [math.exp(-(value - least) / (most - least) / temperature) for value in costs]
-    draws = 20_000
-    for share, weight in zip(drawn(costs, temperature, draws), weights, strict=True):
-        expected = weight / sum(weights)
-        # Four standard deviations of a binomial share.
-        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / draws) + 1e-9
-
-
-def test_with_temperature_equal_costs_are_drawn_evenly() -> None:
-    assert max(abs(share - 0.25) for share in drawn([7.0] * 4, 1.0, 8000)) < 0.02
-
-
-@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])
-def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float) -> None:
-    shares = drawn([math.inf, 1.0, math.inf], temperature, 50)
-    assert shares == [0.0, 1.0, 0.0]
-    assert sum(drawn([math.inf, math.inf], temperature, 50)) == 1.0
-
-
 # -- eligibility ----------------------------------------------------------------------------------
 
 
@@ -238,7 +206,7 @@ def fleet() -> DrivenSelector:
 
 
 @pytest.mark.parametrize(
-    ("changes", "eligible"),
+    ("changes", "keys"),
     [
         pytest.param({}, [(1, 0), (1, 1), (2, 4), (2, 5)], id="anyone"),
         pytest.param({"allowed": {2, 9}}, [(2, 4), (2, 5)], id="allowed"),
@@ -254,15 +222,15 @@ def fleet() -> DrivenSelector:
     ],
 )
 def test_who_is_eligible(
-    fleet: DrivenSelector, changes: dict[str, Any], eligible: list[tuple[int, int]]
+    fleet: DrivenSelector, changes: dict[str, Any], keys: list[tuple[int, int]]
 ) -> None:
     request = fleet.request([], 4, **changes)
     check_pin(request)
-    found = [(load.worker_id, load.dp_rank) for _, load in candidates(fleet.partition, request)]
-    assert found == eligible
-    if not eligible:
+    ranks = eligible(fleet.partition, request)
+    assert [fleet.partition.order.rank(bit).key for bit in bits_of(ranks)] == keys
+    if not keys:
         with pytest.raises(Unavailable, match="no endpoints available to route work"):
-            place(fleet.partition, request, [], {}, 0.0, random.Random(1))
+            place(fleet.partition, request, ranks, [], 0.0, random.Random(1))
 
 
 def test_a_pin_that_is_not_allowed_is_refused(fleet: DrivenSelector) -> None:
@@ -276,7 +244,7 @@ def test_a_pin_that_is_not_allowed_is_refused(fleet: DrivenSelector) -> None:
 @pytest.mark.parametrize(
     ("match", "isl", "effective"),
     [
-        pytest.param(None, 32, 32, id="nothing cached"),
+        pytest.param(Matched(0), 32, 32, id="nothing cached"),
         pytest.param(Matched(2, 1, 2), 32, 19, id="the example of section 4"),
         pytest.param(Matched(8), 32, 0, id="all cached"),
         pytest.param(Matched(9), 32, 0, id="more cached than asked"),
@@ -284,9 +252,9 @@ def test_a_pin_that_is_not_allowed_is_refused(fleet: DrivenSelector) -> None:
     ],
 )
 def test_effective_prefill_is_what_the_weighted_cache_leaves(
-    match: Matched | None, isl: int, effective: int
+    match: Matched, isl: int, effective: int
 ) -> None:
-    assert effective_prefill_tokens(isl, match, 4) == effective
+    assert effective_prefill_tokens(PLAIN, isl, match, 4) == effective
 
 
 @pytest.mark.parametrize(
@@ -303,7 +271,40 @@ def test_effective_prefill_is_what_the_weighted_cache_leaves(
 def test_cached_tokens_are_rounded_once_and_away_from_zero(
     match: Matched, block_size: int, tokens: int
 ) -> None:
-    assert cached_tokens(match, block_size) == tokens
+    assert cached_tokens(PLAIN, match, block_size) == tokens
+
+
+def test_lower_tiers_are_worth_what_the_router_was_told() -> None:
+    terms = msgspec.structs.replace(PLAIN, host_weight=0.5, disk_weight=0.1)
+    assert cached_tokens(terms, Matched(2, 1, 2), 10) == 20 + 5 + 2
+    assert cached_tokens(terms, Matched(0, 0, 1), 4) == 0
+    none = msgspec.structs.replace(PLAIN, host_weight=0.0, disk_weight=0.0)
+    assert cached_tokens(none, Matched(2, 5, 5), 10) == 20
+    # The next number below a half is not rounded up, though a half more makes it 1.
+    almost = msgspec.structs.replace(PLAIN, disk_weight=math.nextafter(0.5, 0.0))
+    assert cached_tokens(almost, Matched(0, 0, 1), 1) == 0
+
+
+def chosen(driven: DrivenSelector) -> int:
+    placement = driven.submit("s", driven.request([1], 4))
+    assert isinstance(placement, Placement)
+    return placement.worker_id
+
+
+def test_each_active_request_counts_for_its_weight_in_blocks() -> None:
+    driven = DrivenSelector(active_request_weight=3.0)
+    driven.register(1)
+    driven.register(2)
+    driven.reserve("a", (1, 0), hashes=[], prefill=None)
+    driven.reserve("b", (2, 0), hashes=[8, 9], prefill=None)
+    assert chosen(driven) == 1  # 3 against 2 + 3
+    driven.reserve("c", (1, 0), hashes=[], prefill=None)
+    assert chosen(driven) == 2  # 6 against 5
+    driven.selector.output_block("b", None, 0.0)
+    driven.selector.output_block("b", None, 0.0)
+    assert chosen(driven) == 1  # 6 against 7
+    driven.selector.free("b", 0.0)
+    assert chosen(driven) == 2
 
 
 def test_the_overlap_is_about_the_worker_and_the_effective_tokens_about_the_rank() -> None:
@@ -339,7 +340,7 @@ def test_equal_ranks_are_drawn_evenly_over_ranks_not_workers() -> None:
     driven = DrivenSelector()
     driven.register(1)
     driven.register(2, data_parallel_size=3)
-    for changes in ({}, {"allowed": {1, 2}}):  # the short way, and the general one
+    for changes in ({}, {"allowed": {1, 2}}):  # all of them, or all that are named
         counts: Counter[tuple[int, int]] = Counter()
         for _ in range(4000):
             placement = driven.submit("r", driven.request([], 4, **changes))

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import msgspec
 import pytest
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
@@ -191,13 +192,54 @@ def test_parked_requests_leave_in_order(
     for name, changes in requests:
         queueing.book(name, isl_tokens=17, **changes)
         queueing.now += 1.0
+    assert drained(queueing) == order
+
+
+def drained(driven: DrivenSelector) -> list[str]:
+    """Who goes, one after another, when worker 1 that is full comes free."""
     left: list[str] = []
-    queueing.selector.free("fill1", queueing.now)
-    while queueing.answers.keys() - set(left):
-        (name,) = queueing.answers.keys() - set(left)
+    driven.selector.free("fill1", driven.now)
+    while driven.answers.keys() - set(left):
+        (name,) = driven.answers.keys() - set(left)
         left.append(name)
-        queueing.selector.prefill_complete(name, queueing.now)
-    assert left == order
+        driven.selector.prefill_complete(name, driven.now)
+    return left
+
+
+def test_with_lcfs_the_last_that_came_leaves_first() -> None:
+    driven = DrivenSelector(queue_threshold=16.0, queue_policy="lcfs")
+    driven.register(1)
+    fill(driven, 1)
+    for name, changes in (
+        ("first", {}),
+        ("raised", {"priority_jump": 5.0}),
+        ("last", {}),
+        ("strict", {"strict_priority": 1}),
+    ):
+        driven.book(name, isl_tokens=17, **changes)
+        driven.now += 1.0
+    assert drained(driven) == ["strict", "raised", "last", "first"]
+
+
+def test_with_wspt_who_has_least_left_to_prefill_leaves_first() -> None:
+    driven = DrivenSelector(queue_threshold=16.0, queue_policy="wspt")
+    driven.register(1)
+    fill(driven, 1)
+    driven.register(2)
+    fill(driven, 2)
+    index = driven.partition.index
+    index.store(1, 0, Tier.DEVICE, None, [91], pack([1]))
+    index.store(1, 0, Tier.HOST_PINNED, 91, [92, 93], pack([2, 3]))
+    index.store(2, 0, Tier.DEVICE, None, list(range(80, 88)), pack(list(range(30, 38))))
+    for name, hashes, isl_tokens, changes in (
+        ("long", [], 60, {"allowed": {1}}),
+        ("raised", [], 60, {"allowed": {1}, "priority_jump": 1.0}),  # half as long, so to say
+        ("cached", [1, 2, 3], 40, {"allowed": {1}}),  # less one block, and two at three quarters
+        ("short", [], 29, {"allowed": {1}}),
+        ("cached elsewhere", list(range(30, 38)), 50, {"allowed": {1}}),
+    ):
+        driven.book(name, hashes=hashes, isl_tokens=isl_tokens, **changes)
+    assert drained(driven) == ["short", "raised", "cached", "cached elsewhere", "long"]
 
 
 def test_each_admitted_booking_counts_at_once(queueing: DrivenSelector) -> None:
@@ -427,9 +469,9 @@ def test_a_busy_worker_that_turns_out_to_be_larger_is_busy_no_more() -> None:
     driven.register(1, total_kv_blocks=4)
     driven.reserve("r", hashes=[1, 2, 3, 4])
     driven.selector.change_threshold(key, BusyThreshold(active_decode_blocks=0.5), 0.0)
-    assert driven.partition.busy_ranks == {(1, 0)}
+    assert driven.partition.busy == driven.partition.workers[1].mask
     driven.register(1, total_kv_blocks=400)
-    assert not driven.partition.busy_ranks
+    assert not driven.partition.busy
     driven.selector.switch_threshold_off(key, 0.0)
     assert isinstance(driven.submit("s", driven.request([], 4, allowed={1})), Placement)
 
@@ -583,7 +625,7 @@ def test_an_id_whose_reservation_a_peer_freed_can_be_used_elsewhere(
     two_models.reserve("r")
     two_models.partition.slots.free("r", 0.0)
     two_models.selector.load_changed("default", "default", "r", 0.0)
-    assert not two_models.selector._booked  # the id takes no memory after its end
+    assert not two_models.selector.bookings  # the id takes no memory after its end
     two_models.reserve("r", (2, 0), key=("m", "default"))
 
 
@@ -654,7 +696,7 @@ def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> N
 
     def refusal(worker_id: int, dp_rank: int, prefill: int) -> tuple[int, str]:
         with pytest.raises(SelectorError) as caught:
-            two_models.selector.reserve(
+            two_models.selector.bookings.reserve(
                 partition, "live", worker_id, dp_rank, prompt_of([], 16), prefill, 0.0
             )
         return caught.value.status, caught.value.message
@@ -726,7 +768,7 @@ def test_a_reservation_expires_after_its_last_touch(touch: Any, lives: bool) -> 
     driven.selector.expire(driven.now, 100)
     assert driven.loads()["default", "default"] == {(1, 0): (0, 0, 0)}
     assert driven.told[-1] == ("freed", "r")
-    assert not driven.selector._booked
+    assert not driven.selector.bookings
 
 
 def test_expiry_is_done_in_bounded_steps() -> None:
@@ -796,7 +838,7 @@ def test_peers_hear_of_what_a_worker_took_along_if_it_was_booked_here() -> None:
     assert driven.told == [("freed", "on1")]
     driven.remove(1)
     assert driven.told == [("freed", "on1"), ("freed", "on0")]
-    assert not driven.selector._booked
+    assert not driven.selector.bookings
 
 
 def test_an_owner_kept_by_output_blocks_alone_says_so_now_and_then() -> None:
@@ -833,7 +875,8 @@ def test_potential_loads_add_the_prompt_to_every_rank() -> None:
     driven.partition.index.store(1, 1, Tier.DEVICE, None, [91], pack([1]))
     prompt = prompt_of([1, 2, 3], 12)
     for track, tokens in ((True, (7 + 12, 12 - 4)), (False, (7, 0))):
-        rows = inspection.potential_loads(driven.partition, prompt, track, 0.0)
+        terms = msgspec.structs.replace(driven.selector.terms, track_prefill=track)
+        rows = inspection.potential_loads(driven.partition, prompt, terms, 0.0)
         assert [
             (row.dp_rank, row.potential_prefill_tokens, row.potential_decode_blocks) for row in rows
         ] == [(0, tokens[0], 2 + 3 - 2), (1, tokens[1], 3)]
@@ -846,7 +889,8 @@ def test_overlap_scores_show_every_tier_and_the_credit() -> None:
     index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
     index.store(1, 0, Tier.HOST_PINNED, 92, [93], pack([3]))
     index.store(1, 0, Tier.DISK, 93, [94, 95], pack([4, 5]))
-    scores = inspection.overlap_scores(driven.partition, pack([1, 2, 3, 4, 5, 6]), 0.5)
+    terms = msgspec.structs.replace(driven.selector.terms, credit=0.5)
+    scores = inspection.overlap_scores(driven.partition, pack([1, 2, 3, 4, 5, 6]), terms)
     assert (scores.block_size, scores.num_blocks) == (4, 6)
     first, second = scores.workers
     assert (first.device_blocks, first.host_pinned_blocks, first.disk_blocks) == (2, 3, 5)

@@ -1,0 +1,1 @@
+"""Which ranks fail, and are given no work for a while."""

@@ -1,0 +1,195 @@
+"""Ranks that fail are ejected for a while, and tried again.
+
+After so many failures in a row a rank is out, for a time that grows with each ejection. Then it is
+on probation: one failure ejects it again, a success heals it, and so does a time without failures
+as long as it was out. Polls of its worker eject it too, until one of them succeeds. Of the ranks no
+more than a share is out, but those of one worker may always be. Where all are out it is the
+caller's to try them all the same; a success of one of them then puts it back at once, because
+otherwise successes of who is out are those of requests that were given to it before.
+
+Pure: the time is an argument, monotonic seconds, and does not go backwards. Knows ranks by their
+keys and nothing of what they do.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from lean_selector.core.health.rank_health import RankHealth
+from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.rank_bits import RankKey
+
+OK: Final = "ok"
+FAILED: Final = "failed"
+REFUSED: Final = "refused"
+_WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
+
+
+class Ejections:
+    """The ranks of one partition. Every method returns whether `out` may have changed."""
+
+    __slots__ = ("_looks_at", "_settings", "ejected", "out", "ranks", "spared")
+
+    def __init__(self, settings: EjectionSettings) -> None:
+        self._settings = settings
+        self._looks_at = math.inf  # when the first of them comes back, or is healed by time
+        self.ranks: dict[RankKey, RankHealth] = {}  # those of whom there is something to remember
+        self.out: set[RankKey] = set()
+        self.ejected = 0  # ranks, ever
+        self.spared = 0  # ranks that would have been ejected, if not too many were already
+
+    # -- what is heard -------------------------------------------------------------------------
+
+    def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
+        """A request to one of these ranks, or to their whole worker, went so. `total`: how many
+        ranks there are."""
+        if not self.ranks and outcome == OK:
+            return False
+        changed = self.settle(now)
+        if outcome == OK:
+            return self._succeeded(keys, total, now) or changed
+        due = []
+        for key in keys:
+            health = self._of(key)
+            health.failures += 1
+            health.was_refused = outcome == REFUSED
+            if health.is_out:
+                continue  # a request that was given to it before
+            if health.on_probation or 0 < self._settings.failures <= health.failures:
+                due.append(key)
+        if not due or not self._may_go(due, total):
+            return changed
+        for key in due:
+            health = self.ranks[key]
+            again = health.on_probation
+            how = _WORDS[outcome]
+            times = f"{health.failures} requests in a row failed"
+            reason = f"tried again: {how}" if again else f"{times}, the last: {how}"
+            rested = 0 if again else int((now - health.healed_at) / self._settings.base_s)
+            health.ejections = max(0, health.ejections - rested) + 1
+            longest = self._settings.longest_s
+            health.returns_at = now + min(longest, self._settings.base_s * health.ejections)
+            self._eject(key, reason, now)
+            self._looks_at = min(self._looks_at, health.returns_at)
+        return True
+
+    def poll(self, keys: Sequence[RankKey], fault: str | None, total: int, now: float) -> bool:
+        """The worker of these ranks was asked how it is; None: well.
+
+        Who is well comes back at once, if it was ejected by polls or because nobody listened.
+        """
+        if not self.ranks and fault is None:
+            return False
+        changed = self.settle(now)
+        if fault is None:
+            for key in keys:
+                health = self.ranks.get(key)
+                if health is None:
+                    continue
+                health.failed_polls = 0
+                health.is_down = False
+                if health.is_out and (health.was_refused or health.returns_at <= now):
+                    self._return(key, now, now + self._settings.base_s)
+                    changed = True
+            return changed
+        due = []
+        for key in keys:
+            health = self._of(key)
+            health.failed_polls += 1
+            if health.is_down or health.failed_polls < self._settings.failed_polls:
+                continue
+            if health.is_out:
+                health.is_down = True  # it will not come back only because its time is over
+            else:
+                due.append(key)
+        if not due or not self._may_go(due, total):
+            return changed
+        for key in due:
+            self.ranks[key].is_down = True
+            self._eject(key, f"{self.ranks[key].failed_polls} polls in a row failed: {fault}", now)
+        return True
+
+    def settle(self, now: float) -> bool:
+        """Lets come back whose time is over. To be called about every second."""
+        if now < self._looks_at:
+            return False
+        self._looks_at = math.inf
+        changed = False
+        for key, health in list(self.ranks.items()):
+            if health.is_out and not health.is_down and health.returns_at <= now:
+                took = health.returns_at - health.since
+                self._return(key, health.returns_at, health.returns_at + took)
+                changed = True
+            if health.on_probation and health.probation_ends_at <= now:
+                self._heal(key, health, health.probation_ends_at)
+            if health.is_out and not health.is_down:
+                self._looks_at = min(self._looks_at, health.returns_at)
+            elif health.on_probation:
+                self._looks_at = min(self._looks_at, health.probation_ends_at)
+        return changed
+
+    def forget(self, keys: Sequence[RankKey]) -> bool:
+        """They are gone, or others than they were."""
+        changed = False
+        for key in keys:
+            self.ranks.pop(key, None)
+            if key in self.out:
+                self.out.discard(key)
+                changed = True
+        return changed
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _of(self, key: RankKey) -> RankHealth:
+        health = self.ranks.get(key)
+        if health is None:
+            health = self.ranks[key] = RankHealth()
+        return health
+
+    def _may_go(self, due: list[RankKey], total: int) -> bool:
+        """Whether these may be out on top of those who are."""
+        count = len(self.out) + len(due)
+        worker_id = due[0][0]
+        alone = all(key[0] == worker_id for key in self.out)
+        if alone or count * 100 <= self._settings.most_percent * total:
+            return True
+        self.spared += len(due)
+        return False
+
+    def _eject(self, key: RankKey, reason: str, now: float) -> None:
+        health = self.ranks[key]
+        health.is_out, health.on_probation = True, False
+        health.since, health.reason = now, reason
+        self.out.add(key)
+        self.ejected += 1
+
+    def _return(self, key: RankKey, at: float, probation_ends_at: float) -> None:
+        health = self.ranks[key]
+        health.is_out, health.on_probation = False, True
+        health.failures = 0
+        health.since, health.probation_ends_at = at, probation_ends_at
+        self.out.discard(key)
+        self._looks_at = min(self._looks_at, probation_ends_at)
+
+    def _succeeded(self, keys: Sequence[RankKey], total: int, now: float) -> bool:
+        all_are_out = len(self.out) >= total
+        changed = False
+        for key in keys:
+            health = self.ranks.get(key)
+            if health is None or (health.is_out and not all_are_out):
+                continue
+            if health.is_out:
+                changed = True
+                health.is_out, health.is_down, health.failed_polls = False, False, 0
+                health.on_probation = True
+                self.out.discard(key)
+            self._heal(key, health, now)
+        return changed
+
+    def _heal(self, key: RankKey, health: RankHealth, at: float) -> None:
+        """Who is in service has nothing against it, but what its polls said."""
+        if health.on_probation:
+            health.on_probation, health.healed_at = False, at
+        health.failures, health.was_refused = 0, False
+        if not health.ejections and not health.failed_polls:
+            del self.ranks[key]

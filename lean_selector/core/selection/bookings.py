@@ -1,0 +1,221 @@
+"""Who booked what where in one process: the reservations of all partitions by their ids.
+
+A partition's own are in its ledger, which books and tells the peers; here is which partition an id
+that came over HTTP leads to (D4), and what is checked before a caller's own choice is booked.
+Chooses no rank, and knows nothing of who waits.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from lean_selector.core.errors import (
+    BadRequest,
+    Conflict,
+    DuplicateRequest,
+    NotFound,
+    rank_text,
+)
+from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.selection.affinity import check_session
+from lean_selector.core.selection.dialect import API_1_3, Dialect
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import Booked, CachedSelection
+from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.selection.workers import PartitionKey
+
+
+class Bookings:
+    """Of all partitions of one process."""
+
+    __slots__ = ("_booked", "_dialect", "_partitions", "claimed")
+
+    def __init__(
+        self, partitions: Mapping[PartitionKey, Partition], dialect: Dialect = API_1_3
+    ) -> None:
+        self._partitions = partitions
+        self._dialect = dialect
+        self.claimed: set[str] = set()  # ids of requests that wait to be booked, if they claim them
+        # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
+        self._booked: dict[str, Partition] = {}
+
+    def __len__(self) -> int:
+        """Ids remembered, stale ones too."""
+        return len(self._booked)
+
+    def book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
+        """Books what was chosen. Raises NotFound or Conflict, with nothing booked."""
+        reservation_id = booking.request_id
+        sequence = prompt.sequence_hashes()
+        if reservation_id in self._booked:
+            elsewhere = self.local_holder(reservation_id)
+            if elsewhere is not None and elsewhere is not partition:
+                raise _duplicate(elsewhere, reservation_id)
+        partition.ledger.book(booking, sequence, now)
+        if partition.routed is not None:
+            key = booking.worker_id, booking.dp_rank
+            partition.routed.add(key, prompt.local_hashes, sequence, now)
+        self._booked[reservation_id] = partition
+
+    def check_free(self, partition: Partition, reservation_id: str) -> None:
+        """Raises the Conflict that booking under this id would."""
+        elsewhere = self.local_holder(reservation_id)
+        if elsewhere is not None:
+            raise _duplicate(elsewhere, reservation_id)
+        if reservation_id in partition.slots.reservations:
+            raise _duplicate(partition, reservation_id)
+
+    def reserve(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        worker_id: int,
+        dp_rank: int,
+        prompt: Prompt,
+        prefill_tokens: int | None,
+        now: float,
+        expected_output_tokens: int | None = None,
+        track_prefill: bool = True,
+        *,
+        books_prefill: bool = True,
+    ) -> Booked:
+        """Books a rank that the caller chose. Never queued, whatever the rank's load.
+
+        `prefill_tokens` is authoritative; None books no prefill at all (kept as documented), and
+        neither does anything without `books_prefill`. Raises BadRequest, NotFound or Conflict, with
+        nothing booked.
+        """
+        if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
+            raise BadRequest(
+                f"effective_prefill_tokens ({prefill_tokens}) "
+                f"must not exceed isl_tokens ({prompt.isl_tokens})"
+            )
+        worker = partition.workers.get(worker_id)
+        if worker is None:
+            raise NotFound(f"schedulable worker {worker_id} not found for {self._scope(partition)}")
+        if self._dialect.claims_ids:
+            self.check_unclaimed(reservation_id, partition)
+        if dp_rank not in worker.ranks:
+            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
+        booking = Booking(
+            reservation_id,
+            worker_id,
+            dp_rank,
+            prompt.lora_name,
+            (track_prefill or prefill_tokens is not None) and books_prefill,
+            (prefill_tokens or None) if books_prefill else None,
+            None,
+            expected_output_tokens,
+        )
+        self.book(partition, booking, prompt, now)
+        return _booked(partition, booking, worker)
+
+    def replay(
+        self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
+    ) -> Booked:
+        """Books what was chosen earlier, as it was chosen. Raises NotFound when the rank is gone,
+        Conflict, or BadRequest when its session is bound elsewhere; then nothing is booked."""
+        worker_id, dp_rank = cached.worker_id, cached.dp_rank
+        worker = partition.workers.get(worker_id)
+        if worker is None or dp_rank not in worker.ranks:
+            raise NotFound(
+                f"schedulable worker {worker_id} (dp_rank {dp_rank}) not found for "
+                f"{self._scope(partition)}"
+            )
+        if self._dialect.claims_ids:
+            self.check_unclaimed(reservation_id, partition)
+        tracks, session_id = cached.track_prefill, cached.session_id
+        if session_id is not None:
+            self.check_free(partition, reservation_id)
+            check_session(partition, session_id, worker_id, dp_rank, now)
+        booking = Booking(
+            reservation_id,
+            worker_id,
+            dp_rank,
+            cached.prompt.lora_name,
+            tracks,
+            (cached.effective_prefill_tokens or None) if tracks else None,
+            None,
+            cached.expected_output_tokens,
+        )
+        self.book(partition, booking, cached.prompt, now)
+        if session_id is not None and partition.sessions is not None:
+            partition.sessions.book(session_id, reservation_id, worker_id, dp_rank, now)
+        return _booked(partition, booking, worker)
+
+    def check_unclaimed(self, reservation_id: str, partition: Partition) -> None:
+        """Raises Conflict for an id that is booked here, or waits to be, or is live in this
+        partition."""
+        if (
+            reservation_id in self.claimed
+            or reservation_id in partition.slots.reservations
+            or self.local_holder(reservation_id) is not None
+        ):
+            raise self._taken(reservation_id)
+
+    def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
+        """What is said of a choice that could not be booked."""
+        if self._dialect.claims_ids:
+            return self._taken(reservation_id)
+        return Conflict(f"failed to book scheduler state: {error.message}")
+
+    def _taken(self, reservation_id: str) -> Conflict:
+        return Conflict(f"selection {reservation_id} is already reserved or being reserved")
+
+    def _scope(self, partition: Partition) -> str:
+        return self._dialect.scope(partition.model_name, partition.tenant_id)
+
+    def local_holder(self, reservation_id: str) -> Partition | None:
+        """The partition where this replica itself booked the id and still holds it."""
+        partition = self._booked.get(reservation_id)
+        if partition is None:
+            return None
+        reservation = partition.slots.reservations.get(reservation_id)
+        if reservation is None or reservation.router_id is not None:
+            del self._booked[reservation_id]
+            return None
+        return partition
+
+    def holders(self, reservation_id: str) -> list[Partition]:
+        """Where a call by URL acts: on the local booking, else on every copy (D4).
+
+        Raises NotFound when the id is live nowhere.
+        """
+        local = self.local_holder(reservation_id)
+        if local is not None:
+            return [local]
+        holders = [
+            partition
+            for partition in self._partitions.values()
+            if reservation_id in partition.slots.reservations
+        ]
+        if not holders:
+            raise NotFound(f"reservation {reservation_id} not found")
+        return holders
+
+    def forget(self, reservation_id: str) -> None:
+        """It was freed by a call."""
+        self._booked.pop(reservation_id, None)
+
+    def forget_ended(self, partition: Partition, reservations: Iterable[Reservation]) -> None:
+        """Of those that ended without a call, where they were booked."""
+        for reservation in reservations:
+            request_id = reservation.request_id
+            if not reservation.is_replica and self._booked.get(request_id) is partition:
+                del self._booked[request_id]
+
+
+def _booked(partition: Partition, booking: Booking, worker: SchedulableWorker) -> Booked:
+    return Booked(
+        booking.request_id,
+        partition.model_name,
+        partition.tenant_id,
+        booking.worker_id,
+        booking.dp_rank,
+        worker.endpoint,
+    )
+
+
+def _duplicate(partition: Partition, reservation_id: str) -> DuplicateRequest:
+    rank = partition.slots.reservations[reservation_id].rank
+    return DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)

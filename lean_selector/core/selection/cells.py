@@ -1,0 +1,281 @@
+"""Ranks that are alike to a prompt, as sets: the cells that a choice is made of.
+
+What a rank costs depends on its load, on how much of the prompt it holds on each tier, on how much
+of it is active there, and on its taints. Ranks that agree in all but the load are one cell. There
+are as many cells as the prompt has depths, however many ranks there are; a set is an int (a rank is
+a bit, `RankBits`), so making them is a few `&`. Who is cheapest is `choice`'s.
+"""
+
+import math
+
+from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.selection.cost import (
+    cached_tokens,
+    credit_blocks,
+    credit_decay,
+    favoured_blocks,
+    preferences,
+    taint_factor,
+)
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.records import SelectionRequest
+
+MatchSets = list[tuple[Matched, int]]  # what ranks hold of a prompt; the sets are apart
+RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other
+Matches = dict[tuple[int, int], Matched]
+
+NOTHING = Matched(0)
+_EVERYONE = -1  # as a set: all bits
+_NO_PREFERENCE = [(1.0, _EVERYONE)]
+
+
+class Cell:
+    """Ranks for which a prompt costs the same at the same load."""
+
+    __slots__ = ("blocks", "credit", "factor", "match", "ranks", "rest", "tokens")
+
+    def __init__(
+        self,
+        pricing: "Pricing",
+        ranks: int,
+        match: Matched,
+        tokens: int,
+        credit: float,
+        blocks: float,
+        factor: float,
+    ) -> None:
+        self.ranks = ranks
+        self.match = match
+        self.tokens = tokens  # that the prompt adds to a rank's, before what is cached is credited
+        self.credit = credit  # blocks, before any decay
+        # That become active with the prompt; less what the rank of a soft session is favoured by.
+        self.blocks = blocks
+        self.factor = factor  # of the taints
+        # What the prompt alone costs there, or less; without the factor.
+        self.rest = pricing.scale * (tokens / pricing.block_size - credit) + blocks
+
+
+class Pricing:
+    """The cost of one request on a rank of a cell, by its load: the last line of `cost`."""
+
+    __slots__ = (
+        "_counts_waiting",
+        "_decays",
+        "_is_plain",
+        "_isl",
+        "_least_tokens",
+        "_terms",
+        "block_size",
+        "reach",
+        "scale",
+        "slope",
+    )
+
+    def __init__(
+        self, partition: Partition, request: SelectionRequest, ranks: int, now: float
+    ) -> None:
+        """`ranks` are the candidates."""
+        terms, order = request.terms, partition.order
+        self._terms = terms
+        self._isl = request.prompt.isl_tokens
+        self._decays = terms.decay > 0.0 and terms.track_prefill
+        self._least_tokens = order.least_tokens(ranks, now) if self._decays else 0
+        self.block_size = partition.block_size
+        # Prefill that is not tracked is none: max(0, 0 - credit) is 0, whatever the scale; or it is
+        # that of the prompt alone.
+        prices = terms.track_prefill or terms.prices_untracked
+        self.scale = scale = terms.scale if prices else 0.0
+        self._counts_waiting = terms.track_prefill or not prices
+        self._is_plain = self._counts_waiting and not self._decays
+        # A load that has `key` in the order costs slope * key or more, and reach * key or less.
+        self.slope = self.reach = 1.0
+        if not self._counts_waiting:
+            self.slope = 0.0
+        elif scale < order.scale:
+            self.slope = scale / order.scale
+        elif scale > order.scale:
+            self.reach = scale / order.scale if order.scale else math.inf
+
+    def cost(self, cell: Cell, tokens: int, standing: float) -> float:
+        """On a rank with so many prefill tokens and such a standing load."""
+        credit, block_size = cell.credit, self.block_size
+        if not self._is_plain:
+            if not self._counts_waiting:
+                tokens = 0
+            elif cell.match.device:
+                waiting = tokens - self._least_tokens
+                decay = credit_decay(self._terms, waiting, self._isl, block_size)
+                credit = credit_blocks(self._terms, decay, cell.match)
+        prefill = (tokens + cell.tokens) / block_size - credit
+        if prefill < 0.0:
+            prefill = 0.0
+        return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
+
+    def beyond(self, cell: Cell, least: float) -> float:
+        """What slope * key of a rank must not exceed if the rank is to cost `least` at most, with
+        room for rounding. Not a number where that cannot be told."""
+        least /= cell.factor
+        return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
+
+    def below(self, cell: Cell, most: float) -> float:
+        """What reach * key of a rank must not fall short of if the rank is to cost `most` at least.
+        Not a number where that cannot be told."""
+        most /= cell.factor
+        credit = cell.credit
+        if self._decays:
+            credit -= self._terms.credit * cell.match.device  # all of it may have decayed
+        prefill = max(0.0, cell.tokens / self.block_size - credit)
+        rest = self.scale * prefill + cell.blocks
+        return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
+
+
+def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
+    """What ranks hold of a prompt, those that hold most on the device first."""
+    sets, extended = partition.index.match_sets(local_hashes)
+    found = [(Matched(blocks), ranks) for blocks, ranks in sets]
+    found.reverse()
+    if extended:
+        found = [*as_sets(partition, extended), *found]
+    if partition.predicted is not None:
+        found = _raised(found, partition.predicted.match_sets(local_hashes)[0])
+    return found
+
+
+def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
+    """The same by rank, also of ranks that are of no worker; those without a hit are left out."""
+    matches = partition.index.match(local_hashes)
+    if partition.predicted is not None:
+        for key, predicted in partition.predicted.match(local_hashes).items():
+            matches[key] = _with_device(matches.get(key, NOTHING), predicted.device)
+    return matches
+
+
+def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
+    """What is believed to be on devices put beside what events say is there."""
+    if not predicted:
+        return found
+    raised: MatchSets = []
+    for match, ranks in [*found, (NOTHING, _EVERYONE)]:
+        for at, (blocks, believed) in enumerate(predicted):
+            if both := ranks & believed:
+                ranks &= ~both
+                predicted[at] = blocks, believed & ~both
+                raised.append((_with_device(match, blocks), both))
+        if ranks and match is not NOTHING:
+            raised.append((match, ranks))
+    raised.sort(key=_device_blocks, reverse=True)
+    return raised
+
+
+def _device_blocks(of: tuple[Matched, int]) -> int:
+    return of[0].device
+
+
+def _with_device(match: Matched, blocks: int) -> Matched:
+    """With so many blocks on the device at least; what they cover does not count once more."""
+    if blocks <= match.device:
+        return match
+    reach = match.device + match.host
+    end = reach + match.disk
+    return Matched(blocks, max(0, reach - blocks), max(0, end - max(reach, blocks)))
+
+
+def as_sets(partition: Partition, matches: Matches) -> MatchSets:
+    """The same for matches by rank; those of ranks that are gone are left out."""
+    sets: dict[Matched, int] = {}
+    ranks = partition.slots.ranks
+    for key, match in matches.items():
+        load = ranks.get(key)
+        if load is not None:
+            sets[match] = sets.get(match, 0) | load.mask
+    return list(sets.items())
+
+
+def match_of(matches: MatchSets, mask: int) -> Matched:
+    """What one rank holds."""
+    for match, ranks in matches:
+        if ranks & mask:
+            return match
+    return NOTHING
+
+
+def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
+    """Leading blocks of the prompt that are active already, longest first; who is in none of the
+    sets has none.
+
+    Those of tokens are chained only when some active prompt starts with the first of them.
+    """
+    prompt, slots = request.prompt, partition.slots
+    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
+        return []
+    return slots.active_prefix_sets(prompt.sequence_hashes())
+
+
+def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tuple[float, int]]:
+    """The summed weights of the preferred taints that ranks have, and who has them."""
+    groups = [(0.0, _EVERYONE)]
+    for name, weight in preferred.items():
+        having = partition.tainted.get(name)
+        if having is not None:
+            with_it = [(sum_ + weight, both) for sum_, ranks in groups if (both := ranks & having)]
+            groups = [(sum_, rest) for sum_, ranks in groups if (rest := ranks & ~having)]
+            groups += with_it
+    return groups
+
+
+def cells(
+    partition: Partition,
+    request: SelectionRequest,
+    pricing: Pricing,
+    ranks: int,
+    matches: MatchSets,
+) -> list[Cell]:
+    """All cells of these ranks: apart, not empty, in the order of `matches`."""
+    prompt, terms, block_size = request.prompt, request.terms, partition.block_size
+    isl, new_blocks = prompt.isl_tokens, prompt.charged_blocks
+    shares = active_prefix_sets(partition, request)
+    groups = _NO_PREFERENCE
+    if preferred := preferences(request):
+        weighed = taint_weights(partition, preferred)
+        groups = [(taint_factor(weight), having) for weight, having in weighed]
+    found: list[Cell] = []
+    for match, holding in [*matches, (NOTHING, _EVERYONE)]:
+        alike = ranks & holding
+        if not alike:
+            continue
+        ranks ^= alike
+        tokens, credit = isl, 0.0
+        if match is not NOTHING:
+            cached = cached_tokens(terms, match, block_size)
+            if cached > isl:
+                tokens = cached
+            credit = credit_blocks(terms, 1.0, match)
+        for shared, sharing in shares:
+            if both := alike & sharing:
+                alike ^= both
+                for factor, having in groups:
+                    if here := both & having:
+                        blocks = new_blocks - shared
+                        found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
+        if alike:
+            for factor, having in groups:
+                if here := alike & having:
+                    found.append(Cell(pricing, here, match, tokens, credit, new_blocks, factor))
+    return _favouring(found, pricing, request) if request.favoured else found
+
+
+def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
+    """The same, with the favoured ranks in cells of their own, which cost that much less."""
+    favoured, bonus = request.favoured, request.bonus_blocks
+    divided: list[Cell] = []
+    for cell in found:
+        inside = cell.ranks & favoured
+        if inside:
+            blocks = favoured_blocks(cell.blocks, bonus, cell.factor)
+            divided.append(
+                Cell(pricing, inside, cell.match, cell.tokens, cell.credit, blocks, cell.factor)
+            )
+        cell.ranks ^= inside
+        if cell.ranks:
+            divided.append(cell)
+    return divided

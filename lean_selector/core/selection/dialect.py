@@ -1,0 +1,39 @@
+"""What the core itself says or judges differently for clients of one generation or another.
+
+The bodies and answers of a generation are in `wire`, its routes in `services`; here is only what is
+decided or worded below them. Chosen once, at the start (`--api`). Spec: selection.md and
+selection_16.md.
+"""
+
+import msgspec
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation of the selection service."""
+
+    name: str
+    group_word: str  # what texts call the second half of a partition's name
+    claims_ids: bool  # an id is taken from the moment its request arrives; its 409 says no more
+    prices_untracked: bool  # a prompt whose prefill is not tracked costs what it has to prefill
+    replays_one_rank_only: bool  # a `replay_endpoint` is refused for workers of several ranks
+
+    def scope(self, model_name: str, tenant_id: str) -> str:
+        """A partition as texts name it."""
+        return f"model={model_name} {self.group_word}={tenant_id}"
+
+
+API_1_3 = Dialect(
+    name="1.3",
+    group_word="tenant",
+    claims_ids=False,
+    prices_untracked=False,
+    replays_one_rank_only=False,
+)
+API_1_6 = Dialect(
+    name="1.6",
+    group_word="routing_group",
+    claims_ids=True,
+    prices_untracked=True,
+    replays_one_rank_only=True,
+)
+DIALECTS = {dialect.name: dialect for dialect in (API_1_3, API_1_6)}

@@ -1,0 +1,95 @@
+"""The sessions of all partitions: what peers tell of them, what they may ask, and their time.
+
+Spec selection_16.md 6.1. Knows nothing of frames or sockets; time is an argument, in monotonic
+seconds.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.sessions.records import LiveSession, SessionEvent, SessionVerdict
+
+# What a peer listed may wait for its worker: registration follows a start within seconds.
+HOLD_S: Final = 60.0
+MAX_WAITING: Final = 65_536
+_UNKNOWN = SessionVerdict.UNKNOWN_PARTITION, SessionVerdict.UNKNOWN_WORKER
+_Waiting = list[tuple[float, LiveSession]]  # and when it was taken
+
+
+class PeerSessions:
+    """`counts[verdict]` is how many bindings that peers told of met a verdict."""
+
+    def __init__(self, catalog: Catalog, writer_id: int) -> None:
+        """`writer_id`: under which ours are told."""
+        self.counts = [0] * len(SessionVerdict)
+        self._catalog = catalog
+        self._writer_id = writer_id
+        self._waiting: dict[int, _Waiting] = {}  # by worker; none is empty
+        self._waiting_count = 0
+
+    def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
+        """A peer told of a binding, or listed it when it was asked; nobody is told in turn."""
+        verdict = self._hear(event, now, idle_s)
+        self.counts[verdict] += 1
+        return verdict
+
+    def _hear(self, event: SessionEvent, now: float, idle_s: float) -> SessionVerdict:
+        if event.writer_id == self._writer_id:
+            return SessionVerdict.OWN
+        key = event.model_name, event.tenant_id
+        partition = self._catalog.partitions.get(key)
+        if partition is None or not partition.established:
+            return SessionVerdict.UNKNOWN_PARTITION
+        if partition.sessions is None:
+            return SessionVerdict.OFF
+        worker = self._catalog.workers.get(event.worker_id)
+        if worker is None or worker.spec.key != key:
+            return SessionVerdict.UNKNOWN_WORKER
+        return partition.sessions.hear(event, now, idle_s)
+
+    def take(self, listed: LiveSession, now: float) -> SessionVerdict:
+        """One of a peer's list. That of a worker that is not registered here waits for it."""
+        verdict = self._hear(listed.event, now, listed.idle_s)
+        if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
+            self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))
+            self._waiting_count += 1
+        else:
+            self.counts[verdict] += 1
+        return verdict
+
+    def admit_waiting(self, now: float, max_steps: int) -> bool:
+        """Hears of what waited for workers that are registered by now, or too long, at most
+        `max_steps` of it; True: there is more."""
+        for worker_id, waiting in list(self._waiting.items()):
+            is_known = worker_id in self._catalog.workers
+            while waiting and (is_known or now - waiting[-1][0] >= HOLD_S):
+                if not max_steps:
+                    return True
+                max_steps -= 1
+                taken_at, listed = waiting.pop()
+                self._waiting_count -= 1
+                self.hear(listed.event, now, listed.idle_s + now - taken_at)
+            if not waiting:
+                del self._waiting[worker_id]
+        return False
+
+    def give_up_waiting(self) -> None:
+        """Nobody looks for workers any more."""
+        self.counts[SessionVerdict.UNKNOWN_WORKER] += self._waiting_count
+        self._waiting.clear()
+        self._waiting_count = 0
+
+    def live(self, now: float) -> Iterator[LiveSession]:
+        """All bindings, for a replica that catches up."""
+        for partition in list(self._catalog.partitions.values()):
+            if partition.sessions is not None:
+                yield from partition.sessions.live(now)
+
+    def tend(self, now: float, max_steps: int) -> None:
+        """Forgets what has expired, and tells peers of what else they would forget; at most
+        `max_steps` of each in each partition. Call it about every second."""
+        for partition in list(self._catalog.partitions.values()):
+            if partition.sessions is not None:
+                partition.sessions.sweep(now, max_steps)
+                partition.sessions.keep_alive(now, max_steps)

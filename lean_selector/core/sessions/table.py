@@ -1,0 +1,307 @@
+"""The sessions of one partition: which rank each is bound to, for how long, and who is told.
+
+A booking of a session binds it to its rank. Each live reservation of the session that was booked
+here holds the binding; when none does any more, it lasts for the time to live of the settings. What
+a peer tells replaces an older binding, and is held by nothing: it lasts for that time from when it
+was heard. Follows selection_16.md section 6. Knows neither ranks nor sockets; time is an argument,
+in monotonic seconds.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.sessions.records import (
+    Binding,
+    Lease,
+    LiveSession,
+    SessionEvent,
+    SessionVerdict,
+)
+from lean_selector.core.sessions.settings import SessionSettings
+
+MAX_ID_BYTES: Final = 256
+# As in the reference. 320 bytes each with an id of 36: 21 MB when full.
+MAX_SESSIONS = 65_536
+# Sequences begin at nanoseconds since 1970, which get here in 2262. A higher one would make ours
+# overflow what carries them; so would the one after this.
+MAX_SEQUENCE: Final = 2**63 - 1
+# Above the clock and our own: further than clocks differ, or bindings are made. One such sequence
+# would put ours above what peers take.
+MAX_AHEAD: Final = 24 * 60 * 60 * 10**9
+# Where there is no room: so many are looked at for one that has expired.
+_SWEEP_FOR_ROOM: Final = 16
+
+
+def check_session_id(session_id: str) -> None:
+    """Raises BadRequest for an id that is longer than MAX_ID_BYTES as UTF-8."""
+    if 4 * len(session_id) > MAX_ID_BYTES and len(session_id.encode()) > MAX_ID_BYTES:
+        raise BadRequest(f"session affinity ID must not exceed {MAX_ID_BYTES} bytes")
+
+
+class SessionCounts:
+    """What ever became of the bookings of sessions, and of bindings."""
+
+    __slots__ = ("bound", "expired", "followed", "moved", "refused", "unbound")
+
+    def __init__(self) -> None:
+        self.followed = 0  # bookings on the rank that the session was bound to
+        self.bound = 0  # of sessions that were not bound
+        self.moved = 0  # bookings that took the binding elsewhere
+        self.refused = 0  # bookings that could not go to the session's rank
+        self.unbound = 0  # bookings that left no binding, for the table is full
+        self.expired = 0  # bindings
+
+
+class SessionTables:
+    """What the tables of one process share: the settings, and whom they tell."""
+
+    __slots__ = ("first_sequence", "settings", "tell", "writer_id")
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        writer_id: int = 0,
+        first_sequence: Callable[[], int] = lambda: 1,
+        tell: Callable[[SessionEvent], None] | None = None,
+    ) -> None:
+        """`first_sequence` is asked for each table: nanoseconds since 1970, so that a table made
+        anew goes on above the old one. `tell`: None where there are no peers."""
+        self.settings = settings
+        self.writer_id = writer_id
+        self.first_sequence = first_sequence
+        self.tell = tell
+
+    def new_table(self, model_name: str, tenant_id: str) -> "SessionTable":
+        return SessionTable(model_name, tenant_id, self)
+
+
+class SessionTable:
+    """Of one (model_name, tenant_id). A method that raises has changed nothing but what it says."""
+
+    __slots__ = (
+        "_bindings",
+        "_held",
+        "_idle",
+        "_leases",
+        "_model_name",
+        "_next_sequence",
+        "_shared",
+        "_tenant_id",
+        "bonus_blocks",
+        "counts",
+        "is_soft",
+        "ttl_s",
+    )
+
+    def __init__(self, model_name: str, tenant_id: str, shared: SessionTables) -> None:
+        self._model_name = model_name
+        self._tenant_id = tenant_id
+        self._shared = shared
+        self.is_soft = shared.settings.is_soft
+        self.ttl_s = shared.settings.ttl_s
+        self.bonus_blocks = shared.settings.bonus_blocks
+        self.counts = SessionCounts()
+        self._next_sequence = shared.first_sequence()
+        self._bindings: dict[str, Binding] = {}
+        # Each of them is in one of these. OrderedDicts, because the oldest of a plain dict is
+        # behind all the holes of older ones.
+        self._idle: OrderedDict[str, Binding] = (
+            OrderedDict()
+        )  # held by nothing; next to expire first
+        self._held: OrderedDict[str, Binding] = OrderedDict()  # told longest ago first
+        self._leases: dict[str, Lease] = {}  # by reservation id
+
+    def __len__(self) -> int:
+        """Bindings, those that have expired and were not swept yet among them."""
+        return len(self._bindings)
+
+    @property
+    def held(self) -> int:
+        """Sessions that have a live reservation here."""
+        return len(self._held)
+
+    def bound(self, session_id: str, now: float) -> Binding | None:
+        """Where a session goes, if it is bound."""
+        binding = self._bindings.get(session_id)
+        if binding is None or (not binding.leases and binding.expires_at <= now):
+            return None
+        return binding
+
+    def book(
+        self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
+    ) -> None:
+        """A reservation of the session was booked on a rank: that is where it is bound from now on.
+
+        It holds the binding until `release`. With the table full a new session stays unbound.
+        """
+        self.release(reservation_id, now, tells=False)  # of an earlier use of the id: there is none
+        counts = self.counts
+        binding = self.bound(session_id, now)
+        if binding is None:
+            if not self._make_room(session_id, now):
+                counts.unbound += 1
+                return
+            counts.bound += 1
+            binding = Binding(
+                worker_id, dp_rank, self._new_sequence(), self._shared.writer_id, now, now
+            )
+            self._bindings[session_id] = binding
+        elif binding.is_at(worker_id, dp_rank):
+            counts.followed += 1
+        else:
+            counts.moved += 1
+            binding.worker_id, binding.dp_rank = worker_id, dp_rank
+            binding.sequence, binding.writer_id = self._new_sequence(), self._shared.writer_id
+        binding.leases += 1
+        self._idle.pop(session_id, None)
+        self._held[session_id] = binding
+        lease = Lease(session_id, binding, binding.sequence, binding.writer_id)
+        self._leases[reservation_id] = lease
+        self._tell(session_id, binding, now)
+
+    def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
+        """A reservation has ended; nothing happens where it holds no session.
+
+        It renews, and tells of, no other binding than the one that it was booked under.
+        """
+        lease = self._leases.pop(reservation_id, None)
+        if lease is None:
+            return
+        session_id, binding = lease.session_id, lease.binding
+        binding.leases -= 1
+        if self._bindings.get(session_id) is not binding:
+            return  # dropped meanwhile
+        is_current = binding.sequence == lease.sequence and binding.writer_id == lease.writer_id
+        if is_current:
+            binding.expires_at = now + self.ttl_s
+        if not binding.leases:
+            del self._held[session_id]
+            self._rest(session_id, binding)
+        if tells and is_current:
+            self._tell(session_id, binding, now)
+
+    def refuse(self, session_id: str) -> None:
+        """A booking could not go where the session is bound: it is so no longer."""
+        self.counts.refused += 1
+        self._drop(session_id)
+
+    def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
+        """A peer told of a binding, which `idle_s` ago was used there. Tells nobody."""
+        sequence = event.sequence
+        if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
+            return SessionVerdict.SEQUENCE
+        session_id = event.session_id
+        if 4 * len(session_id) > MAX_ID_BYTES and len(session_id.encode()) > MAX_ID_BYTES:
+            return SessionVerdict.TOO_LONG
+        expires_at = now - idle_s + self.ttl_s
+        if expires_at <= now:
+            return SessionVerdict.EXPIRED
+        if sequence >= self._next_sequence:
+            self._next_sequence = sequence + 1
+        version = sequence, event.writer_id
+        binding = self.bound(session_id, now)
+        if binding is None:
+            if not self._make_room(session_id, now):
+                return SessionVerdict.FULL
+            binding = Binding(event.worker_id, event.dp_rank, *version, expires_at, now)
+            self._bindings[session_id] = binding
+            self._rest(session_id, binding)
+            return SessionVerdict.BOUND
+        known = binding.sequence, binding.writer_id
+        verdict = SessionVerdict.RENEWED
+        if (binding.worker_id, binding.dp_rank) != (event.worker_id, event.dp_rank):
+            verdict = SessionVerdict.REPLACED
+            if version == known:
+                return SessionVerdict.OUTDATED
+        if version < known:
+            return SessionVerdict.OUTDATED
+        binding.worker_id, binding.dp_rank = event.worker_id, event.dp_rank
+        binding.sequence, binding.writer_id = version
+        binding.expires_at = max(expires_at, binding.expires_at)
+        if not binding.leases:
+            self._rest(session_id, binding)
+        return verdict
+
+    def _is_far_ahead(self, sequence: int) -> bool:
+        if sequence - MAX_AHEAD <= self._next_sequence:
+            return False
+        return sequence - MAX_AHEAD > self._shared.first_sequence()
+
+    def sweep(self, now: float, max_steps: int) -> None:
+        """Forgets what has expired, at most `max_steps` of it. What is left is bound to nothing
+        either: sweeping only gives back its room."""
+        for _ in range(max_steps):
+            if not self._idle:
+                return
+            session_id = next(iter(self._idle))
+            if self._idle[session_id].expires_at > now:
+                return
+            self._drop(session_id)
+            self.counts.expired += 1
+
+    def keep_alive(self, now: float, max_steps: int) -> None:
+        """Tells peers again, at most `max_steps` times, of bindings that are held here and that
+        they may else give up: they do not know by what."""
+        if self._shared.tell is None:
+            return
+        for _ in range(max_steps):
+            if not self._held:
+                return
+            session_id = next(iter(self._held))
+            binding = self._held[session_id]
+            if now - binding.told_at < 0.5 * self.ttl_s:
+                return
+            self._tell(session_id, binding, now)
+
+    def live(self, now: float) -> Iterator[LiveSession]:
+        """All bindings, those that expire next first; for a replica that catches up."""
+        for session_id, binding in [*self._idle.items(), *self._held.items()]:
+            if self._bindings.get(session_id) is not binding:
+                continue  # dropped meanwhile
+            idle_s = 0.0 if binding.leases else max(0.0, now - binding.expires_at + self.ttl_s)
+            if idle_s < self.ttl_s:
+                yield LiveSession(self._event(session_id, binding), idle_s)
+
+    def _make_room(self, session_id: str, now: float) -> bool:
+        """True when a binding of this session, which has none, can be kept."""
+        if session_id in self._bindings:  # expired
+            self._drop(session_id)
+            self.counts.expired += 1
+        elif len(self._bindings) >= MAX_SESSIONS:
+            self.sweep(now, _SWEEP_FOR_ROOM)
+        return len(self._bindings) < MAX_SESSIONS
+
+    def _new_sequence(self) -> int:
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        return sequence
+
+    def _rest(self, session_id: str, binding: Binding) -> None:
+        """Nothing holds it. What expires next stays in front as far as all are touched in turn."""
+        self._idle[session_id] = binding
+        self._idle.move_to_end(session_id)
+
+    def _drop(self, session_id: str) -> None:
+        binding = self._bindings.pop(session_id, None)
+        if binding is not None:
+            del (self._held if binding.leases else self._idle)[session_id]
+
+    def _tell(self, session_id: str, binding: Binding, now: float) -> None:
+        binding.told_at = now
+        if session_id in self._held:
+            self._held.move_to_end(session_id)
+        if self._shared.tell is not None:
+            self._shared.tell(self._event(session_id, binding))
+
+    def _event(self, session_id: str, binding: Binding) -> SessionEvent:
+        return SessionEvent(
+            self._model_name,
+            self._tenant_id,
+            session_id,
+            binding.worker_id,
+            binding.dp_rank,
+            binding.sequence,
+            binding.writer_id,
+        )

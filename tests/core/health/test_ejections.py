@@ -1,0 +1,309 @@
+"""Ejections: each rule by an example, and all of them against a naive model."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lean_selector.core.health.ejections import FAILED, OK, REFUSED, Ejections
+from lean_selector.core.health.rank_health import EJECTED, IN_SERVICE, PROBATION
+from lean_selector.core.health.settings import EjectionSettings
+
+A, B, C, D = [(worker_id, 0) for worker_id in (1, 2, 3, 4)]
+FOUR = 4
+
+
+def ejections(**changes: Any) -> Ejections:
+    return Ejections(EjectionSettings(**{"failures": 3, "base_s": 10.0, **changes}))
+
+
+def fail(of: Ejections, *keys: tuple[int, int], times: int = 3, now: float = 0.0) -> None:
+    for _ in range(times):
+        of.report(keys, FAILED, FOUR, now)
+
+
+def test_so_many_failures_in_a_row_eject_a_rank_and_one_success_between_them_does_not() -> None:
+    some = ejections()
+    fail(some, A, times=2)
+    some.report([A], OK, FOUR, 0.0)
+    fail(some, A, times=2)
+    assert some.out == set()
+    fail(some, A, times=1)
+    assert some.out == {A}
+    assert some.ranks[A].reason == "3 requests in a row failed, the last: it failed"
+
+
+def test_it_comes_back_after_its_time_and_one_failure_ejects_it_again_for_longer() -> None:
+    some = ejections()
+    fail(some, A)
+    assert not some.settle(9.9)
+    assert some.settle(10.0)
+    assert (some.out, some.ranks[A].state) == (set(), PROBATION)
+    fail(some, A, times=1, now=10.0)
+    assert some.out == {A}
+    some.settle(29.9)
+    assert some.out == {A}
+    some.settle(30.0)
+    assert some.out == set()
+
+
+def test_the_time_does_not_grow_beyond_the_longest() -> None:
+    some, now = ejections(longest_s=25.0), 0.0
+    fail(some, A)
+    for expected in (10.0, 20.0, 25.0, 25.0):
+        assert some.ranks[A].returns_at == now + expected
+        now += expected
+        some.settle(now)
+        fail(some, A, times=1, now=now)
+
+
+def test_a_success_on_probation_heals_and_rest_makes_the_next_ejection_shorter() -> None:
+    some = ejections()
+    fail(some, A)
+    some.settle(10.0)
+    fail(some, A, times=1, now=10.0)  # 20 s
+    some.settle(30.0)
+    some.report([A], OK, FOUR, 30.0)
+    assert some.ranks[A].state == IN_SERVICE
+    fail(some, A, times=2, now=49.0)
+    assert some.out == set()
+    fail(some, A, times=1, now=49.0)
+    assert some.ranks[A].returns_at == 49.0 + 20.0  # one of two is forgotten after 10 s of service
+
+
+def test_no_more_than_the_share_is_out_but_one_worker_always_may_be_with_all_its_ranks() -> None:
+    some = ejections(most_percent=10.0)
+    fail(some, (1, 0), (1, 1), (1, 2))
+    assert some.out == {(1, 0), (1, 1), (1, 2)}
+    fail(some, B)
+    assert B not in some.out
+    assert some.spared == 1
+    some.forget([(1, 0), (1, 1), (1, 2)])
+    fail(some, B, times=1)
+    assert some.out == {B}, "it is asked again at the next failure"
+
+
+def test_a_late_success_of_one_that_is_out_is_no_reason_to_take_it_back_while_others_serve() -> (
+    None
+):
+    some = ejections()
+    fail(some, A)
+    some.report([A], OK, FOUR, 1.0)
+    assert some.out == {A}
+
+
+def test_when_all_are_out_a_success_puts_that_rank_back_at_once() -> None:
+    some = ejections(most_percent=100.0)
+    for each in (A, B, C, D):
+        fail(some, each)
+    assert some.report([C], OK, FOUR, 1.0)
+    assert some.out == {A, B, D}
+
+
+def test_failed_polls_eject_until_one_succeeds_however_long_it_takes() -> None:
+    some = ejections(failed_polls=2)
+    some.poll([A], "status 503", FOUR, 0.0)
+    assert some.out == set()
+    some.poll([A], "status 503", FOUR, 1.0)
+    assert some.out == {A}
+    assert some.ranks[A].reason == "2 polls in a row failed: status 503"
+    some.settle(1e6)
+    assert some.out == {A}
+    assert some.poll([A], None, FOUR, 1e6)
+    assert some.ranks[A].state == PROBATION
+
+
+def test_a_poll_that_succeeds_brings_back_who_refused_connections_and_nobody_else() -> None:
+    some = ejections(most_percent=100.0)
+    for _ in range(3):
+        some.report([A], REFUSED, FOUR, 0.0)
+        some.report([B], FAILED, FOUR, 0.0)
+    some.poll([A], None, FOUR, 1.0)
+    some.poll([B], None, FOUR, 1.0)
+    assert some.out == {B}
+
+
+def test_a_time_that_is_over_does_not_bring_back_who_is_down() -> None:
+    some = ejections(failed_polls=1)
+    fail(some, A)
+    some.poll([A], "no answer", FOUR, 1.0)
+    some.settle(100.0)
+    assert some.out == {A}
+
+
+def test_without_a_limit_reports_eject_nobody() -> None:
+    some = ejections(failures=0)
+    fail(some, A, times=100)
+    assert some.out == set()
+
+
+def test_a_fleet_that_works_is_nothing_to_remember() -> None:
+    some = ejections()
+    some.report([A], OK, FOUR, 0.0)
+    some.poll([A], None, FOUR, 0.0)
+    fail(some, A, times=1)
+    some.report([A], OK, FOUR, 0.0)
+    assert some.ranks == {}
+
+
+# -- the naive model ------------------------------------------------------------------------------
+
+WORKERS = {1: [0, 1], 2: [0, 1], 3: [0]}
+KEYS = [(worker_id, dp_rank) for worker_id, ranks in WORKERS.items() for dp_rank in ranks]
+BASE, LONGEST, LIMIT, POLLS, SHARE = 4, 10, 2, 2, 60.0
+
+
+class Naive(msgspec.Struct):
+    """A rank as it counts down second by second; it knows no moments, only what is left."""
+
+    failures: int = 0
+    polls: int = 0
+    times: int = 0
+    sentence: int = 0  # seconds of the ejection by reports
+    left: int = 0  # of it
+    down: bool = False
+    trial: int = 0  # seconds of probation left
+    served: int = 0  # seconds in service since it was healed
+    refused: bool = False
+
+    @property
+    def out(self) -> bool:
+        return self.down or self.left > 0
+
+    def second(self) -> None:
+        was_out = self.out
+        if self.left:
+            self.left -= 1
+        if was_out and not self.out:
+            self.trial, self.failures = self.sentence, 0
+        elif self.trial and not was_out:
+            if self.trial == 1:
+                self.heal()
+            else:
+                self.trial -= 1
+        elif not was_out:
+            self.served += 1
+
+    def heal(self) -> None:
+        if self.trial or self.out:
+            self.served = 0
+        self.failures = self.trial = self.left = 0
+        self.refused = False
+
+
+class EjectionMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.is_current = True  # the real one was told the time, at least by some event
+        self.real = Ejections(
+            EjectionSettings(
+                failures=LIMIT,
+                failed_polls=POLLS,
+                base_s=float(BASE),
+                longest_s=float(LONGEST),
+                most_percent=SHARE,
+            )
+        )
+        self.naive = {key: Naive() for key in KEYS}
+
+    def out(self) -> set[tuple[int, int]]:
+        return {key for key, each in self.naive.items() if each.out}
+
+    def may_go(self, due: list[tuple[int, int]]) -> bool:
+        after = self.out() | set(due)
+        return len({key[0] for key in after}) == 1 or len(after) / len(KEYS) * 100 <= SHARE
+
+    @rule(seconds=st.integers(1, 6), looks=st.booleans())
+    def time_passes(self, seconds: int, looks: bool) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            for each in self.naive.values():
+                each.second()
+        self.is_current = looks
+        if looks:
+            self.real.settle(float(self.now))
+
+    @rule(
+        rank=st.sampled_from(KEYS),
+        whole=st.booleans(),
+        outcome=st.sampled_from([OK, FAILED, FAILED, REFUSED]),
+    )
+    def report(self, rank: tuple[int, int], whole: bool, outcome: str) -> None:
+        keys = [key for key in KEYS if key[0] == rank[0]] if whole else [rank]
+        self.real.report(keys, outcome, len(KEYS), float(self.now))
+        self.is_current = True
+        if outcome == OK:
+            panic = len(self.out()) == len(KEYS)
+            for each in (self.naive[key] for key in keys):
+                if each.out and not panic:
+                    continue
+                if each.out:
+                    each.polls, each.down = 0, False
+                    each.served = 0
+                each.heal()
+            return
+        due = []
+        for key in keys:
+            each = self.naive[key]
+            each.failures += 1
+            each.refused = outcome == REFUSED
+            if not each.out and (each.trial or each.failures >= LIMIT):
+                due.append(key)
+        if due and self.may_go(due):
+            for each in (self.naive[key] for key in due):
+                if not each.trial:
+                    each.times = max(0, each.times - each.served // BASE)
+                each.times += 1
+                each.sentence = each.left = min(LONGEST, BASE * each.times)
+                each.trial = 0
+
+    @rule(worker_id=st.sampled_from(sorted(WORKERS)), is_well=st.booleans())
+    def poll(self, worker_id: int, is_well: bool) -> None:
+        keys = [key for key in KEYS if key[0] == worker_id]
+        self.real.poll(keys, None if is_well else "no answer", len(KEYS), float(self.now))
+        self.is_current = True
+        due = []
+        for key in keys:
+            each = self.naive[key]
+            if is_well:
+                was_out, each.down, each.polls = each.out, False, 0
+                if was_out and each.refused:
+                    each.left = 0
+                if was_out and not each.out:
+                    each.trial, each.failures = BASE, 0
+                continue
+            each.polls += 1
+            if each.polls >= POLLS and not each.down:
+                if each.out:
+                    each.down = True
+                else:
+                    due.append(key)
+        if due and self.may_go(due):
+            for each in (self.naive[key] for key in due):
+                each.down, each.trial = True, 0
+
+    @rule(worker_id=st.sampled_from(sorted(WORKERS)))
+    def forget(self, worker_id: int) -> None:
+        keys = [key for key in KEYS if key[0] == worker_id]
+        self.real.forget(keys)
+        self.naive.update((key, Naive()) for key in keys)
+
+    @invariant()
+    def the_same_are_out_and_on_probation(self) -> None:
+        if not self.is_current:
+            return
+        assert self.real.out == self.out()
+        for key, each in self.naive.items():
+            health = self.real.ranks.get(key)
+            state = IN_SERVICE if health is None else health.state
+            assert state == (EJECTED if each.out else PROBATION if each.trial else IN_SERVICE)
+
+    @invariant()
+    def some_are_left_or_those_that_are_out_are_one_workers(self) -> None:
+        out = self.real.out
+        assert len({key[0] for key in out}) <= 1 or len(out) * 100 <= SHARE * len(KEYS)
+
+
+TestEjectionsAgainstTheModel = EjectionMachine.TestCase

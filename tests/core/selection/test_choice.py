@@ -1,0 +1,243 @@
+"""Who is taken of some cells: ties that rounding alone decides, and the draw.
+
+Costs are compared to the last bit with those of each rank alone, for a tie that is missed or made
+up changes which ranks the draw is among.
+"""
+
+import math
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lean_selector.core.index.kv_index import KvIndex, Matched
+from lean_selector.core.load.prefill_decay import PrefillDecay
+from lean_selector.core.load.records import Prefill
+from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.cells import Cell, Pricing
+from lean_selector.core.selection.choice import cheapest, dearest, drawn
+from lean_selector.core.selection.cost import credit_blocks, credit_decay
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.workers import WorkerSpec
+
+Load = tuple[int, int]  # prefill tokens, active blocks
+
+block_sizes = st.sampled_from([1, 3, 16, 64, 100])
+loads = st.tuples(
+    st.sampled_from([0, 1, 16, 32, 48, 300]) | st.integers(0, 100_000),
+    st.sampled_from([0, 1, 2, 3, 300]) | st.integers(0, 5_000),
+)
+prompts = st.sampled_from([0, 1, 15, 16, 48]) | st.integers(0, 100_000)
+scales = st.sampled_from([0.0, 0.1, 1.0, 2.5]) | st.floats(0.0, 10.0)
+
+NOW, LASTS = 2.0, 10.0  # a fifth of what wears off is gone
+
+
+def loaded(
+    block_size: int, scale: float, held: list[Load], falling: frozenset[int] = frozenset()
+) -> Partition:
+    """One worker for each load, its bit the place in the list; some loads wear off."""
+    partition = Partition("m", "t", block_size, False, KvIndex(block_size), scale)
+    for worker_id, load in enumerate(held):
+        partition.put_worker(WorkerSpec(worker_id=worker_id))
+        rank = partition.slots.ranks[worker_id, 0]
+        rank.active_prefill_tokens, rank.active_decode_blocks = load
+        if worker_id in falling:
+            rank.decay = PrefillDecay()
+            rank.decay.add("r", Prefill(load[0], LASTS), 0.0)
+        partition.order.changed(rank)
+        assert rank.bit == worker_id
+    return partition
+
+
+class Asked(msgspec.Struct):
+    """A cell, and the terms of the request."""
+
+    terms: Terms
+    ranks: int
+    tokens: int
+    device: int
+    blocks: int
+    factor: float = 1.0
+
+    def found_in(self, partition: Partition) -> tuple[float, set[int], float]:
+        """The least cost, who has it, and the greatest; the sets share no rank, none is empty."""
+        request = SelectionRequest(Prompt(self.tokens, b"", 0, b"", b""), self.terms)
+        pricing = Pricing(partition, request, self.ranks, NOW)
+        match = Matched(self.device)
+        credit = credit_blocks(self.terms, 1.0, match)
+        cell = Cell(pricing, self.ranks, match, self.tokens, credit, self.blocks, self.factor)
+        least, tied = cheapest(partition.order, pricing, [cell], NOW)
+        bits = [bits_of(each) for each in tied]
+        assert all(bits)
+        assert sum(map(len, bits)) == len(set().union(*bits))
+        return least, set().union(*bits), dearest(partition.order, pricing, [cell], NOW)
+
+    def one_by_one(self, partition: Partition) -> tuple[float, set[int], float]:
+        """The same, of each rank alone."""
+        costs = {}
+        loads = [partition.order.rank(bit) for bit in bits_of(self.ranks)]
+        least_tokens = min(load.prefill_tokens_at(NOW) for load in loads)
+        terms, block_size = self.terms, partition.block_size
+        for load in loads:
+            tokens = load.prefill_tokens_at(NOW)
+            decay = credit_decay(terms, tokens - least_tokens, self.tokens, block_size)
+            credit = credit_blocks(terms, decay, Matched(self.device))
+            prefill = 0.0
+            if terms.track_prefill:
+                prefill = terms.scale * max(0.0, (tokens + self.tokens) / block_size - credit)
+            blocks = load.active_decode_blocks + self.blocks
+            costs[load.bit] = (prefill + blocks) * self.factor
+        least = min(costs.values())
+        cheap = {bit for bit, cost in costs.items() if cost == least}
+        return least, cheap, max(costs.values())
+
+
+def terms_of(
+    scale: float, *, credit: float = 1.0, decay: float = 0.0, tracks: bool = True
+) -> Terms:
+    return Terms(credit, decay, scale, 0.0, tracks)
+
+
+@given(
+    held=st.lists(loads, min_size=1, max_size=40)
+    | st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6)), min_size=8, max_size=40),
+    falling=st.frozensets(st.integers(0, 39)) | st.just(frozenset()),
+    block_size=block_sizes,
+    kept=scales,
+    asked=st.none() | scales,
+    decay=st.sampled_from([0.0, 0.5, 4.0]),
+    tracks=st.sampled_from([True, True, False]),
+    picked=st.just(frozenset()) | st.frozensets(st.integers(0, 39)),
+    device=st.integers(0, 30),
+    beyond=st.integers(0, 300),
+    blocks=st.integers(0, 300),
+    factor=st.sampled_from([1.0, 0.4, 2.1]),
+)
+# Where the credit decays, who has less load in all may cost more.
+@example(
+    held=[(0, 40)] * 4 + [(160, 28)] * 4,
+    falling=frozenset(),
+    block_size=16,
+    kept=1.0,
+    asked=None,
+    decay=4.0,
+    tracks=True,
+    picked=frozenset(),
+    device=30,
+    beyond=0,
+    blocks=0,
+    factor=1.0,
+)
+@settings(max_examples=400, deadline=None)
+def test_the_ends_of_a_cell_are_those_of_its_ranks_one_by_one(
+    held: list[Load],
+    falling: frozenset[int],
+    block_size: int,
+    kept: float,
+    asked: float | None,
+    decay: float,
+    tracks: bool,
+    picked: frozenset[int],
+    device: int,
+    beyond: int,
+    blocks: int,
+    factor: float,
+) -> None:
+    """All ranks or any of them; by the scale that the order is kept by, or by another."""
+    partition = loaded(block_size, kept, held, falling)
+    terms = terms_of(kept if asked is None else asked, decay=decay, tracks=tracks)
+    ranks = sum(1 << bit for bit in picked) & partition.candidates or partition.candidates
+    tokens = max(1, device * block_size + beyond)
+    cell = Asked(terms, ranks, tokens, device, blocks, factor)
+    assert cell.found_in(partition) == cell.one_by_one(partition)
+
+
+@given(
+    block_size=block_sizes,
+    parts=st.sampled_from([7, 10, 49]) | st.integers(1, 100),
+    equal=st.lists(st.integers(0, 300), min_size=1, max_size=60),
+    tokens=prompts,
+    blocks=st.integers(0, 300),
+)
+# 1 / 49 * 49 is not 1: keys differ in their last bits, and costs less so.
+@example(3, 49, [*range(60)], 53_767, 84)
+@example(100, 49, [*range(0, 300, 7)], 77_087, 78)
+@example(100, 7, [*range(60)], 99_999, 1)
+def test_loads_that_are_equal_but_for_rounding_tie_as_they_do_one_by_one(
+    block_size: int, parts: int, equal: list[int], tokens: int, blocks: int
+) -> None:
+    """At a scale of 1 / parts a block weighs as `parts` blocks of tokens do: every rank costs the
+    same, and rounding alone says which tie, and which of them the order has first."""
+    held = [((300 - each) * block_size * parts, each) for each in equal]
+    partition = loaded(block_size, 1 / parts, held)
+    everyone = partition.candidates
+    for ranks in (everyone, everyone & 0b111_111, everyone & 0b1_010_101):
+        cell = Asked(terms_of(1 / parts), ranks, tokens, tokens // block_size // 2, blocks)
+        assert cell.found_in(partition) == cell.one_by_one(partition)
+
+
+def test_a_set_of_equal_ranks_ties_as_one_and_only_those_that_were_asked_for() -> None:
+    held = [(16, 2) if bit % 2 else (32, 1) for bit in range(20)]  # 3 blocks each
+    partition = loaded(16, 1.0, held)
+    everyone = Asked(terms_of(1.0), partition.candidates, 16, 1, 0)
+    assert everyone.found_in(partition) == (3.0, set(range(20)), 3.0)
+    some = Asked(terms_of(1.0), 0xFF << 8, 16, 1, 0)
+    assert some.found_in(partition) == (3.0, set(range(8, 16)), 3.0)
+
+
+# -- the draw -------------------------------------------------------------------------------------
+
+
+def shares_of(costs: list[float], temperature: float, draws: int) -> list[float]:
+    """How often each rank was drawn, of ranks that cost so much."""
+    partition = loaded(1, 0.0, [(0, 0)] * len(costs))
+    request = SelectionRequest(Prompt(0, b"", 0, b"", b""), Terms(1.0, 0.0, 0.0, temperature, True))
+    pricing = Pricing(partition, request, partition.candidates, 0.0)
+    cells = [
+        Cell(pricing, 1 << bit, Matched(0), 0, 0.0, 1 if cost else 0, cost or 1.0)
+        for bit, cost in enumerate(costs)
+    ]
+    rng = random.Random(11)
+    counts = Counter(
+        drawn(partition.order, pricing, cells, temperature, 0.0, rng) for _ in range(draws)
+    )
+    return [counts[bit] / draws for bit in range(len(costs))]
+
+
+def test_without_temperature_only_the_cheapest_are_drawn_and_evenly() -> None:
+    assert shares_of([3.0, 1.0, 2.0], 0.0, 100) == [0.0, 1.0, 0.0]
+    shares = shares_of([1.0, 5.0, 1.0, 1.0], 0.0, 6000)
+    assert shares[1] == 0.0
+    assert max(abs(share - 1 / 3) for share in (shares[0], shares[2], shares[3])) < 0.03
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 2.0, 100.0])
+@pytest.mark.parametrize("costs", [[10.0, 12.0, 20.0, 11.0], [0.0, 1e-9, 1e-9, 5e-10]])
+def test_with_temperature_the_draw_is_a_softmax_of_the_scaled_range(
+    temperature: float, costs: list[float]
+) -> None:
+    least, most = min(costs), max(costs)
+    weights = [math.exp(-(value - least) / (most - least) / temperature) for value in costs]
+    draws = 20_000
+    for share, weight in zip(shares_of(costs, temperature, draws), weights, strict=True):
+        expected = weight / sum(weights)
+        # Four standard deviations of a binomial share.
+        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / draws) + 1e-9
+
+
+def test_with_temperature_equal_costs_are_drawn_evenly() -> None:
+    assert max(abs(share - 0.25) for share in shares_of([7.0] * 4, 1.0, 8000)) < 0.02
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])
+def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float) -> None:
+    shares = shares_of([math.inf, 1.0, math.inf], temperature, 50)
+    assert shares == [0.0, 1.0, 0.0]
+    assert sum(shares_of([math.inf, math.inf], temperature, 50)) == 1.0

@@ -1,0 +1,125 @@
+"""Ejected workers in the choice: avoided while there are others, and followed when tied to."""
+
+import pytest
+
+from lean_selector.core.errors import NotFound
+from lean_selector.core.health.ejections import FAILED, OK
+from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.selection.records import Placement
+from tests.driven_selector import DrivenSelector
+
+EJECTION = EjectionSettings(failures=3, base_s=10.0, most_percent=100.0)
+
+
+def fleet(*worker_ids: int, **settings: object) -> DrivenSelector:
+    driven = DrivenSelector(ejection=EJECTION, **settings)
+    for worker_id in worker_ids:
+        driven.register(worker_id)
+    return driven
+
+
+def fail(driven: DrivenSelector, worker_id: int, dp_rank: int | None = None) -> None:
+    for _ in range(3):
+        driven.selector.health.report(worker_id, dp_rank, FAILED, driven.now)
+
+
+def chosen(driven: DrivenSelector, **ties: object) -> set[int]:
+    """The workers that 40 requests go to; nothing is booked, so all are equally loaded."""
+    found = set()
+    for number in range(40):
+        placement = driven.submit(f"s{number}", driven.request([], 16, **ties))
+        assert isinstance(placement, Placement)
+        found.add(placement.worker_id)
+    return found
+
+
+def test_an_ejected_worker_is_given_nothing_until_its_time_is_over() -> None:
+    driven = fleet(1, 2, 3)
+    fail(driven, 2)
+    assert chosen(driven) == {1, 3}
+    driven.now = 10.0
+    driven.selector.admit_waiting(driven.now)
+    assert chosen(driven) == {1, 2, 3}
+
+
+def test_when_all_are_ejected_all_are_tried() -> None:
+    driven = fleet(1, 2)
+    fail(driven, 1)
+    fail(driven, 2)
+    assert chosen(driven) == {1, 2}
+    driven.selector.health.report(2, None, OK, driven.now)
+    assert chosen(driven) == {2}
+
+
+def test_who_is_tied_to_an_ejected_worker_alone_goes_there() -> None:
+    driven = fleet(1, 2, 3)
+    fail(driven, 2)
+    assert chosen(driven, pin=(2, 0)) == {2}
+    assert chosen(driven, allowed=[2]) == {2}
+    assert chosen(driven, allowed=[1, 2]) == {1}
+
+
+def test_one_rank_of_a_worker_is_ejected_by_itself() -> None:
+    driven = DrivenSelector(ejection=EJECTION)
+    driven.register(1, data_parallel_size=2)
+    fail(driven, 1, 1)
+    placed = [driven.submit(f"s{n}", driven.request([], 16)) for n in range(40)]
+    assert {each.dp_rank for each in placed if isinstance(each, Placement)} == {0}
+
+
+def test_a_worker_with_another_endpoint_is_another_and_the_same_record_changes_nothing() -> None:
+    driven = fleet(1, 2)
+    fail(driven, 1)
+    driven.register(1)
+    assert chosen(driven) == {2}
+    driven.register(1, endpoint="http://elsewhere")
+    assert chosen(driven) == {1, 2}
+
+
+def test_a_worker_that_is_removed_leaves_no_ejection_behind() -> None:
+    driven = fleet(1, 2, 3)
+    fail(driven, 2)
+    driven.remove(2)
+    driven.register(4)  # takes its number
+    driven.register(2)
+    assert chosen(driven) == {1, 2, 3, 4}
+
+
+def test_when_the_last_that_is_not_ejected_leaves_the_others_are_tried() -> None:
+    driven = fleet(1, 2)
+    fail(driven, 2)
+    driven.remove(1)
+    assert chosen(driven) == {2}
+
+
+def test_who_waits_goes_to_a_worker_that_comes_back() -> None:
+    driven = fleet(1, 2, queue_threshold=1.0)
+    fail(driven, 2)
+    driven.book("a")
+    driven.book("b")
+    driven.now = 10.0
+    assert driven.answers == {}
+    driven.selector.admit_waiting(driven.now)
+    assert driven.placed("b") == (2, 0)
+
+
+def test_who_waits_for_the_last_candidate_is_let_go_when_that_is_ejected_too() -> None:
+    driven = fleet(1, 2, queue_threshold=1.0)
+    fail(driven, 2)
+    driven.book("a")
+    driven.book("b")
+    fail(driven, 1)
+    assert driven.placed("b") == (2, 0)
+
+
+def test_a_report_on_who_is_not_there_is_not_found_and_one_on_an_incomplete_worker_is_taken() -> (
+    None
+):
+    driven = fleet(1)
+    report = driven.selector.health.report
+    with pytest.raises(NotFound, match=r"^worker 9 not found$"):
+        report(9, None, OK, 0.0)
+    with pytest.raises(NotFound, match="dp_rank: 1"):
+        report(1, 1, OK, 0.0)
+    driven.register(2, endpoint=None)
+    report(2, None, FAILED, 0.0)

@@ -1,0 +1,300 @@
+"""Sessions and their bindings: how long one lasts, who holds it, what peers are told and say."""
+
+import pytest
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.sessions import table as table_module
+from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
+from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.sessions.table import (
+    MAX_AHEAD,
+    MAX_SEQUENCE,
+    SessionTable,
+    SessionTables,
+    check_session_id,
+)
+
+TTL_S = 10.0
+OURS, PEER = 7, 9
+
+
+class Told(list[SessionEvent]):
+    def versions(self) -> list[tuple[str, int]]:
+        return [(event.session_id, event.sequence) for event in self]
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def table(told: Told) -> SessionTable:
+    settings = SessionSettings(ttl_s=TTL_S)
+    return SessionTables(settings, OURS, lambda: 100, told.append).new_table("m", "t")
+
+
+def where(table: SessionTable, session_id: str, now: float) -> tuple[int, int | None] | None:
+    binding = table.bound(session_id, now)
+    return None if binding is None else (binding.worker_id, binding.dp_rank)
+
+
+def heard(
+    session_id: str = "s",
+    worker_id: int = 2,
+    dp_rank: int | None = 0,
+    sequence: int = 5,
+    writer_id: int = PEER,
+) -> SessionEvent:
+    return SessionEvent("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
+
+
+# -- bookings -------------------------------------------------------------------------------------
+
+
+def test_a_booking_binds_its_session_and_one_that_follows_changes_nothing(
+    table: SessionTable, told: Told
+) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    table.book("s", "b", 1, 0, 1.0)
+    assert where(table, "s", 1.0) == (1, 0)
+    assert told == [SessionEvent("m", "t", "s", 1, 0, 100, OURS)] * 2
+    assert (table.counts.bound, table.counts.followed, table.held) == (1, 1, 1)
+
+
+def test_every_new_binding_has_the_next_sequence(table: SessionTable, told: Told) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    table.book("t", "b", 1, 0, 0.0)
+    table.book("s", "c", 2, 0, 0.0)  # it moves
+    assert told.versions() == [("s", 100), ("t", 101), ("s", 102)]
+    assert where(table, "s", 0.0) == (2, 0)
+    assert table.counts.moved == 1
+
+
+def test_a_binding_lives_while_a_reservation_does_and_then_its_time(table: SessionTable) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    table.book("s", "b", 1, 0, 0.0)
+    table.release("a", 1.0)
+    assert where(table, "s", 1000.0) == (1, 0)
+    table.release("b", 1000.0)
+    assert where(table, "s", 1000.0 + TTL_S - 0.01) == (1, 0)
+    assert where(table, "s", 1000.0 + TTL_S) is None
+
+
+def test_a_release_tells_peers_only_while_its_own_binding_is_in_force(
+    table: SessionTable, told: Told
+) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    table.book("s", "b", 2, 0, 0.0)
+    told.clear()
+    table.release("a", 1.0)
+    assert told == []
+    table.release("b", 1.0)
+    assert told.versions() == [("s", 101)]
+
+
+def test_what_went_with_its_rank_is_released_in_silence(table: SessionTable, told: Told) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    told.clear()
+    table.release("a", 1.0, tells=False)
+    assert told == []
+    assert where(table, "s", 1.0 + TTL_S) is None
+
+
+def test_a_refused_booking_drops_the_binding_whatever_else_holds_it(
+    table: SessionTable, told: Told
+) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    table.refuse("s")
+    assert where(table, "s", 0.0) is None
+    table.book("s", "b", 2, 0, 0.0)
+    told.clear()
+    table.release("a", 1.0)  # holds nothing any more
+    assert told == []
+    assert where(table, "s", 1.0) == (2, 0)
+    assert table.held == 1
+
+
+def test_ending_what_holds_no_session_does_nothing(table: SessionTable, told: Told) -> None:
+    table.release("a", 0.0)
+    assert (told, len(table)) == ([], 0)
+
+
+def test_an_id_is_measured_in_bytes() -> None:
+    for fits in ("", "x" * 256, "é" * 128, "\U0001f600" * 64):
+        check_session_id(fits)
+    for too_long in ("x" * 257, "é" * 129, "\U0001f600" * 65):
+        with pytest.raises(BadRequest, match=r"^session affinity ID must not exceed 256 bytes$"):
+            check_session_id(too_long)
+
+
+# -- peers ----------------------------------------------------------------------------------------
+
+
+def test_what_a_peer_tells_binds_and_is_told_to_nobody(table: SessionTable, told: Told) -> None:
+    assert table.hear(heard(), 0.0) is SessionVerdict.BOUND
+    assert where(table, "s", TTL_S - 0.01) == (2, 0)
+    assert where(table, "s", TTL_S) is None
+    assert told == []
+
+
+def test_the_higher_of_two_versions_counts(table: SessionTable) -> None:
+    told_in_turn = [
+        (heard(dp_rank=0, sequence=5), SessionVerdict.BOUND, 0),
+        (heard(dp_rank=1, sequence=5), SessionVerdict.OUTDATED, 0),
+        (heard(dp_rank=1, sequence=5, writer_id=PEER + 1), SessionVerdict.REPLACED, 1),
+        (heard(dp_rank=0, sequence=6), SessionVerdict.REPLACED, 0),
+        (heard(dp_rank=1, sequence=4, writer_id=99), SessionVerdict.OUTDATED, 0),
+        (heard(dp_rank=0, sequence=6), SessionVerdict.RENEWED, 0),
+        (heard(dp_rank=0, sequence=8), SessionVerdict.RENEWED, 0),
+        (heard(dp_rank=1, sequence=7), SessionVerdict.OUTDATED, 0),
+    ]
+    for event, verdict, dp_rank in told_in_turn:
+        assert table.hear(event, 0.0) is verdict
+        assert where(table, "s", 0.0) == (2, dp_rank)
+
+
+def test_an_older_version_of_the_same_binding_does_not_renew_it(table: SessionTable) -> None:
+    table.hear(heard(sequence=5), 0.0)
+    assert table.hear(heard(sequence=4), 5.0) is SessionVerdict.OUTDATED
+    assert where(table, "s", TTL_S) is None
+    assert table.hear(heard(sequence=1), TTL_S) is SessionVerdict.BOUND  # expired: any will do
+    assert table.hear(heard(sequence=1), TTL_S + 5.0) is SessionVerdict.RENEWED
+    assert where(table, "s", 2 * TTL_S + 4.0) == (2, 0)
+
+
+def test_a_newer_binding_replaces_ours_under_a_live_reservation(
+    table: SessionTable, told: Told
+) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    assert table.hear(heard(sequence=99), 0.0) is SessionVerdict.OUTDATED
+    assert table.hear(heard(sequence=101), 0.0) is SessionVerdict.REPLACED
+    told.clear()
+    assert where(table, "s", 3 * TTL_S) == (2, 0)  # held, by whatever
+    table.release("a", 3 * TTL_S)
+    assert told == []
+    assert where(table, "s", 3 * TTL_S) is None  # by then the peer has said nothing for long
+
+
+def test_our_next_binding_is_above_whatever_was_heard(table: SessionTable, told: Told) -> None:
+    table.hear(heard(sequence=500), 0.0)
+    table.book("mine", "a", 1, 0, 0.0)
+    table.hear(heard(sequence=20), 0.0)
+    table.book("mine too", "b", 1, 0, 0.0)
+    assert told.versions() == [("mine", 501), ("mine too", 502)]
+
+
+def test_a_sequence_that_nobody_counts_to_changes_nothing(table: SessionTable, told: Told) -> None:
+    assert table.hear(heard(sequence=2**64 - 1), 0.0) is SessionVerdict.SEQUENCE
+    assert table.hear(heard(sequence=MAX_SEQUENCE + 1), 0.0) is SessionVerdict.SEQUENCE
+    table.book("mine", "a", 1, 0, 0.0)
+    assert told.versions() == [("mine", 100)]
+    assert where(table, "s", 0.0) is None
+
+
+def test_a_sequence_far_above_the_clock_does_not_raise_ours_to_what_nobody_takes() -> None:
+    clock, told = [100], Told()
+    settings = SessionSettings(ttl_s=TTL_S)
+    table = SessionTables(settings, OURS, lambda: clock[0], told.append).new_table("m", "t")
+    for sequence in (MAX_SEQUENCE, MAX_SEQUENCE - 1, 101 + MAX_AHEAD):
+        assert table.hear(heard(sequence=sequence), 0.0) is SessionVerdict.SEQUENCE
+    table.book("mine", "a", 1, 0, 0.0)
+    assert told.versions() == [("mine", 100)]
+    clock[0] += 10 * MAX_AHEAD  # a peer began days after this table was made
+    assert table.hear(heard(sequence=clock[0] + 5), 0.0) is SessionVerdict.BOUND
+
+
+def test_a_booking_follows_what_a_peer_told_with_its_version(
+    table: SessionTable, told: Told
+) -> None:
+    table.hear(heard(dp_rank=None), 0.0)
+    table.book("s", "a", 2, 1, 0.0)  # any rank of worker 2
+    assert told == [heard(dp_rank=None)]
+    assert (table.counts.followed, table.counts.bound) == (1, 0)
+
+
+def test_an_id_that_is_too_long_is_not_taken_from_a_peer(table: SessionTable) -> None:
+    assert table.hear(heard("x" * 257), 0.0) is SessionVerdict.TOO_LONG
+    assert table.hear(heard(""), 0.0) is SessionVerdict.BOUND
+
+
+def test_what_was_idle_at_a_peer_has_only_the_rest_of_its_time(table: SessionTable) -> None:
+    assert table.hear(heard(), 0.0, idle_s=TTL_S) is SessionVerdict.EXPIRED
+    assert table.hear(heard(), 0.0, idle_s=TTL_S - 3.0) is SessionVerdict.BOUND
+    assert where(table, "s", 3.0) is None
+    assert where(table, "s", 2.99) == (2, 0)
+    table.hear(heard(), 1.0, idle_s=0.0)
+    table.hear(heard(), 1.0, idle_s=8.0)  # another peer that knows less
+    assert where(table, "s", 10.5) == (2, 0)
+
+
+def test_peers_hear_again_of_what_is_held_before_they_would_forget_it(
+    table: SessionTable, told: Told
+) -> None:
+    table.book("s", "a", 1, 0, 0.0)
+    table.book("t", "b", 1, 0, 2.0)
+    told.clear()
+    table.keep_alive(0.4 * TTL_S, 10)
+    assert told == []
+    table.keep_alive(0.5 * TTL_S, 10)
+    assert told.versions() == [("s", 100)]
+    table.keep_alive(0.5 * TTL_S, 10)
+    assert len(told) == 1
+    table.keep_alive(1.4 * TTL_S, 1)
+    table.keep_alive(1.4 * TTL_S, 1)
+    assert told.versions()[1:] == [("t", 101), ("s", 100)]
+    table.release("a", 15.0)
+    table.release("b", 15.0)
+    told.clear()
+    table.keep_alive(1e6, 10)
+    assert told == []
+
+
+def test_the_list_for_a_peer_says_how_long_each_was_idle(table: SessionTable) -> None:
+    table.book("held", "a", 1, 0, 0.0)
+    table.book("idle", "b", 1, 0, 0.0)
+    table.release("b", 2.0)
+    table.hear(heard("gone"), 0.0)
+    listed = [(live.event.session_id, live.idle_s) for live in table.live(TTL_S)]
+    assert listed == [("idle", TTL_S - 2.0), ("held", 0.0)]
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(table: SessionTable, monkeypatch: pytest.MonkeyPatch) -> SessionTable:
+    monkeypatch.setattr(table_module, "MAX_SESSIONS", 2)
+    return table
+
+
+class TestAFullTable:
+    def test_leaves_new_sessions_unbound_and_old_ones_as_they_are(
+        self, small: SessionTable
+    ) -> None:
+        small.book("s", "a", 1, 0, 0.0)
+        small.book("t", "b", 1, 0, 0.0)
+        small.book("u", "c", 2, 0, 0.0)
+        assert small.hear(heard("v"), 0.0) is SessionVerdict.FULL
+        assert where(small, "u", 0.0) is None
+        assert small.counts.unbound == 1
+        small.release("c", 0.0)
+        small.book("s", "d", 1, 0, 0.0)
+        assert len(small) == 2
+
+    def test_has_room_where_something_has_expired(self, small: SessionTable) -> None:
+        small.book("s", "a", 1, 0, 0.0)
+        small.book("t", "b", 1, 0, 0.0)
+        small.release("b", 0.0)
+        small.book("u", "c", 2, 0, TTL_S)
+        assert where(small, "u", TTL_S) == (2, 0)
+        assert (len(small), small.counts.expired) == (2, 1)
+
+
+def test_what_has_expired_is_swept_in_steps(table: SessionTable) -> None:
+    for number in range(5):
+        table.hear(heard(f"s{number}"), float(number))
+    table.sweep(TTL_S + 3.0, 2)
+    assert len(table) == 3
+    table.sweep(TTL_S + 3.0, 10)
+    assert (len(table), table.counts.expired) == (1, 4)
