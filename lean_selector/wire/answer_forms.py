@@ -4,6 +4,7 @@ A part that is kept encoded, because it is shown often and changes rarely, is JS
 """
 
 import re
+from typing import Final
 
 import msgspec
 
@@ -40,8 +41,8 @@ def _taken_apart(part: JsonText) -> object:
     return msgspec.json.decode(part.text)
 
 
-json_form = msgspec.json.Encoder(enc_hook=_as_it_is).encode
-_packed = msgspec.msgpack.Encoder(enc_hook=_taken_apart).encode
+json_form: Final = msgspec.json.Encoder(enc_hook=_as_it_is).encode
+_packed: Final = msgspec.msgpack.Encoder(enc_hook=_taken_apart).encode
 
 
 def messagepack_form(body: object) -> bytes | None:

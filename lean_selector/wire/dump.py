@@ -18,6 +18,7 @@ from lean_selector.core.limits import U64_MAX
 from lean_selector.wire.dump_shapes import (
     Block,
     ClearedRank,
+    DomainTierEvent,
     DumpedPartition,
     DumpEvent,
     Event,
@@ -43,8 +44,8 @@ _encode = msgspec.json.Encoder().encode
 # -- writing --------------------------------------------------------------------------------------
 
 
-def encode_dump(partitions: Sequence[PartitionDump]) -> Iterator[bytes]:
-    """The whole text in parts, entries in the order given.
+def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) -> Iterator[bytes]:
+    """The whole text in parts, entries in the order given; `as_1_6` as 1.6 has it, and no more.
 
     Partitions whose keys would be the same text (model `a:b` of tenant `c`, model `a` of tenant
     `b:c`) all appear: the first has the key, the others have it with colons added, and the names
@@ -58,10 +59,10 @@ def encode_dump(partitions: Sequence[PartitionDump]) -> Iterator[bytes]:
         yield b'%b%b:{"block_size":%d,"events":[' % (before, _encode(key), partition.block_size)
         before = b","
         is_empty = True
-        for events in _events(partition.runs):
+        for events in _events(partition.runs, as_1_6):
             yield events if is_empty else b"," + events
             is_empty = False
-        if is_empty and not partition.watermarks:
+        if as_1_6 or (is_empty and not partition.watermarks):
             yield b"]}"
             continue
         watermarks = {
@@ -88,31 +89,35 @@ def _keys(partitions: Sequence[PartitionDump]) -> list[str]:
     return keys
 
 
-def _events(runs: Iterator[list[StoredRun]]) -> Iterator[bytes]:
+def _events(runs: Iterator[list[StoredRun]], as_1_6: bool) -> Iterator[bytes]:
     """Events joined by commas; ids count from 0 within each tier."""
     ids = dict.fromkeys(Tier, 0)
     part: list[bytes] = []
     blocks = 0
-    for run in (run for some in runs for run in some):
-        part.append(_encode(_tier_event(run, ids[run.tier])))
-        ids[run.tier] += 1
-        blocks += len(run.block_hashes)
-        if blocks >= _PART_BLOCKS:
-            yield b",".join(part)
-            part.clear()
-            blocks = 0
+    for some in runs:
+        for run in some:
+            part.append(_encode(_tier_event(run, ids[run.tier], as_1_6)))
+            ids[run.tier] += 1
+            blocks += len(run.block_hashes)
+            if blocks >= _PART_BLOCKS:
+                yield b",".join(part)
+                part.clear()
+                blocks = 0
     if part:
         yield b",".join(part)
 
 
-def _tier_event(run: StoredRun, event_id: int) -> TierEvent:
+def _tier_event(run: StoredRun, event_id: int, as_1_6: bool) -> TierEvent | DomainTierEvent:
     blocks = [
         Block(block_hash, tokens_hash)
         for block_hash, tokens_hash in zip(run.block_hashes, run.tokens_hashes, strict=True)
     ]
     data = StoredData(Stored(run.parent_hash, None, blocks))
     event = Event(event_id, data, run.dp_rank)
-    return TierEvent(run.worker_id, _TIER_NAMES[run.tier], event)
+    tier = _TIER_NAMES[run.tier]
+    if as_1_6:
+        return DomainTierEvent(run.worker_id, tier, "worker", event)
+    return TierEvent(run.worker_id, tier, event)
 
 
 # -- reading --------------------------------------------------------------------------------------

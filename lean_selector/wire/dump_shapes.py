@@ -56,6 +56,15 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
     event: Event
 
 
+class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
+    """The same in the 1.6 dialect, which says whose residency is meant: here always a worker's."""
+
+    worker_id: int
+    storage_tier: str
+    residency_domain: str
+    event: Event
+
+
 class Names(msgspec.Struct, frozen=True):
     """What an entry of ours says beyond the reference's; encoded without its braces."""
 

@@ -8,13 +8,13 @@ from lean_selector.wire.scalars import hashes_from_integers, hashes_from_json, h
 ABSENT = Raw(b"")
 
 # How a body's form gives a hash list: as JSON text, a JSON list, MessagePack's array, or its bin.
-HashList = Raw | list[int] | tuple[int, ...] | bytes | None
+# A Raw, list[int], tuple[int, ...], bytes or None. No union says so: msgspec's types take a Raw for
+# a kind of bytes, which it is not.
+HashList = object
 
 
 def packed(name: str, hashes: HashList) -> bytes:
     """The hashes, 8 bytes each; raises msgspec.ValidationError for what is no list of them."""
-    if isinstance(hashes, list):
-        return hashes_from_signed(name, hashes)
     if isinstance(hashes, Raw):
         return hashes_from_json(name, hashes)
     if isinstance(hashes, bytes):
@@ -23,7 +23,9 @@ def packed(name: str, hashes: HashList) -> bytes:
                 f"Expected 8 bytes for each hash, got {len(hashes)} bytes - at `$.{name}`"
             )
         return hashes
-    assert hashes is not None
+    if isinstance(hashes, list):
+        return hashes_from_signed(name, hashes)
+    assert isinstance(hashes, tuple)
     return hashes_from_integers(name, hashes)
 
 

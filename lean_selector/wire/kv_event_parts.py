@@ -76,8 +76,8 @@ def records_of_large(data: memoryview, at: int) -> Iterator[Slice]:
     try:
         yield from event.read(at)
         yield from event.records()
-    except _OverBound as error:
-        yield [], [SkippedEvent(event.event_type, error.reason, str(error))]
+    except _OverBound as bound:
+        yield [], [SkippedEvent(event.event_type, bound.reason, str(bound))]
     except (*UNREADABLE, NotMessagePack, ValueError, TypeError) as error:
         skips = Skips()
         skips.add(event.tag, error)

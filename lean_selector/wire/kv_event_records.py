@@ -107,7 +107,7 @@ def record_of(event: ArrayEvent | MapEvent) -> Event | None:
     else:
         return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
     hashes = u64s(event.block_hashes)
-    tier = _tier(event.medium)
+    tier = tier_of(event.medium)
     return BlockRemoved(hashes, tier, event.group_idx, spec_kind, _is_remote(locality))
 
 
@@ -136,7 +136,7 @@ def stored_record(
         parent,
         tokens,
         event.block_size,
-        _TIERS[medium] if medium in _TIERS else _tier(medium),
+        _TIERS[medium] if medium in _TIERS else tier_of(medium),
         event.lora_name or None,
         salt or None,
         mm_hashes,
@@ -183,7 +183,8 @@ def _flattened(pairs: list[Token]) -> list[int]:
     return tokens
 
 
-def _tier(medium: str | None) -> Tier | None:
+def tier_of(medium: str | None) -> Tier | None:
+    """The tier that a medium names; None for one of unknown name."""
     tier = _TIERS.get(medium)
     return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
 

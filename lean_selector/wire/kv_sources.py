@@ -10,13 +10,15 @@ class SourceStatus(msgspec.Struct, frozen=True):
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
-    # live, replaying, degraded; before the first message also resolving, connecting, and failed,
-    # which is tried again
+    # resolving, connecting, replaying, live; or what is wrong: degraded, mismatch, unreachable,
+    # silent, no_replay, partial (D35)
     state: str
+    state_age_s: float
+    problem: str | None  # what is wrong, in one line
     connection: str  # resolving, connecting, connected, retrying
     last_seq: int | None  # of the last live batch
     lag_batches: int  # known of and not applied, or not to the end
-    lost_batches: int  # gone for good since the index last was what the engine held
+    lost_batches: int  # in no replay, since the index last was what the engine held
     gaps: int
     replayed_batches: int
     restarts: int

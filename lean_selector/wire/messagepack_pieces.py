@@ -104,8 +104,8 @@ def end_within(data: Bytes, at: int, count: int) -> int | None:
         if _TRUNCATED in str(error) and at + WINDOW_BYTES < len(data):
             return None
         raise NotMessagePack(str(error)) from None
-    except RecursionError as error:
-        raise NotMessagePack(str(error)) from None
+    except RecursionError as depth:
+        raise NotMessagePack(str(depth)) from None
     return at + len(window)
 
 

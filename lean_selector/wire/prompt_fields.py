@@ -14,8 +14,10 @@ from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 
 if TYPE_CHECKING:
     _HashListField = HashList
+    _Tokens = list[int] | bytes  # bytes: those of a long JSON body, 4 each
 else:
     _HashListField = Raw  # of a long JSON body; the other forms have types of their own
+    _Tokens = list[U32]
 
 
 class Scoped(msgspec.Struct, kw_only=True):
@@ -51,7 +53,7 @@ class MmRoutingInfo(msgspec.Struct, frozen=True):
 class PromptFields(Scoped, kw_only=True):
     """The prompt part that the bodies of five routes share. `null` is the same as absent."""
 
-    token_ids: list[U32] | None = None
+    token_ids: _Tokens | None = None
     mm_routing_info: MmRoutingInfo | None = None
     block_mm_infos: list[BlockMmInfo | None] | None = None
     block_hashes: _HashListField = ABSENT

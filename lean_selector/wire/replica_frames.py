@@ -22,7 +22,7 @@ import msgspec
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.replication.records import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import turned_round
-from lean_selector.wire.replica_odd_frames import NANOS, TooBig, UndecodableFrames, decode_in_steps
+from lean_selector.wire.replica_odd_frames import NANOS, TooBig, UndecodableFrames
 from lean_selector.wire.replica_shapes import (
     U64,
     Add,
@@ -140,11 +140,6 @@ def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
         raise UndecodableFrames(f"heartbeat: {error}") from None
 
 
-def decode_frames(frames: Sequence[bytes]) -> ReplicaEvent:
-    """The event in a received message, however long it takes; raises UndecodableFrames."""
-    return decode_event(payload_of(frames))
-
-
 def payload_of(frames: Sequence[bytes]) -> bytes:
     """What holds the event of a received message; raises UndecodableFrames."""
     if len(frames) != 2:
@@ -154,20 +149,6 @@ def payload_of(frames: Sequence[bytes]) -> bytes:
     if len(frames[1]) > MAX_EVENT_BYTES:
         raise TooBig(f"more than {MAX_EVENT_BYTES} bytes")
     return frames[1]
-
-
-def decode_event(payload: bytes) -> ReplicaEvent:
-    """The event in a second frame, however long it takes; raises UndecodableFrames."""
-    event = decode_quickly(payload)
-    if event is not None:
-        return event
-    steps = decode_in_steps(payload)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            read: ReplicaEvent = end.value
-            return read
 
 
 def decode_quickly(payload: bytes) -> ReplicaEvent | None:

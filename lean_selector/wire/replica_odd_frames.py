@@ -48,8 +48,8 @@ def decode_in_steps(payload: bytes) -> Generator[None, None, ReplicaEvent]:
     try:
         value = yield from Reader(payload).value()  # bytes after the map are not looked at
         return _event_from(value)
-    except TooMany as error:
-        raise TooBig(str(error)) from None
+    except TooMany as bound:
+        raise TooBig(str(bound)) from None
     except (ValueError, IndexError, KeyError, struct.error) as error:
         raise UndecodableFrames(f"{type(error).__name__}: {error}") from None
 

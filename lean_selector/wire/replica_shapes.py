@@ -60,6 +60,18 @@ class Heartbeat(msgspec.Struct, gc=False):
     lean_sequence: U64
 
 
+class SessionEnvelope(msgspec.Struct, gc=False, kw_only=True):
+    """The binding of a session, in the order of the reference."""
+
+    model_name: str
+    routing_group: str
+    session_id: str
+    worker_id: U64
+    dp_rank: U32 | None = None
+    sequence: U64
+    writer_id: U64
+
+
 _Age = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
@@ -88,4 +100,24 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
     def __post_init__(self) -> None:
         if max(self.worker_id, self.router_id) > U64_MAX:
+            raise msgspec.ValidationError("Expected a u64")
+
+
+class SessionListHead(msgspec.Struct):
+    version: Literal[1]
+    sessions: list[msgspec.Raw]
+
+
+class SessionLine(msgspec.Struct, gc=False):
+    model_name: str
+    tenant_id: str
+    session_id: str
+    worker_id: NonNegative
+    dp_rank: U32 | None
+    sequence: NonNegative
+    writer_id: NonNegative  # of the replica that made the binding
+    idle_s: _Age  # since its session had a reservation there
+
+    def __post_init__(self) -> None:
+        if max(self.worker_id, self.sequence, self.writer_id) > U64_MAX:
             raise msgspec.ValidationError("Expected a u64")

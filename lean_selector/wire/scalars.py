@@ -4,15 +4,15 @@ JSON carries hashes as signed 64-bit integers; inside, a list of hashes is `byte
 little-endian (the same bit pattern signed or unsigned). Conversion happens here and nowhere else.
 """
 
-import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from lean_selector.core.limits import U64_MAX
+from lean_selector.wire.integer_text import packed_signed, packer
 
 _LOOKED_AT_TOGETHER = 4096  # hashes, when one of a long list is at fault
 # msgspec bounds an integer by at most 2**63 - 1: what may be larger is checked by `check_u64`.
@@ -24,13 +24,6 @@ def check_u64(name: str, value: int) -> None:
     """Raises msgspec.ValidationError beyond 2**64 - 1."""
     if value > U64_MAX:
         raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.{name}`")
-
-
-@functools.lru_cache(
-    maxsize=8192
-)  # one Struct per list length; 8 192 blocks of 16 are 131 072 tokens
-def _packer(count: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{count}q").pack
 
 
 def unpack_signed(hashes: bytes) -> tuple[int, ...]:
@@ -47,6 +40,9 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     Raises msgspec.ValidationError naming `field` for anything else: then whoever knows the whole
     body tells text that is no JSON from a wrong shape.
     """
+    read = packed_signed(bytes(raw))
+    if read is not None:
+        return read
     try:
         hashes = _decode_hashes(raw)
     except msgspec.DecodeError as error:
@@ -58,7 +54,7 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
 def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
     """Signed 64-bit hashes, packed; raises msgspec.ValidationError for one out of range."""
     try:
-        return _packer(len(hashes))(*hashes)
+        return packer(len(hashes))(*hashes)
     except struct.error:
         raise _out_of_range(field, hashes, 2**63) from None
 
@@ -66,7 +62,7 @@ def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
 def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
     """64-bit hashes of either sign, packed; raises msgspec.ValidationError for one out of range."""
     try:
-        return _packer(len(hashes))(*hashes)
+        return packer(len(hashes))(*hashes)
     except struct.error:
         if _first_beyond(hashes, 2**64) >= 0:
             raise _out_of_range(field, hashes, 2**64) from None
@@ -106,41 +102,3 @@ def f32_shortest(value: float) -> float:
         if f32(short) == value:
             return short
     return value
-
-
-_NOT_COMMAS = b"0123456789- \t\r\n[]"
-
-
-class HashListHead:
-    """A list of signed hashes known by its length and its first item; the rest comes on demand.
-
-    Syntax, characters and count are checked at once, the range of the items after the first only
-    when `packed` is called: decoding is most of what a long prompt costs, and a selection needs
-    these hashes only if some active prompt starts with the first of them.
-    """
-
-    __slots__ = ("_field", "_raw", "count", "first")
-
-    def __init__(self, field: str, raw: msgspec.Raw) -> None:
-        text = bytes(raw)  # well-formed JSON, so only the kinds of values are in question
-        commas = text.translate(None, _NOT_COMMAS)
-        if (
-            text[:1] != b"["
-            or commas.translate(None, b",")
-            or text.rfind(b"[") > 0
-            or text.find(b"]") < len(text) - 1
-        ):
-            hashes_from_json(field, raw)  # raises, naming the item at fault
-        self._field = field
-        self._raw = raw
-        head = (text[1 : text.index(b",")] if commas else text[1:-1]).strip()
-        self.count = len(commas) + 1 if head else 0
-        self.first = b""
-        if head:
-            if len(head) > 20 or not -(2**63) <= int(head) < 2**63:
-                hashes_from_json(field, raw)
-            self.first = int(head).to_bytes(8, "little", signed=True)
-
-    def packed(self) -> bytes:
-        """All of them, 8 bytes each; raises msgspec.ValidationError for one out of range."""
-        return hashes_from_json(self._field, self._raw)

@@ -1,25 +1,20 @@
 """The forms of a prompt: which one counts, what is checked, in which order and words."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import block_hashes, sequence_hashes
 from lean_selector.core.limits import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.prompt import (
-    prompt_decoder,
     prompt_to_book,
     prompt_to_select,
 )
 from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.scalars import HashListHead, hashes_from_json
 
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 decode = msgspec.json.Decoder(PromptFields).decode
@@ -345,108 +340,3 @@ def test_null_is_the_same_as_absent() -> None:
 
 
 SCOPE = {"model_name", "tenant_id", "routing_group"}
-
-# -- hashes that may be left unread (D21) ---------------------------------------------------------
-
-
-def head_of(text: str) -> HashListHead:
-    return HashListHead("f", msgspec.Raw(text.encode()))
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        pytest.param("[]", [], id="empty"),
-        pytest.param("[ \t\r\n ]", [], id="blanks"),
-        pytest.param("[ 7 ]", [7], id="one"),
-        pytest.param("[-0,1]", [0, 1], id="minus zero"),
-        pytest.param(f"[ {I64_MIN} ,\n{I64_MAX}\t]", [I64_MIN, I64_MAX], id="edges"),
-    ],
-)
-def test_a_list_is_known_by_its_count_and_first_item(text: str, values: list[int]) -> None:
-    head = head_of(text)
-    assert head.count == len(values)
-    assert signed(head.first) == values[:1]
-    assert signed(head.packed()) == values
-
-
-def test_an_item_out_of_range_further_on_is_found_when_it_is_read() -> None:
-    head = head_of(f"[1,{2**63}]")
-    assert (head.count, signed(head.first)) == (2, [1])
-    with pytest.raises(msgspec.ValidationError, match=r"\$\.f\[1\]"):
-        head.packed()
-
-
-@given(st.lists(st.integers(I64_MIN, I64_MAX), max_size=70))
-def test_lists_of_any_length_are_read_alike_both_ways(values: list[int]) -> None:
-    raw = msgspec.Raw(json.dumps(values).encode())
-    head = HashListHead("f", raw)
-    assert head.packed() == hashes_from_json("f", raw)
-    assert signed(head.packed()) == values
-    assert (head.count, signed(head.first)) == (len(values), values[:1])
-
-
-# -- long bodies ----------------------------------------------------------------------------------
-
-PAD = ',"pad":"' + "x" * 5000 + '"}'
-hash_lists = st.sampled_from(
-    ["[]", "[1,2,3]", "[ -5 , 7 ]", "[1,,2]", "[1", "null", '"[1]"', "[[1],2]", "[01]", "{}"]
-)
-members = st.one_of(
-    st.builds('"block_hashes":{}'.format, hash_lists),
-    st.builds('"block_hashes": {}'.format, hash_lists),
-    st.builds('"block_hashes" : {}'.format, hash_lists),
-    st.builds('"sequence_hashes":{}'.format, hash_lists),
-    st.builds('"x":{{"block_hashes":{}}}'.format, hash_lists),
-    st.builds('"x":"\\"block_hashes\\":{}"'.format, st.sampled_from(["[1]", "1"])),
-    st.just('"isl_tokens":5'),
-    st.just('"x":"block_hashes"'),
-    st.just('"isl_tokens":"five"'),
-)
-
-
-def plain(hashes: object) -> object:
-    """A hash list of any form as its items; None where there is none."""
-    if not isinstance(hashes, msgspec.Raw):
-        return hashes
-    return msgspec.json.decode(hashes) if len(memoryview(hashes)) else None
-
-
-def what_it_says(
-    read: Callable[[bytes | bytearray], PromptFields], body: bytes | bytearray
-) -> tuple[object, object, int | None] | str:
-    """The fields that count, or the kind of error that the gate makes of it."""
-    try:
-        fields = read(body)
-        fields.check_shape()
-    except msgspec.DecodeError:
-        try:
-            msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            return "not JSON"
-        return "wrong shape"
-    return plain(fields.block_hashes), plain(fields.sequence_hashes), fields.isl_tokens
-
-
-def plainly(parts: list[str], body: bytes) -> tuple[object, object, int | None] | str:
-    """What a body says that is read in the plainest way.
-
-    Of a member that is given again the last one counts. In a short body, where all hashes are read,
-    the earlier ones must still have the right shape.
-    """
-    said = what_it_says(decode, body)
-    if said != "not JSON" and len(body) < len(PAD):
-        alone = [what_it_says(decode, f"{{{part}}}".encode()) for part in parts]
-        return "wrong shape" if "wrong shape" in alone else said
-    return said
-
-
-@given(st.lists(members, max_size=4), st.sampled_from([PAD, "}"]))
-@example(['"block_hashes":"[1]"', '"block_hashes":[]'], "}")
-@example(['"block_hashes":"[1]"', '"block_hashes":[]'], PAD)
-@example(['"block_hashes":[1]', '"block_hashes":[1,2,3]'], PAD)
-def test_a_body_says_the_same_however_its_hashes_are_read(parts: list[str], end: str) -> None:
-    body = ("{" + ",".join([*parts, '"y":1']) + end).encode()
-    expected = plainly(parts, body)
-    assert what_it_says(prompt_decoder(PromptFields), body) == expected
-    assert what_it_says(prompt_decoder(PromptFields), bytearray(body)) == expected

@@ -19,14 +19,13 @@ from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
     MAX_EVENT_BYTES,
     TOPIC,
-    decode_event,
-    decode_frames,
     decode_heartbeat,
     encode_event,
     encode_heartbeat,
 )
 from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
 from tests.bookings import replica_event
+from tests.replica_frames import decode_event, decode_frames
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
 VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}
@@ -477,7 +476,8 @@ def test_what_is_refused_for_its_values_costs_the_same_however_long_it_is(conten
     large, also_refused = work_by_step(make(500_000))
     assert isinstance(refused, TooBig)
     assert isinstance(also_refused, TooBig)
-    assert sum(large) <= 1.5 * sum(small)
+    assert len(large) == len(small)  # each of so many values, and few calls where it is compiled
+    assert sum(large) <= 1.5 * sum(small) + 1_000
 
 
 @pytest.mark.parametrize("last", [2**64 - 1, 2**32, 2**32 - 1, 5])

@@ -216,7 +216,8 @@ def test_a_patch_names_only_what_is_present_and_not_null() -> None:
 
 
 def test_every_field_of_a_selection_may_be_null_but_those_with_a_default() -> None:
-    defaulted = {"model_name", "tenant_id", "routing_group", "routing_constraints"}
+    scope = {"model_name", "tenant_id", "routing_group"}
+    defaulted = scope | {"routing_constraints", "advisory"}
     optional = [name for name in SelectRequest.__struct_fields__ if name not in defaulted]
     body = select(json.dumps(dict.fromkeys(optional)))
     assert body.allowed() is None
@@ -334,7 +335,7 @@ def test_a_reservation_names_its_id_before_its_worker_as_missing() -> None:
         reservation("{}")
     with pytest.raises(msgspec.ValidationError, match="worker_id"):
         reservation('{"reservation_id":"a"}')
-    assert reservation('{"reservation_id":"","worker_id":1,"selection_id":5}').dp_rank is None
+    assert reservation('{"reservation_id":"","worker_id":1,"selection_id":"b"}').dp_rank is None
 
 
 @pytest.mark.parametrize(

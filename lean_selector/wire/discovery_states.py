@@ -1,0 +1,42 @@
+"""GET /discovery: what is looked for, what was found, and what became of it (decision D22)."""
+
+import msgspec
+
+
+class DiscoveryState(msgspec.Struct, frozen=True):
+    """One discovery, as a flag asks for it."""
+
+    discovery: str
+    finds: str  # "workers" or "peers"
+    state: str  # "starting", "watching" or "failing"
+    since_s: float  # how long it has been so
+    found: int | None  # what it found last, which holds; None before
+    failures: int
+    last_error: str | None
+
+
+class DiscoveredWorker(msgspec.Struct, frozen=True):
+    """A worker that a discovery names, or named until a moment ago."""
+
+    endpoint: str
+    worker_id: int
+    discoveries: list[str]
+    state: str  # see docs/guide/discovery.md
+    leaves_in_s: float | None  # while no discovery names it any more
+    last_error: str | None  # why it could not be asked or registered
+
+
+class DiscoveredPeer(msgspec.Struct, frozen=True):
+    """A peer that a discovery names, or named until a moment ago."""
+
+    endpoint: str
+    state: str  # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "itself"
+    leaves_in_s: float | None
+
+
+class DiscoveryReport(msgspec.Struct, frozen=True):
+    """The answer."""
+
+    discoveries: list[DiscoveryState]
+    workers: list[DiscoveredWorker]
+    peers: list[DiscoveredPeer]

@@ -1,0 +1,273 @@
+"""Bodies of the selection service in the 1.6 dialect, where they differ from those in `selection`.
+
+What is shared comes from there. The partition's second name is `routing_group`, and a booking's id
+is `selection_id`; `tenant_id` is read besides (D2). Spec: selection_16.md 1 to 5, 8.
+"""
+
+import math
+from typing import Self
+
+import msgspec
+from msgspec import UnsetType
+
+from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.records import (
+    Booked,
+    Explanation,
+    FetchHint,
+    Overlap,
+    OverlapScores,
+    PartitionLoads,
+    RankLoadRow,
+    SharedCache,
+    WorkerLoad,
+)
+from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.scalars import U32, NonNegative, check_u64
+from lean_selector.wire.selection import (
+    Change,
+    RankText,
+    Registration,
+    SelectFields,
+)
+from lean_selector.wire.worker_details import SourceCondition
+from lean_selector.wire.worker_health import WorkerHealthDetail
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
+    """The same fields in wider ranges; of several faults the first is told."""
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("overlap_score_credit", self.overlap_score_credit),
+            ("prefill_load_scale", self.prefill_load_scale),
+            ("prefill_load_scale", self.overlap_score_weight),
+            ("router_temperature", self.router_temperature),
+        ):
+            if value is not None and not 0.0 <= value < math.inf:
+                credit = name == "overlap_score_credit"
+                kind = "a finite, non-negative number" if credit else "finite and non-negative"
+                raise ValueError(f"{name} must be {kind}")
+        multiplier = self.shared_cache_multiplier
+        if multiplier is not None and not 0.0 <= multiplier <= 1.0:
+            raise ValueError("shared_cache_multiplier must be between 0 and 1")
+
+
+class WorkerRequest16(Registration, kw_only=True):
+    """POST /workers."""
+
+    router_hint_worker_type: str | None = None
+    router_hint_source_control_endpoints: dict[RankText, str] = {}
+    kv_event_source_mode: str | None = None
+
+    def more(self) -> dict[str, object]:
+        name = "router_hint_source_control_endpoints"
+        return {
+            "router_hint_worker_type": self.router_hint_worker_type,
+            name: self.by_rank(name),
+            "kv_event_source_mode": self.kv_event_source_mode,
+        }
+
+
+class WorkerPatch16(Change, kw_only=True):
+    """PATCH /workers/{worker_id}."""
+
+    router_hint_worker_type: str | None = None
+    router_hint_source_control_endpoints: dict[RankText, str] | None = None
+    kv_event_source_mode: str | None = None
+
+
+class SelectRequest16(SelectFields, kw_only=True):
+    """POST /select."""
+
+    router_config_override: RouterOverride16 | None = None
+    advisory: bool = False
+
+
+class SelectAndReserveRequest16(SelectFields, kw_only=True):
+    """POST /select_and_reserve."""
+
+    router_config_override: RouterOverride16 | None = None
+
+
+class ReservationRequest16(PromptFields, kw_only=True):
+    """POST /reservations. Without `worker_id` what was selected under the id is booked."""
+
+    selection_id: str
+    worker_id: NonNegative | None = None
+    dp_rank: U32 | None = None
+    router_config_override: RouterOverride16 | None = None
+    expected_output_tokens: U32 | None = None
+    effective_prefill_tokens: NonNegative | None = None
+    track_prefill_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.worker_id is not None:
+            check_u64("worker_id", self.worker_id)
+        if self.effective_prefill_tokens is not None:
+            check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
+
+
+class ProjectionRequest16(PromptFields, kw_only=True):
+    """POST /potential_loads and /overlap_scores."""
+
+    router_config_override: RouterOverride16 | None = None
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+class FetchPayload(msgspec.Struct, frozen=True):
+    block_hashes: tuple[int, ...]
+    source_control_endpoint: str
+
+
+class FetchAction(msgspec.Struct, frozen=True):
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: FetchPayload
+
+
+class KvHint(msgspec.Struct, frozen=True):
+    """Where the chosen worker can fetch blocks of the prompt."""
+
+    protocol_version: str
+    message_id: str
+    actions: list[FetchAction]
+
+    @classmethod
+    def of(cls, hint: FetchHint, selection_id: str) -> Self:
+        payload = FetchPayload(hint.block_hashes, hint.source_control_endpoint)
+        return cls("0.1", selection_id, [FetchAction("a1", "kv.fetch", "1.0", payload)])
+
+
+class Selection16(msgspec.Struct, frozen=True, gc=False):
+    """The answer to /select and, with all of the first four, /select_and_reserve; in this order."""
+
+    selection_id: str | UnsetType
+    sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers
+    isl_tokens: int | UnsetType
+    track_prefill_tokens: bool | UnsetType
+    model_name: str
+    routing_group: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    block_size: int
+    overlap: Overlap
+    effective_prefill_tokens: int
+    potential_decode_blocks: int
+    decode_busy: bool | UnsetType
+    worker_load: WorkerLoad | UnsetType
+    kv_hint: KvHint | UnsetType
+    explain: Explanation | UnsetType
+
+
+class Booked16(msgspec.Struct, frozen=True, gc=False):
+    """The answer to /reservations."""
+
+    selection_id: str
+    model_name: str
+    routing_group: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+
+    @classmethod
+    def of(cls, booked: Booked) -> Self:
+        return cls(
+            booked.reservation_id,
+            booked.model_name,
+            booked.tenant_id,
+            booked.worker_id,
+            booked.dp_rank,
+            booked.endpoint,
+        )
+
+
+class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
+    """One entry of /loads."""
+
+    model_name: str
+    routing_group: str
+    loads: list[RankLoadRow]
+    pending_count: int
+    pending_isl_tokens: int
+
+    @classmethod
+    def of(cls, row: PartitionLoads) -> Self:
+        return cls(
+            row.model_name, row.tenant_id, row.loads, row.pending_count, row.pending_isl_tokens
+        )
+
+
+class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
+    """One row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
+
+    worker_id: int
+    dp_rank: int
+    device_blocks: int
+    host_pinned_blocks: int
+    disk_blocks: int
+    host_pinned_extension_blocks: int
+    disk_extension_blocks: int
+    shared_beyond_device_blocks: None
+
+
+class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
+    block_size: int
+    num_blocks: int
+    workers: list[OverlapRow16]
+    shared_cache: SharedCache = SharedCache()
+
+    @classmethod
+    def of(cls, scores: OverlapScores) -> Self:
+        rows = [
+            OverlapRow16(*(getattr(row, name) for name in OverlapRow16.__struct_fields__))
+            for row in scores.workers
+        ]
+        return cls(scores.block_size, scores.num_blocks, rows)
+
+
+class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as the API shows it, in this key order."""
+
+    worker_id: int
+    model_name: str
+    tenant_id: str = msgspec.field(name="routing_group")
+    lifecycle: str
+    endpoint: str | None
+    kv_events_endpoint: str | None
+    kv_events_endpoints: dict[str, str] | UnsetType
+    replay_endpoint: str | None
+    block_size: int | None
+    data_parallel_start_rank: int | None
+    data_parallel_size: int | None
+    max_num_batched_tokens: int | None
+    total_kv_blocks: int | None
+    stable_routing_id: str | None
+    is_eagle: bool | None
+    taints: list[str]
+    topology_domains: dict[str, str]
+    kv_transfer_domain: str | None
+    kv_transfer_enforcement: str | None
+    kv_transfer_preferred_weight: float | None
+    router_hint_worker_type: str | UnsetType
+    router_hint_source_control_endpoints: dict[str, str] | UnsetType
+    kv_event_source_mode: str | UnsetType
+    not_schedulable_reasons: list[str] | UnsetType
+
+    @classmethod
+    def of(cls, worker: Worker) -> Self:
+        return cls(**worker.shown(cls.__struct_fields__))
+
+
+class WorkerDetail16(WorkerRecord16, frozen=True, kw_only=True):
+    """A worker in GET /workers?detail=true: its record, and how it is."""
+
+    health: WorkerHealthDetail
+    kv_sources: list[SourceCondition]  # by rank; none of a worker that is not listened to

@@ -1,0 +1,173 @@
+"""Lists of integers in JSON: every reader takes the same texts, and makes the same of them."""
+
+import json
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lean_selector.wire.integer_text import (
+    KEPT_BYTES,
+    packed_by_msgspec,
+    packed_signed,
+    packed_u32,
+    packed_with,
+)
+
+I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
+U32_MAX = 2**32 - 1
+
+
+def plainly(text: bytes, least: int, most: int, width: int) -> bytes | None:
+    """What such a list is when every integer of it is looked at."""
+    try:
+        integers = msgspec.json.decode(text, type=list[int])
+    except msgspec.DecodeError:
+        return None
+    if not all(least <= value <= most for value in integers):
+        return None
+    return b"".join(value.to_bytes(width, "little", signed=least < 0) for value in integers)
+
+
+def check(text: bytes) -> None:
+    signed, tokens = plainly(text, I64_MIN, I64_MAX, 8), plainly(text, 0, U32_MAX, 4)
+    assert packed_signed(text) == packed_by_msgspec(text, "q") == signed
+    assert packed_u32(text) == packed_by_msgspec(text, "I") == tokens
+
+
+edges = st.sampled_from(
+    [
+        I64_MIN - 1,
+        I64_MIN,
+        -1,
+        0,
+        1,
+        U32_MAX,
+        U32_MAX + 1,
+        I64_MAX,
+        I64_MAX + 1,
+        U64_MAX,
+        U64_MAX + 1,
+    ]
+)
+integers = st.one_of(edges, st.integers(0, U32_MAX), st.integers(I64_MIN, I64_MAX)).map(str)
+ODD_ITEMS = [
+    *(
+        "-0",
+        "0.0",
+        "-0.0",
+        "1.0",
+        "1.5",
+        "1e2",
+        "1E0",
+        "1e400",
+        "1e-400",
+        "18446744073709551616000",
+    ),
+    *("00", "01", "-01", "-", "+", "+1", ".5", "5.", "0x1", "1_0", "1a", "NaN", "Infinity", "//"),
+    *("true", "null", "[]", "[1]", "{}", '{"a":1}', '{"a":[1]}', "1/**/", "é"),
+    *('""', '"1"', '"a,b"', '"a]"', '"]"', '"["', '"\\""'),
+]
+odd_items = st.sampled_from(["", *ODD_ITEMS])
+blanks = st.sampled_from(["", "", "", " ", "\n\t\r ", "\f", "\v", "\0", "\u00a0", "\ufeff"])
+items = st.builds("{}{}{}".format, blanks, st.one_of(integers, integers, odd_items), blanks)
+texts = st.builds(
+    "{}{}{}{}".format,
+    st.sampled_from(["[", "[", "[", "[[", "", "{", '"[', " [", "\ufeff["]),
+    st.lists(items, max_size=8).map(",".join),
+    st.sampled_from(["]", "]", "]", "", ",]", "]]", "}", "] ", "]\n", "]\f", "]x", "],1]", '"]']),
+    blanks,
+).map(str.encode)
+# Cut anywhere, or with bytes that are no UTF-8 in it.
+broken = st.builds(
+    lambda text, at, put: text[:at] + put + text[at:],
+    texts,
+    st.integers(0, 40),
+    st.sampled_from([b"", b"", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"[", b"]", b",", b"-"]),
+)
+
+
+@given(broken)
+@example(b"")
+@example(b"[]")
+@example(b"[ \t\r\n]")
+@example(b"[[1],[2]]")  # simdjson flattens it
+@example(b"\xef\xbb\xbf[1]")  # and skips a byte order mark
+@example(b"[9223372036854775808]")
+@example(b"[-9223372036854775809]")
+@example(b"[4294967296]")
+@example(b"[" * 100_000)
+def test_every_reader_makes_the_same_of_a_text(text: bytes) -> None:
+    check(text)
+
+
+@given(st.lists(st.integers(I64_MIN, I64_MAX), max_size=70))
+def test_hashes_come_in_their_order_and_keep_their_bits(values: list[int]) -> None:
+    packed = packed_signed(json.dumps(values).encode())
+    assert packed == b"".join(value.to_bytes(8, "little", signed=True) for value in values)
+
+
+# -- texts longer than what is read in one go -----------------------------------------------------
+
+MANY = ",".join(map(str, range(10**9, 10**9 + KEPT_BYTES // 8))).encode()  # 1.4 times as long
+LONG_TEXTS = [
+    pytest.param(b"[%b]", id="as it should be"),
+    pytest.param(b"[%b]  \n", id="blanks after it"),
+    pytest.param(b" [%b]", id="blanks before it"),
+    pytest.param(b"[%b]\f", id="a form feed after it"),
+    pytest.param(b"[%b,]", id="a comma at its end"),
+    pytest.param(b"[,%b]", id="a comma at its start"),
+    pytest.param(b"[%b, ]", id="nothing after its last comma"),
+    pytest.param(b"[%b", id="open"),
+    pytest.param(b"[%b]]", id="closed twice"),
+    pytest.param(b"[%b,1.5]", id="a fraction at its end"),
+    pytest.param(b"[%b,[1]]", id="a list at its end"),
+    pytest.param(b"[[%b]]", id="in a list"),
+    pytest.param(b'["%b"]', id="a text of numbers"),
+    pytest.param(b"[%b,-1]", id="a negative number at its end"),
+    pytest.param(b"[%b,9223372036854775808]", id="too large at its end"),
+    pytest.param(b"[%b 1]", id="a comma missing"),
+    pytest.param(b"[1%b]" % (b" " * 3 * KEPT_BYTES), id="one number and blanks"),
+    pytest.param(b"[%b]" % (b" " * 3 * KEPT_BYTES), id="blanks"),
+    pytest.param(b"[%b]" % (b"1" * 3 * KEPT_BYTES), id="one number"),
+    pytest.param(b"[%b]" % (b"1," * 2 * KEPT_BYTES + b"1"), id="very small numbers"),
+    pytest.param(b"[%b]" % (b"," * 2 * KEPT_BYTES), id="commas"),
+]
+
+
+@pytest.mark.parametrize("form", LONG_TEXTS)
+def test_a_long_text_means_what_it_means_as_a_whole(form: bytes) -> None:
+    check(form % MANY if b"%b" in form else form)
+
+
+@pytest.mark.parametrize("more", range(-3, 4))
+@pytest.mark.parametrize("read", [packed_signed, packed_u32])
+def test_no_integer_is_lost_where_a_text_is_cut(
+    read: Callable[[bytes], bytes | None], more: int
+) -> None:
+    text = b"[%b]" % MANY[: KEPT_BYTES - 1 + more].rstrip(b",")
+    packed = read(text)
+    assert packed is not None
+    width = 8 if read is packed_signed else 4
+    found = memoryview(packed).cast("q" if width == 8 else "I").tolist()
+    assert found == json.loads(text)
+
+
+def test_a_parser_is_given_texts_of_bounded_length() -> None:
+    """It keeps what its longest text took."""
+    given_lengths: list[int] = []
+
+    class NoList:
+        def as_buffer(self, of_type: str) -> bytes:
+            return bytes(8)
+
+    def parse(text: bytes) -> NoList:
+        given_lengths.append(len(text))
+        return NoList()
+
+    for item in (b"1,", b"1", b" ", b"1 ,", b",", b"1" * 100_000 + b","):
+        packed_with(parse, b"[%b]" % (item * (8_000_000 // len(item))), "i")
+    assert 0 < max(given_lengths) <= 2 * KEPT_BYTES + 2
+    assert len(given_lengths) > 100
