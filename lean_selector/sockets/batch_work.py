@@ -9,14 +9,25 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from lean_selector.core.compiled import IS_COMPILED
 from lean_selector.core.index.kv_batch import BOUND_REASONS, EventBatch
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
+from lean_selector.wire.messagepack_pieces import WINDOW_BYTES
 
 # The largest batch of a 1 M token prompt is some 12 MB, told block by block. A larger payload is
 # refused.
 MAX_BATCH_BYTES = 32 * 1024 * 1024
+
+# Reads ordinary batches, and is quick when compiled. What it does not take is read by the other, as
+# is everything in the interpreted form.
+Reader = Callable[[bytes], EventBatch | None]
+_READER: Reader | None = None
+if IS_COMPILED:
+    from lean_selector.wire.packed_events import packed_batch
+
+    _READER = packed_batch
 
 Report = Callable[[str, int, str], None]  # kind of line, level, text
 
@@ -24,11 +35,18 @@ Report = Callable[[str, int, str], None]  # kind of line, level, text
 class BatchWork:
     """At most one batch is under way. Never raises for a peer's data."""
 
-    def __init__(self, ingest: KvIngest, cursor: KvCursor, report: Report) -> None:
+    def __init__(
+        self,
+        ingest: KvIngest,
+        cursor: KvCursor,
+        report: Report,
+        reader: Reader | None = _READER,
+    ) -> None:
         self.slices = 0  # ever applied, of batches that were not applied at once
         self._ingest = ingest
         self._cursor = cursor
         self._report = report
+        self._reader = reader
         self._rest: Iterator[EventBatch | None] | None = None
         self._is_lost = False  # the batch under way has been counted as lost
 
@@ -43,6 +61,12 @@ class BatchWork:
         self._is_lost = False
         if len(payload) > MAX_BATCH_BYTES:
             self._lose_all("oversize", f"it has more than {MAX_BATCH_BYTES} bytes")
+            return
+        if self._reader is not None and (packed := self._reader(payload)) is not None:
+            if len(payload) <= WINDOW_BYTES:
+                self._apply(packed)
+            else:
+                self._rest = _event_by_event(packed)
             return
         batch = decode_small(payload)
         if batch is None:
@@ -62,10 +86,11 @@ class BatchWork:
                     self._apply(batch)
                 if time.perf_counter() >= deadline:
                     return False
-        except TooManyEvents as error:
-            self._lose_all("too_many_events", str(error))
-        except NotABatch as error:
-            self._lose_all("not_a_batch", f"it cannot be decoded: {error}")
+        # Names of their own: mypyc gives a name the type that it has first.
+        except TooManyEvents as too_many:
+            self._lose_all("too_many_events", str(too_many))
+        except NotABatch as unreadable:
+            self._lose_all("not_a_batch", f"it cannot be decoded: {unreadable}")
         except BaseException:
             self._rest = None
             raise
@@ -95,3 +120,8 @@ class BatchWork:
             self._is_lost = True
             self._cursor.lose()
         self._report("batch", logging.WARNING, f"batch lost, {detail}")
+
+
+def _event_by_event(batch: EventBatch) -> Iterator[EventBatch]:
+    for event in batch.events:
+        yield EventBatch(batch.dp_rank, [event], [])

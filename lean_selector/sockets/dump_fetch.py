@@ -11,5 +11,8 @@ Dump = tuple[list[DumpedPartition], list[str]]  # see split_dump
 
 
 def fetch_dump(peer: str, timeout_s: float) -> PeerFetch[Dump]:
-    """`peer` is a base URL; `timeout_s` bounds each wait of the fetch, not their sum."""
-    return PeerFetch(peer, "/dump", timeout_s, MAX_DUMP_BYTES, split_dump)
+    """`peer` is a base URL; `timeout_s` bounds each wait of the fetch, not their sum.
+
+    One of ours that speaks 1.6 tells names and watermarks only where `detail` is asked for.
+    """
+    return PeerFetch(peer, "/dump?detail=true", timeout_s, MAX_DUMP_BYTES, split_dump)

@@ -9,37 +9,28 @@ import asyncio
 import logging
 import random
 import time
-from enum import Enum, auto
+from collections.abc import Callable
 
 from lean_selector.core.index.kv_cursor import BatchVerdict, KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets.batch_work import BatchWork
 from lean_selector.sockets.ingest_turns import IngestTurns
-from lean_selector.sockets.kv_sockets import live_frames, open_live, open_replay, replay_frames
-from lean_selector.sockets.link import Link, LinkState
+from lean_selector.sockets.kv_replay import MESSAGES_PER_TURN, REPLAY_IDLE_S, KvReplay, ReplayEnd
+from lean_selector.sockets.kv_sockets import live_frames, open_live, replay_frames
+from lean_selector.sockets.link import LinkState
 from lean_selector.sockets.links import Links
+from lean_selector.sockets.source_watch import GRACE_S, SourceWatch, condition
 from lean_selector.tasks import supervise
 from lean_selector.wire.kv_sources import SourceStatus
+from lean_selector.wire.worker_details import SourceCondition
 
 logger = logging.getLogger("lean_selector.kv_events")
 
-# Engines answer a replay between batches, about every 0.1 s (vLLM).
-REPLAY_IDLE_S = 1.5
-# Even a trickle ends: live batches wait while a replay answers. A full buffer takes seconds.
-REPLAY_LIMIT_S = 60.0
 # After a replay that failed; doubled each time up to the limit, with jitter.
 RETRY_FIRST_S = 1.0
 RETRY_LIMIT_S = 30.0
-# A source gives way to the next after this many messages of its turn, whatever they cost.
-MESSAGES_PER_TURN = 64
 # The same kind of trouble is logged once in this time per source.
 LOG_EVERY_S = 10.0
-
-
-class _ReplayEnd(Enum):
-    COMPLETE = auto()  # the end marker came
-    STOPPED = auto()
-    OVERFLOWED = auto()  # more came than may wait; what did is applied, and the rest is there still
 
 
 class KvListener:
@@ -56,10 +47,18 @@ class KvListener:
         replay_endpoint: str | None,
         turns: IngestTurns,
         *,
+        replays: asyncio.Semaphore | None = None,
+        has_work: Callable[[], bool] = lambda: True,
+        on_lost: Callable[[], None] | None = None,
         replay_idle_s: float = REPLAY_IDLE_S,
         retry_first_s: float = RETRY_FIRST_S,
+        grace_s: float = GRACE_S,
     ) -> None:
+        """`replays`: of all sources, so many may run at once. `has_work()`: the rank has requests
+        now. `on_lost()`: there was a connection, and is none. `grace_s`: before a source that
+        is not heard of is a warning."""
         # for good
+        self._on_lost = on_lost
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self.ingest = ingest
@@ -67,6 +66,7 @@ class KvListener:
         self._work = BatchWork(ingest, self.cursor, self._report)
         self._links = links
         self._turns = turns
+        self._replays = asyncio.Semaphore() if replays is None else replays
         self._replay_idle_s = replay_idle_s
         self._retry_first_s = retry_first_s
         self._held = links.waiting.backlog(self._shed_held)
@@ -75,12 +75,15 @@ class KvListener:
         self._is_draining = False  # waiting for a turn, or in it
         # while batches are missing that a replay may bring
         self._replaying: asyncio.Task[None] | None = None
-        self._replay_link: Link | None = None
+        self._replay: KvReplay | None = None
+        self._old_messages = -1  # that wait, of the connection before; -1: the cursor knows of it
         # what was seen
         self._messages = 0
         self._last_message_at: float | None = None  # monotonic seconds
         self._last_error: str | None = None
         self._told_of: str | None = None  # why there is no connection, as logged last
+        self._no_replay = ""  # why the last one did not end
+        self._watch = SourceWatch(self._log, has_work, grace_s)
         self._quiet_until: dict[str, float] = {}  # by kind of log line
 
     def start(self) -> None:
@@ -95,8 +98,8 @@ class KvListener:
         self._work.drop()
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
-        if self._replay_link is not None:
-            tasks.append(self._replay_link.close())
+        if self._replay is not None:
+            tasks.append(self._replay.link.close())
         self._stop_replay()
         return asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
@@ -107,24 +110,24 @@ class KvListener:
     @property
     def watermark(self) -> int | None:
         """The last batch that the index holds with all before it; None if there is none such."""
-        cursor = self.cursor
-        if not cursor.is_settled or cursor.lost or self._work.is_under_way:
-            return None
-        return cursor.watermark
+        return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:
         cursor, counts = self.cursor, self.ingest.counts
-        last = self._last_message_at
+        last, now = self._last_message_at, time.monotonic()
+        seen = self.look(now)
         return SourceStatus(
             worker_id=self.ingest.worker_id,
             dp_rank=self.ingest.dp_rank,
             endpoint=self.endpoint,
             replay_endpoint=self.replay_endpoint,
-            state=self._state(),
+            state=seen.state,
+            state_age_s=seen.state_age_s,
+            problem=seen.problem,
             connection=self._live.state.value,
             last_seq=cursor.last_live,
             lag_batches=cursor.lag + self._work.is_under_way + self._live.waiting,
-            lost_batches=cursor.lost,
+            lost_batches=cursor.lost + cursor.unknown,
             gaps=cursor.gaps,
             replayed_batches=cursor.replayed_batches,
             restarts=cursor.restarts,
@@ -132,33 +135,45 @@ class KvListener:
             dropped_batches=self._live.dropped + cursor.dropped,
             messages=self._messages,
             skipped={f"{kind}:{reason}": n for (kind, reason), n in counts.skipped.items()},
-            last_message_age_s=None if last is None else time.monotonic() - last,
+            last_message_age_s=None if last is None else now - last,
             last_error=self._last_error if self._live.error is None else self._no_connection(),
         )
 
-    def _state(self) -> str:
-        state, live = self.cursor.state, self._live
-        if state is not SourceState.CONNECTING or live.state is LinkState.CONNECTED:
-            return state.value
-        if live.error is not None:
-            return "failed"
-        return "resolving" if live.state is LinkState.RESOLVING else state.value
+    def look(self, now: float) -> SourceCondition:
+        """How it is at this monotonic time. Tells the log of what is wrong, if it is time for that;
+        to be called now and then."""
+        live, ingest, cursor = self._live, self.ingest, self.cursor
+        state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
+        self._watch.look(state, what, now)
+        return SourceCondition(ingest.dp_rank, state, now - self._watch.since, what or None)
 
     def _backlog_bytes(self) -> int:
-        replay = self._replay_link
-        waiting = 0 if replay is None else replay.waiting_bytes
+        replay = self._replay
+        waiting = 0 if replay is None else replay.link.waiting_bytes
         return self._live.waiting_bytes + self._held.bytes + waiting
 
     # The connection
 
     def _note_link(self) -> None:
-        """Log why there is no connection: once, until there was one or there is another reason."""
-        error = self._live.error
-        if self._live.state is LinkState.CONNECTED:
+        """A new connection is asked what it missed. Why there is none any more is logged once,
+        until there is one or another reason; who was never there may be starting."""
+        live = self._live
+        if live.state is LinkState.CONNECTED:
             self._told_of = None
-        elif error is not None and error != self._told_of:
-            self._told_of = error
+            self._old_messages = live.waiting
+            if not live.waiting:
+                self._connected()
+        elif live.error is not None and live.was_connected and live.error != self._told_of:
+            if self._told_of is None and self._on_lost is not None:
+                self._on_lost()
+            self._told_of = live.error
             self._log(logging.WARNING, f"{self._no_connection()}; trying again")
+        self.look(time.monotonic())
+
+    def _connected(self) -> None:
+        self._old_messages = -1
+        self.cursor.connected()
+        self._replay_if_due()
 
     def _no_connection(self) -> str:
         return f"no connection: {self._live.error}"
@@ -184,9 +199,15 @@ class KvListener:
         for _ in range(MESSAGES_PER_TURN):
             if not self._has_applied(deadline):
                 return True
+            if not self._old_messages:
+                self._connected()
             frames = self._live.take()
             if frames is None:
+                if self._old_messages > 0:  # the oldest were dropped
+                    self._connected()
                 return False
+            if self._old_messages > 0:
+                self._old_messages -= 1
             self._on_live(frames)
             if time.perf_counter() >= deadline:
                 break
@@ -212,7 +233,8 @@ class KvListener:
             self._report("restart", logging.WARNING, f"engine restarted: {last_seq} then {seq}")
         if self.cursor.gaps > gaps:
             remedy = "replay" if self.cursor.can_replay else "batches lost"
-            self._report("gap", logging.WARNING, f"gap: {last_seq} then {seq}, {remedy}")
+            level = logging.INFO if last_seq is None else logging.WARNING  # the first heard
+            self._report("gap", level, f"gap: {last_seq} then {seq}, {remedy}")
         if verdict is BatchVerdict.APPLY or verdict is BatchVerdict.RESTART:
             self._work.take(payload)
         self._replay_if_due()
@@ -256,74 +278,61 @@ class KvListener:
             self.cursor.lose()
             self._work.drop()
             await self._turns.run(self._drain_held)
-        while (start := self.cursor.replay_from) is not None:
-            self.cursor.replay_started()
+        while self.cursor.replay_from is not None:
             restarts = self.cursor.restarts
-            end = await self._replay(start)
+            async with self._replays:
+                end = await self._ask()
             if self.cursor.restarts > restarts:
                 continue  # the replay showed that the engine is a new one: all of it is wanted
-            if end is _ReplayEnd.COMPLETE:
-                self.cursor.replay_finished()
+            if end is ReplayEnd.COMPLETE:
+                if self.cursor.replay_finished() is BatchVerdict.RESTART:
+                    self._work.drop()
+                    self.ingest.clear()
+                    text = "engine restarted: it has not the last batch that was applied"
+                    self._report("restart", logging.WARNING, text)
+                    continue
             else:
                 self.cursor.replay_failed()
-                text = f"degraded: no full replay from {start} at {self.replay_endpoint}"
-                self._report("degraded", logging.WARNING, text)
+                self._report_failure()
             await self._turns.run(self._drain_held)
-            if self.cursor.replay_from is not None and end is not _ReplayEnd.OVERFLOWED:
+            if self.cursor.replay_from is not None and end is not ReplayEnd.OVERFLOWED:
                 await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
                 pause_s = min(2 * pause_s, RETRY_LIMIT_S)
         self._replaying = None
         if self.cursor.lost:
             text = f"degraded: {self.cursor.lost} batches are in no replay"
             self._report("degraded", logging.WARNING, text)
-        else:
+        elif self.cursor.has_told:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
-    async def _replay(self, start: int) -> "_ReplayEnd":
-        """Ask once, on a link of its own."""
+    async def _ask(self) -> ReplayEnd:
+        """One replay, of what is wanted now."""
         assert self.replay_endpoint is not None
-        news = asyncio.Event()
-        link = open_replay(self._links, self.replay_endpoint, start, news.set)
-        has_ended = False
-
-        def drain(deadline: float) -> bool:
-            nonlocal has_ended
-            for _ in range(MESSAGES_PER_TURN):
-                if not self._has_applied(deadline):
-                    return True
-                frames = link.take()
-                if frames is None:
-                    return False
-                has_ended = self._on_reply(frames)
-                if has_ended or time.perf_counter() >= deadline:
-                    break
-            return not has_ended
-
-        give_up_at = time.monotonic() + REPLAY_LIMIT_S
-        self._replay_link = link
-        link.start()
+        start = self.cursor.replay_from
+        assert start is not None, "whoever settles the cursor ends this task"
+        self.cursor.replay_started()
+        replay = self._replay = KvReplay(
+            self._links,
+            self._turns,
+            self.replay_endpoint,
+            start,
+            may_go_on=self._has_applied,
+            on_reply=self._on_reply,
+        )
         try:
-            while not has_ended and time.monotonic() < give_up_at:
-                news.clear()
-                if link.waiting:
-                    await self._turns.run(drain)
-                elif link.state is LinkState.CLOSED:
-                    break
-                else:
-                    try:
-                        await asyncio.wait_for(news.wait(), self._replay_idle_s)
-                    except TimeoutError:
-                        if link.state is not LinkState.RESOLVING:
-                            break
+            end = await replay.run(self._replay_idle_s)
         finally:
-            link.close()
-            if self._replay_link is link:
-                self._replay_link = None
-        if has_ended:
-            return _ReplayEnd.COMPLETE
-        if link.error is not None and not link.was_connected:
-            self._report("connect", logging.WARNING, f"no connection for replay: {link.error}")
-        return _ReplayEnd.OVERFLOWED if link.has_overflowed else _ReplayEnd.STOPPED
+            if self._replay is replay:
+                self._replay = None
+        if end is ReplayEnd.STOPPED:
+            self._no_replay = replay.why_not()
+        return end
+
+    def _report_failure(self) -> None:
+        """A gap that stays is a warning at once; what was only asked for, after a while."""
+        if self.cursor.state is SourceState.DEGRADED:
+            text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
+            self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
         """Take in one frame list of a replay; True if no more of it is wanted."""

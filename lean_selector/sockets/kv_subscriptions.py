@@ -6,7 +6,11 @@ the counts of listeners that ended, so that totals only grow. Knows nothing of w
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -17,20 +21,39 @@ from lean_selector.core.selection.workers import Source
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.links import Links
+from lean_selector.sockets.source_watch import GRACE_S
 from lean_selector.wire.kv_sources import KvSource, SourceStatus
+from lean_selector.wire.worker_details import SourceCondition
+
+# Replays that run at once. An idle fleet is asked when its selector starts: so many at a time, of
+# which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
+MAX_REPLAYS: Final = 64
+# How often each source is looked at for what is wrong with it; a look takes two microseconds.
+LOOK_EVERY_S: Final = 1.0
+LOOKS_PER_TURN: Final = 256
 
 
 class KvSubscriptions:
     """The catalog's SourceSink. Used from the loop's thread only."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, grace_s: float = GRACE_S) -> None:
+        """`grace_s`: before a source that is not heard of is a warning (D35)."""
         self._links = links
+        self._grace_s = grace_s
         self._turns = IngestTurns()
+        self._replays = asyncio.Semaphore(MAX_REPLAYS)
+        self._to_look: deque[RankKey] = deque()
+        self._next_look: asyncio.Handle | None = None  # while there are sources
+        self._held: set[RankKey] | None = None  # that wait for a recovery to end
         self._listeners: dict[RankKey, KvListener] = {}
         self._partitions: dict[RankKey, Partition] = {}  # of the same keys
+        self._by_endpoint: dict[str, list[RankKey]] = {}  # of the same ranks; none is empty
         self.notes_of_ends: list[set[RankKey]] = []  # that `noting_ends` keeps
+        # Told of a worker whose source had a connection and lost it: it may be gone.
+        self.on_lost: Callable[[int], None] | None = None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
+        self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
         """Starts listening; an engine that is not there yet is connected to when it comes.
@@ -43,24 +66,85 @@ class KvSubscriptions:
             source.endpoint,
             source.replay_endpoint,
             self._turns,
+            replays=self._replays,
+            has_work=partial(_has_work, partition, worker_id, dp_rank),
+            on_lost=partial(self._lost, worker_id),
+            grace_s=self._grace_s,
         )
         rank = worker_id, dp_rank
         assert rank not in self._listeners
-        watermark = partition.watermarks.pop(rank, None)
-        if watermark is not None:
-            listener.cursor.resume_at(watermark)
         self._listeners[rank] = listener
         self._partitions[rank] = partition
+        self._by_endpoint.setdefault(source.endpoint, []).append(rank)
+        if self._held is not None and source.replay_endpoint is not None:
+            self._held.add(rank)
+        else:
+            self._start(rank)
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def _lost(self, worker_id: int) -> None:
+        if self.on_lost is not None:
+            self.on_lost(worker_id)
+
+    def _start(self, rank: RankKey) -> None:
+        listener = self._listeners[rank]
+        watermark = self._partitions[rank].watermarks.pop(rank, None)
+        if watermark is not None:
+            listener.cursor.resume_at(watermark)
         listener.start()
+
+    @contextlib.contextmanager
+    def holding(self, at_most_s: float) -> Iterator[None]:
+        """Sources that are subscribed to meanwhile, and can be asked for what they published,
+        listen only when it is over: behind what was recovered, if anything was."""
+        assert self._held is None
+        self._held = set()
+        limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
+        try:
+            yield
+        finally:
+            limit.cancel()
+            self._release()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        for rank in sorted(held or ()):
+            self._start(rank)
+
+    def _look(self) -> None:
+        """At all sources, some in each turn."""
+        if not self._to_look:
+            self._to_look.extend(self._listeners)
+        now = time.monotonic()
+        for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
+            listener = self._listeners.get(self._to_look.popleft())
+            if listener is not None:
+                listener.look(now)
+        loop = asyncio.get_running_loop()
+        if self._to_look:
+            self._next_look = loop.call_soon(self._look)
+        elif self._listeners:
+            self._next_look = loop.call_later(LOOK_EVERY_S, self._look)
+        else:
+            self._next_look = None
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
         """Ends a listener; what it indexed stays, and nothing of it arrives any more."""
         rank = worker_id, dp_rank
+        if self._is_closed and rank not in self._listeners:
+            return
         listener = self._listeners.pop(rank)
         del self._partitions[rank]
+        sharing = self._by_endpoint[listener.endpoint]
+        sharing.remove(rank)
+        if not sharing:
+            del self._by_endpoint[listener.endpoint]
         for ended in self.notes_of_ends:
             ended.add(rank)
         self._ended_counts.add(listener.ingest.counts)
+        if self._held is not None:
+            self._held.discard(rank)
         ending = listener.stop()
         listener.ingest.close()
         self._ending.add(ending)
@@ -81,6 +165,12 @@ class KvSubscriptions:
             found.append(KvSource(**status))
         return found
 
+    def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
+        """How the sources of a worker are, those that are listened to."""
+        now = time.monotonic()
+        listeners = (self._listeners.get((worker_id, dp_rank)) for dp_rank in sorted(dp_ranks))
+        return [each.look(now) for each in listeners if each is not None]
+
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
         """Every source, sorted by worker and rank, looked at when it is asked for: a caller that
         pauses meanwhile misses those that end."""
@@ -98,13 +188,19 @@ class KvSubscriptions:
                 watermarks[rank] = watermark
         return watermarks
 
+    def listeners(self, endpoint: str) -> Sequence[RankKey]:
+        """The ranks whose events are expected at an endpoint: one, where all is well."""
+        return self._by_endpoint.get(endpoint, ())
+
     def is_listening(self, rank: RankKey) -> bool:
-        return rank in self._listeners
+        if rank not in self._listeners:
+            return False
+        return self._held is None or rank not in self._held
 
     def is_ahead(self, rank: RankKey) -> bool:
         """The rank's source has told something."""
         listener = self._listeners.get(rank)
-        return listener is not None and listener.cursor.last_live is not None
+        return listener is not None and listener.cursor.has_told
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:
@@ -125,6 +221,16 @@ class KvSubscriptions:
         return total
 
     async def close(self) -> None:
+        """Ends all; a worker may leave the catalog after that."""
+        self._is_closed = True
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
         for key in list(self._listeners):
             self.unsubscribe(*key)
-        await asyncio.gather(*self._ending)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+def _has_work(partition: Partition, worker_id: int, dp_rank: int) -> bool:
+    load = partition.slots.ranks.get((worker_id, dp_rank))
+    return load is not None and load.active_requests > 0

@@ -113,7 +113,7 @@ class Link:
         self._links.call(self._begin)
 
     def _begin(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and not self._links.is_ending:
             assert self._task is None, "started twice"
             self._task = supervise("zmq link", self._run)
 

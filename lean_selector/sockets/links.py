@@ -102,6 +102,7 @@ class Links:
         self.waiting = waiting or Waiting()
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
+        self.is_ending = False  # no link begins any more
         self._read_s = 0.0  # in this turn
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()

@@ -3,7 +3,8 @@
 Asks the peers in order; the first usable dump is read whole, then applied, both in slices between
 which the loop serves. Recovered blocks wait in a partition without workers until the first complete
 worker decides the block size (decision D3). What an engine told us itself is newer than any dump: a
-rank whose source has brought something, or has ended, since the start is left alone.
+rank whose source has brought something, or has ended, since the start is left alone. A source that
+can be asked for what it published begins after the recovery, exactly behind the dump (D34).
 Spec: indexer.md 4.2 and 7.15-7.17.
 """
 
@@ -32,6 +33,8 @@ logger = logging.getLogger("lean_selector.recovery")
 # What no worker has claimed by then is of a worker that is gone: a fleet registers in minutes, and
 # so does one that is being rolled.
 RECOVERED_LIFE_S = 600.0
+# So long sources wait for it to end: the usual --recovery-timeout-secs.
+MAX_HOLD_S = 10.0
 SLICE_S = 0.001  # as KV events: a request meets at most this pause
 _LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
 
@@ -65,7 +68,10 @@ class Recovery:
     async def run(self) -> bool:
         """Recover from the first peer that can be used; False if there is none."""
         try:
-            with self._subscriptions.noting_ends() as self._ended:
+            with (
+                self._subscriptions.holding(MAX_HOLD_S),
+                self._subscriptions.noting_ends() as self._ended,
+            ):
                 return await self._recovered()
         except Exception:
             logger.exception("recovery failed; going on with what there is")

@@ -15,10 +15,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from enum import Enum
+from typing import TypeVar
 
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.records import LiveBooking, ReplicaEvent
+from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
 from lean_selector.wire.replica_snapshot import (
@@ -27,10 +29,12 @@ from lean_selector.wire.replica_snapshot import (
     decode_line,
     split_snapshot,
 )
+from lean_selector.wire.session_frames import decode_session_line, split_session_list
 
 log = logging.getLogger("lean_selector.replica")
 
 PATH = "/replica_sync/snapshot"
+SESSIONS_PATH = "/replica_sync/sessions"
 MAX_SNAPSHOT_BYTES = 256 << 20  # 200 000 reservations of 64 blocks
 TIMEOUT_S = 10.0  # for all peers together, as start-up recovery
 CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not hold up the others
@@ -45,6 +49,9 @@ AGAIN_S = 2.0  # at least between two: a peer that comes and goes must not cost 
 FOLLOWED_S = 3 * HEARTBEAT_S
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
+
+
+T = TypeVar("T")
 
 
 class Occasion(Enum):
@@ -65,12 +72,14 @@ class CatchingUp:
         urls: Sequence[str],
         targets: Callable[[], Iterable[ReplicaTarget]],
         tell: Callable[[ReplicaEvent, float], object],
+        sessions: PeerSessions | None = None,
     ) -> None:
         self._catch_up = catch_up
         self._sync = sync
         self._urls = urls
         self._targets = targets
         self._tell = tell
+        self._sessions = sessions
         self.took_s = 0.0  # what the last run spent on snapshots
         self._failed = False  # a peer that might have one gave none in the last run
 
@@ -95,6 +104,8 @@ class CatchingUp:
                 await self._take_from_first()
             else:
                 mended = await self._take_from_all(occasion)
+            if self._sessions is not None:
+                await self._take_sessions(self._sessions)
             self.took_s = time.monotonic() - began
             on_taken(mended)
         finally:
@@ -102,9 +113,12 @@ class CatchingUp:
         while not again.is_set() and time.monotonic() < self._catch_up.ends_at:
             await self._admit_waiting()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(again.wait(), LOOK_AGAIN_S)
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await again.wait()
         if not again.is_set():
             self._catch_up.give_up_waiting()
+            if self._sessions is not None:
+                self._sessions.give_up_waiting()
         if dropped := self._catch_up.counts[Fate.NOT_REGISTERED]:
             log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
 
@@ -112,6 +126,8 @@ class CatchingUp:
         now = time.monotonic()
         pause = _Pauses()
         while self._catch_up.admit_waiting(now, STEPS):
+            await pause()
+        while self._sessions is not None and self._sessions.admit_waiting(now, STEPS):
             await pause()
 
     async def _take_from_first(self) -> None:
@@ -162,26 +178,51 @@ class CatchingUp:
             log.warning("catch-up: no peer had a snapshot; going on without")
         return any(closed)
 
+    async def _take_sessions(self, sessions: PeerSessions) -> None:
+        """What each peer knows of sessions: of two bindings the newer counts, whoever tells it."""
+        async for url, _, lines in self._answers(
+            "list of sessions", SESSIONS_PATH, split_session_list
+        ):
+            pause = _Pauses()
+            problems = 0
+            for line in lines:
+                try:
+                    sessions.take(decode_session_line(line), time.monotonic())
+                except BadSnapshot as error:
+                    problems += 1
+                    if problems <= _LOGGED_PROBLEMS:
+                        log.warning("catch-up: a session of %s skipped: %s", url, error)
+                await pause()
+            log.info("catch-up: %d sessions at %s", len(lines), url)
+
     async def _snapshots(self) -> AsyncIterator[tuple[str, float, SnapshotParts]]:
         """Of each peer that has one: its URL, when it was asked, and the snapshot."""
-        ends = time.monotonic() + TIMEOUT_S
         self._failed = False
-        for at, url in enumerate(self._urls):
+        async for answer in self._answers("snapshot", PATH, split_snapshot):
+            yield answer
+
+    async def _answers(
+        self, name: str, path: str, read: Callable[[bytes], T]
+    ) -> AsyncIterator[tuple[str, float, T]]:
+        """The same of any path, `read`."""
+        ends = time.monotonic() + TIMEOUT_S
+        urls = list(self._urls)  # peers may come and go meanwhile
+        for at, url in enumerate(urls):
             asked_at = time.monotonic()
             left_s = ends - asked_at
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = PeerFetch(url, PATH, left_s, MAX_SNAPSHOT_BYTES, split_snapshot)
-                snapshot = await fetched(fetch, left_s, len(self._urls) - at)
+                fetch = PeerFetch(url, path, left_s, MAX_SNAPSHOT_BYTES, read)
+                taken = await fetched(fetch, left_s, len(urls) - at)
             except PeerFailed as error:
                 if error.status == 404:
-                    log.info("catch-up: %s has no snapshot, as the reference; passed over", url)
+                    log.info("catch-up: %s has no %s, as the reference; passed over", url, name)
                 else:
                     self._failed = True
                     log.warning("catch-up: nothing from %s: %s", url, error)
                 continue
-            yield url, asked_at, snapshot
+            yield url, asked_at, taken
 
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
@@ -31,15 +31,15 @@ class ReplicaLinks:
     def __init__(
         self,
         links: Links,
-        topic: bytes,
+        topics: Sequence[bytes],
         on_message: Callable[[Message, float], Iterator[None] | None],
         on_connected: Callable[[], None],
     ) -> None:
-        """`on_message(frames, now)` hears what begins with `topic`, in order of each peer; where
+        """`on_message(frames, now)` hears what begins with a topic, in order of each peer; where
         that takes long it returns the steps, and what the peer sent since waits for them.
         `on_connected()` hears that a subscription came, or came back."""
         self._links = links
-        self._topic = topic
+        self._topics = topics
         self._on_message = on_message
         self._on_connected = on_connected
         self._is_started = False
@@ -74,7 +74,7 @@ class ReplicaLinks:
             self._links,
             endpoint,
             zmq.SUB,
-            lambda socket: socket.setsockopt(zmq.SUBSCRIBE, self._topic),
+            self._subscribe,
             lambda: self._wake(link),
             lambda: self._note(link),
             max_message_bytes=MAX_MESSAGE_BYTES,
@@ -83,6 +83,10 @@ class ReplicaLinks:
         self._states[endpoint] = "connecting", time.monotonic()
         if self._is_started:
             link.start()
+
+    def _subscribe(self, socket: zmq.Socket[bytes]) -> None:
+        for topic in self._topics:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
 
     def remove(self, endpoint: str) -> None:
         """Nothing of this peer is heard any more."""

@@ -33,6 +33,7 @@ from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.replication.sequences import ReplicaSequences
+from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
 from lean_selector.sockets.link import check_link
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_links import (
@@ -42,6 +43,7 @@ from lean_selector.sockets.replica_links import (
     ReplicaLinks,
 )
 from lean_selector.sockets.replica_peer import Peer
+from lean_selector.sockets.replica_warnings import DropWarnings, name_of
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
@@ -54,6 +56,12 @@ from lean_selector.wire.replica_frames import (
     payload_of,
 )
 from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
+from lean_selector.wire.session_frames import (
+    MAX_SESSION_BYTES,
+    SESSION_TOPIC,
+    decode_session,
+    encode_session,
+)
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -65,7 +73,6 @@ HIGH_WATER_MARK = 100_000
 MAX_OUTBOX = 100_000
 # Replicas of one service are a handful.
 MAX_PEERS = 256
-WARN_EVERY_S = 10.0
 # A loss at the end of a burst is seen that much later; costs a message of 60 bytes.
 HEARTBEAT_S = 1.0
 
@@ -80,13 +87,6 @@ _OPTIONS = {
     zmq.HEARTBEAT_TIMEOUT: 15_000,
     zmq.HEARTBEAT_TTL: 15_000,
 }
-# Verdicts that speak of a configuration fault: a worker or model that one replica was not told of.
-_WORTH_A_WARNING = (
-    Verdict.UNKNOWN_PARTITION,
-    Verdict.BLOCK_SIZE,
-    Verdict.RANK,
-    Verdict.WORKER_MISMATCH,
-)
 
 
 class ReplicaSyncError(Exception):
@@ -100,7 +100,8 @@ class ReplicaSync:
     decoded event, `now` in monotonic seconds, and says what became of it. `router_id` is the sender
     of what is published here. `advertise` is our own endpoint as peers see it, refused as a peer.
     `on_connected()` hears that a subscription came, or came back; `on_missed()` that `heard` has a
-    gap more.
+    gap more. `on_session` hears what peers tell of sessions, as `on_event`; None: they are not
+    listened to for that.
     Raises ReplicaSyncError when it cannot be set up.
     """
 
@@ -117,6 +118,7 @@ class ReplicaSync:
         links: Links | None = None,
         on_connected: Callable[[], None] = lambda: None,
         on_missed: Callable[[], None] = lambda: None,
+        on_session: Callable[[SessionEvent, float], SessionVerdict] | None = None,
     ) -> None:
         self.published = 0
         self.overflows = 0
@@ -130,10 +132,12 @@ class ReplicaSync:
         self._on_event = on_event
         self._advertise = advertise
         self._on_missed = on_missed
-        self._links = ReplicaLinks(links or Links(context), TOPIC, self._handle, on_connected)
-        self._warnings: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
+        self._on_session = on_session
+        topics = [TOPIC] if on_session is None else [TOPIC, SESSION_TOPIC]
+        self._links = ReplicaLinks(links or Links(context), topics, self._handle, on_connected)
+        self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
-        self._outbox: deque[ReplicaEvent] = deque()
+        self._outbox: deque[ReplicaEvent | SessionEvent] = deque()
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
         self._pub = context.socket(zmq.PUB)
@@ -187,14 +191,15 @@ class ReplicaSync:
 
     # publishing ---------------------------------------------------------------------------------
 
-    def publish(self, event: ReplicaEvent) -> None:
+    def publish(self, event: ReplicaEvent | SessionEvent) -> None:
         """Send one event to all peers that are connected, at the end of this turn of the loop, and
         in the order of the calls; never waits, never fails.
         """
         if len(self._outbox) >= MAX_OUTBOX:
             self.refused += 1
-            self.sequence += 1  # so that peers learn of it
-            self._warn(time.monotonic(), "the outbox is full", _name(event))
+            if isinstance(event, ReplicaEvent):
+                self.sequence += 1  # so that peers learn of it
+            self._warnings.warn(time.monotonic(), "the outbox is full", name_of(event))
             return
         self._outbox.append(event)
         if not self._is_flushing:
@@ -203,32 +208,37 @@ class ReplicaSync:
 
     def _flush(self) -> None:
         outbox = self._outbox
+        if self._pub.closed:  # what is freed after the end is told to nobody
+            outbox.clear()
         ends = time.monotonic() + MAX_TURN_S
         for _ in range(min(len(outbox), MAX_EVENTS_PER_TURN)):
             event = outbox.popleft()
             try:
                 self._send(event)
             except Exception:
-                log.exception("replica event not sent: %s", _name(event))
+                log.exception("replica event not sent: %s", name_of(event))
             if time.monotonic() >= ends:
                 break
         self._is_flushing = bool(outbox)
         if self._is_flushing:
             self._call_soon(self._flush)
 
-    def _send(self, event: ReplicaEvent) -> None:
-        self.sequence += 1
-        payload = encode_event(event, self.sequence)
-        if len(payload) > MAX_EVENT_BYTES:
+    def _send(self, event: ReplicaEvent | SessionEvent) -> None:
+        if isinstance(event, ReplicaEvent):
+            self.sequence += 1
+            topic, payload, most = TOPIC, encode_event(event, self.sequence), MAX_EVENT_BYTES
+        else:  # not numbered, for the reference's are not, and the next booking tells it again
+            topic, payload, most = SESSION_TOPIC, encode_session(event), MAX_SESSION_BYTES
+        if len(payload) > most:
             self.refused += 1
-            self._warn(time.monotonic(), "too big for peers", _name(event))
+            self._warnings.warn(time.monotonic(), "too big for peers", name_of(event))
             return
         try:
-            self._plain_pub.send(TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
+            self._plain_pub.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:
-            self._warn(time.monotonic(), "queue of a peer is full", _name(event))
+            self._warnings.warn(time.monotonic(), "queue of a peer is full", name_of(event))
             self.overflows += 1
-            self._send_to_others(TOPIC)
+            self._send_to_others(topic)
         # The second frame of a message always goes where the first went.
         self._plain_pub.send(payload, zmq.DONTWAIT)
         self.published += 1
@@ -301,6 +311,9 @@ class ReplicaSync:
             self._hear_heartbeat(frames, now)
             return None
         self.received += 1
+        if frames[0] == SESSION_TOPIC and self._on_session is not None:
+            self._hear_session(self._on_session, frames, now)
+            return None
         try:
             payload = payload_of(frames)
         except UndecodableFrames as error:
@@ -323,23 +336,35 @@ class ReplicaSync:
     def _refuse(self, error: UndecodableFrames, now: float) -> None:
         if isinstance(error, TooBig):
             self.too_big += 1
-            self._warn(now, "too big", str(error))
+            self._warnings.warn(now, "too big", str(error))
         else:
             self.undecodable += 1
-            self._warn(now, "undecodable", str(error))
+            self._warnings.warn(now, "undecodable", str(error))
 
     def _hear(self, event: ReplicaEvent, now: float) -> None:
         try:
             verdict = self._on_event(event, now)
         except Exception:
-            log.exception("replica event failed: %s", _name(event))
+            log.exception("replica event failed: %s", name_of(event))
         else:
-            if verdict in _WORTH_A_WARNING:
-                self._warn(now, verdict.name.lower().replace("_", " "), _name(event))
+            self._warnings.judge(event, verdict, now)
         if event.sequence is not None and event.router_id != self._router_id:
             missed = self.heard.event(event.router_id, event.sequence, now)
             if missed:
                 self._tell_missed(event.router_id, missed, now)
+
+    def _hear_session(
+        self,
+        on_session: Callable[[SessionEvent, float], SessionVerdict],
+        frames: list[bytes],
+        now: float,
+    ) -> None:
+        try:
+            event = decode_session(frames)
+        except UndecodableFrames as error:
+            self._refuse(error, now)
+            return
+        self._warnings.judge(event, on_session(event, now), now)
 
     def _hear_heartbeat(self, frames: list[bytes], now: float) -> None:
         try:
@@ -353,28 +378,8 @@ class ReplicaSync:
                 self._tell_missed(beat.router_id, missed, now)
 
     def _tell_missed(self, router_id: int, missed: int, now: float) -> None:
-        self._warn(now, "never arrived", f"{missed} from router {router_id}", missed)
+        self._warnings.warn(now, "never arrived", f"{missed} from router {router_id}", missed)
         self._on_missed()
-
-    def _warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """At most one line per reason in WARN_EVERY_S, with how many there were since the last."""
-        last, count = self._warnings.get(reason, (-WARN_EVERY_S, 0))
-        count += events
-        if now - last < WARN_EVERY_S:
-            self._warnings[reason] = last, count
-            return
-        self._warnings[reason] = now, 0
-        log.warning("replica events dropped (%s): %d; the last: %s", reason, count, detail)
-
-
-def _name(event: ReplicaEvent) -> str:
-    """An event for a log line, peers' text quoted."""
-    booking = event.booking
-    return (
-        f"{event.kind.name} {booking.request_id!r} of model={event.model_name!r} "
-        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={booking.worker_id} "
-        f"dp_rank={booking.dp_rank} from router {event.router_id}"
-    )
 
 
 def _check(endpoint: str) -> None:

@@ -9,7 +9,6 @@ now and then: libzmq closes it when the connection is lost.
 
 import asyncio
 import contextlib
-import errno
 import os
 import socket
 import time
@@ -109,6 +108,8 @@ class ZmqConnection:
             self.abort()
             if self._step is _Step.CONNECTING:
                 await _raise_why(address)  # libzmq does not say
+            elif await _speaks_http(address):
+                raise ConnectionFailed("it speaks HTTP, not ZMQ") from None
             raise error
         except BaseException:
             self.abort()
@@ -129,7 +130,7 @@ class ZmqConnection:
             plain.setsockopt(zmq.RECONNECT_IVL, -1)
             plain.setsockopt(zmq.RCVHWM, RCVHWM)
             plain.setsockopt(zmq.MAXMSGSIZE, _OVERSIZE * self._max_message_bytes)
-            plain.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+            plain.setsockopt(zmq.HANDSHAKE_IVL, 0)  # ours, in open(): libzmq's does not say it was
             if address[0] != socket.AF_UNIX:
                 plain.setsockopt(zmq.TCP_KEEPALIVE, 1)
                 plain.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
@@ -161,8 +162,6 @@ class ZmqConnection:
             raise ConnectionFailed("it does not speak ZMQ as we do")
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             raise ConnectionFailed("it asks for credentials")
-        elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and value == errno.ETIMEDOUT:
-            raise ConnectionFailed("it accepts connections and does not speak")
         else:
             raise ConnectionFailed(self._step.value)
 
@@ -186,7 +185,7 @@ class ZmqConnection:
 
     def _close_monitor(self) -> None:
         monitor, self._monitor = self._monitor, None
-        if monitor is not None and self._socket is not None:
+        if monitor is not None and self._socket is not None and not self._socket.closed:
             self._socket.disable_monitor()
             monitor.close(linger=0)
 
@@ -217,8 +216,9 @@ class ZmqConnection:
         made, self._socket, self._plain = self._socket, None, None
         if made is not None:
             self._links.unwatch(self)
-            asyncio.get_running_loop().remove_reader(made.fileno())
-            made.close(linger=0)
+            if not made.closed:  # it may have been, with its context
+                asyncio.get_running_loop().remove_reader(made.fileno())
+                made.close(linger=0)
 
     # what it brings
 
@@ -254,6 +254,10 @@ class ZmqConnection:
                     frames.append(frame.bytes)
             except zmq.Again:
                 return False
+            except zmq.ZMQError:
+                if self._socket is None or self._socket.closed:  # with its context
+                    return False
+                raise
             self._on_message(frames)
         return True
 
@@ -285,6 +289,19 @@ async def _raise_why(address: Address) -> None:
     with probe, contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_PROBE_S):
             await asyncio.get_running_loop().sock_connect(probe, where)
+
+
+async def _speaks_http(address: Address) -> bool:
+    """Whether an HTTP server answers there: of wrong ports the commonest."""
+    loop = asyncio.get_running_loop()
+    family, where = address
+    probe = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with probe, contextlib.suppress(OSError):  # a time-out is one
+        async with asyncio.timeout(_PROBE_S):
+            await loop.sock_connect(probe, where)
+            await loop.sock_sendall(probe, b"HEAD / HTTP/1.0\r\n\r\n")
+            return (await loop.sock_recv(probe, 16)).startswith(b"HTTP/")
+    return False
 
 
 def error_text(error: Exception) -> str:

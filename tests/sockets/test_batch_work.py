@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lean_selector.core.index.kv_batch import EventBatch, PackedStored
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_index import KvIndex, Tier
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.sockets import batch_work
-from lean_selector.sockets.batch_work import BatchWork
+from lean_selector.sockets.batch_work import BatchWork, Reader
 from lean_selector.wire import kv_event_parts, kv_events
+from lean_selector.wire.messagepack_pieces import WINDOW_BYTES
+from lean_selector.wire.packed_events import packed_batch
 from tests.kv_batches import small_windows
 
 encode = msgspec.msgpack.encode
@@ -21,14 +24,15 @@ NEVER = 0.0  # a deadline that is always over: one slice a call
 
 
 class Source:
-    """The work of a source, and what it tells people."""
+    """The work of a source, and what it tells people. Mostly without the quick reader, which leaves
+    no slices of a batch this small."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader | None = None) -> None:
         self.index = KvIndex(2)
         self.ingest = KvIngest(self.index, 7, 0)
         self.cursor = KvCursor(can_replay=False)
         self.lines: list[str] = []
-        self.work = BatchWork(self.ingest, self.cursor, self.report)
+        self.work = BatchWork(self.ingest, self.cursor, self.report, reader)
 
     def report(self, kind: str, level: int, text: str) -> None:
         self.lines.append(text)
@@ -164,17 +168,17 @@ def test_a_message_that_stops_making_sense_late_is_lost_whole() -> None:
     assert source.lines[-1].startswith("batch lost, it cannot be decoded: ")
 
 
-def test_a_bug_in_the_index_ends_the_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source()
+def test_a_bug_ends_the_batch_alone() -> None:
+    tokens: Any = None  # what no reader says
 
-    def fails(batch: object) -> bool:
-        raise RuntimeError("a bug")
+    def buggy(payload: bytes) -> EventBatch | None:
+        event = PackedStored(b"12345678", None, tokens, 2, Tier.DEVICE)
+        return EventBatch(None, [event], []) if len(payload) > WINDOW_BYTES else None
 
-    with monkeypatch.context() as patch:
-        patch.setattr(source.ingest, "apply", fails)
-        source.work.take(encode([1.5, [stored(block) for block in range(1, 2001)], None]))
-        with pytest.raises(RuntimeError, match="a bug"):
-            source.work.go_on(float("inf"))
+    source = Source(buggy)
+    source.work.take(bytes(WINDOW_BYTES + 1))
+    with pytest.raises(TypeError):
+        source.work.go_on(float("inf"))
     assert not source.work.is_under_way
     source.take(stored(1))
     assert source.index.total_blocks == 1
@@ -233,3 +237,68 @@ def test_any_messages_leave_the_source_in_order_and_its_counts_right(
             mark = 10_000 + at
             source.take(stored(mark), rank=77)
             assert source.index.remove(7, 77, Tier.DEVICE, [mark]) == 1
+
+
+# What one rank hears of: chains below other chains, names that come again, removals of what is
+# there and what is not; and of each some that the quick reader leaves to the other.
+CHAIN = st.tuples(
+    st.integers(0, 12),  # the parent, if any
+    st.lists(st.integers(0, 12), max_size=4),
+    st.integers(-1, 1),  # tokens beyond the blocks'
+    st.sampled_from(["GPU", "CPU", "tape"]),
+    st.sampled_from([None, [["dynamo-cache-salt:pepper"]], [None]]),
+    st.sampled_from([None, 0, 1]),
+    st.sampled_from([None, "full_attention", "mamba"]),
+)
+GONE = st.tuples(st.lists(st.integers(0, 12), max_size=4), st.sampled_from(["GPU", "CPU"]))
+HEARD = st.lists(st.lists(st.one_of(CHAIN, CHAIN, GONE, st.none()), max_size=6), max_size=6)
+
+
+def event_of(heard: tuple[Any, ...] | None) -> list[Any]:
+    if heard is None:
+        return ["AllBlocksCleared"]
+    if len(heard) == 2:
+        return ["BlockRemoved", *heard]
+    parent, names, more, medium, keys, group, kind = heard
+    tokens = [name for name in names for _ in range(2)]
+    tokens = tokens[:-1] if more < 0 else tokens + [3] * more
+    tail = [medium, None, keys, group, kind]
+    return ["BlockStored", names, parent or None, tokens, 2, None, *tail]
+
+
+@settings(max_examples=200)
+@given(HEARD)
+def test_what_is_applied_is_the_same_with_the_quick_reader_and_without(
+    batches: list[list[tuple[Any, ...] | None]],
+) -> None:
+    sources = Source(), Source(packed_batch)
+    for batch in batches:
+        for source in sources:
+            source.take(*map(event_of, batch))
+        told = [[list(runs) for runs in source.index.dump()] for source in sources]
+        assert told[0] == told[1]
+        plain, quick = ([*source.ingest.counts.results()] for source in sources)
+        assert sorted(plain) == sorted(quick)
+        blocks = [
+            (source.ingest.counts.blocks_stored, source.ingest.counts.blocks_removed)
+            for source in sources
+        ]
+        assert blocks[0] == blocks[1]
+
+
+def test_a_large_batch_that_the_quick_reader_takes_is_applied_part_by_part() -> None:
+    names = [name << 40 for name in range(1, 20_001)]
+    large = ["BlockStored", names, None, [7] * (2 * len(names)), 2, None, "GPU"]
+    source = Source(packed_batch)
+    source.take(large)
+    assert source.work.slices == 40
+    assert source.index.total_blocks == 20_000
+    assert source.ingest.counts.stored == 1
+
+
+def test_the_rest_of_a_large_event_is_refused_with_its_first_part() -> None:
+    names = [name << 40 for name in range(1, 20_001)]
+    source = Source(packed_batch)
+    source.take(["BlockStored", names, 77, [7] * (2 * len(names)), 2, None, "GPU"], stored(1))
+    assert source.skipped == {("stored", "unknown_parent"): 1}
+    assert source.index.total_blocks == 1

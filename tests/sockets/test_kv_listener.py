@@ -20,9 +20,9 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.core.index.kv_cursor import KvCursor
-from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
+from lean_selector.core.index.kv_index import KvIndex, Tier
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.sockets import batch_work, kv_listener
+from lean_selector.sockets import batch_work, kv_replay
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.link import LinkState
@@ -74,6 +74,11 @@ class Engine:
             await asyncio.gather(self.serving, return_exceptions=True)
             self.serving = None
         self.context.destroy(linger=0)
+
+    @property
+    def asked(self) -> list[int]:
+        """Where replays were asked from, each once: one that is slow is asked for again."""
+        return [start for start, _ in itertools.groupby(self.requests)]
 
     async def serve_replays(self) -> None:
         router = self.context.socket(zmq.ROUTER)
@@ -152,7 +157,7 @@ class Service:
         replay_port: int = 0,
         turns: IngestTurns | None = None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
-        **options: float,
+        **options: Any,
     ) -> None:
         self.links = Links(waiting=Waiting(max_waiting_bytes))
         self.index = KvIndex(2)
@@ -236,13 +241,14 @@ async def replay_of_a_gap(with_topic: bool) -> None:
     engine = Engine(port, replay_port)
     engine.with_topic = with_topic
     async with engine, Service(port, replay_port) as service:
+        await until(lambda: service.state == "silent")
         await engine.subscribed()
         await engine.store(1, 2)
         await engine.store(3, lost=True)
         await engine.remove(1, lost=True)
         await engine.store(4)
         await service.follows(engine)
-        assert engine.requests == [1]
+        assert engine.asked == [0, 1]
         status = service.listener.status()
         assert (status.gaps, status.replayed_batches, status.lost_batches) == (1, 3, 0)
         await engine.store(5)
@@ -268,7 +274,7 @@ async def test_joining_a_running_engine_replays_from_its_start() -> None:
             await engine.subscribed()
             await engine.store(1000)
             await service.follows(engine)
-            assert engine.requests == [0]
+            assert engine.asked[-1] == 0
 
 
 @told
@@ -290,7 +296,7 @@ async def test_a_replay_of_many_turns_is_followed_by_what_came_live_meanwhile() 
 
 
 @told
-async def test_a_recovered_watermark_spares_the_replay() -> None:
+async def test_a_recovered_source_asks_for_what_came_after_its_watermark() -> None:
     port, replay_port = free_port(), free_port()
     async with Engine(port, replay_port) as engine:
         await engine.store(1, 2, 3, lost=True)
@@ -299,10 +305,15 @@ async def test_a_recovered_watermark_spares_the_replay() -> None:
         service.listener.cursor.resume_at(2)
         engine.blocks = {1}
         async with service:
-            await engine.subscribed()
-            await engine.store(4)
             await service.follows(engine)
-            assert engine.requests == []
+            await engine.store(4, lost=True)
+        service = Service(port, replay_port)
+        service.index.store(7, 0, Tier.DEVICE, None, [1], b"........")
+        service.listener.cursor.resume_at(2)
+        async with service:
+            await service.follows(engine)
+            assert service.listener.status().replayed_batches == 1
+            assert engine.asked == [2]
 
 
 @told
@@ -346,6 +357,7 @@ async def test_a_rolled_buffer_degrades_the_source() -> None:
         Engine(port, replay_port, buffer=3) as engine,
         Service(port, replay_port) as service,
     ):
+        await until(lambda: service.state == "silent")
         await engine.subscribed()
         await engine.store(1)
         await engine.store(2, 3, 4, 5, lost=True)
@@ -353,7 +365,7 @@ async def test_a_rolled_buffer_degrades_the_source() -> None:
         await until(lambda: service.blocks == {1, 4, 5, 6})
         await until(lambda: service.state == "degraded")
         assert service.listener.status().lost_batches == 2
-        assert engine.requests == [0]
+        assert engine.asked == [0]
         await engine.clear()
         await engine.store(7)
         await service.follows(engine)
@@ -369,10 +381,10 @@ async def test_a_replay_that_stops_midway_is_taken_up_there() -> None:
         await engine.store(1)
         await engine.store(2, 3, 4, 5, lost=True)
         await engine.store(6)
-        await until(lambda: len(engine.requests) > 1)
+        await until(lambda: len(engine.asked) > 1)
         engine.answers = None
         await service.follows(engine)
-        assert engine.requests[:2] == [0, 1]
+        assert engine.asked[:2] == [0, 1]
 
 
 @told
@@ -403,7 +415,7 @@ async def test_a_restarted_engine_first_heard_midway_is_replayed_from_its_start(
             await engine.subscribed()
             await engine.store(9)
             await service.follows(engine)
-            assert engine.requests == [0]
+            assert engine.asked[-1] == 0
 
 
 @told
@@ -421,7 +433,7 @@ async def test_a_restart_that_has_passed_our_number_before_it_is_heard_is_notice
             await service.follows(engine)
             status = service.listener.status()
             assert (status.restarts, status.lost_batches, status.lag_batches) == (1, 0, 0)
-            assert engine.requests == [4, 0]
+            assert engine.asked == [4, 0]
             assert "restarted" in (status.last_error or "")
 
 
@@ -672,7 +684,7 @@ async def test_closing_unsubscribes_at_once() -> None:
         await engine.subscribed()
         await engine.store(1, lost=True)
         await engine.store(2)  # and a replay is under way
-        await until(lambda: service.state == "replaying")
+        await until(lambda: service.state == "replaying" and service.blocks == {2})
         ending = service.listener.stop()
         assert await asyncio.wait_for(engine.pub.recv(), DEADLINE_S) == b"\x00"
         await ending
@@ -680,24 +692,49 @@ async def test_closing_unsubscribes_at_once() -> None:
         assert asyncio.all_tasks() == tasks
 
 
-class FailingIndex(KvIndex):
-    """An index with a bug that shows once."""
+@pytest.mark.parametrize("turns", range(4))
+def test_closing_ends_a_replay_that_hears_something_shortly_before(turns: int) -> None:
+    """So many turns of the loop before."""
 
-    failures = 1
+    async def story() -> None:
+        port, replay_port = free_port(), free_port()
+        async with Engine(port) as engine, Service(port, replay_port) as service:
+            silent = engine.context.socket(zmq.ROUTER)
+            await bound(silent, replay_port)
+            await engine.subscribed()
+            await engine.store(1, lost=True)
+            await engine.store(2)
+            await asyncio.wait_for(silent.recv_multipart(), DEADLINE_S)
+            replay = service.listener._replay
+            assert replay is not None
+            asked = replay.link
+            await until(lambda: asked.state is LinkState.CONNECTED)
+            await asyncio.sleep(0.01)
+            asked._on_message()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await asyncio.wait_for(service.listener.stop(), DEADLINE_S)
 
-    def store(self, *event: Any) -> StoreResult:
-        if self.failures:
-            self.failures -= 1
+    told(story)()
+
+
+class FailingOnce:
+    """A reader of batches that leaves all to the next, with a bug that one of them shows, once."""
+
+    def __init__(self, batch: int) -> None:
+        self.left = batch
+
+    def __call__(self, _: bytes) -> None:
+        self.left -= 1
+        if self.left == -1:
             raise RuntimeError("a bug")
-        return super().store(*event)
 
 
 @told
 async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
     port = free_port()
     service = Service(port)
-    service.index = FailingIndex(2)
-    service.listener.ingest._index = service.index
+    service.listener._work._reader = FailingOnce(0)
     async with Engine(port) as engine, service:
         await engine.subscribed()
         await engine.store(1, 2)
@@ -709,34 +746,72 @@ async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
 async def test_a_source_that_cannot_be_opened_says_so_and_is_tried_again() -> None:
     port = free_port()
     async with Service(port) as service:
-        await until(lambda: service.state == "failed")
+        await until(lambda: service.state == "unreachable")
         status = service.listener.status()
         assert status.last_error == "no connection: Connection refused"
+        assert status.problem == "never connected: Connection refused"
         async with Engine(port) as engine:
             await engine.subscribed()
-            await until(lambda: service.state == "connecting")
+            await until(lambda: service.state == "no_replay")  # nothing is known of it
             await engine.store(1)
             await service.follows(engine)
             status = service.listener.status()
             assert (status.connection, status.last_error) == ("connected", None)
-        await until(lambda: service.listener.status().connection != "connected")
+            assert status.problem is None
+        await until(lambda: service.state == "unreachable")
         status = service.listener.status()
-        assert status.state == "live"  # as far as the engine has told
+        assert status.problem is not None
+        assert status.problem.startswith("the connection was lost: ")
         assert status.last_error is not None
         assert status.last_error.startswith("no connection: ")
 
 
-def test_why_there_is_no_connection_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+Records = list[tuple[int, str]]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> Records:
+    """Levels and texts of what was logged of sources, from WARNING on."""
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
+    start = "worker 7 dp_rank 0: "
+    return [(level, text.removeprefix(start)) for level, text in lines if level >= logging.WARNING]
+
+
+def test_a_late_start_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     @told
     async def story() -> None:
         async with Service(free_port()) as service:
             await until(lambda: service.listener._live.retries >= 3)
 
-    with caplog.at_level(logging.WARNING, logger="lean_selector.kv_events"):
+    with caplog.at_level(logging.DEBUG, logger="lean_selector.kv_events"):
         story()
-    (record,) = caplog.records
-    text = "worker 7 dp_rank 0: no connection: Connection refused; trying again"
-    assert record.getMessage() == text
+    assert warned(caplog) == []
+
+
+def test_why_there_is_no_connection_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    @told
+    async def story() -> None:
+        async with Service(free_port(), grace_s=0.0) as service:
+            await until(lambda: service.listener._live.retries >= 3)
+
+    with caplog.at_level(logging.DEBUG, logger="lean_selector.kv_events"):
+        story()
+    text = "unreachable: never connected: Connection refused"
+    assert warned(caplog) == [(logging.WARNING, text)]
+
+
+def test_a_connection_that_is_lost_is_a_warning_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    @told
+    async def story() -> None:
+        port = free_port()
+        async with Service(port) as service:
+            async with Engine(port) as engine:
+                await engine.subscribed()
+            await until(lambda: service.listener._live.retries >= 3)
+
+    with caplog.at_level(logging.DEBUG, logger="lean_selector.kv_events"):
+        story()
+    assert 1 <= len(warned(caplog)) <= 2  # closed, and then refused
+    assert all(text.startswith("no connection: ") for _, text in warned(caplog))
 
 
 class Stalled(IngestTurns):
@@ -790,7 +865,7 @@ async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
         await until(lambda: service.listener.cursor.last_live == 0)
         turns.is_released = False
         await engine.store(900)
-        while len(engine.requests) < 2:  # the parts are taken in while the next is under way
+        while len(engine.asked) < 2:  # the parts are taken in while the next is under way
             turns.is_released = not turns.is_released
             await asyncio.sleep(0.005)
         turns.is_released = True
@@ -832,24 +907,11 @@ def test_the_newest_of_what_is_kept_stays_for_it_shows_what_is_missing() -> None
     assert cursor.lag >= 9
 
 
-class FailingOnce(KvIndex):
-    """An index with a bug that one block shows, once."""
-
-    has_failed = False
-
-    def store(self, *event: Any) -> StoreResult:
-        if event[4] == [5] and not self.has_failed:
-            self.has_failed = True
-            raise RuntimeError("a bug")
-        return super().store(*event)
-
-
 @told
 async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
     port, replay_port = free_port(), free_port()
     service = Service(port, replay_port)
-    service.index = FailingOnce(2)
-    service.listener.ingest._index = service.index
+    service.listener._work._reader = FailingOnce(6)
     before = failures["kv replay"]
     async with Engine(port, replay_port) as engine:
         await engine.store(*range(20), lost=True)
@@ -870,8 +932,7 @@ async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
 async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_mended() -> None:
     port, replay_port = free_port(), free_port()
     service = Service(port, replay_port)
-    service.index = FailingOnce(2)
-    service.listener.ingest._index = service.index
+    service.listener._work._reader = FailingOnce(1)
     async with Engine(port, replay_port) as engine, service:
         await engine.subscribed()
         await engine.store(1)
@@ -881,7 +942,7 @@ async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_m
 
 
 @told
-async def test_a_replay_endpoint_that_libzmq_refuses_degrades_the_source() -> None:
+async def test_a_replay_endpoint_that_libzmq_refuses_is_no_replay() -> None:
     port = free_port()
     service = Service(port, 1)
     service.listener.replay_endpoint = "tcp://127.0.0.1:+80"
@@ -889,7 +950,7 @@ async def test_a_replay_endpoint_that_libzmq_refuses_degrades_the_source() -> No
         await engine.subscribed()
         await engine.store(1, lost=True)
         await engine.store(2)
-        await until(lambda: service.state == "degraded")
+        await until(lambda: service.state == "no_replay")
         await until(lambda: service.blocks == {2})
 
 
@@ -933,7 +994,7 @@ def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_listener, "REPLAY_LIMIT_S", 0.0)
+    monkeypatch.setattr(kv_replay, "REPLAY_LIMIT_S", 0.0)
 
     @told
     async def story() -> None:
@@ -942,7 +1003,7 @@ def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             await engine.subscribed()
             await engine.store(1, lost=True)
             await engine.store(2)
-            await until(lambda: service.state == "degraded")
+            await until(lambda: service.state == "no_replay")
             await until(lambda: service.blocks == {2})
 
     story()

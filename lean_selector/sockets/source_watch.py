@@ -1,0 +1,106 @@
+"""What is wrong with a source: since when, and one log line when it begins and when it ends.
+
+A fault that a start explains is no warning yet: engines take minutes to load a model. Told what the
+state is, it decides when that is worth a line. D35.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from lean_selector.core.index.kv_cursor import KvCursor, SourceState
+from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.sockets.link import Link, LinkState
+
+# How long a source may be unreachable, silent though its rank has work, or without a replay before
+# that is a warning.
+GRACE_S: Final = 60.0
+
+MISMATCH: Final = "mismatch"
+UNREACHABLE: Final = "unreachable"
+SILENT: Final = "silent"
+NO_REPLAY: Final = "no_replay"
+PARTIAL: Final = "partial"
+
+_AT_ONCE: Final = {MISMATCH: logging.WARNING, PARTIAL: logging.INFO}
+_AFTER_GRACE: Final = (UNREACHABLE, SILENT, NO_REPLAY)
+
+
+def condition(
+    live: Link,
+    ingest: KvIngest,
+    cursor: KvCursor,
+    replay_endpoint: str | None,
+    no_replay: str,
+) -> tuple[str, str]:
+    """The state of a source, and what is wrong in one line; "" when nothing is, or what is wrong
+    was told of batch by batch. `no_replay`: why the last replay did not end."""
+    if live.state is not LinkState.CONNECTED:
+        if live.error is None:
+            return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
+        been = "the connection was lost" if live.was_connected else "never connected"
+        return UNREACHABLE, f"{been}: {live.error}"
+    if ingest.is_mismatched:
+        stored, other = ingest.stored, ingest.stored_of_other_size
+        return MISMATCH, (
+            f"the engine's blocks are of {ingest.other_size} tokens, the worker's block_size is "
+            f"{ingest.block_size}: {other} of {stored + other} stored events were skipped"
+        )
+    state = cursor.state
+    if state is SourceState.SILENT:
+        return SILENT, "connected, nothing heard, and its replay is empty"
+    if state is SourceState.PARTIAL:
+        return PARTIAL, f"its replay begins at batch {cursor.unknown}, not at the first"
+    if state is SourceState.NO_REPLAY and replay_endpoint is not None:
+        return NO_REPLAY, f"no replay from {replay_endpoint}: {no_replay}"
+    if state is SourceState.NO_REPLAY:
+        return NO_REPLAY, f"no replay endpoint to ask for the {cursor.unknown} batches before"
+    if state is SourceState.CONNECTING and replay_endpoint is None:
+        return NO_REPLAY, "connected, nothing heard, and no replay endpoint to ask"
+    return state.value, ""
+
+
+class SourceWatch:
+    """Of one source. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        log: Callable[[int, str], None],
+        has_work: Callable[[], bool],
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """`has_work()`: the rank has requests now, so that its cache changes."""
+        self._log = log
+        self._has_work = has_work
+        self._grace_s = grace_s
+        self._state = ""
+        self.since = 0.0  # when the state began
+        self._worked_at: float | None = None  # the first time seen, while it is silent
+        self._is_told = False
+
+    def look(self, state: str, what: str, now: float) -> None:
+        """`what` tells of the state in one line. Call it now and then, and when it may change."""
+        if state != self._state:
+            if self._is_told:
+                text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"
+                self._log(logging.INFO, text)
+            self._state, self.since = state, now
+            self._worked_at = None
+            self._is_told = False
+        if not self._is_told and self._is_due(state, now):
+            self._is_told = True
+            self._log(_AT_ONCE.get(state, logging.WARNING), f"{state}: {what}")
+
+    def _is_due(self, state: str, now: float) -> bool:
+        if state in _AT_ONCE:
+            return True
+        if state not in _AFTER_GRACE:
+            return False
+        since = self.since
+        if state == SILENT:
+            if self._worked_at is None:
+                if not self._has_work():
+                    return False
+                self._worked_at = now
+            since = self._worked_at
+        return now - since >= self._grace_s

@@ -1,0 +1,367 @@
+"""Requests of ours: what comes back, and what is said when nothing usable does."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_selector.outbound.client import OutboundClient, SocketAddress
+from lean_selector.outbound.exchange import MOST_HEAD_BYTES, MOST_WAITING_BYTES
+from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.token_file import TokenFile
+from lean_selector.outbound.trust import Trust
+from tests.on_loop import DEADLINE_S, on_loop, until
+from tests.outbound_server import CHUNKED, Authority, chunk, client, hangs, response, says, serving
+from tests.running_service import free_port
+
+LONG_S = DEADLINE_S
+
+
+async def told(asking: Coroutine[Any, Any, object]) -> OutboundFailed:
+    with pytest.raises(OutboundFailed) as caught:
+        await asking
+    return caught.value
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_a_get_brings_status_headers_and_body() -> None:
+    async with serving(says(response(b"body", "404 Not Found", "X-One: 1\r\n"))) as served:
+        answer = await client().get(served.url + "/a/b?c=d")
+        assert (answer.status, answer.body, answer.headers["x-one"]) == (404, b"body", "1")
+        lines = served.requests[0].decode().split("\r\n")
+        assert lines[0] == "GET /a/b?c=d HTTP/1.1"
+        assert f"host: 127.0.0.1:{served.port}" in lines
+        assert not [line for line in lines if line.startswith("authorization")]
+
+
+@on_loop
+async def test_a_post_sends_its_body_as_json() -> None:
+    async with serving(says(response(b"{}"))) as served:
+        answer = await client().post(served.url, b'{"a":1}')
+        assert answer.body == b"{}"
+        assert served.requests[0].startswith(b"POST / HTTP/1.1\r\n")
+        assert b"content-type: application/json\r\n" in served.requests[0]
+        assert served.requests[0].endswith(b'\r\n\r\n{"a":1}')
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (response(b"whole"),),
+        (b"HTTP/1.0 200 OK\r\n\r\nwho", b"le"),
+        (CHUNKED, chunk(b"who"), chunk(b"le") + chunk(b"")),
+        (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", response(b"whole")),
+        tuple(bytes([byte]) for byte in response(b"whole")),
+    ],
+    ids=[
+        "with a length",
+        "to the end of the connection",
+        "in chunks",
+        "after hints",
+        "byte by byte",
+    ],
+)
+@on_loop
+async def test_a_body_is_read_in_every_form(parts: tuple[bytes, ...]) -> None:
+    async with serving(says(*parts)) as served:
+        answer = await client().get(served.url)
+        assert (answer.status, answer.body) == (200, b"whole")
+        assert "link" not in answer.headers
+
+
+@on_loop
+async def test_an_answer_is_taken_though_its_sender_keeps_the_connection() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(response(b"body"))
+        assert await reader.read() == b"", "it is we who close"
+        closed.set()
+
+    closed = asyncio.Event()
+    async with serving(serve) as served:
+        assert (await client().get(served.url)).body == b"body"
+        await asyncio.wait_for(closed.wait(), DEADLINE_S)
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((), "the connection ended before an answer"),
+        (
+            (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",),
+            "the connection ended amid the answer",
+        ),
+        ((CHUNKED + chunk(b"abc"),), "the connection ended amid the answer"),
+        ((b"\xff\0\0\0\0\0\0\0\1\x7f",), "what came is not HTTP"),
+        (
+            (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * MOST_HEAD_BYTES),
+            "the head of the answer has more",
+        ),
+        ((response(b"a" * 101),), "the answer has more than 100 bytes"),
+    ],
+)
+@on_loop
+async def test_what_is_no_answer_is_one_clear_line(parts: tuple[bytes, ...], reason: str) -> None:
+    async with serving(says(*parts)) as served:
+        error = await told(client().get(served.url + "/x", most_bytes=100))
+        assert error.message.startswith(f"GET {served.url}/x: {reason}")
+        assert "\n" not in error.message
+
+
+@on_loop
+async def test_who_is_silent_is_given_up() -> None:
+    async with serving(hangs) as served:
+        error = await told(client().get(served.url, timeout_s=0.05))
+        assert error.message == f"GET {served.url}: no answer in 0.05 s"
+
+
+@on_loop
+async def test_who_sends_bit_by_bit_gets_no_more_time() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED)
+        while True:
+            writer.write(chunk(b"a"))
+            await asyncio.sleep(0.01)
+
+    async with serving(serve) as served:
+        error = await told(client().get(served.url, timeout_s=0.2))
+        assert "no answer in 0.2 s" in error.message
+
+
+@on_loop
+async def test_a_port_where_nobody_listens_says_so() -> None:
+    port = free_port()
+    error = await told(client().get(f"http://127.0.0.1:{port}"))
+    assert error.message == f"GET http://127.0.0.1:{port}: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("ftp://a", "not an http:// or https:// URL"),
+        ("http://", "names no host"),
+        ("http://a:b", "no valid port"),
+        ("http://me:secret@a", "credentials in a URL"),
+        ("http://a/ b", "characters that a URL has not"),
+        ("http://a/\r\nx: y", "characters that a URL has not"),
+    ],
+)
+@on_loop
+async def test_what_is_no_url_says_so(url: str, reason: str) -> None:
+    error = await told(client().get(url))
+    assert reason in error.message
+
+
+@on_loop
+async def test_the_other_addresses_of_a_name_are_tried() -> None:
+    async with serving(says(response(b"here"))) as served:
+        gone = free_port()
+
+        async def resolve(host: str, port: int) -> list[SocketAddress]:
+            assert (host, port) == ("engine", 80)
+            return [
+                (socket.AF_INET, ("127.0.0.1", gone)),
+                (socket.AF_INET, ("127.0.0.1", served.port)),
+            ]
+
+        assert (await OutboundClient(resolve).get("http://engine")).body == b"here"
+
+
+@on_loop
+async def test_a_name_that_nobody_knows_says_so() -> None:
+    async def resolve(host: str, port: int) -> list[SocketAddress]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    error = await told(OutboundClient(resolve).get("http://engine"))
+    assert error.message == "GET http://engine: Name or service not known"
+
+
+@on_loop
+async def test_text_is_the_body_of_a_success_alone() -> None:
+    async with serving(says(response(b"fine"))) as served:
+        assert await client().text(served.url) == b"fine"
+    async with serving(says(response(b"who are you?", "401 Unauthorized"))) as served:
+        error = await told(client().text(served.url))
+        assert error.status == 401
+        assert error.message == f"GET {served.url}: status 401: who are you?"
+
+
+# -- tokens and TLS -------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_a_token_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    ours = client(TokenFile(str(path)))
+    async with serving(says(response(b""))) as served:
+        await ours.get(served.url)
+        later = tmp_path / "later"
+        later.write_text("second\n")
+        os.replace(later, path)
+        await ours.get(served.url)
+        path.unlink()
+        await ours.get(served.url)
+        path.write_text("two words")
+        await ours.get(served.url)
+        sent = [request.decode().split("\r\n")[-3] for request in served.requests]
+        bearer = "authorization: Bearer "
+        assert sent == [bearer + "first", bearer + "second", bearer + "second", bearer + "second"]
+
+
+@pytest.mark.parametrize("text", ["", " \n", "two words", "line\nbreak", "\u00fc"])
+def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="holds no bearer token"):
+        TokenFile(str(path))
+
+
+@on_loop
+async def test_over_tls_those_are_believed_whom_the_authority_vouches_for(tmp_path: Path) -> None:
+    authority, other = Authority(), Authority()
+    path = tmp_path / "ca.crt"
+    path.write_bytes(b"# of \xc3\xa9tat\n" + authority.pem)
+    trust = Trust(str(path))
+
+    async def resolve(host: str, port: int) -> list[SocketAddress]:
+        return [(socket.AF_INET, ("127.0.0.1", port))]
+
+    ours = OutboundClient(resolve, trust=trust)
+    async with serving(says(response(b"hi")), authority.context("engine"), "engine") as served:
+        assert (await ours.get(served.url)).body == b"hi"
+        error = await told(ours.get(f"https://impostor:{served.port}"))
+        assert "its certificate is not trusted: Hostname mismatch" in error.message
+        error = await told(OutboundClient(resolve).get(served.url))
+        assert "its certificate is not trusted" in error.message
+        path.write_bytes(other.pem)
+        error = await told(ours.get(served.url))
+        assert "its certificate is not trusted" in error.message
+        path.write_bytes(b"no certificate")
+        os.utime(path, ns=(1, 1))
+        error = await told(ours.get(served.url))
+        assert "its certificate is not trusted" in error.message, "the last ones are believed"
+        path.write_bytes(authority.pem)
+        assert (await ours.get(served.url)).body == b"hi"
+
+
+@on_loop
+async def test_addresses_have_certificates_too(tmp_path: Path) -> None:
+    authority = Authority()
+    path = tmp_path / "ca.crt"
+    path.write_bytes(authority.pem)
+    async with serving(says(response(b"hi")), authority.context("127.0.0.1")) as served:
+        assert (await client(trust=Trust(str(path))).get(served.url)).body == b"hi"
+
+
+@on_loop
+async def test_a_ca_file_that_is_missing_or_none_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "ca.crt"
+    error = await told(client(trust=Trust(str(path))).get("https://127.0.0.1:1"))
+    assert "No such file or directory" in error.message
+    path.write_text("nothing")
+    error = await told(client(trust=Trust(str(path))).get("https://127.0.0.1:1"))
+    assert f"{path} holds no certificates in PEM" in error.message
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_lines_come_as_they_are_sent() -> None:
+    heard = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + chunk(b"one\ntw"))
+        await heard.wait()
+        writer.write(chunk(b"o\n\nthr") + chunk(b"ee") + chunk(b""))
+
+    async with serving(serve) as served, client().lines(served.url, silence_s=LONG_S) as lines:
+        assert await lines.next() == b"one"
+        heard.set()
+        assert [await lines.next() for _ in range(4)] == [b"two", b"", b"three", None]
+        assert await lines.next() is None
+
+
+@on_loop
+async def test_lines_end_with_a_clear_line_when_the_connection_does() -> None:
+    async def story(silence_s: float = LONG_S, most_bytes: int = 1000) -> list[bytes]:
+        found = []
+        async with client().lines(served.url, silence_s=silence_s, most_bytes=most_bytes) as lines:
+            while (line := await lines.next()) is not None:
+                found.append(line)
+        return found
+
+    async with serving(says(CHUNKED + chunk(b"a\nb"))) as served:
+        assert "the connection ended amid the answer" in (await told(story())).message
+    async with serving(says(CHUNKED + chunk(b"a" * 11) + chunk(b""))) as served:
+        assert "a line has more than 10 bytes" in (await told(story(most_bytes=10))).message
+    async with serving(says(response(b"gone", "410 Gone"))) as served:
+        error = await told(story())
+        assert (error.status, error.message) == (410, f"GET {served.url}: status 410: gone")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + chunk(b"a\n"))
+        await reader.read()
+
+    async with serving(serve) as served:
+        assert "nothing came for 0.05 s" in (await told(story(silence_s=0.05))).message
+
+
+@on_loop
+async def test_who_sends_more_than_we_take_has_to_wait() -> None:
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(CHUNKED)
+        while True:
+            writer.write(chunk(b"a" * 9999 + b"\n"))
+            await writer.drain()
+            sent += 1
+
+    async with serving(serve) as served, client().lines(served.url, silence_s=LONG_S) as lines:
+        assert await lines.next() == b"a" * 9999
+        looks = [-1]
+
+        def has_stopped() -> bool:
+            looks.append(sent)
+            return looks[-20:] == [sent] * 20
+
+        await until(lambda: sent * 10_000 > MOST_WAITING_BYTES, "more was sent than is kept")
+        await until(has_stopped, "the sender waits")
+        stopped_at = sent
+        for _ in range(stopped_at + 2 * MOST_WAITING_BYTES // 10_000):
+            assert await lines.next() == b"a" * 9999
+        assert sent > stopped_at, "reading on lets it send on"
+
+
+@on_loop
+async def test_a_request_that_is_given_up_closes_its_connection() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + chunk(b"a\n"))
+        try:
+            await reader.read()
+        finally:
+            closed.set()
+
+    async with serving(serve) as served:
+        async with client().lines(served.url, silence_s=LONG_S) as lines:
+            assert await lines.next() == b"a"
+        await asyncio.wait_for(closed.wait(), DEADLINE_S)
+        closed.clear()
+        asking = asyncio.ensure_future(client().get(served.url))
+        await until(lambda: len(served.requests) == 2)
+        asking.cancel()
+        await asyncio.wait_for(closed.wait(), DEADLINE_S)

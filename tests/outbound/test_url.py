@@ -1,0 +1,27 @@
+"""URLs taken apart: one endpoint has one origin, however it is spelled."""
+
+import pytest
+
+from lean_selector.outbound.url import Url, origin_of
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("http://Worker-1:8000", "http://worker-1:8000"),
+        ("http://worker-1:8000/", "http://worker-1:8000"),
+        ("http://worker-1:8000/v1?a=b#c", "http://worker-1:8000"),
+        ("http://worker-1", "http://worker-1:80"),
+        ("https://worker-1", "https://worker-1:443"),
+        ("HTTPS://worker-1:443", "https://worker-1:443"),
+        ("http://[FE80::1]:8000", "http://[fe80::1]:8000"),
+    ],
+)
+def test_every_spelling_of_an_endpoint_has_the_same_origin(text: str, origin: str) -> None:
+    assert origin_of(text) == origin
+
+
+def test_what_is_asked_of_a_host_is_its_path_and_query() -> None:
+    assert Url("http://a/b/c?d=e&f#g").target == "/b/c?d=e&f"
+    assert Url("http://a").target == "/"
+    assert (Url("http://[::1]:5").host, Url("http://[::1]:5").authority) == ("::1", "[::1]:5")

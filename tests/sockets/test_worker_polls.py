@@ -1,0 +1,156 @@
+"""Polls of workers: whom, where, how many at once, and what comes of them, with real servers."""
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lean_selector.outbound.url import url_at
+from lean_selector.publisher import KvEventPublisher
+from tests.client.fleet import Fleet
+from tests.running_service import RunningService, wait_until
+
+FLAGS = ("--worker-health-interval-secs", "0.05", "--worker-health-failures", "2")
+
+
+class Engine:
+    """An HTTP server that says how it is; `status` 0 says nothing at all."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.paths: list[str] = []
+        engine = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                engine.paths.append(self.path)
+                if not engine.status:
+                    engine.released.wait()
+                    return
+                self.send_response(engine.status)
+                self.send_header("location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.released = threading.Event()
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self.released.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextlib.contextmanager
+def two_engines(*flags: str) -> Iterator[tuple[Fleet, Engine, Engine]]:
+    engines = Engine(), Engine()
+    try:
+        with Fleet(0, *FLAGS, *flags) as fleet:
+            for number, engine in enumerate(engines, 1):
+                fleet.register(number, f"{engine.endpoint}/v1")
+            yield fleet, *engines
+    finally:
+        for engine in engines:
+            with contextlib.suppress(OSError):
+                engine.close()
+
+
+def health(fleet: Fleet, worker_id: int) -> Any:
+    workers = fleet.service.get("/workers?detail=true")[1]
+    return next(each["health"] for each in workers if each["worker_id"] == worker_id)
+
+
+def becomes(fleet: Fleet, worker_id: int, state: str) -> None:
+    wait_until(lambda: health(fleet, worker_id)["state"] == state, f"it is {state}")
+
+
+def reason(fleet: Fleet, worker_id: int) -> str:
+    return str(health(fleet, worker_id)["ranks"][0]["reason"])
+
+
+@pytest.mark.parametrize("status", [500, 503, 404, 301])
+def test_a_worker_that_says_it_is_not_well_is_ejected_until_it_says_it_is(status: int) -> None:
+    with two_engines("--worker-health-path", "/livez") as (fleet, sick, _):
+        sick.status = status
+        becomes(fleet, 1, "ejected")
+        assert f"status {status}" in reason(fleet, 1)
+        assert "2 polls in a row failed" in reason(fleet, 1)
+        assert health(fleet, 2)["state"] == "in_service"
+        assert set(sick.paths) == {"/livez"}
+        sick.status = 200
+        becomes(fleet, 1, "probation")
+
+
+def test_a_worker_that_does_not_answer_in_time_is_ejected() -> None:
+    with two_engines("--worker-health-timeout-secs", "0.1") as (fleet, mute, _):
+        mute.status = 0
+        becomes(fleet, 1, "ejected")
+        assert "no answer in 0.1 s" in reason(fleet, 1)
+
+
+def test_a_worker_that_is_gone_is_ejected_and_one_that_was_refused_is_back_at_a_poll() -> None:
+    with two_engines("--worker-ejection-max-percent", "100") as (fleet, gone, _):
+        gone.close()
+        becomes(fleet, 1, "ejected")
+        for _ in range(3):
+            fleet.service.post("/workers/2/report", {"outcome": "refused"})
+        becomes(fleet, 2, "probation")  # all were out, and this one answers
+
+
+def test_workers_that_come_and_go_are_polled_and_no_longer() -> None:
+    with two_engines() as (fleet, one, other):
+        wait_until(lambda: len(one.paths) > 1 and len(other.paths) > 1, "both are asked")
+        fleet.service.request("DELETE", "/workers/1")
+        seen = len(one.paths)
+        more = len(other.paths) + 5
+        wait_until(lambda: len(other.paths) >= more, "the other goes on being asked")
+        assert len(one.paths) <= seen + 1  # one may have been on its way
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://w:8000", "http://w:8000/health"),
+        ("http://w:8000/v1", "http://w:8000/health"),
+        ("https://w/base/", "https://w/health"),
+        ("10.0.0.1:8000", "http://10.0.0.1:8000/health"),
+        ("http://[::1]:8000", "http://[::1]:8000/health"),
+        ("grpc://w:1", None),
+        ("http://w:99999", None),
+        ("http://", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_where_a_worker_is_asked(endpoint: str | None, url: str | None) -> None:
+    assert url_at(endpoint, "/health") == url
+
+
+def test_a_worker_whose_event_source_is_lost_is_asked_at_once() -> None:
+    with (
+        contextlib.closing(Engine()) as engine,
+        RunningService("--worker-health-interval-secs", "1e9") as service,
+    ):
+        publisher = KvEventPublisher(worker_id=1, kv_block_size=16, endpoint="tcp://127.0.0.1:0")
+        worker = {
+            "worker_id": 1,
+            "model_name": "m",
+            "endpoint": engine.endpoint,
+            "block_size": 16,
+            "kv_events_endpoint": publisher.endpoint,
+        }
+        assert service.post("/workers", worker)[0] == 201
+        wait_until(
+            lambda: service.get("/kv_sources")[1][0]["connection"] == "connected", "it is heard"
+        )
+        assert engine.paths == []  # its turn is in years
+        publisher.close()
+        wait_until(lambda: engine.paths == ["/health"], "it is asked")
