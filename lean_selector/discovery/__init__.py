@@ -1,0 +1,1 @@
+"""Who the workers and the peers are, found out by itself."""

@@ -1,0 +1,244 @@
+"""The workers that discoveries name, kept in step with the catalog.
+
+Registers and removes by the calls that POST and DELETE /workers make, so that metrics, sources and
+reservations follow. Whatever is said over HTTP is the last word: a worker that was registered,
+changed or deleted there is not touched here until the discoveries let go of it. Opens no sockets
+and waits for nothing: time is an argument, and what asks engines is told of whom to ask.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, Protocol
+
+from lean_selector.core.errors import SelectorError
+from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.discovery.known_worker import KnownWorker, State
+from lean_selector.discovery.particulars import Found, Particulars
+from lean_selector.discovery.registration import is_complete, spec_of
+from lean_selector.discovery.worker_ids import endpoint_key
+
+log = logging.getLogger("lean_selector.discovery")
+
+
+class Registered(Protocol):
+    """A worker of the catalog, as far as it is looked at."""
+
+    @property
+    def spec(self) -> WorkerSpec: ...
+
+
+class Workers(Protocol):
+    """The catalog, as far as it is looked at."""
+
+    revision: int
+
+    @property
+    def workers(self) -> Mapping[int, Registered]: ...
+
+
+class Roster:
+    """From the loop's thread only."""
+
+    def __init__(
+        self,
+        catalog: Workers,
+        register: Callable[[WorkerSpec], object],
+        remove: Callable[[int], object],
+        *,
+        defaults: Particulars,
+        grace_s: float,
+        use_kv_events: bool,
+        on_new: Callable[[KnownWorker], None],
+        on_gone: Callable[[KnownWorker], None],
+    ) -> None:
+        """`register` and `remove` raise SelectorError. `on_new` hears of workers whose engines are
+        to be asked, `on_gone` of all that are forgotten."""
+        self._catalog = catalog
+        self._register = register
+        self._remove = remove
+        self._defaults: Final = defaults
+        self._grace_s = grace_s
+        self._use_kv_events = use_kv_events
+        self._on_new = on_new
+        self._on_gone = on_gone
+        self._found: dict[str, dict[str, Particulars]] = {}  # by discovery, by key
+        self._known: dict[str, KnownWorker] = {}  # by key
+        self._revision = -1  # of the catalog, when it was last compared
+        self._others: dict[str, int] = {}  # endpoints of workers that are not ours: their ids
+        self.registrations = 0
+        self.removals = 0
+
+    def __iter__(self) -> Iterator[KnownWorker]:
+        return iter(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def found(self, discovery: str, found: Found, now: float) -> None:
+        """All that a discovery knows of; what it knew before and does not now may leave."""
+        entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
+        before = self._found.get(discovery, {})
+        self._found[discovery] = entries
+        self._compare()
+        for key in [*before.keys() - entries.keys(), *entries]:
+            self._name(key, now)
+        for key in map(endpoint_key, found.leaving):
+            known = self._known.get(key)
+            if known is not None and known.leaves_at is not None:
+                known.leaves_at = now
+        self.look(now)
+
+    def heard(self, known: KnownWorker, engine: Particulars) -> None:
+        """An engine said what it is."""
+        known.engine = engine
+        known.error = None
+        self._settle(known)
+
+    def failed(self, known: KnownWorker, reason: str) -> None:
+        """An engine did not say what it is. What it said before holds."""
+        if known.error is None:
+            log.info("discovered worker %s does not tell what it is: %s", known.key, reason)
+        known.error = reason
+
+    def look(self, now: float) -> None:
+        """Lets go whose time is over, and sees what was done over HTTP. About every second."""
+        self._compare()
+        for known in [each for each in self._known.values() if each.leaves_at is not None]:
+            if known.leaves_at is not None and known.leaves_at <= now:
+                self._forget(known)
+
+    # -- who is named --------------------------------------------------------------------------
+
+    def _name(self, key: str, now: float) -> None:
+        """A discovery names it, or does so no more. The first that does has the word."""
+        by = [name for name, entries in self._found.items() if key in entries]
+        known = self._known.get(key)
+        if not by:
+            if known is not None and known.leaves_at is None:
+                known.discoveries = []
+                known.leaves_at = now + self._grace_s
+            return
+        entry = self._found[by[0]][key]
+        is_new = known is None
+        if known is None:
+            known = self._known[key] = KnownWorker(key, entry)
+        changed = not is_new and known.entry != entry
+        known.discoveries = by
+        known.leaves_at = None
+        if changed:
+            if known.id_by(entry) != known.worker_id:
+                self._withdraw(known)
+            known.takes(entry)
+        if is_new or changed:
+            self._settle(known)
+        if (is_new or changed) and not self._is_complete(known):
+            self._on_new(known)
+
+    def _is_complete(self, known: KnownWorker) -> bool:
+        return is_complete(known.entry, self._use_kv_events)
+
+    def _forget(self, known: KnownWorker) -> None:
+        del self._known[known.key]
+        self._on_gone(known)
+        self._withdraw(known)
+
+    # -- what is registered --------------------------------------------------------------------
+
+    def _settle(self, known: KnownWorker) -> None:
+        """Registers what is known of a worker by now, if that is enough and differs."""
+        if known.state in (State.BY_HTTP, State.REMOVED):
+            return
+        if known.engine is None and not self._is_complete(known):
+            return
+        try:
+            spec = spec_of(known.worker_id, known.entry, known.engine, self._defaults)
+            if known.spec is not None and spec == known.spec:
+                return
+            if self._is_taken(known):
+                return
+            self._register(spec)
+        except (SelectorError, ValueError) as error:
+            reason = error.message if isinstance(error, SelectorError) else str(error)
+            if known.error != reason:
+                log.warning("discovered worker %s: %s", known.key, reason)
+            known.error = reason
+            if known.spec is None:
+                known.state = State.REFUSED
+            return
+        what = "changed" if known.spec is not None else "registered"
+        known.spec, known.state = spec, State.REGISTERED
+        known.error = None
+        self.registrations += 1
+        self._tell(what, known)
+
+    def _is_taken(self, known: KnownWorker) -> bool:
+        """Somebody else has its id or its endpoint."""
+        holder = self._catalog.workers.get(known.worker_id)
+        if holder is not None and holder.spec is not known.spec:
+            ours = [each for each in self._known.values() if each.spec is holder.spec]
+            if ours:
+                raise ValueError(f"worker_id {known.worker_id} is that of {ours[0].key}")
+            known.state = State.BY_HTTP
+            return True
+        if known.spec is None and known.key in self._others:
+            known.state = State.BY_HTTP
+            return True
+        return False
+
+    def _withdraw(self, known: KnownWorker) -> None:
+        """It is registered no more, if it was so by us."""
+        spec, known.spec = known.spec, None
+        known.state = State.ASKING
+        if spec is None:
+            return
+        holder = self._catalog.workers.get(spec.worker_id)
+        if holder is not None and holder.spec is spec:
+            self._remove(spec.worker_id)
+            self.removals += 1
+            self._tell("removed", known)
+
+    def _tell(self, what: str, known: KnownWorker) -> None:
+        fields = {"worker_id": known.worker_id, "endpoint": known.key}
+        log.info("discovered worker %s is %s", known.key, what, extra=fields)
+
+    # -- what was done over HTTP ---------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """What is not as we left it was done over HTTP."""
+        if self._catalog.revision == self._revision:
+            return
+        workers = self._catalog.workers
+        ours = set()
+        for known in self._known.values():
+            if known.spec is None:
+                continue
+            holder = workers.get(known.spec.worker_id)
+            if holder is not None and holder.spec is known.spec:
+                ours.add(known.spec.worker_id)
+                continue
+            known.spec = None
+            known.state = State.REMOVED if holder is None else State.BY_HTTP
+            self._tell("deleted over HTTP" if holder is None else "taken over by HTTP", known)
+        self._others = {
+            endpoint_key(worker.spec.endpoint): worker_id
+            for worker_id, worker in workers.items()
+            if worker_id not in ours and worker.spec.endpoint
+        }
+        for known in self._known.values():
+            if known.spec is not None and known.key in self._others:
+                self._withdraw(known)
+                known.state = State.BY_HTTP
+            elif known.state in (State.BY_HTTP, State.REMOVED):
+                known.state = State.REMOVED if self._is_away(known) else State.BY_HTTP
+        self._revision = self._catalog.revision
+
+    def _is_away(self, known: KnownWorker) -> bool:
+        return known.worker_id not in self._catalog.workers and known.key not in self._others
+
+
+def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
+    """How many have come how far."""
+    counts = dict.fromkeys(State, 0)
+    for each in known:
+        counts[each.state] += 1
+    return counts

@@ -1,0 +1,145 @@
+"""What a selector's own words mean, and what mends it. Asks nobody."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from lean_selector.doctor.findings import Finding, Level
+from lean_selector.doctor.selector_shapes import SelectorFacts, Source, WorkerRecord
+
+_SCHEDULABLE: Final = "schedulable"
+
+# By state of a source: how bad it is, what it means, what mends it.
+_STATES: Final[dict[str, tuple[Level, str, str | None]]] = {
+    "live": (Level.OK, "its events are followed", None),
+    "replaying": (Level.OK, "what was missed is being replayed", None),
+    "partial": (
+        Level.NOTE,
+        "the replay no longer has the oldest batches: what the engine cached before is not known",
+        None,
+    ),
+    "silent": (
+        Level.NOTE,
+        "connected, and nothing was heard: an engine that has cached nothing yet, or no publisher",
+        "send the engine a prompt, or run this check with --probe",
+    ),
+    "no_replay": (
+        Level.WARNING,
+        "its replay endpoint does not answer: what is missed, also by a restart here, is lost",
+        "start the engine with a replay_endpoint in its --kv-events-config, and register that",
+    ),
+    "degraded": (
+        Level.WARNING,
+        "batches were lost that no replay brought: the index may say too little or too much",
+        "register a replay_endpoint, or restart the engine to begin anew",
+    ),
+    "mismatch": (
+        Level.ERROR,
+        "its events do not fit the registration and are skipped",
+        "register the worker with the engine's block size",
+    ),
+    "unreachable": (
+        Level.ERROR,
+        "was never connected",
+        "check host and port of kv_events_endpoint, and that the engine publishes KV events",
+    ),
+    "connecting": (
+        Level.WARNING,
+        "not connected yet",
+        "check host and port of kv_events_endpoint, and that the engine publishes KV events",
+    ),
+    "resolving": (Level.WARNING, "its host name is being looked up", "check the name in DNS"),
+    "failed": (
+        Level.ERROR,
+        "cannot be opened",
+        "correct kv_events_endpoint: tcp://HOST:PORT as the selector reaches it",
+    ),
+}
+
+
+def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
+    """The service as a whole, then its workers and their sources."""
+    schedulable = sum(worker.lifecycle == _SCHEDULABLE for worker in facts.workers)
+    if not facts.workers:
+        yield Finding(
+            Level.ERROR,
+            "selector",
+            "no worker is registered",
+            "POST /workers for each engine, or start it with --discover",
+        )
+    elif not facts.is_ready:
+        yield Finding(
+            Level.ERROR,
+            "selector",
+            f"not ready: {schedulable} of {len(facts.workers)} workers can be chosen",
+            None if schedulable else "mend the workers below",
+        )
+    else:
+        yield Finding(
+            Level.OK,
+            "selector",
+            f"ready: {schedulable} of {len(facts.workers)} workers can be chosen",
+        )
+    for worker in facts.workers:
+        if worker.lifecycle != _SCHEDULABLE:
+            yield _not_schedulable(worker)
+    yield from _judge_block_sizes(facts.workers)
+    yield from _judge_sources(facts)
+
+
+def _not_schedulable(worker: WorkerRecord) -> Finding:
+    reasons = "; ".join(worker.not_schedulable_reasons) or worker.lifecycle
+    return Finding(
+        Level.ERROR,
+        f"worker {worker.worker_id}",
+        f"cannot be chosen: {reasons}",
+        f"PATCH /workers/{worker.worker_id} with what is missing",
+    )
+
+
+def _judge_block_sizes(workers: list[WorkerRecord]) -> Iterator[Finding]:
+    sizes: dict[tuple[str, str], set[int]] = {}
+    for worker in workers:
+        if worker.block_size is not None:
+            key = worker.model_name, worker.tenant_id
+            sizes.setdefault(key, set()).add(worker.block_size)
+    for (model_name, tenant_id), found in sizes.items():
+        if len(found) > 1:
+            yield Finding(
+                Level.ERROR,
+                f"model {model_name}",
+                f"its workers (tenant {tenant_id}) have blocks of {sorted(found)} tokens",
+                "start all engines of a model with one block size",
+            )
+
+
+def _judge_sources(facts: SelectorFacts) -> Iterator[Finding]:
+    if facts.sources is None:
+        yield Finding(Level.NOTE, "selector", "it does not tell how it follows KV events")
+        return
+    if not facts.sources and facts.workers:
+        yield Finding(
+            Level.WARNING,
+            "selector",
+            "it follows no KV events: workers are chosen by load alone",
+            "register workers with kv_events_endpoint, and run without --use-kv-events false",
+        )
+    for source in facts.sources:
+        yield judge_source(source)
+
+
+def judge_source(source: Source) -> Finding:
+    """How well one rank's events are followed, by the selector's own word."""
+    level, meaning, mend = _STATES.get(
+        source.state, (Level.WARNING, "a state that this check does not know", None)
+    )
+    parts = [f"{source.state} at {source.endpoint}: {meaning}"]
+    if source.last_error and level is not Level.OK:
+        parts.append(source.last_error)
+    if source.skipped:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
+        parts.append(f"skipped events: {counts}")
+    return Finding(level, subject_of(source), "; ".join(parts), mend)
+
+
+def subject_of(source: Source) -> str:
+    return f"worker {source.worker_id} rank {source.dp_rank}"

@@ -1,0 +1,81 @@
+"""Asks a selector for its workers and for how it follows their events."""
+
+from typing import Final
+
+import msgspec
+
+from lean_selector.doctor.selector_shapes import (
+    OverlapScores,
+    SelectorFacts,
+    Source,
+    WorkerRecord,
+)
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.outbound.failure import OutboundFailed
+
+_NOT_SERVED: Final = (404, 405)
+
+
+class NotASelector(Exception):
+    """Who answers there is no selection service, or nobody answers; the message says which."""
+
+
+class Selector:
+    """A running selection service at `url`, ours or the reference's."""
+
+    def __init__(self, client: OutboundClient, url: str, timeout_s: float) -> None:
+        self.url: Final = url.rstrip("/")
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def facts(self) -> SelectorFacts:
+        """Raises NotASelector."""
+        try:
+            ready = await self._client.get(f"{self.url}/ready", timeout_s=self._timeout_s)
+            if ready.status in _NOT_SERVED:
+                raise NotASelector(
+                    f"GET {self.url}/ready: status {ready.status}: this is no selection service"
+                )
+            text = await self._client.text(
+                f"{self.url}/workers?detail=true", timeout_s=self._timeout_s
+            )
+            workers = msgspec.json.decode(text, type=list[WorkerRecord])
+            return SelectorFacts(ready.status == 200, workers, await self.sources())
+        except OutboundFailed as error:
+            raise NotASelector(error.message) from None
+        except msgspec.DecodeError as error:
+            raise NotASelector(
+                f"GET {self.url}/workers: this is no answer of a selection service: {error}"
+            ) from None
+
+    async def sources(self) -> list[Source] | None:
+        """None where it has no such route. Raises OutboundFailed, and DecodeError of msgspec."""
+        url = f"{self.url}/kv_sources"
+        try:
+            return msgspec.json.decode(
+                await self._client.text(url, timeout_s=self._timeout_s), type=list[Source]
+            )
+        except OutboundFailed as error:
+            if error.status in _NOT_SERVED:
+                return None
+            raise
+
+    async def cached_blocks(
+        self, worker: WorkerRecord, token_ids: list[int]
+    ) -> dict[tuple[int, int], int]:
+        """Of this prompt, by (worker_id, dp_rank), as the selector's index has it.
+
+        Raises OutboundFailed, and DecodeError of msgspec.
+        """
+        body = {
+            "model_name": worker.model_name,
+            "tenant_id": worker.tenant_id,
+            "routing_group": worker.tenant_id,  # the reference reads one name or the other
+            "token_ids": token_ids,
+        }
+        url = f"{self.url}/overlap_scores"
+        answer = await self._client.post(url, msgspec.json.encode(body), timeout_s=self._timeout_s)
+        if answer.status != 200:
+            raise OutboundFailed(f"POST {url}: status {answer.status}", answer.status)
+        rows = msgspec.json.decode(answer.body, type=OverlapScores).workers
+        return {(row.worker_id, row.dp_rank): row.device_blocks for row in rows}

@@ -1,0 +1,58 @@
+"""What a selector answers, as far as the check reads it. Fields that we do not know are its own."""
+
+import msgspec
+
+
+class WorkerRecord(msgspec.Struct):
+    """Of GET /workers?detail=true; of the reference's, what it has of these."""
+
+    worker_id: int
+    model_name: str
+    lifecycle: str  # a slot tracker's workers have none, and are no workers for this check
+    tenant_id: str = "default"
+    routing_group: str | None = None  # the same, as 1.6 calls it
+    endpoint: str | None = None
+    block_size: int | None = None
+    total_kv_blocks: int | None = None
+    not_schedulable_reasons: list[str] = []
+
+    def __post_init__(self) -> None:
+        if self.routing_group is not None:
+            self.tenant_id = self.routing_group
+
+
+class Source(msgspec.Struct):
+    """Of GET /kv_sources."""
+
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    state: str
+    replay_endpoint: str | None = None
+    last_seq: int | None = None
+    messages: int = 0
+    skipped: dict[str, int] = {}
+    lost_batches: int = 0
+    last_error: str | None = None
+
+
+class OverlapRow(msgspec.Struct):
+    """One rank of POST /overlap_scores."""
+
+    worker_id: int
+    dp_rank: int
+    device_blocks: int = 0
+
+
+class OverlapScores(msgspec.Struct):
+    """POST /overlap_scores."""
+
+    workers: list[OverlapRow] = []
+
+
+class SelectorFacts(msgspec.Struct):
+    """What a selector says of itself."""
+
+    is_ready: bool
+    workers: list[WorkerRecord]
+    sources: list[Source] | None  # None: it does not tell

@@ -1,0 +1,163 @@
+"""Workers that come and go behind a name, while a selector with real sockets is asked."""
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import uvloop
+import zmq.asyncio
+
+from lean_selector.core.errors import NotFound
+from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.discovery.discoveries import Discoveries, Surroundings
+from lean_selector.discovery.dns_finder import SocketAddress
+from lean_selector.discovery.srv_records import SrvRecords
+from lean_selector.discovery.targets import target_of
+from lean_selector.discovery.worker_ids import worker_id_of
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.process.discovery_config import FinderConfig, WorkerDiscovery
+from lean_selector.process.discovery_plane import find_workers
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.links import Links
+from tests.driven_selector import prompt_of
+from tests.fake_engine import FakeEngine
+from tests.name_server import NameServer, name_server
+from tests.on_loop import until
+from tests.running_service import free_port
+
+NAME = "_http._tcp.vllm.svc"
+GRACE_S = 0.05
+FINDER = FinderConfig(interval_s=0.01, grace_s=GRACE_S, api=None, api_token_file="", api_ca_file="")
+
+
+class Names:
+    """Says which engines there are, as addresses of one name or as SRV records."""
+
+    def __init__(self, kind: str, server: NameServer, port: int) -> None:
+        self._kind = kind
+        self._server = server
+        self._engines: list[FakeEngine] = []
+        self.target = target_of(f"dns:vllm:{port}" if kind == "addresses" else f"dns:{NAME}")
+
+    async def resolve(self, name: str, port: int) -> list[SocketAddress]:
+        if name == "vllm":
+            return [(socket.AF_INET, (each.host, port)) for each in self._engines]
+        host = "127.0.0.1" if name == "localhost" else name
+        return [(socket.AF_INET, (host, port))]
+
+    def name(self, *engines: FakeEngine) -> None:
+        self._engines = list(engines)
+        self._server.services[NAME] = [("localhost", each.port) for each in engines]
+
+    def key(self, engine: FakeEngine) -> str:
+        host = engine.host if self._kind == "addresses" else "localhost"
+        return f"http://{host}:{engine.port}"
+
+
+class Fleet:
+    """A selector that finds its workers by name."""
+
+    def __init__(self, names: Names, server: NameServer) -> None:
+        self.names = names
+        self._context = zmq.asyncio.Context()
+        self.subscriptions = KvSubscriptions(Links(self._context))
+        self.selector = Selector(RouterSettings(), self.subscriptions, random.Random(7))
+        records = SrvRecords(["127.0.0.1"], server.port)
+        world = Surroundings(names.resolve, FINDER.interval_s, records.ask, "", None)
+        self.finding = Discoveries(world)
+        find_workers(
+            self.finding,
+            [names.target],
+            WorkerDiscovery(targets=[], defaults="{}", refresh_s=0.02),
+            FINDER,
+            self.selector,
+            time.monotonic,
+            OutboundClient(names.resolve),
+            True,
+        )
+        self.selects = 0
+
+    async def close(self) -> None:
+        await self.finding.close()
+        await self.subscriptions.close()
+        self._context.destroy(linger=0)
+
+    def book(self, reservation_id: str) -> int:
+        partition = self.selector.ready_partition("m", "default")
+        request = SelectionRequest(prompt_of([1, 2], 32), self.selector.terms)
+        request.books, request.reservation_id = True, reservation_id
+        return self.selector.select_now(partition, request, time.monotonic()).worker_id
+
+    async def select(self) -> None:
+        """One after another; whatever fails ends the test."""
+        while True:
+            self.book("now")
+            with contextlib.suppress(NotFound):  # it went with its worker
+                self.selector.free("now", time.monotonic())
+            self.selects += 1
+            await asyncio.sleep(0)
+
+    async def has(self, *engines: FakeEngine) -> None:
+        """Exactly these are registered, and exactly their sources subscribed."""
+        expected = {
+            worker_id_of(self.names.key(each)): f"tcp://{host}:{each.events_port}"
+            for each in engines
+            for host in [self.names.key(each).split("/")[2].rpartition(":")[0]]
+        }
+
+        def found() -> dict[int, str]:
+            return {each.worker_id: each.endpoint for each in self.subscriptions.statuses()}
+
+        await until(lambda: found() == expected, lambda: f"{found()} != {expected}")
+        assert self.selector.catalog.workers.keys() == expected.keys()
+
+
+@contextlib.asynccontextmanager
+async def running(kind: str, port: int) -> AsyncIterator[tuple[Fleet, Names]]:
+    async with name_server() as server:
+        names = Names(kind, server, port)
+        fleet = Fleet(names, server)
+        try:
+            yield fleet, names
+        finally:
+            await fleet.close()
+
+
+@pytest.mark.parametrize("kind", ["addresses", "SRV records"])
+def test_workers_come_change_and_go_while_selects_run(kind: str) -> None:
+    async def story() -> None:
+        port = free_port()
+        with contextlib.ExitStack() as stack:
+            stays, goes, comes = (
+                stack.enter_context(
+                    FakeEngine(host=f"127.0.0.{at}", port=port)
+                    if kind == "addresses"
+                    else FakeEngine()
+                )
+                for at in (1, 2, 3)
+            )
+            async with running(kind, port) as (fleet, names):
+                names.name(stays)
+                fleet.finding.start()
+                await fleet.has(stays)
+                held = [f"held-{at}" for at in range(5)]
+                assert {fleet.book(each) for each in held} == {worker_id_of(names.key(stays))}
+                selecting = asyncio.ensure_future(fleet.select())
+                for named in ((stays, goes), (stays, goes, comes), (stays, comes), (stays,)):
+                    names.name(*named)
+                    await fleet.has(*named)
+                before = fleet.selects
+                await until(lambda: fleet.selects > before)
+                assert not selecting.done(), "no select has failed"
+                selecting.cancel()
+                await asyncio.gather(selecting, return_exceptions=True)
+                reservations = fleet.selector.ready_partition("m", "default").slots.reservations
+                assert set(held) <= set(reservations)
+
+    uvloop.run(story())

@@ -1,0 +1,104 @@
+"""Files that list workers: what they say, and what is said of what they say wrongly."""
+
+import json
+
+import pytest
+
+from lean_selector.discovery.defaults import defaults_of
+from lean_selector.discovery.listed_workers import listed_workers
+from lean_selector.discovery.particulars import Particulars
+
+YAML = b"""
+workers:
+  - endpoint: http://worker-1:8000
+    worker_id: 18446744073709551615
+    model_name: llama
+    block_size: 16
+    kv_events_endpoints: {0: tcp://worker-1:5557, 1: tcp://worker-1:5558}
+    data_parallel_size: 2
+    taints: [spot]
+  - endpoint: http://worker-2:8000
+    events_port: 5557
+"""
+
+
+def test_a_file_has_registrations() -> None:
+    first, second = listed_workers(YAML, is_yaml=True).entries
+    assert first == Particulars(
+        endpoint="http://worker-1:8000",
+        worker_id=2**64 - 1,
+        model_name="llama",
+        block_size=16,
+        kv_events_endpoints={"0": "tcp://worker-1:5557", "1": "tcp://worker-1:5558"},
+        data_parallel_size=2,
+        taints=["spot"],
+    )
+    assert second == Particulars(endpoint="http://worker-2:8000", events_port=5557)
+
+
+def test_json_and_a_bare_list_will_do() -> None:
+    content = [{"endpoint": "http://a:1"}, {"endpoint": "http://b:1"}]
+    for text, is_yaml in ((json.dumps(content), False), (json.dumps({"workers": content}), True)):
+        found = listed_workers(text.encode(), is_yaml)
+        assert [entry.endpoint for entry in found.entries] == ["http://a:1", "http://b:1"]
+
+
+def test_an_empty_list_is_nobody() -> None:
+    assert listed_workers(b"workers: []", is_yaml=True).entries == ()
+    assert listed_workers(b"workers:\n", is_yaml=True).entries == ()
+
+
+def test_the_endpoints_of_llm_d_are_read_as_they_are() -> None:
+    text = b"""
+endpoints:
+  - name: vllm-0
+    address: 10.0.0.1
+    port: "8000"
+    labels: {model: Qwen3-32B, llm-d.ai/role: decode}
+  - {name: vllm-1, address: 10.0.0.2, port: 8001, namespace: default}
+"""
+    assert listed_workers(text, is_yaml=True).entries == (
+        Particulars(endpoint="http://10.0.0.1:8000", model_name="Qwen3-32B"),
+        Particulars(endpoint="http://10.0.0.2:8001"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "expected a list of workers, or an object with"),
+        (b"hello", "expected a list of workers, or an object with"),
+        (b"workers: [", "expected"),
+        (b"\x00", "not allowed"),
+        (b"workers: [{endpoint: 'http://a:1', modle_name: x}]", r"modle_name.*\$.workers\[0\]"),
+        (b"workers: [{endpoint: 'http://a:1', block_size: '16'}]", r"\$.workers\[0\].block_size"),
+        (b"workers: [{model_name: x}]", "worker 0 has no endpoint"),
+        (b"[{endpoint: 'http://a:80'}, {endpoint: 'http://A/'}]", "0 and 1 have the same endpoint"),
+        (
+            b"[{endpoint: 'http://a', worker_id: 1}, {endpoint: 'http://b', worker_id: 1}]",
+            "workers 0 and 1 have the same worker_id 1",
+        ),
+        (b"[{endpoint: 'http://a', worker_id: 18446744073709551616}]", "exceeds"),
+        (b"[{endpoint: 'http://a', events_port: 0}]", "events_port 0 is no port"),
+        (b"endpoints: [{address: a, port: http}]", "`http` of a is no port"),
+        (b"endpoints: [{port: 1}]", "missing required field `address`"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_counts(text: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        listed_workers(text, is_yaml=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_are_fields_of_a_registration() -> None:
+    assert defaults_of('{"tenant_id":"a","events_port":5557}') == Particulars(
+        tenant_id="a", events_port=5557
+    )
+    for text, reason in (
+        ('{"worker_id":1}', "worker_id is a worker's own"),
+        ('{"tenant":"a"}', "unknown field `tenant`"),
+        ("[]", "Expected `object`"),
+        ("{", "malformed|truncated"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            defaults_of(text)

@@ -1,0 +1,370 @@
+"""The workers that discoveries name: who is registered, who leaves when, and what HTTP decides."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.discovery.known_worker import KnownWorker, State
+from lean_selector.discovery.particulars import Found, Particulars
+from lean_selector.discovery.roster import Roster, by_state
+from lean_selector.discovery.worker_ids import worker_id_of
+from tests.driven_selector import DrivenSelector
+
+A, B = "http://a:8000", "http://b:8000"
+GRACE_S = 10.0
+ENGINE = Particulars(model_name="m", block_size=4, kv_events_endpoints={"0": "tcp://a:5557"})
+
+
+class Driven:
+    """A roster before a selector, whose engines say what the test has them say."""
+
+    def __init__(self, defaults: Particulars | None = None, use_kv_events: bool = True) -> None:
+        self.selecting = DrivenSelector(use_kv_events=use_kv_events)
+        selector = self.selecting.selector
+        self.catalog = selector.catalog
+        self.sources = self.selecting.sources
+        self.asked: list[str] = []
+        self.gone: list[str] = []
+        self.registered: list[int] = []
+
+        def register(spec: WorkerSpec) -> None:
+            self.registered.append(spec.worker_id)
+            selector.upsert_worker(spec, self.selecting.now)
+
+        self.roster = Roster(
+            selector.catalog,
+            register,
+            lambda worker_id: selector.remove_worker(worker_id, self.selecting.now),
+            defaults=defaults or Particulars(),
+            grace_s=GRACE_S,
+            use_kv_events=use_kv_events,
+            on_new=lambda known: self.asked.append(known.key),
+            on_gone=lambda known: self.gone.append(known.key),
+        )
+
+    def find(
+        self, *found: str | Particulars, by: str = "one", leaving: tuple[str, ...] = ()
+    ) -> None:
+        entries = tuple(
+            Particulars(endpoint=each) if isinstance(each, str) else each for each in found
+        )
+        self.roster.found(by, Found(entries, frozenset(leaving)), self.selecting.now)
+
+    def known(self, key: str) -> KnownWorker:
+        return next(each for each in self.roster if each.key == key)
+
+    def hear(self, key: str, engine: Particulars = ENGINE) -> None:
+        self.roster.heard(self.known(key), engine)
+
+    def later(self, seconds: float) -> None:
+        self.selecting.now += seconds
+        self.roster.look(self.selecting.now)
+
+    def post(self, worker_id: int, **fields: Any) -> None:
+        """As POST /workers."""
+        fields = {"model_name": "m", "block_size": 4, "kv_events_endpoint": "tcp://h:1", **fields}
+        self.catalog.upsert(WorkerSpec(worker_id=worker_id, **fields))
+
+    def endpoints(self) -> list[str]:
+        return sorted(worker.spec.endpoint or "" for worker in self.catalog.workers.values())
+
+
+def entry(endpoint: str = A, **fields: Any) -> Particulars:
+    """All that a worker cannot do without."""
+    fields = {"model_name": "m", "block_size": 4, "events_port": 5557, **fields}
+    return Particulars(endpoint=endpoint, **fields)
+
+
+# -- registering ----------------------------------------------------------------------------------
+
+
+def test_an_engine_that_was_found_is_registered_when_it_says_what_it_is() -> None:
+    driven = Driven()
+    driven.find(A)
+    assert (driven.asked, driven.endpoints()) == ([A], [])
+    driven.hear(A)
+    worker = driven.catalog.workers[worker_id_of(A)]
+    assert (worker.lifecycle, worker.spec.endpoint, worker.spec.block_size) == ("schedulable", A, 4)
+    assert driven.sources.subscribed == {(worker_id_of(A), 0): Source("tcp://a:5557", None)}
+
+
+def test_an_entry_that_says_everything_is_registered_unasked() -> None:
+    driven = Driven()
+    driven.find(entry(worker_id=7, data_parallel_size=2, replay_port=6000))
+    assert driven.asked == []
+    assert driven.sources.subscribed == {
+        (7, 0): Source("tcp://a:5557", "tcp://a:6000"),
+        (7, 1): Source("tcp://a:5558", "tcp://a:6001"),
+    }
+
+
+def test_without_events_model_and_block_size_are_everything() -> None:
+    driven = Driven(use_kv_events=False)
+    driven.find(Particulars(endpoint=A, model_name="m", block_size=4))
+    assert (driven.asked, driven.endpoints()) == ([], [A])
+
+
+def test_an_entry_goes_before_the_engine_and_that_before_the_defaults() -> None:
+    driven = Driven(Particulars(tenant_id="t", block_size=1, events_port=1, taints=["x"]))
+    driven.find(Particulars(endpoint=A, model_name="mine", replay_endpoint="tcp://r:1"))
+    driven.hear(A, Particulars(model_name="its", block_size=4, replay_endpoints={"0": "tcp://s:1"}))
+    spec = driven.catalog.workers[worker_id_of(A)].spec
+    assert (spec.model_name, spec.tenant_id, spec.block_size) == ("mine", "t", 4)
+    assert spec.taints == {"x"}
+    assert spec.kv_events_endpoints == {0: "tcp://a:1"}
+    assert (spec.replay_endpoint, spec.replay_endpoints) == ("tcp://r:1", {})
+
+
+def test_what_nobody_says_leaves_a_worker_incomplete_for_all_to_see() -> None:
+    driven = Driven()
+    driven.find(A)
+    driven.hear(A, Particulars(model_name="m", block_size=4))
+    worker = driven.catalog.workers[worker_id_of(A)]
+    assert worker.reasons == ["kv_events endpoint is required for dp_rank 0"]
+    assert driven.known(A).state is State.REGISTERED
+
+
+def test_what_cannot_be_registered_says_why_and_is_tried_again() -> None:
+    driven = Driven()
+    driven.find(Particulars(endpoint=A, tenant_id="t", routing_group="g"))
+    driven.hear(A)
+    assert driven.known(A).state is State.REFUSED
+    assert "two names of one thing" in (driven.known(A).error or "")
+    driven.find(A)
+    assert driven.known(A).state is State.REGISTERED
+    driven.hear(A, Particulars(model_name="m", block_size=4, data_parallel_size=5000))
+    assert "exceeds the maximum" in (driven.known(A).error or "")
+    assert driven.catalog.workers[worker_id_of(A)].spec.data_parallel_size is None, "it holds"
+
+
+def test_the_same_answer_changes_nothing_and_another_one_does() -> None:
+    driven = Driven()
+    driven.find(A)
+    for _ in range(3):
+        driven.hear(A)
+        driven.find(A)
+    assert driven.registered == [worker_id_of(A)]
+    driven.hear(A, msgspec.structs.replace(ENGINE, total_kv_blocks=9))
+    assert driven.registered == 2 * [worker_id_of(A)]
+    assert driven.sources.changes == [("subscribe", worker_id_of(A), 0)]
+
+
+def test_an_engine_that_is_silent_changes_nothing() -> None:
+    driven = Driven()
+    driven.find(A)
+    driven.hear(A)
+    driven.roster.failed(driven.known(A), "no answer")
+    driven.later(1e6)
+    assert (driven.endpoints(), driven.known(A).error) == ([A], "no answer")
+
+
+def test_an_engine_that_comes_back_with_other_blocks_is_registered_anew() -> None:
+    driven = Driven()
+    driven.find(A)
+    driven.hear(A)
+    driven.hear(A, msgspec.structs.replace(ENGINE, block_size=8))
+    worker = driven.catalog.workers[worker_id_of(A)]
+    assert worker.spec.block_size == 8
+
+
+def test_another_id_in_the_entry_is_another_worker() -> None:
+    driven = Driven()
+    driven.find(entry(worker_id=1))
+    driven.find(entry(worker_id=2))
+    assert list(driven.catalog.workers) == [2]
+    driven.find(entry())
+    assert list(driven.catalog.workers) == [worker_id_of(A)]
+
+
+def test_of_two_with_one_id_the_first_has_it() -> None:
+    driven = Driven()
+    driven.find(entry(A, worker_id=1))
+    driven.find(entry(B, worker_id=1), by="two")
+    assert driven.endpoints() == [A]
+    assert driven.known(B).error == f"worker_id 1 is that of {A}"
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+def test_who_is_found_no_more_leaves_after_the_grace() -> None:
+    driven = Driven()
+    driven.find(entry(A), entry(B))
+    driven.find(entry(B))
+    driven.later(GRACE_S - 1)
+    assert driven.endpoints() == [A, B]
+    driven.later(1)
+    assert (driven.endpoints(), driven.gone) == ([B], [A])
+    assert list(driven.sources.subscribed) == [(worker_id_of(B), 0)]
+
+
+def test_who_comes_back_within_the_grace_was_never_away() -> None:
+    driven = Driven()
+    driven.find(entry(A))
+    driven.find()
+    driven.later(GRACE_S - 1)
+    driven.find(entry(A))
+    driven.later(GRACE_S)
+    assert (driven.endpoints(), driven.registered) == ([A], [worker_id_of(A)])
+
+
+def test_who_is_said_to_end_leaves_at_once() -> None:
+    driven = Driven()
+    driven.find(entry(A), entry(B))
+    driven.find(entry(B), leaving=(A,))
+    assert driven.endpoints() == [B]
+
+
+def test_who_is_found_twice_leaves_when_neither_finds_it() -> None:
+    driven = Driven()
+    driven.find(entry(A), by="one")
+    driven.find(entry(A, taints=["second"]), by="two")
+    assert driven.catalog.workers[worker_id_of(A)].spec.taints == set(), "the first has the word"
+    driven.find(by="one", leaving=(A,))
+    driven.later(GRACE_S)
+    assert driven.catalog.workers[worker_id_of(A)].spec.taints == {"second"}
+    driven.find(by="two")
+    driven.later(GRACE_S)
+    assert driven.endpoints() == []
+
+
+def test_reservations_of_who_stays_stay_and_of_who_goes_go() -> None:
+    driven = Driven()
+    driven.find(entry(A, worker_id=1), entry(B, worker_id=2))
+    driven.selecting.reserve("on-a", (1, 0), key=("m", "default"))
+    driven.selecting.reserve("on-b", (2, 0), key=("m", "default"))
+    driven.find(entry(A, worker_id=1, taints=["new"]))
+    driven.later(GRACE_S)
+    partition = driven.selecting.selector.ready_partition("m", "default")
+    assert set(partition.slots.reservations) == {"on-a"}
+
+
+# -- HTTP has the last word -----------------------------------------------------------------------
+
+
+def test_who_is_registered_over_http_is_left_alone() -> None:
+    driven = Driven()
+    driven.post(worker_id_of(A), endpoint="http://elsewhere:1")
+    driven.post(5, endpoint="http://B:8000/")
+    driven.find(entry(A), entry(B))
+    assert [driven.known(key).state for key in (A, B)] == [State.BY_HTTP, State.BY_HTTP]
+    driven.find()
+    driven.later(GRACE_S)
+    assert (driven.registered, len(driven.catalog.workers)) == ([], 2)
+
+
+def test_who_is_changed_over_http_is_taken_over() -> None:
+    driven = Driven()
+    driven.find(entry(A))
+    driven.catalog.patch(worker_id_of(A), {"taints": frozenset({"mine"})})
+    driven.later(1)
+    assert driven.known(A).state is State.BY_HTTP
+    driven.find(entry(A, taints=["theirs"]))
+    driven.find()
+    driven.later(GRACE_S)
+    assert driven.catalog.workers[worker_id_of(A)].spec.taints == {"mine"}
+
+
+def test_who_is_registered_over_http_by_another_id_displaces_ours() -> None:
+    driven = Driven()
+    driven.find(entry(A))
+    driven.post(5, endpoint=A)
+    driven.later(1)
+    assert list(driven.catalog.workers) == [5]
+    assert driven.known(A).state is State.BY_HTTP
+
+
+def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
+    driven = Driven()
+    driven.find(entry(A))
+    driven.catalog.remove(worker_id_of(A))
+    driven.later(1)
+    driven.find(entry(A, taints=["new"]))
+    driven.later(1)
+    assert (driven.known(A).state, driven.endpoints()) == (State.REMOVED, [])
+    driven.find()
+    driven.later(GRACE_S)
+    driven.find(entry(A))
+    assert driven.endpoints() == [A]
+
+
+def test_states_are_counted() -> None:
+    driven = Driven()
+    driven.find(entry(A), B)
+    counts = by_state(driven.roster)
+    assert (counts[State.REGISTERED], counts[State.ASKING], sum(counts.values())) == (1, 1, 2)
+
+
+# -- whatever happens -----------------------------------------------------------------------------
+
+HOSTS = [f"http://{name}:8000" for name in "abcd"]
+SOME = st.sets(st.sampled_from(HOSTS))
+
+
+class Story(RuleBasedStateMachine):
+    """Two discoveries, a control plane over HTTP, and time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driven = Driven()
+        self.named: dict[str, set[str]] = {"one": set(), "two": set()}
+        self.by_http: dict[int, WorkerSpec] = {}
+
+    @rule(by=st.sampled_from(["one", "two"]), hosts=SOME, size=st.sampled_from([4, 8]))
+    def finds(self, by: str, hosts: set[str], size: int) -> None:
+        self.named[by] = hosts
+        self.driven.find(*(entry(host, block_size=size) for host in sorted(hosts)), by=by)
+
+    @rule(host=st.sampled_from(HOSTS), worker_id=st.sampled_from([1, None]))
+    def is_posted(self, host: str, worker_id: int | None) -> None:
+        self.driven.post(worker_id or worker_id_of(host), endpoint=host)
+        worker = self.driven.catalog.workers[worker_id or worker_id_of(host)]
+        self.by_http[worker.spec.worker_id] = worker.spec
+
+    @precondition(lambda self: self.driven.catalog.workers)
+    @rule(data=st.data())
+    def is_deleted(self, data: st.DataObject) -> None:
+        worker_id = data.draw(st.sampled_from(sorted(self.driven.catalog.workers)))
+        self.driven.catalog.remove(worker_id)
+        self.by_http.pop(worker_id, None)
+
+    @rule(seconds=st.sampled_from([0.5, GRACE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.driven.later(seconds)
+
+    @invariant()
+    def what_http_said_stands(self) -> None:
+        workers = self.driven.catalog.workers
+        assert all(workers[each].spec is spec for each, spec in self.by_http.items())
+
+    @invariant()
+    def every_source_is_that_of_a_schedulable_worker(self) -> None:
+        workers = self.driven.catalog.workers.values()
+        wanted = {(worker.spec.worker_id, rank) for worker in workers for rank in worker.sources}
+        assert self.driven.sources.subscribed.keys() == wanted
+
+    @invariant()
+    def nobody_else_is_registered_than_who_is_named_or_leaves(self) -> None:
+        known = {each.worker_id for each in self.driven.roster}
+        assert self.driven.catalog.workers.keys() <= known | self.by_http.keys()
+
+    def teardown(self) -> None:
+        """When nothing more happens, who is named is there, unless HTTP has said otherwise."""
+        self.driven.later(1)
+        self.driven.later(GRACE_S)
+        named = set().union(*self.named.values())
+        assert {each.key for each in self.driven.roster} == named
+        for each in self.driven.roster:
+            worker = self.driven.catalog.workers.get(each.worker_id)
+            ours = worker is not None and worker.spec is each.spec
+            assert ours == (each.state is State.REGISTERED)
+            if each.state is State.REMOVED:
+                assert worker is None
+
+
+test_whatever_happens = Story.TestCase
+test_whatever_happens.settings = settings(max_examples=50, stateful_step_count=25)

@@ -1,0 +1,229 @@
+"""The check of a running selector: real services, real sockets, engines that answer and publish."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.api_engine import ApiEngine
+from tests.running_service import RunningService, free_port, wait_until
+
+LIMIT_S = 60.0
+
+Findings = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def selector() -> Iterator[RunningService]:
+    with RunningService() as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def no_workers_stay(selector: RunningService) -> Iterator[None]:
+    yield
+    for record in selector.get("/workers")[1]:
+        selector.request("DELETE", f"/workers/{record['worker_id']}")
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lean_selector", "check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def findings(selector: RunningService, *flags: str, status: int) -> Findings:
+    done = check(f"http://127.0.0.1:{selector.port}", "--json", "--seconds", "2", *flags)
+    assert done.returncode == status, done.stdout + done.stderr
+    found: Findings = json.loads(done.stdout)
+    return found
+
+
+def register(selector: RunningService, engine: ApiEngine, **more: object) -> None:
+    status, answer = selector.post("/workers", engine.registration(**more))
+    assert status == 201, answer
+
+
+def followed(selector: RunningService, worker_id: int) -> bool:
+    return any(
+        source["worker_id"] == worker_id and source["connection"] == "connected"
+        for source in selector.get("/kv_sources")[1]
+    )
+
+
+def what(found: Findings, level: str, subject: str) -> list[str]:
+    return [
+        finding["what"]
+        for finding in found
+        if finding["level"] == level and finding["subject"] == subject
+    ]
+
+
+def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
+    selector: RunningService,
+) -> None:
+    with ApiEngine(1) as one, ApiEngine(2) as two:
+        for engine in (one, two):
+            register(selector, engine)
+            wait_until(partial(followed, selector, engine.worker_id), "its events are followed")
+        found = findings(selector, "--probe", status=0)
+        assert what(found, "ok", "selector") == ["ready: 2 of 2 workers can be chosen"]
+        for worker_id in (1, 2):
+            ok = what(found, "ok", f"worker {worker_id}")
+            assert "the 2 blocks of a completion came into the index as events" in ok
+            rank = what(found, "ok", f"worker {worker_id} rank 0")
+            assert any("live at " in line for line in rank)  # though it was silent before
+            assert any("ZMQ listens" in line for line in rank)
+            assert any(line.endswith(": answers") for line in rank)
+        # One prompt for all, of two full blocks.
+        assert one.prompts == two.prompts
+        assert [len(prompt) for prompt in one.prompts] == [33]
+        assert what(found, "ok", "engines") == ["2 of them name the same block alike"]
+
+
+def test_without_leave_no_engine_gets_a_prompt(selector: RunningService) -> None:
+    with ApiEngine(1) as engine:
+        register(selector, engine)
+        wait_until(lambda: followed(selector, 1), "its events are followed")
+        findings(selector, status=0)
+        assert engine.prompts == []
+
+
+def test_engines_with_seeds_of_their_own_are_told_of_and_do_not_matter(
+    selector: RunningService,
+) -> None:
+    with ApiEngine(1, seed=1) as one, ApiEngine(2, seed=2) as two:
+        for engine in (one, two):
+            register(selector, engine)
+            wait_until(partial(followed, selector, engine.worker_id), "its events are followed")
+        found = findings(selector, "--probe", status=0)
+        assert any("PYTHONHASHSEED" in line for line in what(found, "note", "engines"))
+
+
+def test_an_engine_with_another_block_size_is_named_with_both(selector: RunningService) -> None:
+    with ApiEngine(1, block_size=16) as engine:
+        register(selector, engine, block_size=32)
+        found = findings(selector, status=1)
+        [error] = what(found, "error", "worker 1")
+        assert "registered with blocks of 32 tokens, the engine has 16" in error
+
+
+def test_an_engine_that_tells_no_events_is_found_by_a_completion(selector: RunningService) -> None:
+    with ApiEngine(1, publishes=False) as engine:
+        register(selector, engine)
+        wait_until(lambda: followed(selector, 1), "its events are followed")
+        found = findings(selector, "--probe", status=1)
+        [error] = what(found, "error", "worker 1")
+        assert "no event of them came" in error
+
+
+def test_the_port_of_the_api_in_place_of_the_events_is_recognised(
+    selector: RunningService,
+) -> None:
+    with ApiEngine(1) as engine:
+        register(selector, engine, kv_events_endpoint=f"tcp://127.0.0.1:{engine.port}")
+        found = findings(selector, status=1)
+        errors = what(found, "error", "worker 1 rank 0")
+        assert any("an HTTP server listens there, no ZMQ" in error for error in errors)
+
+
+def test_a_port_where_nobody_listens_and_an_engine_that_is_gone(selector: RunningService) -> None:
+    with ApiEngine(1) as engine:
+        port = free_port()
+        register(
+            selector,
+            engine,
+            endpoint=f"http://127.0.0.1:{port}",
+            kv_events_endpoint=f"tcp://127.0.0.1:{port}",
+        )
+        found = findings(selector, status=1)
+        [error] = what(found, "error", "worker 1")
+        assert "its engine does not tell what it is" in error
+        assert "Connection refused" in error
+        errors = what(found, "error", "worker 1 rank 0")
+        assert any(f"kv_events_endpoint tcp://127.0.0.1:{port}" in line for line in errors)
+
+
+def test_events_in_place_of_the_replay_are_no_answer(selector: RunningService) -> None:
+    with ApiEngine(1) as engine:
+        register(selector, engine, replay_endpoint=engine.events_endpoint)
+        found = findings(selector, status=1)
+        errors = what(found, "error", "worker 1 rank 0")
+        assert any("no answer to a request" in line for line in errors)
+
+
+def test_an_address_that_is_only_bound_and_a_worker_without_a_replay(
+    selector: RunningService,
+) -> None:
+    with ApiEngine(1) as engine:
+        body = engine.registration(kv_events_endpoint="tcp://*:5557")
+        del body["replay_endpoint"]
+        assert selector.post("/workers", body)[0] == 201
+        found = findings(selector, status=1)
+        errors = what(found, "error", "worker 1 rank 0")
+        assert any("tcp://*:5557 is no address" in line for line in errors)
+        warnings = what(found, "warning", "worker 1 rank 0")
+        assert any("no replay endpoint" in line for line in warnings)
+
+
+def test_a_worker_that_lacks_something_is_told_with_its_reasons(selector: RunningService) -> None:
+    assert selector.post("/workers", {"worker_id": 4, "model_name": "m"})[0] == 201
+    found = findings(selector, status=1)
+    [error] = what(found, "error", "worker 4")
+    assert "endpoint is required" in error
+    assert "block_size" in error
+
+
+def test_engines_that_want_a_token_get_that_of_the_file(
+    selector: RunningService, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    with ApiEngine(1, token="s3cret") as engine:
+        register(selector, engine)
+        wait_until(lambda: followed(selector, 1), "its events are followed")
+        [error] = what(findings(selector, status=1), "error", "worker 1")
+        assert "status 401" in error
+        assert what(
+            findings(selector, "--worker-token-file", str(token), status=0), "ok", "worker 1"
+        )
+
+
+def test_a_selector_without_workers_says_what_to_do(selector: RunningService) -> None:
+    done = check(f"127.0.0.1:{selector.port}")
+    assert done.returncode == 1
+    assert "no worker is registered" in done.stdout
+    assert "-> POST /workers for each engine" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
+
+
+def test_nobody_to_ask_is_a_status_of_its_own() -> None:
+    done = check(f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("lean-selector check: error: ")
+    assert "Connection refused" in done.stderr
+
+
+def test_a_slot_tracker_is_no_selector() -> None:
+    with RunningService(module="lean_selector.slot_tracker") as tracker:
+        done = check(f"http://127.0.0.1:{tracker.port}")
+        assert done.returncode == 2
+        assert "this is no selection service" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://x", "`ftp://x` is not an http:// or https:// URL"),
+        ("http://", "`http://` names no host"),
+        ("http://u:p@h:1", "credentials in a URL are not supported"),
+    ],
+)
+def test_what_is_no_url_is_refused(url: str, why: str) -> None:
+    done = check(url)
+    assert done.returncode == 2
+    assert why in done.stderr

@@ -1,0 +1,121 @@
+"""An engine as far as a selector asks it: real HTTP, and a real publisher of KV events."""
+
+import contextlib
+import json
+import ssl
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+from lean_selector.publisher import KvEventPublisher
+from tests.running_service import free_port
+
+BLOCK_SIZE = 16
+
+
+class FakeEngine:
+    """Answers as vLLM does, or as SGLang. What it answers may be changed while it runs."""
+
+    def __init__(
+        self,
+        model: str = "m",
+        *,
+        block_size: int = BLOCK_SIZE,
+        kind: str = "vllm",
+        tells_sources: bool = True,
+        token: str | None = None,
+        context: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.host = host
+        self.model, self.block_size, self.kind = model, block_size, kind
+        self.tells_sources = tells_sources
+        self.token = token
+        self.asked: Counter[str] = Counter()
+        self.is_up = True
+        self.events_port = free_port()
+        self._publisher = KvEventPublisher(
+            kv_block_size=block_size, endpoint=f"tcp://{host}:{self.events_port}"
+        )
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                engine.asked[self.path] += 1
+                status, body = engine.answer(self.path, self.headers.get("authorization"))
+                with contextlib.suppress(OSError):  # who asked has gone
+                    self.send_response(status)
+                    self.send_header("content-length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        if context is not None:
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.port = self._server.server_address[1]
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://{host}:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, path: str, authorization: str | None) -> tuple[int, bytes]:
+        if self.token is not None and authorization != f"Bearer {self.token}":
+            return 401, b'{"error":"Unauthorized"}'
+        if not self.is_up:
+            return 503, b"starting"
+        body = self._answers().get(path)
+        return (404, b'{"detail":"Not Found"}') if body is None else (200, body)
+
+    def _answers(self) -> dict[str, bytes]:
+        row = {"id": self.model, "object": "model", "owned_by": self.kind, "parent": None}
+        adapter = {"id": "adapter", "object": "model", "owned_by": self.kind, "parent": self.model}
+        answers = {"/v1/models": _json({"object": "list", "data": [adapter, row]})}
+        if self.kind == "sglang":
+            events = {
+                "publisher": "zmq",
+                "endpoint_host": "*",
+                "endpoint_port_base": self.events_port,
+                "dp_size": 1,
+            }
+            info = {"page_size": self.block_size, "max_total_num_tokens": 16_000, "dp_size": 1}
+            answers["/get_server_info"] = _json({**info, "kv_events": events})
+            return answers
+        answers["/metrics"] = (
+            b'vllm:num_requests_running{engine="0"} 0.0\n'
+            b'vllm:cache_config_info{block_size="%d",engine="0",num_gpu_blocks="1000"} 1.0\n'
+        ) % self.block_size
+        if self.tells_sources:
+            source = {"data_parallel_rank": 0, "endpoint": f"tcp://*:{self.events_port}"}
+            answers["/kv_event_sources"] = _json([source])
+        return answers
+
+    def store(self, tokens: list[int], first_hash: int) -> None:
+        """Publishes that it holds these tokens, whole blocks of them."""
+        count = len(tokens) // self.block_size
+        self._publisher.publish_stored(
+            token_ids=tokens,
+            num_block_tokens=[self.block_size] * count,
+            block_hashes=[first_hash + n for n in range(count)],
+        )
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._publisher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()
