@@ -69,7 +69,8 @@ class SizedBody(_Kept):
     def feed(self, data: bytes, at: int) -> int:
         """Take what belongs to the body from data[at:]; returns where the rest begins."""
         stop = min(len(data), at + self._left)
-        self._keep(data[at:stop])
+        # All of a piece is the piece itself, not a copy; a compiled slice would be one.
+        self._keep(data if stop - at == len(data) else data[at:stop])
         self._left -= stop - at
         self.wire_bytes += stop - at
         self.is_done = self._left == 0

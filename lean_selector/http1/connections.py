@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from lean_selector.http1.header_block import HeaderBlocks
-from lean_selector.http1.limits import Limits
+from lean_selector.http1.limits import HttpError, Limits
 
 # A gateway opens some hundreds: enough for a fleet of them, and below a descriptor limit of 2**16,
 # of which KV events take two or three for each worker rank.
@@ -21,6 +21,11 @@ _ROOM_KEPT: Final = 7 / 8  # so that one look at all connections makes room for 
 
 # Refused clients that are given time to read why; beyond, they are dropped without a word.
 _MAX_TOLD: Final = 256
+
+
+def plain_refusal(error: HttpError) -> bytes:
+    """The body of the answer to an error of the HTTP level."""
+    return b'{"error":"%b"}' % error.text.encode()
 
 
 class Timeouts:
@@ -73,6 +78,7 @@ class Connections:
         "now",
         "open",
         "quiet_from",
+        "refusal",
         "refused",
         "timeouts",
         "told",
@@ -85,13 +91,15 @@ class Connections:
         timeouts: Timeouts | None = None,
         max_connections: int = MAX_CONNECTIONS,
         max_held_bytes: int = MAX_HELD_BYTES,
+        refusal: Callable[[HttpError], bytes] = plain_refusal,
     ) -> None:
-        """`call_soon` is the loop's."""
+        """`call_soon` is the loop's; `refusal` words the answer to an error of the HTTP level."""
         self.call_soon = call_soon
         self.limits = limits or Limits()
         self.timeouts = timeouts or Timeouts()
         self.max_connections = max_connections
         self.max_held_bytes = max_held_bytes
+        self.refusal = refusal
         self.header_blocks: HeaderBlocks = {}
         self.open: set[Connection] = set()
         self.told: set[Connection] = set()  # refused, and reading why

@@ -22,6 +22,8 @@ _HOST: Final = re.compile(
 
 _MAX_HEADERS = 100  # as hyper, under the reference, has it
 
+_RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")  # of the varying names the only one
+
 CHUNKED = -1  # in place of a content length
 
 
@@ -35,47 +37,77 @@ class HeaderBlock:
         "expects_continue",
         "is_http10",
         "keep_alive",
+        "reservation_id",
         "traceparent",
     )
 
-    def __init__(self, fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> None:
-        """`fields` by lower-case name, as llhttp let them through: lengths are digits."""
-        options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
+    def __init__(
+        self,
+        is_http10: bool,
+        keep_alive: bool,
+        content_length: int,
+        content_type: bytes | None,
+        accept: bytes | None,
+        traceparent: bytes | None,
+        expects_continue: bool,
+        reservation_id: bytes | None = None,
+    ) -> None:
         self.is_http10 = is_http10
-        self.keep_alive = (
-            b"close" not in options
-            and (not is_http10 or b"keep-alive" in options)
-            and not is_upgrade  # not granted: answered as if it had not been asked for, then closed
-        )
-        self.content_type = fields.get(b"content-type")
-        self.accept = fields.get(b"accept")
-        self.traceparent = fields.get(b"traceparent")
-        is_chunked = b"transfer-encoding" in fields
-        self.content_length = CHUNKED if is_chunked else int(fields.get(b"content-length", b"0"))
-        expect = fields.get(b"expect")
-        # RFC 9110 section 10.1.1: never of an HTTP/1.0 client.
-        self.expects_continue = (
-            expect is not None and not is_http10 and expect.lower() == b"100-continue"
-        )
+        self.keep_alive = keep_alive
+        self.content_length = content_length
+        self.content_type = content_type
+        self.accept = accept
+        self.traceparent = traceparent
+        self.expects_continue = expects_continue
+        self.reservation_id = reservation_id
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
         """The same section with other values in its varying lines; None if they need judging."""
-        block = HeaderBlock.__new__(HeaderBlock)
-        block.is_http10 = self.is_http10
-        block.keep_alive = self.keep_alive
-        block.content_type = self.content_type
-        block.accept = self.accept
-        block.traceparent = self.traceparent
-        block.content_length = self.content_length
-        block.expects_continue = self.expects_continue
+        content_length, traceparent = self.content_length, self.traceparent
+        reservation_id = self.reservation_id
         for name, value in values:
             if name[0] in b"cC":
                 if not value.isdigit() or len(value) > 15:
                     return None
-                block.content_length = int(value)
+                content_length = int(value)
             elif name[0] in b"tT":
-                block.traceparent = value
-        return block
+                traceparent = value
+            elif len(name) == _RESERVATION_ID_LENGTH:
+                reservation_id = value
+        return HeaderBlock(
+            self.is_http10,
+            self.keep_alive,
+            content_length,
+            self.content_type,
+            self.accept,
+            traceparent,
+            self.expects_continue,
+            reservation_id,
+        )
+
+
+def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:
+    """What `fields` say, by lower-case name, as llhttp let them through: lengths are digits."""
+    options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
+    keep_alive = (
+        b"close" not in options
+        and (not is_http10 or b"keep-alive" in options)
+        and not is_upgrade  # not granted: answered as if it had not been asked for, then closed
+    )
+    is_chunked = b"transfer-encoding" in fields
+    expect = fields.get(b"expect")
+    # RFC 9110 section 10.1.1: never of an HTTP/1.0 client.
+    expects_continue = expect is not None and not is_http10 and expect.lower() == b"100-continue"
+    return HeaderBlock(
+        is_http10,
+        keep_alive,
+        CHUNKED if is_chunked else int(fields.get(b"content-length", b"0")),
+        fields.get(b"content-type"),
+        fields.get(b"accept"),
+        fields.get(b"traceparent"),
+        expects_continue,
+        fields.get(b"x-reservation-id"),
+    )
 
 
 # Judged sections: whole ones by their bytes, and what is left of one without its varying lines by
@@ -127,7 +159,7 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
             return HttpError(400, "transfer-encoding in an HTTP/1.0 request")
         if coding.lower() != b"chunked":
             return HttpError(501, "transfer-encoding is not supported, except chunked")
-    return HeaderBlock(fields, is_http10, is_upgrade)
+    return block_of(fields, is_http10, is_upgrade)
 
 
 def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:

@@ -64,6 +64,7 @@ _MAX_PATH_BYTES: Final = 107  # sun_path, without its last byte
 _DROP_SYN: Final = struct.pack(
     "HBBIHBBIHBBIHBBI", 0x30, 0, 0, 13, 0x45, 0, 1, 0x02, 0x06, 0, 0, 0, 0x06, 0, 0, 0x40000
 )
+_DROP_SYN_PROGRAM: Final = ctypes.create_string_buffer(_DROP_SYN)  # stays where the kernel reads it
 _SO_ATTACH_FILTER: Final = 26
 
 
@@ -97,12 +98,14 @@ class UnixPath:
     ours to delete.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
+        """`kind` may be SOCK_DGRAM, for what is not listened to but read."""
         self._path = path
+        self._kind = kind
         self._ours: tuple[int, int] | None = None  # device and inode
 
     def take(self) -> socket.socket:
-        """Bound and listening, mode 0660 from its first moment. Raises OSError.
+        """Bound and listening (or just bound), mode 0660 from its first moment. Raises OSError.
 
         Replaces a socket that nobody serves. Until the last step nothing is at the path that does
         not answer.
@@ -111,7 +114,7 @@ class UnixPath:
             raise OSError("AF_UNIX path too long")  # in the words of Python's own bind
         if self._is_taken():
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        listening = socket.socket(socket.AF_UNIX)
+        listening = socket.socket(socket.AF_UNIX, self._kind)
         before = os.umask(0o117)
         try:
             name = _bind_beside(listening, self._path)
@@ -121,7 +124,8 @@ class UnixPath:
         finally:
             os.umask(before)
         try:
-            listening.listen(BACKLOG)
+            if self._kind == socket.SOCK_STREAM:
+                listening.listen(BACKLOG)
             made = os.lstat(name)
             os.rename(name, self._path)
         except BaseException:
@@ -137,7 +141,7 @@ class UnixPath:
                 return True
         except FileNotFoundError:
             return False
-        with socket.socket(socket.AF_UNIX) as probe:
+        with socket.socket(socket.AF_UNIX, self._kind) as probe:
             probe.settimeout(1.0)
             try:
                 probe.connect(self._path)
@@ -215,13 +219,12 @@ class Listener:
         if self._path is not None:
             self._path.let_go()
         elif self._socket.family in (socket.AF_INET, socket.AF_INET6):
-            program = ctypes.create_string_buffer(_DROP_SYN)
             # Where it cannot be had, some microseconds remain in which one may be reset.
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(
                     socket.SOL_SOCKET,
                     _SO_ATTACH_FILTER,
-                    struct.pack("HP", len(_DROP_SYN) // 8, ctypes.addressof(program)),
+                    struct.pack("HP", len(_DROP_SYN) // 8, ctypes.addressof(_DROP_SYN_PROGRAM)),
                 )
 
     def close(self) -> None:

@@ -18,8 +18,9 @@ from typing import Final, cast
 from lean_selector.http1.connections import Connections as Connections
 from lean_selector.http1.connections import Timeouts as Timeouts
 from lean_selector.http1.limits import HttpError
+from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.reader import Request, RequestReader
-from lean_selector.http1.response import encode_response, with_connection, without_body
+from lean_selector.http1.response import Response, encode_response, with_connection, without_body
 
 log = logging.getLogger(__name__)
 
@@ -46,72 +47,11 @@ _MAX_LINGER_BYTES = 64 * 1024 * 1024
 _MIN_BODY_BYTES_PER_S = 16 * 1024
 
 # Why a connection does not handle what is queued; bits of HttpProtocol._holds.
-_PARKED, _WRITE_PAUSED, _SCHEDULED, _ANSWERED_LAST, _ENDED = 1, 2, 4, 8, 16
-
-
-class PendingReply:
-    """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
-
-    `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
-    nothing.
-
-    A client that closes only its sending side, as `nc -N` does after its request, is taken to have
-    hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
-    """
-
-    __slots__ = (
-        "_connection",
-        "_observers",
-        "is_being_made",
-        "on_disconnect",
-        "response",
-    )
-
-    def __init__(
-        self, on_disconnect: Callable[[], None] | None = None, *, is_being_made: bool = False
-    ) -> None:
-        """`is_being_made`: the answer waits for nothing but the turns of the loop."""
-        self.on_disconnect = on_disconnect
-        self.is_being_made = is_being_made
-        self.response: bytes | None = None
-        self._observers: list[tuple[Callable[[bytes], None], Callable[[], None]]] = []
-        self._connection: HttpProtocol | None = None
-
-    def observe(self, on_answer: Callable[[bytes], None], on_hang_up: Callable[[], None]) -> None:
-        """Hear of the end, once: of the response, at once if it is there, or of a hang-up.
-
-        Observers hear in the order in which they came, and of a hang-up before `on_disconnect`.
-        """
-        if self.response is not None:
-            on_answer(self.response)
-        else:
-            self._observers.append((on_answer, on_hang_up))
-
-    def resolve(self, response: bytes) -> None:
-        """Send the complete response. Requests queued behind it are handled later, not in here."""
-        assert self.response is None, "a reply is resolved once"
-        self.response = response
-        self.on_disconnect = None
-        observers, self._observers = self._observers, []
-        for on_answer, _ in observers:
-            on_answer(response)
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.finish_parked(response)
-
-    def park(self, connection: "HttpProtocol") -> None:
-        """For the protocol: where the response goes."""
-        self._connection = connection
-
-    def hang_up(self) -> None:
-        """For the protocol: the client is gone."""
-        self._connection = None
-        on_disconnect, self.on_disconnect = self.on_disconnect, None
-        observers, self._observers = self._observers, []
-        for _, on_hang_up in observers:
-            on_hang_up()
-        if on_disconnect is not None:
-            on_disconnect()
+_PARKED: Final = 1
+_WRITE_PAUSED: Final = 2
+_SCHEDULED: Final = 4
+_ANSWERED_LAST: Final = 8
+_ENDED: Final = 16
 
 
 App = Callable[[Request], bytes | PendingReply]
@@ -174,9 +114,16 @@ class HttpProtocol(asyncio.Protocol):
         requests = reader.feed(data)
         if begins or requests:
             self.since = self._connections.now
-        self._queue.extend(requests)
-        if not holds:
-            self._serve()
+        if len(requests) == 1 and not holds and not self._queue:  # as nearly always
+            reply = self._answer(requests[0])
+            if reply is not None:
+                self.transport.write(reply)
+            if self._holds or reader.notice or self._got_eof:
+                self.settle()
+        else:
+            self._queue.extend(requests)
+            if not holds:
+                self._serve()
         if self._holds or reader.is_unfinished or self.held_bytes:
             self._update_reading()
             self._connections.make_room()
@@ -209,22 +156,7 @@ class HttpProtocol(asyncio.Protocol):
         self._hang_up()
         self._let_go()
 
-    # Called by PendingReply and Connections.
-
-    def finish_parked(self, response: bytes) -> None:
-        """Write the answer that was awaited, and go on with what is queued in a pass of its own."""
-        request = self._parked_request
-        assert request is not None
-        self._parked = self._parked_request = None
-        self._holds &= ~_PARKED
-        self.since = self._connections.now
-        if self.transport.is_closing():
-            return
-        self.transport.write(self._framed(request, response))
-        if self._queue:
-            self._schedule()
-        self.settle()
-        self._update_reading()
+    # Called by Connections.
 
     def expire(self, now: float) -> None:
         """Close if a time-out has passed. See Timeouts."""
@@ -285,29 +217,13 @@ class HttpProtocol(asyncio.Protocol):
 
     def _serve(self) -> None:
         """Answer what is queued, until it is empty or something holds it; write once."""
-        queue, app = self._queue, self._app
-        replies: list[bytes] = []
+        queue = self._queue
+        replies: list[Response] = []
         reply_bytes = 0
-        is_draining = self._connections.is_draining
         while queue:
-            request = queue.popleft()
-            try:
-                reply = app(request)
-            except Exception:
-                log.exception("%r %r failed", request.method, request.path)
-                reply = encode_response(500, b'{"error":"internal error"}')
-            if isinstance(reply, PendingReply):
-                if reply.response is None:
-                    self._park(reply, request)
-                    break
-                reply = reply.response
-            if (
-                is_draining
-                or not request.keep_alive
-                or request.headers.is_http10
-                or request.method == b"HEAD"
-            ):
-                reply = self._framed(request, reply)
+            reply = self._answer(queue.popleft())
+            if reply is None:
+                break
             replies.append(reply)
             if queue:
                 reply_bytes += len(reply)
@@ -319,17 +235,45 @@ class HttpProtocol(asyncio.Protocol):
         if self._holds or self._reader.notice or self._got_eof:
             self.settle()
 
-    def _framed(self, request: Request, reply: bytes) -> bytes:
+    def _answer(self, request: Request) -> Response | None:
+        """What to write for a request; None when that comes later, and the request is parked."""
+        try:
+            answer = self._app(request)
+        except Exception:
+            log.exception("%r %r failed", request.method, request.path)
+            answer = encode_response(500, b'{"error":"internal error"}')
+        reply: Response
+        if isinstance(answer, PendingReply):
+            if answer.response is None:
+                self._park(answer, request)
+                return None
+            reply = answer.response
+        else:
+            reply = answer
+        if (
+            self._connections.is_draining
+            or not request.keep_alive
+            or request.headers.is_http10
+            or request.method == b"HEAD"
+        ):
+            return self._framed(request, reply)
+        return reply
+
+    def _framed(self, request: Request, reply: Response) -> Response:
         """The reply as this client needs it: without the body, or with a word on the connection."""
         if request.method == b"HEAD":
             reply = without_body(reply)
-        is_last = self._connections.is_draining and not (self._queue or self._reader.is_unfinished)
-        if is_last or not request.keep_alive:
+        if self._is_last(request):
             self._holds |= _ANSWERED_LAST
             return with_connection(reply, b"close")
         if request.is_http10:
             return with_connection(reply, b"keep-alive")
         return reply
+
+    def _is_last(self, request: Request) -> bool:
+        """Whether the connection ends with the answer to this request."""
+        is_last = self._connections.is_draining and not (self._queue or self._reader.is_unfinished)
+        return is_last or not request.keep_alive
 
     def _park(self, reply: PendingReply, request: Request) -> None:
         # What is still needed of the request; the app has taken what it needs of the body.
@@ -337,7 +281,27 @@ class HttpProtocol(asyncio.Protocol):
         parked.keep_alive = request.keep_alive
         self._parked, self._parked_request = reply, parked
         self._holds |= _PARKED
-        reply.park(self)
+        reply.park(self._finish_parked)
+        self._update_reading()
+
+    def _finish_parked(self, response: Response) -> None:
+        """Write the answer that was awaited, and go on with what is queued in a pass of its own."""
+        request = self._parked_request
+        assert request is not None
+        self._unpark()
+        if not self.transport.is_closing():
+            self.transport.write(self._framed(request, response))
+            self._after_parked()
+
+    def _unpark(self) -> None:
+        self._parked = self._parked_request = None
+        self._holds &= ~_PARKED
+        self.since = self._connections.now
+
+    def _after_parked(self) -> None:
+        if self._queue:
+            self._schedule()
+        self.settle()
         self._update_reading()
 
     def _hang_up(self) -> None:
@@ -385,8 +349,11 @@ class HttpProtocol(asyncio.Protocol):
 
     def _refuse(self, error: HttpError) -> None:
         """Answer an error of the HTTP level, and close."""
-        body = b'{"error":"%b"}' % error.text.encode()
-        self.transport.write(encode_response(error.status, body, extra=b"connection: close\r\n"))
+        self.transport.write(
+            encode_response(
+                error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
+            )
+        )
         self._end(lingers=True)
 
     def _end(self, lingers: bool) -> None:

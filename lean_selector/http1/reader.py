@@ -40,7 +40,8 @@ _METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
 # Header lines that differ from request to request, in the spellings that clients use, with a value
 # that llhttp cannot object to. Only whole lines: the line break is looked at and left.
 _VARYING: Final = re.compile(
-    rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]): "
+    rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]"
+    rb"|[xX]-[rR]eservation-[iI][dD]): "
     rb"([0-9A-Za-z._-]{1,128})(?=\r\n)"
 )
 
@@ -50,10 +51,19 @@ _MAX_REMEMBERED_BLOCK_BYTES = 2048
 
 class Request:
     """One request as the client sent it. `path` and `query` are raw; the body is not kept if too
-    large.
+    large. `section` is the head behind `HTTP/`: the version, and the header lines with their ends.
     """
 
-    __slots__ = ("body", "body_too_large", "headers", "keep_alive", "method", "path", "query")
+    __slots__ = (
+        "body",
+        "body_too_large",
+        "headers",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+        "section",
+    )
 
     def __init__(
         self,
@@ -62,12 +72,14 @@ class Request:
         query: bytes | None,
         body: bytes | bytearray,
         headers: HeaderBlock,
+        section: bytes = b"",
     ) -> None:
         self.method = method
         self.path = path
         self.query = query
         self.body = body
         self.headers = headers
+        self.section = section
         self.keep_alive = headers.keep_alive
         self.body_too_large = False
 
@@ -82,6 +94,10 @@ class Request:
     @property
     def traceparent(self) -> bytes | None:
         return self.headers.traceparent
+
+    @property
+    def reservation_id(self) -> bytes | None:
+        return self.headers.reservation_id
 
     @property
     def is_http10(self) -> bool:
@@ -103,6 +119,8 @@ class RequestReader:
         "_body",
         "_head",
         "_limits",
+        "_max_body_bytes",
+        "_max_head_bytes",
         "_request",
         "error",
         "has_unread_input",
@@ -116,6 +134,8 @@ class RequestReader:
         """`blocks` remembers judged header sections; connections should share one."""
         # Connection lifetime.
         self._limits = limits
+        self._max_head_bytes = limits.max_head_bytes
+        self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
@@ -162,9 +182,10 @@ class RequestReader:
         """Read from a boundary between requests. The hot path: every line here is paid per
         request.
         """
-        max_head_bytes = self._limits.max_head_bytes
-        max_body_bytes = self._limits.max_body_bytes
         size = len(data)
+        method: bytes
+        path: bytes
+        query: bytes | None
         while at < size:
             if self.is_finished:
                 self.has_unread_input = True
@@ -182,23 +203,28 @@ class RequestReader:
             if end == 3:
                 self._hold_head(data, at)
                 return
-            if version_at - at > max_head_bytes:
+            if version_at - at > self._max_head_bytes:
                 self._fail(HttpError(414, "request target too long"))
                 return
-            block = self._blocks.get(data[version_at:end]) or self._judge(data[version_at:end])
+            section = data[version_at:end]
+            block = self._blocks.get(section)
             if block is None:
-                return
+                block = self._judge(section)
+                if block is None:
+                    return
             method, path, query = line.group(1, 2, 3)
             if path[0] != 0x2F:
                 path = _origin_form(path)
-            at = end + block.content_length
-            if end <= at <= size and block.content_length <= max_body_bytes:
-                request = Request(method, path, query, data[end:at], block)
+            length = block.content_length
+            at = end + length
+            if end <= at <= size and length <= self._max_body_bytes:
+                request = Request(method, path, query, data[end:at], block, section)
                 requests.append(request)
                 if not request.keep_alive:
                     self.is_finished = True
             else:
-                at = self._begin_body(Request(method, path, query, b"", block), data, end, requests)
+                request = Request(method, path, query, b"", block, section)
+                at = self._begin_body(request, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
         """What a header section not seen before says, or None and the error set."""

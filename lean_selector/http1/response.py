@@ -8,11 +8,13 @@ whoever owns the loop calls `date_header.set` about once a second.
 
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import cast
+from typing import Final
 
-JSON = b"application/json"
+JSON: Final = b"application/json"
 
-_STATUS_LINES = {
+Response = bytes | bytearray  # a whole one; what grew is not copied once more
+
+_STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
@@ -20,7 +22,7 @@ _STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but asked
 
 # The end of a head for the lengths that nearly every answer has; formatting one costs as much as
 # the rest of encode_response. 1 024 entries are 60 KB.
-_LENGTH_ENDS = tuple(b"content-length: %d\r\n\r\n" % length for length in range(1024))
+_LENGTH_ENDS: Final = tuple(b"content-length: %d\r\n\r\n" % length for length in range(1024))
 
 
 class DateHeader:
@@ -46,10 +48,9 @@ class DateHeader:
             self._json_heads.clear()
 
 
-_json_heads: dict[
-    int, bytes
-] = {}  # status -> head up to content-length; at most one per HTTPStatus
-date_header = DateHeader(_json_heads)
+# Status -> head up to content-length; at most one per HTTPStatus.
+_json_heads: Final[dict[int, bytes]] = {}
+date_header: Final = DateHeader(_json_heads)
 
 
 def _start_of_head(status: int, content_type: bytes) -> bytes:
@@ -65,7 +66,7 @@ def encode_response(
     An empty content_type leaves that header out. `extra` is whole header lines, each ended by CRLF
     (`b"allow: GET,HEAD\\r\\n"`). KeyError for a status that HTTP does not know.
     """
-    if content_type is JSON:
+    if content_type == JSON:
         head = _json_heads.get(status)
         if head is None:
             head = _json_heads[status] = _start_of_head(status, content_type)
@@ -97,26 +98,26 @@ class GrowingResponse:
     def add(self, part: bytes) -> None:
         self._data += part
 
-    def finish(self) -> bytes:
+    def finish(self) -> Response:
         """The whole response; nothing can be added any more."""
         length = b"%*d" % (self._WIDTH, len(self._data) - self._head_bytes)
         end = self._head_bytes - len(b"\r\n\r\n")
         self._data[end - self._WIDTH : end] = length
-        # To the type checker only: whoever frames or writes it takes a bytearray for bytes.
-        return cast(bytes, self._data)
+        return self._data
 
 
-def status_of(response: bytes) -> bytes:
+def status_of(response: Response) -> bytes:
     """The three digits of a response's status."""
     return bytes(response[9:12])  # behind b"HTTP/1.1 "
 
 
-def without_body(response: bytes) -> bytes:
+def without_body(response: Response) -> Response:
     """The answer to HEAD: the head of what GET would get, its content-length included."""
     return response[: response.index(b"\r\n\r\n") + 4]
 
 
-def with_connection(response: bytes, option: bytes) -> bytes:
+def with_connection(response: Response, option: bytes) -> bytes:
     """The response with `connection: <option>` after its status line."""
     after_status = response.index(b"\r\n") + 2
-    return b"%bconnection: %b\r\n%b" % (response[:after_status], option, response[after_status:])
+    status, rest = response[:after_status], response[after_status:]
+    return b"".join((status, b"connection: ", option, b"\r\n", rest))

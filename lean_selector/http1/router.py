@@ -7,10 +7,12 @@ Paths are compared literally: no decoding, no case folding, no trailing slash (s
 """
 
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
 T = TypeVar("T")
+
+_PERCENT: Final = 0x25
 
 
 class Match(Generic[T]):
@@ -38,7 +40,7 @@ class NotFound:
     __slots__ = ()
 
 
-NOT_FOUND = NotFound()
+NOT_FOUND: Final = NotFound()
 
 
 class _Resource(Generic[T]):
@@ -62,19 +64,18 @@ class _Resource(Generic[T]):
 class RouteTable(Generic[T]):
     """Routes declared once as (method, template, value): `("DELETE", "/workers/{worker_id}", ...)`.
 
-    A template may have one parameter, a whole segment in braces. HEAD is answered by GET.
-    ValueError for a route declared twice or a template with two parameters.
+    A template may have one parameter, its second segment, in braces; `{path*}` at its end is that
+    segment and all behind it. HEAD is answered by GET. ValueError for a route declared twice, and
+    for a parameter anywhere else.
     """
 
-    __slots__ = ("_literal", "_parametric", "_positions")
+    __slots__ = ("_literal", "_parametric", "_tails")
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}
-        # Keyed by the segments with the parameter's emptied.
-        self._parametric: dict[tuple[bytes, ...], _Resource[T]] = {}
-        self._positions: dict[
-            int, tuple[int, ...]
-        ] = {}  # number of segments -> where parameters are
+        # By the first segment, and then by what stands behind the parameter and its slash, if any.
+        self._parametric: dict[bytes, dict[bytes | None, _Resource[T]]] = {}
+        self._tails: dict[bytes, _Resource[T]] = {}  # by the first segment
         for method, template, value in routes:
             self._resource(template).add(method.encode(), value)
 
@@ -83,37 +84,53 @@ class RouteTable(Generic[T]):
         at = [i for i, segment in enumerate(segments) if segment.startswith("{")]
         if not at:
             return self._literal.setdefault(template.encode(), _Resource())
-        if len(at) > 1:
-            raise ValueError(f"{template} has more than one parameter")
-        segments[at[0]] = ""
-        positions = self._positions.get(len(segments), ())
-        self._positions[len(segments)] = tuple(sorted({*positions, at[0]}))
-        key = tuple(segment.encode() for segment in segments)
-        return self._parametric.setdefault(key, _Resource())
+        if at != [2]:
+            raise ValueError(f"{template} has a parameter elsewhere than in its second segment")
+        if segments[2].endswith("*}") and len(segments) == 3:
+            return self._tails.setdefault(segments[1].encode(), _Resource())
+        behind = self._parametric.setdefault(segments[1].encode(), {})
+        rest = "/".join(segments[3:]).encode() if len(segments) > 3 else None
+        return behind.setdefault(rest, _Resource())
 
     def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | NotFound:
         """The route of a request; a literal path goes before a parameter."""
         resource = self._literal.get(path)
         if resource is not None:
             return resource.by_method.get(method) or resource.method_not_allowed
-        segments = path.split(b"/")
-        for position in self._positions.get(len(segments), ()):
-            param = segments[position]
-            segments[position] = b""
-            resource = self._parametric.get(tuple(segments))
-            # An empty parameter between slashes is one, as in the reference; at the end it is none.
-            if resource is not None and (param or position + 1 < len(segments)):
-                found = resource.by_method.get(method)
-                return resource.method_not_allowed if found is None else Match(found.value, param)
-            segments[position] = param
-        return NOT_FOUND
+        segments = path.split(b"/", 3)
+        behind = self._parametric.get(segments[1]) if len(segments) > 2 else None
+        if behind is None:
+            return self._with_tail(method, path, segments)
+        param = segments[2]
+        # An empty parameter between slashes is one, as in the reference; at the end it is none.
+        if len(segments) > 3:
+            resource = behind.get(segments[3])
+        else:
+            resource = behind.get(None) if param else None
+        if resource is None:
+            return NOT_FOUND
+        found = resource.by_method.get(method)
+        return resource.method_not_allowed if found is None else Match(found.value, param)
+
+    def _with_tail(
+        self, method: bytes, path: bytes, segments: list[bytes]
+    ) -> Match[T] | MethodNotAllowed | NotFound:
+        """For a path that no other template has; the parameter is what stands behind its slash."""
+        resource = self._tails.get(segments[1]) if len(segments) > 2 else None
+        if resource is None:
+            return NOT_FOUND
+        found = resource.by_method.get(method)
+        if found is None:
+            return resource.method_not_allowed
+        return Match(found.value, path[len(segments[1]) + 2 :])
 
 
 def percent_decode(segment: bytes) -> str:
     """A path parameter as text. Malformed escapes stay as they are; ValueError if it is not
     UTF-8.
     """
-    return (unquote_to_bytes(segment) if b"%" in segment else segment).decode()
+    # A byte is looked for by its number: by itself it costs 200 ns more.
+    return (unquote_to_bytes(segment) if _PERCENT in segment else segment).decode()
 
 
 class RepeatedQueryField(ValueError):

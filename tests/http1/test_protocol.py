@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply, Timeouts
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.protocol import Connections, HttpProtocol, Timeouts
 from lean_selector.http1.reader import Limits, Request
-from lean_selector.http1.response import encode_response
+from lean_selector.http1.response import Response, encode_response
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -384,9 +385,9 @@ def test_a_fault_in_on_disconnect_is_logged(
     assert "a fault of ours" in caplog.text
 
 
-def heard(reply: PendingReply, name: str) -> list[tuple[str, bytes]]:
+def heard(reply: PendingReply, name: str) -> list[tuple[str, Response]]:
     """What an observer of `reply` has heard, from now on."""
-    told: list[tuple[str, bytes]] = []
+    told: list[tuple[str, Response]] = []
     reply.observe(
         lambda response: told.append((name, response)), lambda: told.append((name, b"hung up"))
     )

@@ -45,6 +45,7 @@ def seen(request: Request) -> tuple[object, ...]:
         request.content_type,
         request.accept,
         request.traceparent,
+        request.reservation_id,
         request.keep_alive,
         request.is_http10,
     )
@@ -64,6 +65,7 @@ def test_a_request_carries_what_the_app_needs() -> None:
         b"application/json",
         b"text/plain",
         b"00-1-2-01",
+        None,
         True,
         False,
     )
@@ -373,9 +375,14 @@ def test_sections_that_differ_in_their_varying_lines_share_one_judgement() -> No
     blocks: HeaderBlocks = {}
     reader = RequestReader(LIMITS, blocks)
     for i in range(1, 50):
-        lines = (b"traceparent: 00-%d-2-01" % i, b"X-Request-Id: r-%d" % i)
+        lines = (
+            b"traceparent: 00-%d-2-01" % i,
+            b"X-Request-Id: r-%d" % i,
+            b"X-Reservation-Id: b-%d" % i,
+        )
         (request,) = reader.feed(head(*lines, b"content-length: %d" % i) + b"b" * i)
         assert (request.traceparent, len(request.body)) == (b"00-%d-2-01" % i, i)
+        assert request.reservation_id == b"b-%d" % i
     assert len(blocks) == 1  # what names one request is not kept
 
 
@@ -411,6 +418,8 @@ def test_a_known_section_does_not_lend_its_judgement_to_a_bad_length(
                 b"content-length: 0 ",
                 b"X-Request-Id: 1",
                 b"X-Request-ID: 2",
+                b"x-reservation-id: a",
+                b"X-Reservation-ID: b c",
                 b"accept: a/b",
             ]
         ),

@@ -14,7 +14,8 @@ import uvloop
 from lean_selector.http1 import listener as listener_module
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.listener import ACCEPTS_PER_TURN, Listener, UnixPath, tcp_socket
-from lean_selector.http1.protocol import HttpProtocol, PendingReply
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.protocol import HttpProtocol
 from lean_selector.http1.reader import Limits, Request
 from lean_selector.http1.response import encode_response
 from tests.on_loop import until
