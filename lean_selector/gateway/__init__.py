@@ -1,0 +1,1 @@
+"""The OpenAI-compatible door in front of the workers: `lean-selector gateway`."""

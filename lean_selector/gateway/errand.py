@@ -1,0 +1,360 @@
+"""One request of a client, brought to a worker and its answer back.
+
+Owns what can happen on the way, in whatever order: the choice, the connection, the answer's pieces,
+a worker that fails, a client who hangs up; and that the lease is ended once. Waits for nothing
+itself: `placing` does, before the request is sent. Until the first byte of the answer's body is
+here nothing was said to the client, so another worker can still be tried; from then on pieces go
+through as they come, as fast as the client takes them.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from lean_selector.core.health.ejections import FAILED, OK, REFUSED
+from lean_selector.gateway.answer_head import AnswerHead
+from lean_selector.gateway.counts import Counts
+from lean_selector.gateway.header_lines import answer_lines, request_lines
+from lean_selector.gateway.lease import WorkerLease
+from lean_selector.gateway.refusals import refusal
+from lean_selector.gateway.worker_connection import Receiver, WorkerConnection
+from lean_selector.http1.passage import UnboundedPassage
+from lean_selector.http1.reader import Request
+from lean_selector.http1.streamed_reply import StreamedReply
+from lean_selector.prompts.answers import UsageReader
+
+if TYPE_CHECKING:
+    from lean_selector.prompts.routed import Routed
+
+log = logging.getLogger("lean_selector.gateway")
+
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+_LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
+_CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
+
+
+class Errand(Receiver):
+    """From the request to its end. The app's answer is `reply`."""
+
+    __slots__ = (
+        "_began",
+        "_connection",
+        "_counts",
+        "_head",
+        "_is_chunking",
+        "_last_pieces",
+        "_on_failed",
+        "_on_over",
+        "_place",
+        "_token",
+        "attempts",
+        "is_over",
+        "lease",
+        "lease_id",
+        "lease_since",
+        "outcome",
+        "placing",
+        "reply",
+        "request",
+        "request_id",
+        "routed",
+        "status",
+        "tried",
+        "why",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        request_id: bytes,
+        lease_id: str,
+        counts: Counts,
+        place: "Callable[[Errand], asyncio.Task[None]]",
+        on_failed: Callable[[WorkerLease, str], None],
+        on_over: "Callable[[Errand], None]",
+        token: Callable[[], bytes] | None = None,
+    ) -> None:
+        """`place` begins to look for a worker, and calls `refused`, `fail` or `sent`;
+        `on_failed` hears of workers that failed before another was tried. `token` replaces the
+        client's authorization."""
+        self.request = request
+        self.request_id = request_id  # perhaps the client's own
+        self.lease_id = lease_id  # ours, and so nobody else's
+        self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
+        self.routed: Routed | None = None  # of a completion, once its prompt was looked at
+        self.lease: WorkerLease | None = None
+        self.lease_since = 0.0
+        self.tried: set[str] = set()  # endpoints that failed it
+        self.attempts = 0
+        self.why = ""  # the last of them did
+        self.is_over = False
+        self.outcome: str | None = None  # of the last worker
+        self.status = 0  # of the answer, once it began
+        self._counts = counts
+        self._place = place
+        self._on_failed = on_failed
+        self._on_over = on_over
+        self._token = token
+        self._began = monotonic()
+        self._connection: WorkerConnection | None = None
+        self._head: AnswerHead | None = None
+        self._is_chunking = False
+        self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
+        counts.active += 1
+        self.placing: asyncio.Task[None] | None = place(self)
+
+    @property
+    def age_s(self) -> float:
+        return monotonic() - self._began
+
+    # -- on the way there ----------------------------------------------------------------------
+
+    def takes(self, lease: WorkerLease) -> None:
+        """A worker was chosen; the lease is ours to end."""
+        self.lease = lease
+        self.lease_since = monotonic()
+
+    def sent(self, connection: WorkerConnection) -> None:
+        """Ask the worker, on a connection to it."""
+        lease = self.lease
+        assert lease is not None
+        assert not self.is_over
+        self.placing = None
+        self.attempts += 1
+        self._connection = connection
+        body = self.request.body if self.routed is None else self.routed.body
+        head = self._request_head(lease, len(body))
+        connection.send(head, body, self, self.request.method == b"HEAD")
+        if self.reply.is_paused:
+            connection.pause()
+
+    def refused(self, reason: str) -> None:
+        """There is no connection to the worker that was chosen: another is looked for."""
+        self.attempts += 1
+        self._retry(REFUSED, reason)
+
+    def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
+        """Nobody will answer: the client is told so."""
+        self.placing = None
+        self.status = status
+        self._counts.answers[status] += 1
+        self._finish(None)
+        self.reply.resolve(refusal(status, message, code, self._own_lines() + extra))
+
+    def _request_head(self, lease: WorkerLease, length: int) -> bytes:
+        request, routed, endpoint = self.request, self.routed, lease.endpoint
+        reads = routed is not None and routed.answer is not None
+        query = b"" if request.query is None else b"?" + request.query
+        lines = request_lines(
+            request.section,
+            without_codings=reads,
+            without_authorization=self._token is not None,
+        )
+        parts = [
+            b"%b %b%b HTTP/1.1\r\n" % (request.method, request.path, query),
+            endpoint.host_line,
+            lines,
+        ]
+        if self._token is not None:
+            parts.append(b"\r\nauthorization: Bearer " + self._token())
+        if lease.dp_rank is not None:
+            parts.append(b"\r\nx-data-parallel-rank: %d" % lease.dp_rank)
+        if length or request.method in (b"POST", b"PUT", b"PATCH"):
+            parts.append(b"\r\ncontent-length: %d" % length)
+        parts.append(b"\r\nx-request-id: %b\r\n\r\n" % self.request_id)
+        return b"".join(parts)
+
+    # -- the answer ----------------------------------------------------------------------------
+
+    def on_head(self, head: AnswerHead) -> bool:
+        self._head = head
+        routed = self.routed
+        if routed is not None and routed.answer is not None and head.status == 200:
+            return True
+        return self.request.is_http10 and head.is_chunked
+
+    def on_body(self, data: bytes) -> None:
+        counts = self._counts
+        counts.pieces += 1
+        if not self.reply.begun:
+            self._begin(data)
+            return
+        counts.passed_on_bytes += len(data)
+        if self._is_reading():
+            self._write_read(b"", data)
+        else:
+            self._last_pieces.append(data)
+            self.reply.write(data)
+
+    def on_end(self) -> None:
+        self._connection = None
+        if not self.reply.begun:
+            self._begin(b"")
+        if self._is_reading():
+            assert self.routed is not None
+            assert self.routed.answer is not None
+            rest = self.routed.answer.end()
+            last = _LAST_CHUNK if self._is_chunking else b""
+            if rest or last:
+                self.reply.write((self._piece(rest) if rest else b"") + last)
+        reply = self.reply
+        self._finish(OK if self.status < 500 else None)
+        reply.finish()
+
+    def on_lost(self, reason: str, is_stale: bool) -> None:
+        self._connection = None
+        if self.reply.begun:
+            self._counts.broken += 1
+            self._warn(reason, "its answer is cut short")
+            reply = self.reply
+            self._finish(FAILED)
+            reply.break_off()
+        elif is_stale:
+            # It had let go of the connection just then, which says nothing against it.
+            self._counts.stale += 1
+            self.attempts -= 1
+            self._head = None
+            self.placing = self._place(self)
+        else:
+            self._retry(FAILED, reason)
+
+    def _begin(self, data: bytes) -> None:
+        """The first byte, or the end of an answer without a body."""
+        head, lease = self._head, self.lease
+        assert head is not None
+        assert lease is not None
+        self.status = head.status
+        counts = self._counts
+        counts.answers[head.status] += 1
+        counts.first_byte.add(monotonic() - self._began)
+        counts.passed_on_bytes += len(data)
+        lease.prefill_complete()
+        reads = self._is_reading()
+        is_http10 = self.request.is_http10
+        is_unframed = isinstance(head.passage, UnboundedPassage) or (head.is_chunked and is_http10)
+        self._is_chunking = reads and not is_http10
+        parts = [
+            head.start,
+            answer_lines(head.lines, without_length=reads),
+            b"\r\n",
+            self._own_lines(),
+        ]
+        if self._is_chunking or (head.is_chunked and not is_http10):
+            parts.append(_CHUNKED_LINE)
+        parts.append(self.reply.begin(closes=is_unframed or (reads and is_http10)))
+        parts.append(b"\r\n")
+        self.request.body = b""  # nobody else will be asked
+        if self.routed is not None:
+            self.routed.body = b""
+        if reads:
+            self._write_read(b"".join(parts), data)
+            return
+        if data:
+            parts.append(data)
+            self._last_pieces.append(data)
+        self.reply.write(b"".join(parts))
+
+    def _is_reading(self) -> bool:
+        """Whether what was added to the request is taken out of the answer."""
+        return self.routed is not None and self.routed.answer is not None and self.status == 200
+
+    def _write_read(self, before: bytes, data: bytes) -> None:
+        assert self.routed is not None
+        assert self.routed.answer is not None
+        if data:
+            read = self.routed.answer.feed(data)
+            if read:
+                before += self._piece(read)
+        if before:
+            self.reply.write(before)
+
+    def _piece(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunking else data
+
+    def _own_lines(self) -> bytes:
+        lease = self.lease
+        lines = b"x-request-id: %b\r\n" % self.request_id
+        if lease is None:
+            return lines
+        lines += b"x-lean-worker: %b\r\n" % lease.endpoint.text.encode()
+        if lease.overlap_tokens is not None:
+            lines += b"x-lean-overlap: %d\r\n" % lease.overlap_tokens
+        return lines
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _hung_up(self) -> None:
+        """The client is gone. The worker sees that, too, and stops computing."""
+        self._counts.hung_up += 1
+        placing, self.placing = self.placing, None
+        if placing is not None:
+            placing.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
+        self._finish(None)
+
+    def _retry(self, outcome: str, reason: str) -> None:
+        """The worker failed before anything was said to the client."""
+        lease = self.lease
+        assert lease is not None
+        self._counts.retries[outcome] += 1
+        self._warn(reason, "another is tried")
+        self.why = f"{lease.endpoint.text}: {reason}"
+        self.tried.add(lease.endpoint.text)
+        self.lease = None
+        self._head = None
+        lease.end(outcome)
+        self._on_failed(lease, outcome)
+        self.placing = self._place(self)
+
+    def _finish(self, outcome: str | None) -> None:
+        """Nothing more will happen to it."""
+        assert not self.is_over
+        self.is_over = True
+        self.outcome = outcome
+        self._counts.active -= 1
+        cached = self._cached_tokens() if outcome == OK else None
+        if self.lease is not None:
+            self.lease.end(outcome, cached)
+            if cached is not None:
+                self._compare(self.lease, cached)
+        self._on_over(self)
+
+    def _cached_tokens(self) -> int | None:
+        """As the engine counted them, of an answer that is complete."""
+        if self._is_reading():
+            assert self.routed is not None
+            assert self.routed.answer is not None
+            return self.routed.answer.cached_tokens
+        if self.routed is None or self.status != 200:
+            return None
+        usage = UsageReader()
+        usage.feed(b"".join(self._last_pieces))
+        return usage.cached_tokens
+
+    def _compare(self, lease: WorkerLease, cached: int) -> None:
+        """What was predicted, with what the engine says."""
+        if self.routed is not None and lease.overlap_tokens is not None:
+            counts = self._counts
+            counts.compared_cached_tokens += cached
+            counts.compared_predicted_tokens += lease.overlap_tokens
+            counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
+
+    def _warn(self, reason: str, consequence: str) -> None:
+        assert self.lease is not None
+        text = self.lease.endpoint.text
+        log.warning("worker %s: %s; %s", text, reason, consequence, extra={"worker": text})
+
+    # -- as fast as the client takes it --------------------------------------------------------
+
+    def _pause(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def _resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()

@@ -1,0 +1,93 @@
+"""The gateway's metrics. Labels are statuses, a few words, and the workers' base URLs."""
+
+from collections.abc import Callable, Iterable
+
+from lean_selector.gateway.counts import FIRST_BYTE_BOUNDS_S, Counts
+from lean_selector.gateway.endpoint import Endpoint
+from lean_selector.gateway.rotation import Rotation
+from lean_selector.observing.metrics import AnyFamily, Family, HistogramFamily, Sample, labels
+
+
+def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
+    """What a scrape of the gateway says beside the selector's figures."""
+
+    def counter(name: str, help: str, samples: Callable[[], Iterable[Sample]]) -> Family:
+        return Family(f"lean_selector_gateway_{name}_total", "counter", help, samples)
+
+    def gauge(name: str, help: str, samples: Callable[[], Iterable[Sample]]) -> Family:
+        return Family(f"lean_selector_gateway_{name}", "gauge", help, samples)
+
+    def of_each(value: Callable[[Endpoint], int]) -> Callable[[], list[Sample]]:
+        return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]
+
+    first_byte = counts.first_byte
+    return [
+        counter(
+            "answers",
+            "Answers that began, by status; those that the gateway gave itself, too.",
+            lambda: [(labels(status=status), n) for status, n in sorted(counts.answers.items())],
+        ),
+        gauge("active_requests", "Requests that have no end yet.", lambda: [("", counts.active)]),
+        counter("hang_ups", "Clients who left before the end.", lambda: [("", counts.hung_up)]),
+        counter(
+            "broken_answers",
+            "Answers cut short by their worker after the first byte.",
+            lambda: [("", counts.broken)],
+        ),
+        counter(
+            "retries",
+            "Requests given to another worker before the first byte, by how the former failed.",
+            lambda: [(labels(outcome=how), n) for how, n in sorted(counts.retries.items())],
+        ),
+        counter(
+            "stale_connections",
+            "Requests sent again to the same worker, which had just closed a kept connection.",
+            lambda: [("", counts.stale)],
+        ),
+        counter(
+            "unrouted",
+            "Requests given to workers in turn because nobody chose one, by reason.",
+            lambda: [(labels(reason=why), n) for why, n in sorted(counts.unrouted.items())],
+        ),
+        counter("pieces", "Pieces of answers that were passed on.", lambda: [("", counts.pieces)]),
+        counter(
+            "passed_on_bytes",
+            "Bytes of answers' bodies that workers sent.",
+            lambda: [("", counts.passed_on_bytes)],
+        ),
+        counter(
+            "worker_connections",
+            "Connections made to workers.",
+            lambda: [("", counts.connections_made)],
+        ),
+        gauge(
+            "open_worker_connections",
+            "Connections to a worker, idle ones among them.",
+            of_each(lambda each: len(each.open)),
+        ),
+        gauge(
+            "worker_well",
+            "1, or 0 while requests that nobody chose a worker for pass it over.",
+            of_each(lambda each: int(rotation.is_well(each))),
+        ),
+        counter(
+            "compared_prompt_tokens",
+            "Prompt tokens of the answers whose engine told how many were cached.",
+            lambda: [("", counts.compared_prompt_tokens)],
+        ),
+        counter(
+            "compared_predicted_tokens",
+            "Of these, tokens that were predicted to be cached.",
+            lambda: [("", counts.compared_predicted_tokens)],
+        ),
+        counter(
+            "compared_cached_tokens",
+            "Of these, tokens that were cached, as the engines counted.",
+            lambda: [("", counts.compared_cached_tokens)],
+        ),
+        HistogramFamily(
+            "lean_selector_gateway_first_byte_seconds",
+            "From the request to the first byte of the answer's body.",
+            lambda: [("", FIRST_BYTE_BOUNDS_S, first_byte.buckets, first_byte.total)],
+        ),
+    ]

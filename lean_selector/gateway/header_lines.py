@@ -1,0 +1,80 @@
+"""Header lines on their way through: what belongs to one connection only is taken out.
+
+Hop-by-hop fields are those of RFC 9110 section 7.6.1 and those that `connection` names. Sections
+were judged before: a line break is CRLF, and nothing is folded.
+"""
+
+import re
+from typing import Final
+
+_HOP: Final = (
+    rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer|"
+    rb"transfer-encoding|upgrade"
+)
+_NOT_TO_WORKER: Final = re.compile(
+    rb"\r\n(?:" + _HOP + rb"|host|expect|content-length|x-request-id|x-data-parallel-rank)"
+    rb"[ \t]*:[^\r]*+(?=\r\n|\Z)",
+    re.IGNORECASE,
+)
+_NOT_TO_CLIENT: Final = re.compile(
+    rb"\r\n(?:" + _HOP + rb"|x-request-id|x-lean-[a-z]+)[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE
+)
+_LENGTH: Final = re.compile(rb"\r\ncontent-length[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
+_CODINGS: Final = re.compile(rb"\r\naccept-encoding[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
+_AUTHORIZATION: Final = re.compile(rb"\r\nauthorization[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
+_CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECASE)
+_REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
+_WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
+_TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
+
+
+def request_lines(
+    section: bytes, *, without_codings: bool = False, without_authorization: bool = False
+) -> bytes:
+    """Of a request's section (`1.1 CRLF name: value CRLF ... CRLF CRLF`) what the worker is sent:
+    each line behind its CRLF."""
+    lines = section[3:-4]
+    named = _named(lines)
+    lines = _NOT_TO_WORKER.sub(b"", lines)
+    if without_codings:
+        lines = _CODINGS.sub(b"", lines)
+    if without_authorization:
+        lines = _AUTHORIZATION.sub(b"", lines)
+    return _without(lines, named) if named else lines
+
+
+def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
+    """Of an answer's header lines, each behind its CRLF, those that the client is sent."""
+    named = _named(lines)
+    lines = _NOT_TO_CLIENT.sub(b"", lines)
+    if without_length:
+        lines = _LENGTH.sub(b"", lines)
+    return _without(lines, named) if named else lines
+
+
+def request_id_of(section: bytes) -> bytes | None:
+    """The client's own, if it is one word that a header can carry."""
+    found = _REQUEST_ID.search(section)
+    return None if found is None else found[1]
+
+
+def wants_websocket(section: bytes) -> bool:
+    return _WEBSOCKET.search(section) is not None
+
+
+def _named(lines: bytes) -> list[bytes]:
+    """The fields that `connection` names, beside those that are taken out anyway."""
+    found = _CONNECTION.findall(lines)
+    if not found:
+        return []
+    names = b",".join(found).lower().split(b",")
+    return [name for each in names if (name := each.strip()) not in _USUAL]
+
+
+def _without(lines: bytes, names: list[bytes]) -> bytes:
+    for name in names:
+        if _TOKEN.fullmatch(name) is not None:
+            line = rb"\r\n" + re.escape(name) + rb"[ \t]*:[^\r]*+(?=\r\n|\Z)"
+            lines = re.sub(line, b"", lines, flags=re.IGNORECASE)
+    return lines

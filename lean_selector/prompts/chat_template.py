@@ -1,0 +1,173 @@
+"""A model's chat template, rendered as Hugging Face's tokenizers do it: which engines use."""
+
+import datetime
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension as JinjaExtension
+from jinja2.ext import loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_CONTENT: Final = "content"
+# Names of tokenizer_config.json under which it tells special tokens.
+_SPECIAL: Final = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "mask_token",
+)
+
+
+class ChatTemplate:
+    """Of the folder of a model. Raises ValueError for one that cannot be used."""
+
+    def __init__(self, folder: Path) -> None:
+        config = _config(folder)
+        self._special = {
+            name: token for name in _SPECIAL if (token := _token(config.get(name))) is not None
+        }
+        text = _template(folder, config)
+        if text is None:
+            text = "{{ raise_exception('this model has none') }}"
+        environment = _environment()
+        try:
+            self._template = environment.from_string(text)
+            self._takes_parts = _looks_into_contents(environment.parse(text))
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{folder}: its chat template cannot be read: {error}") from None
+
+    def rendered(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """The text of a conversation. Raises ValueError where the template says no."""
+        try:
+            return self._template.render(
+                messages=[self._prepared(message) for message in messages],
+                **{**self._special, **arguments},
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"the chat template says: {error}") from None
+
+    def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
+        """As engines hand it to the template: a list of texts is one text, for templates that do
+        not take lists; arguments of calls are objects."""
+        prepared = dict(message)
+        content = prepared.get(_CONTENT)
+        if isinstance(content, list) and not self._takes_parts:
+            parts = (part if isinstance(part, str) else part["text"] for part in content)
+            prepared[_CONTENT] = "\n".join(parts)
+        elif isinstance(content, str) and self._takes_parts:
+            prepared[_CONTENT] = [{"type": "text", "text": content}]
+        calls = prepared.get("tool_calls")
+        if isinstance(calls, list):
+            if calls:
+                prepared["tool_calls"] = [_call(call) for call in calls]
+            else:
+                del prepared["tool_calls"]
+        return prepared
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError:
+            arguments = {}
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+# -- the folder -----------------------------------------------------------------------------------
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder}/tokenizer_config.json is not an object")
+    return config
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Of a file of its own, else of the configuration; of several the one for chats. None where
+    there is none, as with models that only go on with a text."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        template = config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {each["name"]: each["template"] for each in template}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token(told: object) -> str | None:
+    if isinstance(told, dict):
+        told = told.get("content")
+    return told if isinstance(told, str) else None
+
+
+# -- Jinja ----------------------------------------------------------------------------------------
+
+
+class _Generation(JinjaExtension):
+    """`{% generation %}`, with which templates mark answers for training: what is in it stands."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)
+
+
+def _looks_into_contents(template: nodes.Template) -> bool:
+    """Whether it goes through the parts of a message's content."""
+    named = {
+        node.target.name
+        for node in template.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node)
+    }
+    return any(
+        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in named)
+        for loop in template.find_all(nodes.For)
+    )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    return any(name == _CONTENT for name in _last_names(node))
+
+
+def _last_names(node: nodes.Node) -> Iterator[object]:
+    if isinstance(node, nodes.Getattr):
+        yield node.attr
+    elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        yield node.arg.value

@@ -1,0 +1,262 @@
+"""What prompts became, remembered: chains of messages, and the block hashes that they led to.
+
+Conversations share what they have in common: a longer prompt takes the place of the one that it
+goes on from, and every beginning of it is an entry that points into the one list of hashes. What
+only began like another prompt is known up to where the two part; until two are known, the place
+where a message ends is guessed from its share of the bytes.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from lean_selector.core.hashing import any_local_hashes
+from lean_selector.prompts.chain import Chain
+
+# Of an entry without its hashes, as measured with tracemalloc on 64-bit Python 3.11.
+ENTRY_BYTES: Final = 344
+_TOKENS_PER_BYTE: Final = 0.25  # until a prompt is known
+_WEIGHT: Final = 0.25  # of the newest, in what is averaged
+_MOST_TAIL_BLOCKS: Final = 64
+_MOST_MODELS: Final = 1024  # models and adapters of whom averages are kept
+
+
+class _Run:
+    """Block hashes of a prompt, and of the answer to it, 8 bytes each."""
+
+    __slots__ = ("hashes", "users")
+
+    def __init__(self, hashes: bytes) -> None:
+        self.hashes = hashes
+        self.users = 0  # entries that point here
+
+
+class _Entry:
+    """One beginning of a prompt. Blocks count from the first of `run`."""
+
+    __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
+
+    def __init__(self, run: _Run, shared: int, tokens: int) -> None:
+        self.run = run
+        self.shared = shared  # blocks of whatever begins like this
+        self.is_guess = True  # `shared` is: nothing parted here yet
+        self.tokens = tokens  # of the prompt up to here; a guess unless it was asked
+        self.asked = -1  # blocks of this as a whole prompt; -1: it never was one
+        self.tail = b""  # the last of these, where `run` has others in their place
+
+    def whole(self) -> bytes:
+        """Block hashes of this as a whole prompt; it was one."""
+        return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
+
+
+class _Averages:
+    __slots__ = ("answers_hold", "tokens_per_byte")
+
+    def __init__(self) -> None:
+        self.tokens_per_byte = _TOKENS_PER_BYTE
+        self.answers_hold = 1.0  # how often a prompt went on with the very tokens of the answer
+
+
+class Known:
+    """What is known of a prompt. `hashes`: 8 bytes a block, of its beginning."""
+
+    __slots__ = ("hashes", "is_whole", "tokens", "unknown_bytes")
+
+    def __init__(self, hashes: bytes, tokens: int, unknown_bytes: int, is_whole: bool) -> None:
+        self.hashes = hashes
+        self.tokens = tokens  # of all of it; an estimate unless `is_whole`
+        self.unknown_bytes = unknown_bytes  # as it was written
+        self.is_whole = is_whole
+
+
+class PromptMemory:
+    """Bounded: what was not used for the longest time goes, the ends of prompts first."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes: Final = most_bytes
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._averages: OrderedDict[str, _Averages] = OrderedDict()
+        self._hash_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """About what it takes of the process's memory."""
+        return self._hash_bytes + len(self._entries) * ENTRY_BYTES
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def look(self, chain: Chain) -> Known:
+        """What is known of a prompt."""
+        at, entry = self._deepest(chain)
+        averages = self._averages_of(chain)
+        if entry is None:
+            tokens = round(chain.size * averages.tokens_per_byte)
+            return Known(b"", max(1, tokens), chain.size, False)
+        self._touch(chain, at)
+        unknown_bytes = chain.size - chain.ends[at]
+        if not unknown_bytes and entry.asked >= 0:
+            return Known(entry.whole(), entry.tokens, 0, True)
+        tokens = entry.tokens + round(unknown_bytes * averages.tokens_per_byte)
+        hashes = entry.run.hashes[: 8 * entry.shared]
+        tokens = max(tokens, len(hashes) // 8 * chain.block_size, 1)
+        return Known(hashes, tokens, unknown_bytes, False)
+
+    def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
+        """Remembers what a prompt is: its tokens and those of the answer, 4 bytes each.
+
+        The answer counts for prompts that go on after it, as long as those of this model do so with
+        its very tokens. Returns the block hashes of the prompt alone, 8 bytes each.
+        """
+        size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
+        run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
+        tokens = len(prompt) // 4
+        asked = max(0, tokens - is_eagle) // size
+        averages = self._averages_of(chain)
+        at, entry = self._deepest(chain)
+        known_tokens, known_end = 0, 0
+        if entry is not None:
+            common = _common_blocks(entry.run.hashes, run.hashes)
+            if at < len(chain.keys) - 1:
+                self._part(entry, common, averages)
+            known_tokens, known_end = entry.tokens, chain.ends[at]
+            self._repoint(chain, at, entry.run, run, common)
+        self._guess_between(chain, at, run, (known_tokens, known_end), (tokens, asked))
+        self._end(chain, run, asked, tokens, averages)
+        if chain.size:
+            averages.tokens_per_byte += _WEIGHT * (tokens / chain.size - averages.tokens_per_byte)
+        self._touch(chain, len(chain.keys) - 1)
+        self._forget()
+        return run.hashes[: 8 * asked]
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
+        """The longest beginning that is known; -1 and None if none is."""
+        for at in range(len(chain.keys) - 1, -1, -1):
+            entry = self._entries.get(chain.keys[at])
+            if entry is not None:
+                return at, entry
+        return -1, None
+
+    def _part(self, entry: _Entry, common: int, averages: _Averages) -> None:
+        """Another prompt goes on from here, with so many blocks in common."""
+        if entry.is_guess and entry.asked >= 0:
+            longest = len(entry.run.hashes) // 8
+            own = longest - entry.asked  # blocks that the answer ended
+            if own:
+                # The last token of an answer is often put differently, so one block may differ.
+                holds = common >= longest - (own > 1)
+                averages.answers_hold += _WEIGHT * (holds - averages.answers_hold)
+        entry.shared = common if entry.is_guess else min(entry.shared, common)
+        entry.is_guess = False
+
+    def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
+        """Has whoever pointed into a prompt that this one goes on from point into this one.
+
+        A prompt ends with what asks for an answer, which may be put differently when it goes on.
+        """
+        for key in chain.keys[: at + 1]:
+            entry = self._entries.get(key)
+            if entry is None or entry.run is not old or entry.shared > common:
+                continue
+            own = entry.asked - len(entry.tail) // 8 - common
+            if own > _MOST_TAIL_BLOCKS:
+                continue
+            if own > 0:
+                self._end_with(entry, old.hashes[8 * common : 8 * (common + own)] + entry.tail)
+            self._point(entry, new)
+
+    def _end_with(self, entry: _Entry, tail: bytes) -> None:
+        self._hash_bytes += len(tail) - len(entry.tail)
+        entry.tail = tail
+
+    def _guess_between(
+        self,
+        chain: Chain,
+        at: int,
+        run: _Run,
+        known: tuple[int, int],
+        whole: tuple[int, int],
+    ) -> None:
+        """Entries for the beginnings after `at`, at their share of the tokens by their bytes."""
+        known_tokens, known_end = known
+        tokens, asked = whole
+        more_bytes = max(1, chain.size - known_end)
+        per_byte = max(0, tokens - known_tokens) / more_bytes
+        for key, end in zip(chain.keys[at + 1 : -1], chain.ends[at + 1 : -1], strict=True):
+            here = known_tokens + int((end - known_end) * per_byte)
+            entry = _Entry(run, min(here // chain.block_size, asked), here)
+            self._add(key, entry)
+
+    def _end(self, chain: Chain, run: _Run, asked: int, tokens: int, averages: _Averages) -> None:
+        """The entry of the whole prompt."""
+        blocks = len(run.hashes) // 8
+        shared = blocks if averages.answers_hold >= 0.5 else asked
+        entry = self._entries.get(chain.keys[-1])
+        if entry is None:
+            entry = _Entry(run, shared, tokens)
+            self._add(chain.keys[-1], entry)
+        elif entry.is_guess:
+            entry.shared = shared
+            self._point(entry, run)
+        elif max(entry.shared, asked) <= _common_blocks(entry.run.hashes, run.hashes):
+            pass  # what goes on from here is known better by those that did
+        else:
+            entry.shared = min(entry.shared, asked)
+            self._point(entry, run)
+        self._end_with(entry, b"")
+        entry.asked, entry.tokens = asked, tokens
+
+    def _add(self, key: int, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self._use(entry.run)
+
+    def _point(self, entry: _Entry, run: _Run) -> None:
+        self._use(run)
+        self._leave(entry.run)
+        entry.run = run
+
+    def _use(self, run: _Run) -> None:
+        if not run.users:
+            self._hash_bytes += len(run.hashes)
+        run.users += 1
+
+    def _leave(self, run: _Run) -> None:
+        run.users -= 1
+        if not run.users:
+            self._hash_bytes -= len(run.hashes)
+
+    def _touch(self, chain: Chain, at: int) -> None:
+        """The shortest beginning last, so that it goes last."""
+        move = self._entries.move_to_end
+        for key in reversed(chain.keys[: at + 1]):
+            if key in self._entries:
+                move(key)
+
+    def _forget(self) -> None:
+        while self.used_bytes > self._most_bytes and self._entries:
+            _, entry = self._entries.popitem(last=False)
+            self._end_with(entry, b"")
+            self._leave(entry.run)
+
+    def _averages_of(self, chain: Chain) -> _Averages:
+        averages = self._averages.get(chain.model)
+        if averages is None:
+            averages = self._averages[chain.model] = _Averages()
+            if len(self._averages) > _MOST_MODELS:
+                self._averages.popitem(last=False)
+        return averages
+
+
+def _common_blocks(one: bytes, other: bytes) -> int:
+    """How many blocks two prompts have in common, from the first on."""
+    low, high = 0, min(len(one), len(other)) // 8
+    if one[: 8 * high] == other[: 8 * high]:
+        return high
+    while low < high - 1:  # `low` blocks are the same, `high` are not
+        middle = (low + high) // 2
+        if one[8 * low : 8 * middle] == other[8 * low : 8 * middle]:
+            low = middle
+        else:
+            high = middle
+    return low

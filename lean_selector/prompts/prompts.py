@@ -1,0 +1,167 @@
+"""From a raw request to its prompt's blocks, whichever way they are found: what a door asks."""
+
+from collections.abc import Callable
+from typing import Final
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
+from lean_selector.core.limits import MAX_ISL_TOKENS
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.prompts.additions import Additions
+from lean_selector.prompts.chain import Chain
+from lean_selector.prompts.engine_tokenizer import EngineTokenizer
+from lean_selector.prompts.engines import Engines
+from lean_selector.prompts.fleet import Fleet, UnknownModel
+from lean_selector.prompts.memory import PromptMemory
+from lean_selector.prompts.model_request import Kind, ModelRequest
+from lean_selector.prompts.routed import Routed
+from lean_selector.prompts.served import Served
+from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.prompts.tokenizing import NotTokenized, Tokenizer
+from lean_selector.wire.integer_text import packed_u32
+
+OFF: Final = "prompts are off"
+UNMARKED: Final = "its cache_salt is not marked, so its blocks count as blocks without a salt"
+UNKNOWN: Final = "it was not seen before"
+BEGINNING: Final = "only its beginning was seen before"
+# Engines that take `stream_options`, and say so in no other way.
+_KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
+
+
+class Prompts:
+    """From the loop's thread only."""
+
+    def __init__(
+        self,
+        settings: PromptSettings,
+        fleet: Fleet,
+        client: OutboundClient,
+        local: Tokenizer | None = None,
+    ) -> None:
+        """`local` tokenizes where the mode says so."""
+        self.memory = PromptMemory(settings.memory_bytes)
+        self._settings = settings
+        self._fleet = fleet
+        self._engines = Engines(fleet, client)
+        self._tokenizer: Tokenizer = local or EngineTokenizer(client, settings.ask_timeout_s)
+
+    async def of(
+        self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
+    ) -> Routed:
+        """What is known of the prompt of a request to `path`.
+
+        `forwards`: what is sent to the engine, and comes from it, passes through the caller, so
+        that something can be added to it. Raises BadRequest and UnknownModel.
+        """
+        request = ModelRequest(path, body)
+        served, lora_name, worker_ids = await self._served(request.model, tenant_id)
+        if self._settings.mode is Mode.OFF:
+            request.why_not = OFF
+            forwards = False
+        additions = Additions()
+        is_unmarked = not additions.mark_salt(request, forwards)
+        chain = None
+        if request.why_not is None and request.kind is not Kind.IDS:
+            chain = Chain(served, lora_name, request)
+        prompt, exact, why_not = await self._prompt(request, served, lora_name, worker_ids, chain)
+        if is_unmarked and why_not is None:
+            exact, why_not = False, UNMARKED
+        if forwards and request.kind is not Kind.NONE:
+            make = await self._engines.make(served)
+            if chain is not None and self._settings.mode is Mode.LEARN and make == "vllm":
+                additions.ask_for_ids(request, self._learning(chain))
+            if make in _KNOW_USAGE:
+                additions.ask_for_usage(request)
+        return Routed(
+            served.model_name,
+            served.tenant_id,
+            prompt,
+            additions.body(request),
+            exact=exact,
+            why_not=why_not,
+            streams=request.streams,
+            worker_ids=worker_ids,
+            answer=additions.reader(),
+        )
+
+    async def close(self) -> None:
+        self._tokenizer.close()
+        await self._engines.close()
+
+    # -- the model -----------------------------------------------------------------------------
+
+    async def _served(
+        self, model: str | None, tenant_id: str
+    ) -> tuple[Served, str | None, frozenset[int] | None]:
+        """The model that a request names, or adapts; the adapter; who has it."""
+        if model is None:
+            models = self._fleet.models(tenant_id)
+            if len(models) > 1:
+                raise BadRequest("model: required, for there are several")
+            model = models[0] if models else "default"
+        served = self._fleet.model(model, tenant_id)
+        if served is not None:
+            return served, None, None
+        adapted = await self._engines.adapted(model, tenant_id)
+        if adapted is None:
+            raise UnknownModel(model)
+        return adapted[0], model, adapted[1]
+
+    # -- its prompt ----------------------------------------------------------------------------
+
+    async def _prompt(
+        self,
+        request: ModelRequest,
+        served: Served,
+        lora_name: str | None,
+        worker_ids: frozenset[int] | None,
+        chain: Chain | None,
+    ) -> tuple[Prompt, bool, str | None]:
+        """The prompt, whether it is exact, and why not if not."""
+        if request.why_not is not None:
+            return _prompt_of(b"", request.estimated_tokens(), lora_name), False, request.why_not
+        if chain is None:
+            seed = hash_seed(lora_name, request.salt)
+            hashes = any_local_hashes(request.ids, served.block_size, seed, None, served.is_eagle)
+            return _prompt_of(hashes, len(request.ids) // 4, lora_name), True, None
+        known = self.memory.look(chain)
+        if known.is_whole:
+            return _prompt_of(known.hashes, known.tokens, lora_name), True, None
+        why_not = BEGINNING if known.hashes else UNKNOWN
+        if known.unknown_bytes >= self._settings.ask_from_bytes:
+            workers = served.workers
+            if worker_ids is not None:
+                workers = {each: workers[each] for each in worker_ids & workers.keys()}
+            try:
+                tokens_of = self._tokenizer.tokens
+                tokens_packed = await tokens_of(request, lora_name or served.model_name, workers)
+            except NotTokenized as error:
+                why_not = str(error)
+            else:
+                hashes = self.memory.learn(chain, tokens_packed)
+                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), True, None
+        return _prompt_of(known.hashes, known.tokens, lora_name), False, why_not
+
+    def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
+        """What is done with the ids of an answer."""
+
+        def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
+            if prompt_ids is None:
+                return
+            prompt, output = packed_u32(b"[%b]" % prompt_ids), packed_u32(b"[%b]" % output_ids)
+            if prompt and output is not None:
+                self.memory.learn(chain, prompt, output)
+
+        return learn
+
+
+def _prompt_of(local_hashes: bytes, tokens: int, lora_name: str | None) -> Prompt:
+    return Prompt(
+        min(max(1, tokens), MAX_ISL_TOKENS),
+        local_hashes,
+        len(local_hashes) // 8,
+        local_hashes[:8],
+        lambda: sequence_hashes_bytes(local_hashes),
+        lora_name,
+    )

@@ -1,0 +1,19 @@
+"""What tells the tokens of a prompt, whatever it is."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from lean_selector.prompts.model_request import ModelRequest
+
+
+class NotTokenized(Exception):
+    """Nobody said what the tokens are; why, in words."""
+
+
+class Tokenizer(Protocol):
+    async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
+        """The tokens of a prompt, 4 bytes each; `model` as the engine knows it, adapters too, and
+        `workers` the base URLs of who has it. Raises NotTokenized."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,155 @@
+"""POST /route/<original path>: the worker for a raw OpenAI request, booked.
+
+The prompt may have to be asked of an engine, so the answer comes later. Whoever hangs up meanwhile
+books nothing; an end that the access log tells before the booking undoes it.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+from lean_selector.core.errors import BadRequest, Conflict, SelectorError
+from lean_selector.core.selection.records import Selection
+from lean_selector.http1.reader import Request
+from lean_selector.http1.response import Response
+from lean_selector.prompts.routed import Routed
+from lean_selector.route.answers import error_of, refusal, worker_headers
+from lean_selector.services.gate import Route
+from lean_selector.services.replies import Answer, LaterReply
+from lean_selector.wire.selection import SelectAndReserveRequest
+
+_ID: Final = re.compile(rb"[!#-~]{1,256}")  # what a line of an access log can name
+TOO_LARGE: Final = "the request body is larger than 8 MiB"
+
+_log = logging.getLogger("lean_selector.route")
+
+
+class Prompts(Protocol):
+    """What turns a raw body into blocks."""
+
+    def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
+
+
+class RouteDoor:
+    """The route, and the requests under way on it."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        select_and_reserve: Callable[[SelectAndReserveRequest], object],
+        free: Callable[[str], object],
+        has_ended: Callable[[str], bool],
+    ) -> None:
+        """`select_and_reserve` gives a Selection, or a LaterReply of one; `has_ended` tells of the
+        end of a reservation that came before its booking."""
+        self._prompts = prompts
+        self._select = select_and_reserve
+        self._free = free
+        self._has_ended = has_ended
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> tuple[Route, ...]:
+        return (("POST", "/route/{path*}", self._answer),)
+
+    def _answer(self, request: Request, param: bytes | None) -> Answer:
+        assert param is not None
+        if request.body_too_large:
+            return refusal(413, TOO_LARGE)
+        try:
+            reservation_id = _reservation_id(request.reservation_id)
+        except BadRequest as error:
+            return error_of(error)
+        pending = LaterReply()
+        path = "/" + param.decode("latin-1")
+        work = self._route(path, bytes(request.body), reservation_id, pending)
+        task = asyncio.get_running_loop().create_task(work, name="route")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        pending.on_disconnect = lambda: _give_up(task)
+        return pending
+
+    async def _route(
+        self, path: str, body: bytes, reservation_id: str, pending: LaterReply
+    ) -> None:
+        try:
+            routed = await self._prompts.of(path, body, forwards=False)
+            self._check_live(reservation_id)
+            selected = self._select(_selection_of(routed, reservation_id))
+            if isinstance(selected, LaterReply):
+                self._wait(selected, reservation_id, pending)
+                return
+            assert isinstance(selected, Selection)
+            response = self._told(selected, reservation_id)
+        except SelectorError as error:
+            response = error_of(error)
+        except Exception:
+            _log.exception("a request could not be routed", extra={"path": path})
+            response = refusal(500, "internal error")
+        pending.resolve(response)
+
+    def _wait(self, parked: LaterReply, reservation_id: str, pending: LaterReply) -> None:
+        """The request is in the queue: its answer is made here when it leaves."""
+
+        def take(status: int, body: object) -> None:
+            if isinstance(body, Selection):
+                pending.resolve(self._told(body, reservation_id))
+            else:
+                pending.resolve(refusal(status, str(getattr(body, "error", ""))))
+
+        parked.take = take
+        pending.on_disconnect = parked.hang_up
+
+    def _told(self, selection: Selection, reservation_id: str) -> Response:
+        """Of what is booked by now; what cannot be told is freed again."""
+        try:
+            self._check_live(reservation_id)
+            return worker_headers(selection)
+        except SelectorError as error:
+            response = error_of(error)
+        except Exception:
+            _log.exception("a worker that was chosen could not be told")
+            response = refusal(500, "internal error")
+        self._free(reservation_id)
+        return response
+
+    def _check_live(self, reservation_id: str) -> None:
+        if self._has_ended(reservation_id):
+            raise Conflict(f"reservation {reservation_id} has ended already")
+
+    async def close(self) -> None:
+        """Gives up what is under way."""
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+
+
+def _give_up(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+
+
+def _reservation_id(given: bytes | None) -> str:
+    """The gateway's own id, so that its log can name it whatever becomes of our answer; or one of
+    ours."""
+    if given is None:
+        return str(uuid.uuid4())
+    if _ID.fullmatch(given) is None:
+        raise BadRequest("x-reservation-id must be 1 to 256 of ASCII, without blanks or quotes")
+    return given.decode("ascii")
+
+
+def _selection_of(routed: Routed, reservation_id: str) -> SelectAndReserveRequest:
+    prompt = routed.prompt
+    worker_ids = routed.worker_ids
+    return SelectAndReserveRequest(
+        reservation_id=reservation_id,
+        model_name=routed.model_name,
+        tenant_id=routed.tenant_id,
+        block_hashes=prompt.local_hashes,
+        sequence_hashes=prompt.sequence_hashes(),
+        isl_tokens=prompt.isl_tokens,
+        lora_name=prompt.lora_name,
+        allowed_worker_ids=None if worker_ids is None else sorted(worker_ids),
+    )

@@ -1,0 +1,507 @@
+"""What a client of the gateway sees: answers as the workers gave them, and who gave them."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import trustme
+
+from tests.gateway.running_gateway import RunningGateway
+from tests.openai_worker import OpenAiWorker, rendered, said, tokens_of
+from tests.running_service import RunningService, free_port, wait_until
+
+TEXT = "Tell me of the sea. " * 20
+WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[OpenAiWorker]]:
+    with OpenAiWorker() as first, OpenAiWorker() as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
+    with RunningGateway(*(each.url for each in workers), knows=2) as running:
+        yield running
+
+
+def prompt_tokens(text: str) -> int:
+    return len(tokens_of(rendered([{"role": "user", "content": text}])))
+
+
+def request_text(path: str, body: bytes, *lines: str, version: str = "1.1") -> bytes:
+    head = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}"]
+    return "\r\n".join([*head, "content-type: application/json", *lines, "", ""]).encode() + body
+
+
+def chat_body(text: str, **fields: object) -> bytes:
+    messages = [{"role": "user", "content": text}]
+    return json.dumps({"model": "m", "messages": messages, "max_tokens": 4, **fields}).encode()
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    received = bytearray()
+    while piece := connection.recv(65536):
+        received += piece
+    return bytes(received)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_answered_and_says_by_whom(
+    gateway: RunningGateway, workers: list[OpenAiWorker]
+) -> None:
+    answer = gateway.chat(TEXT)
+    assert answer.status == 200
+    assert answer.json()["choices"][0]["message"]["content"] == said(prompt_tokens(TEXT), 4)
+    assert answer.headers["x-lean-worker"] in {each.url for each in workers}
+    assert answer.headers["x-lean-overlap"] == "0"
+
+
+def test_what_was_asked_before_goes_where_it_is_cached(gateway: RunningGateway) -> None:
+    text = "Once upon a time, " * 30
+    first = gateway.chat(text)
+    blocks = prompt_tokens(text) // 16
+    wait_until(
+        lambda: int(gateway.chat(text).headers["x-lean-overlap"]) >= 16 * (blocks - 1),
+        "the index has the prompt",
+    )
+    again = gateway.chat(text)
+    assert again.headers["x-lean-worker"] == first.headers["x-lean-worker"]
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16 * (blocks - 1)
+    assert gateway.metric("lean_selector_gateway_compared_cached_tokens_total") > 0
+    assert gateway.metric("lean_selector_gateway_compared_predicted_tokens_total") > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_has_what_was_asked_for_and_nothing_that_the_gateway_added(
+    gateway: RunningGateway, path: str
+) -> None:
+    body = {"model": "m", "max_tokens": 5, "stream": True}
+    body |= (
+        {"messages": [{"role": "user", "content": TEXT}]} if "chat" in path else {"prompt": TEXT}
+    )
+    answer = gateway.ask("POST", path, body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    chunks = answer.events()
+    count = prompt_tokens(TEXT) if "chat" in path else len(tokens_of(TEXT))
+    texts = [
+        choice["delta"].get("content", "") if "chat" in path else choice["text"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+    ]
+    assert "".join(texts) == said(count, 5)
+    assert not any(chunk.get("usage") for chunk in chunks)
+    assert b'token_ids":[' not in answer.body
+
+
+def test_a_client_that_asks_for_the_usage_of_a_stream_gets_it(gateway: RunningGateway) -> None:
+    options = {"include_usage": True}
+    chunks = gateway.chat(TEXT, stream=True, stream_options=options).events()
+    assert chunks[-1]["usage"]["prompt_tokens"] == prompt_tokens(TEXT)
+
+
+def test_a_client_that_asks_for_token_ids_gets_them(gateway: RunningGateway) -> None:
+    answer = gateway.chat(TEXT, return_token_ids=True).json()
+    assert len(answer["prompt_token_ids"]) == prompt_tokens(TEXT)
+
+
+def test_the_client_s_request_id_goes_to_the_worker_and_back(gateway: RunningGateway) -> None:
+    answer = gateway.chat(TEXT, {"x-request-id": "mine-7"})
+    assert answer.headers["x-request-id"] == "mine-7"
+    assert answer.json()["id"] == "cmpl-mine-7"
+    ids = {gateway.chat(TEXT).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+def test_one_request_id_twice_at_a_time_is_two_requests(gateway: RunningGateway) -> None:
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as one:
+        one.sendall(
+            request_text(
+                "/v1/chat/completions",
+                chat_body(TEXT, fake={"stall_after": 2}, stream=True),
+                "x-request-id: twin",
+            )
+        )
+        assert one.recv(1)
+        assert gateway.chat(TEXT, {"x-request-id": "twin"}).status == 200
+    gateway.wait_until_free()
+
+
+def test_models_of_all_workers_are_listed(gateway: RunningGateway) -> None:
+    assert [each["id"] for each in gateway.ask("GET", "/v1/models").json()["data"]] == ["m"]
+
+
+def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
+    blob = os.urandom(300_000)
+    answer = gateway.ask("POST", "/echo?a=b", raw=blob, headers={"content-type": "x/y"})
+    assert (answer.status, answer.body) == (200, blob)
+    assert gateway.ask("GET", "/health").status == 200
+    assert gateway.ask("GET", "/nowhere").json() == {"detail": "Not Found"}
+    head = gateway.ask("HEAD", "/v1/models")
+    assert (head.status, head.body) == (200, b"")
+
+
+def test_a_worker_s_own_refusal_is_passed_on(gateway: RunningGateway) -> None:
+    answer = gateway.chat(TEXT, fake={"status": 422})
+    assert answer.status == 422
+    assert answer.json()["error"]["message"] == "the fake refuses"
+    gateway.wait_until_free()
+
+
+def test_headers_of_one_connection_stay_on_it(
+    gateway: RunningGateway, workers: list[OpenAiWorker]
+) -> None:
+    lines = ("connection: keep-alive, x-mine", "x-mine: 1", "te: trailers", "x-other: 2")
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        connection.sendall(request_text("/echo?hop", b"{}", *lines, "authorization: Bearer secret"))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    seen = [each for worker in workers for each in worker.seen()["requests"]]
+    headers = next(each["headers"] for each in seen if "hop" in each["line"])
+    assert {"x-other", "authorization"} <= headers.keys()
+    assert not {"x-mine", "te", "connection"} & headers.keys()
+    assert headers["authorization"] == "Bearer secret"
+    assert headers["host"] in {each.url.removeprefix("http://") for each in workers}
+
+
+# -- how clients speak ----------------------------------------------------------------------------
+
+
+def test_requests_come_one_behind_the_other_on_one_connection(gateway: RunningGateway) -> None:
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        request = request_text("/v1/chat/completions", chat_body(TEXT, stream=True))
+        last = request_text("/echo", b"{}", "connection: close")
+        connection.sendall(request + request + last)
+        received = read_to_end(connection)
+    assert received.count(b"HTTP/1.1 200") == 3
+    assert received.count(b"data: [DONE]") == 2
+    assert received.endswith(b"{}")
+
+
+def test_a_client_of_http_1_0_gets_a_stream_that_ends_with_the_connection(
+    gateway: RunningGateway,
+) -> None:
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        body = chat_body(TEXT, stream=True)
+        connection.sendall(request_text("/v1/chat/completions", body, version="1.0"))
+        head, _, rest = read_to_end(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert rest.startswith(b"data: ")
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_waits_for_100_continue_is_told_to(gateway: RunningGateway) -> None:
+    body = chat_body(TEXT)
+    request = request_text("/v1/chat/completions", body, "expect: 100-continue")
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        connection.sendall(request[: -len(body)])
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_may_come_in_chunks(gateway: RunningGateway) -> None:
+    body = chat_body(TEXT)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (1, body[n : n + 1]) for n in range(len(body)))
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        connection.sendall(head.encode() + chunks + b"0\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_served_is_refused_in_openai_s_words(gateway: RunningGateway) -> None:
+    unknown = gateway.ask(
+        "POST", "/v1/chat/completions", {"model": "gpt-9", "messages": [], "max_tokens": 1}
+    )
+    assert unknown.status == 404
+    assert unknown.json()["error"] == {
+        "message": "The model `gpt-9` does not exist.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "model_not_found",
+    }
+    broken = gateway.ask("POST", "/v1/chat/completions", raw=b'{"model": ')
+    assert broken.status == 400
+    assert broken.json()["error"]["type"] == "invalid_request_error"
+    upgrade = gateway.ask("GET", "/v1/realtime", headers=WEBSOCKET)
+    assert upgrade.status == 501
+    assert "websocket" in upgrade.json()["error"]["message"]
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\n bad\r\n\r\n")
+        assert b'"type":"invalid_request_error"' in connection.recv(65536)
+    gateway.wait_until_free()
+
+
+def test_a_body_that_is_too_large_is_refused(workers: list[OpenAiWorker]) -> None:
+    with RunningGateway(workers[0].url, "--max-body-mb", "1", knows=1) as gateway:
+        answer = gateway.ask("POST", "/v1/completions", raw=b" " * (1 << 20) + b"x")
+        assert answer.status == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+        assert gateway.ask("POST", "/echo", raw=b" " * (1 << 20)).status == 200
+
+
+# -- leases ---------------------------------------------------------------------------------------
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind_and_the_worker_stops(
+    gateway: RunningGateway, workers: list[OpenAiWorker]
+) -> None:
+    for worker in workers:
+        worker.wait_until_idle()  # whoever hung up in earlier tests has been noticed
+    before = sum(each.seen()["hung_up"] for each in workers)
+    body = chat_body(TEXT, max_tokens=1_000, stream=True, fake={"stall_after": 3})
+    for half_closes in (False, True):
+        connection = socket.create_connection(("127.0.0.1", gateway.port))
+        connection.sendall(request_text("/v1/chat/completions", body))
+        assert connection.recv(1)
+        assert gateway.load() > 0
+        if half_closes:  # at this door that is a hang-up
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            connection.close()
+        gateway.wait_until_free()
+        connection.close()
+    wait_until(
+        lambda: sum(each.seen()["hung_up"] for each in workers) == before + 2,
+        "the worker was told, too",
+    )
+    for worker in workers:
+        worker.wait_until_idle()
+
+
+def test_a_slow_client_slows_its_worker_down(workers: list[OpenAiWorker]) -> None:
+    """What a client does not take waits at the worker, and not in the gateway."""
+    with RunningGateway(workers[0].url, "--prompts", "off", knows=1) as gateway:
+        blob = os.urandom(24 << 20)
+        with closing(socket.socket()) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+            connection.connect(("127.0.0.1", gateway.port))
+            connection.sendall(request_text("/echo", blob, "connection: close"))
+            wait_until(
+                lambda: gateway.metric("lean_selector_gateway_passed_on_bytes_total") > 0,
+                "it began",
+            )
+            taken = gateway.metric("lean_selector_gateway_passed_on_bytes_total")
+            settled = time.monotonic() + 0.5
+            while time.monotonic() < settled:
+                now = gateway.metric("lean_selector_gateway_passed_on_bytes_total")
+                if now != taken:
+                    taken, settled = now, time.monotonic() + 0.5
+            assert taken < len(blob) / 2, "it stands still"
+            received = read_to_end(connection)
+        assert received.endswith(blob[-1000:])
+        assert received.partition(b"\r\n\r\n")[2] == blob
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
+    workers: list[OpenAiWorker], streams: bool
+) -> None:
+    """Only one that answers is left, because the other is down."""
+    with OpenAiWorker() as dead, RunningGateway(workers[0].url, dead.url, knows=2) as gateway:
+        dead.kill()
+        for number in range(8):
+            answer = gateway.chat(f"{number} " * 100, stream=streams)
+            assert answer.status == 200, answer.body
+            assert answer.headers["x-lean-worker"] == workers[0].url
+        assert gateway.metric("lean_selector_gateway_retries_total") >= 1
+        detail = gateway.api("GET", "/workers?detail=true")
+        states = {each["endpoint"]: each["health"]["state"] for each in detail}
+        assert states[workers[0].url] == "in_service"
+        gateway.wait_until_free()
+
+
+def test_an_answer_that_breaks_after_its_first_byte_is_visibly_broken(
+    gateway: RunningGateway,
+) -> None:
+    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
+        body = chat_body(TEXT, stream=True, max_tokens=9, fake={"break_after": 3})
+        connection.sendall(request_text("/v1/chat/completions", body))
+        received = read_to_end(connection)
+    assert received.startswith(b"HTTP/1.1 200")
+    assert not received.endswith(b"0\r\n\r\n")
+    gateway.wait_until_free()
+    assert gateway.metric("lean_selector_gateway_broken_answers_total") >= 1
+
+
+def test_nobody_answers_when_all_workers_fail(workers: list[OpenAiWorker]) -> None:
+    with OpenAiWorker() as dead, RunningGateway(dead.url, knows=1) as gateway:
+        answer = gateway.chat(TEXT, fake={"break_after": 0})
+        assert answer.status == 502
+        assert dead.url in answer.json()["error"]["message"]
+        dead.kill()
+        assert gateway.chat(TEXT).status == 502
+        gateway.wait_until_free()
+
+
+def test_an_answer_without_length_or_chunks_passes_to_its_end(gateway: RunningGateway) -> None:
+    assert gateway.chat(TEXT, fake={"close": True}).json()["choices"]
+    assert gateway.chat(TEXT, stream=True, fake={"close": True}).events()
+
+
+# -- who the workers are --------------------------------------------------------------------------
+
+
+def test_it_serves_before_it_knows_its_workers_and_while_there_are_none() -> None:
+    worker = OpenAiWorker()
+    with RunningGateway(worker.url) as gateway:
+        nobody = gateway.chat(TEXT)
+        assert nobody.status in (502, 503)
+        assert nobody.json()["error"]["type"] == "server_error"
+        with worker:
+            wait_until(lambda: gateway.chat(TEXT).status == 200, "it serves as soon as it can")
+
+
+def test_a_worker_that_tells_no_events_is_served_by_load() -> None:
+    with (
+        OpenAiWorker(tells_events=False) as silent,
+        OpenAiWorker() as other,
+        RunningGateway(silent.url, other.url, knows=2) as gateway,
+    ):
+        served = {gateway.chat(f"{n} " * 200).headers["x-lean-worker"] for n in range(12)}
+        assert served == {silent.url, other.url}
+        states = {each["endpoint"]: each["lifecycle"] for each in gateway.api("GET", "/workers")}
+        assert states == {silent.url: "schedulable", other.url: "schedulable"}
+
+
+def test_each_model_goes_to_its_own_workers() -> None:
+    with (
+        OpenAiWorker("one") as first,
+        OpenAiWorker("two") as second,
+        RunningGateway(first.url, second.url, knows=2) as gateway,
+    ):
+        for model, worker in (("one", first), ("two", second)):
+            for stream in (False, True):
+                answer = gateway.chat(TEXT, model=model, stream=stream)
+                assert answer.headers["x-lean-worker"] == worker.url
+        listed = gateway.ask("GET", "/v1/models").json()["data"]
+        assert sorted(each["id"] for each in listed) == ["one", "two"]
+
+
+def test_an_adapter_is_served_by_who_has_it() -> None:
+    with (
+        OpenAiWorker("m", "--adapters", "tuned") as tuned,
+        OpenAiWorker() as plain,
+        RunningGateway(tuned.url, plain.url, knows=2) as gateway,
+    ):
+        for number in range(4):
+            answer = gateway.chat(f"{number} " * 100, model="tuned")
+            assert answer.status == 200, answer.body
+            assert answer.headers["x-lean-worker"] == tuned.url
+
+
+def test_an_adapter_whose_worker_has_failed_is_not_asked_of_others() -> None:
+    with (
+        OpenAiWorker("m", "--adapters", "tuned") as tuned,
+        OpenAiWorker() as plain,
+        RunningGateway(tuned.url, plain.url, knows=2) as gateway,
+    ):
+        assert gateway.chat(TEXT, model="tuned").status == 200
+        tuned.kill()
+        answer = gateway.chat(TEXT, model="tuned")
+        assert answer.status == 502
+        assert tuned.url in answer.json()["error"]["message"]
+        assert gateway.chat(TEXT).headers["x-lean-worker"] == plain.url
+
+
+def test_workers_that_lack_what_queueing_needs_are_served_in_turn(
+    workers: list[OpenAiWorker],
+) -> None:
+    """A URL does not tell how many tokens its worker computes at a time."""
+    urls = [each.url for each in workers]
+    with RunningGateway(*urls, "--queue-threshold", "4") as gateway:
+        wait_until(lambda: len(gateway.api("GET", "/workers")) == 2, "both are registered")
+        assert {each["lifecycle"] for each in gateway.api("GET", "/workers")} == {"incomplete"}
+        served = {gateway.chat(TEXT).headers["x-lean-worker"] for _ in range(4)}
+        assert served == set(urls)
+    told = '{"block_size": 16, "max_num_batched_tokens": 8192}'
+    flags = ("--queue-threshold", "4", "--discover-defaults", told)
+    with RunningGateway(*urls, *flags, knows=2) as gateway:
+        assert "x-lean-overlap" in gateway.chat(TEXT).headers
+
+
+def test_workers_over_https_with_a_token_of_a_file(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate, trusted = tmp_path / "worker.pem", tmp_path / "ca.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(certificate)
+    authority.cert_pem.write_to_path(trusted)
+    token = tmp_path / "token"
+    token.write_text("of-the-workers")
+    with OpenAiWorker("m", "--certificate", str(certificate)) as worker:
+        flags = ("--worker-ca-file", str(trusted), "--worker-token-file", str(token))
+        with RunningGateway(worker.url, *flags, knows=1) as gateway:
+            for stream in (False, True):
+                answer = gateway.chat(TEXT, {"authorization": "Bearer mine"}, stream=stream)
+                assert answer.status == 200, answer.body
+            assert gateway.metric("lean_selector_gateway_worker_connections_total") == 1
+
+
+def test_a_selector_on_a_unix_socket_is_asked(workers: list[OpenAiWorker], tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    discover = [f"--discover=url:{each.url}" for each in workers]
+    with RunningService("--uds", str(path), *discover) as selector:
+        with RunningGateway("--selector", f"unix:{path}") as gateway:
+            wait_until(lambda: gateway.chat(TEXT).status == 200, "it serves")
+            wait_until(
+                lambda: "x-lean-overlap" in gateway.chat(TEXT).headers, "the selector is asked"
+            )
+            wait_until(
+                lambda: int(gateway.chat(TEXT).headers["x-lean-overlap"]) > 300, "it is cached"
+            )
+
+        def is_free() -> bool:
+            loads = [row for each in selector.get("/loads")[1] for row in each["loads"]]
+            return not any(row["active_requests"] for row in loads)
+
+        wait_until(is_free, "no load is left")
+
+
+def test_a_stop_that_cuts_streams_off_frees_them_at_the_selector_beside(
+    workers: list[OpenAiWorker],
+) -> None:
+    with RunningService(f"--discover=url:{workers[0].url}") as selector:
+
+        def active() -> int:
+            rows = selector.get("/loads")[1]
+            return sum(rank["active_requests"] for row in rows for rank in row["loads"])
+
+        where = f"http://127.0.0.1:{selector.port}"
+        with socket.socket() as connection:
+            with RunningGateway("--selector", where, "--drain-secs", "0") as gateway:
+                wait_until(
+                    lambda: "x-lean-overlap" in gateway.chat(TEXT).headers, "the selector is asked"
+                )
+                body = chat_body(TEXT, max_tokens=1_000, stream=True, fake={"stall_after": 3})
+                connection.connect(("127.0.0.1", gateway.port))
+                connection.sendall(request_text("/v1/chat/completions", body))
+                assert connection.recv(1)
+                wait_until(lambda: active() == 1, "the stream alone is booked")
+            wait_until(lambda: active() == 0, "it is freed")
+
+
+def test_without_workers_or_with_a_bad_url_it_does_not_start() -> None:
+    import subprocess
+    import sys
+
+    for arguments, said_so in (
+        ((), "name the workers"),
+        (("gpu-a:8000",), "not an http:// or https:// URL"),
+        (("http://a", "--selector", "https://b"), "speaks no TLS"),
+        (("http://a", "--prompts", "local"), "--prompts-tokenizer"),
+        (("http://a", "--selector", "http://b", "--discover", "url:http://c"), "--discover"),
+    ):
+        command = [sys.executable, "-m", "lean_selector", "gateway", *arguments]
+        port = ("--port", str(free_port()), "--selector-port", "0")
+        done = subprocess.run([*command, *port], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done.stderr
+        assert said_so in done.stderr

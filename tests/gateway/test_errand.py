@@ -1,0 +1,312 @@
+"""One request's way, whatever happens on it and in whatever order, driven by hand.
+
+The connections of the client and of the workers are real ones of ours on transports that remember;
+no socket, no loop.
+"""
+
+from typing import Any, cast
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lean_selector.gateway.counts import Counts
+from lean_selector.gateway.endpoint import Endpoint
+from lean_selector.gateway.errand import Errand
+from lean_selector.gateway.lease import WorkerLease
+from lean_selector.gateway.worker_connection import WorkerConnection
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.protocol import Connections
+from lean_selector.http1.reader import Request
+from lean_selector.http1.streaming import StreamingProtocol
+from lean_selector.prompts.routed import Routed
+from tests.http1.test_protocol import FakeTransport
+
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Transport(FakeTransport):
+    """Of either side; what is written to one that is closed is dropped, as the loop does."""
+
+    def write(self, data: Any) -> None:
+        if self.state == "open":
+            super().write(data)
+
+    def pause_reading(self) -> None:
+        if self.state == "open":
+            super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.state == "open":
+            super().resume_reading()
+
+    def is_closing(self) -> bool:
+        return self.state != "open"
+
+
+class BookedLease(WorkerLease):
+    """Remembers what it was told."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(endpoint, 1, None, 0)
+        self.told: list[str] = []
+
+    def _begun(self) -> None:
+        self.told.append("begun")
+
+    def _touched(self) -> None:
+        self.told.append("touched")
+
+    def _freed(self, outcome: str | None, cached_tokens: int | None) -> None:
+        self.told.append(f"freed {outcome}")
+
+
+class Placing:
+    """A look for a worker, which the test goes on with."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class OneRequest(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self.leases: list[BookedLease] = []
+        self.placing: Placing | None = None
+        self.places = 0
+        self.over = 0
+        self.worker: WorkerConnection | None = None
+        self.worker_transport: Transport | None = None
+        self.endpoints = [Endpoint(f"http://w{n}:1", n, 0.0) for n in range(3)]
+        self.client_transport = Transport()
+        self.client_is_there = True
+        self.client_is_slow = False
+        self.pieces = 0
+        self.has_head = False
+        self.connections = Connections(lambda call: None)
+        self.client = StreamingProtocol(self.app, self.connections)
+        self.client_transport.protocol = self.client
+        self.client.connection_made(self.client_transport)
+        self.client.data_received(REQUEST)
+
+    def app(self, request: Request) -> bytes | PendingReply:
+        self.errand = Errand(
+            request,
+            b"id",
+            "lease",
+            self.counts,
+            self.place,
+            lambda lease, outcome: None,
+            self.ended,
+        )
+        return self.errand.reply
+
+    def place(self, errand: Errand) -> Any:
+        self.places += 1
+        self.placing = Placing()
+        return self.placing
+
+    def ended(self, errand: Errand) -> None:
+        self.over += 1
+
+    @property
+    def is_looking(self) -> bool:
+        return self.placing is not None and not self.placing.is_cancelled and not self.over
+
+    # -- a worker is looked for ----------------------------------------------------------------
+
+    @precondition(lambda self: self.is_looking)
+    @rule(refuses=st.booleans())
+    def choose(self, refuses: bool) -> None:
+        self.placing = None
+        errand = self.errand
+        if errand.lease is None:
+            free = [each for each in self.endpoints if each.text not in errand.tried]
+            if not free:
+                errand.fail(502, "nobody is left")
+                return
+            lease = BookedLease(free[0])
+            self.leases.append(lease)
+            errand.takes(lease)
+        assert errand.lease is not None
+        if refuses:
+            errand.refused("connection refused")
+            return
+        worker = errand.lease.endpoint.kept()
+        if worker is None:
+            worker = WorkerConnection(errand.lease.endpoint)
+            self.worker_transport = Transport()
+            worker.connection_made(self.worker_transport)
+        self.worker, self.has_head, self.pieces = worker, False, 0
+        errand.sent(worker)
+
+    @precondition(lambda self: self.is_looking)
+    @rule()
+    def nobody_is_there(self) -> None:
+        self.placing = None
+        self.errand.fail(503, "no worker")
+
+    # -- the worker ----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.worker is not None)
+    @rule(
+        piece=st.sampled_from(
+            [b"", b"5\r\nhello\r\n", b"5\r\nhe", b"5\r\nhello\r\n3\r\nyou\r\n", b"x\r\n"]
+        )
+    )
+    def answer(self, piece: bytes) -> None:
+        worker = cast(WorkerConnection, self.worker)
+        if worker.is_free or not worker.is_open or self.has_head == (not piece):
+            return
+        assert self.worker_transport is not None
+        if not self.worker_transport.reads:
+            return
+        data = piece if self.has_head else HEAD + piece
+        self.has_head = True
+        if piece == b"5\r\nhe":
+            worker.data_received(data)
+            if not worker.is_free:
+                worker.data_received(b"llo\r\n")
+        else:
+            worker.data_received(data)
+
+    @precondition(lambda self: self.worker is not None and self.has_head)
+    @rule()
+    def end_answer(self) -> None:
+        worker = cast(WorkerConnection, self.worker)
+        if not worker.is_free and worker.is_open:
+            worker.data_received(b"0\r\n\r\n")
+
+    @precondition(lambda self: self.worker is not None)
+    @rule(lost=st.booleans())
+    def worker_dies(self, lost: bool) -> None:
+        worker = cast(WorkerConnection, self.worker)
+        self.worker = None
+        worker.connection_lost(OSError("reset") if lost else None)
+
+    @precondition(lambda self: self.worker is not None)
+    @rule()
+    def worker_is_silent_for_too_long(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.sweep(endpoint.now + 1_000.0, 600.0)
+
+    # -- the client ----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.client_is_there)
+    @rule(half=st.booleans())
+    def hang_up(self, half: bool) -> None:
+        self.client_is_there = False
+        if half:
+            self.client.eof_received()
+        self.client.connection_lost(None)
+
+    @precondition(lambda self: self.client_is_there)
+    @rule()
+    def slow_down_or_go_on(self) -> None:
+        self.client_is_slow = not self.client_is_slow
+        if self.client_is_slow:
+            self.client.pause_writing()
+        else:
+            self.client.resume_writing()
+
+    @precondition(lambda self: self.client_is_there and not self.over)
+    @rule()
+    def is_turned_away(self) -> None:
+        self.client.turn_away("too much is held")
+        if self.client_transport.state == "aborted":
+            self.client_is_there = False
+            self.client.connection_lost(None)
+
+    @rule()
+    def time_passes(self) -> None:
+        if self.errand.lease is not None:
+            self.errand.lease.touch()
+
+    # -- what always holds -----------------------------------------------------------------------
+
+    @invariant()
+    def each_lease_is_ended_once_and_all_but_the_last_before_the_next(self) -> None:
+        for lease in self.leases:
+            ends = [each for each in lease.told if each.startswith("freed")]
+            assert len(ends) <= 1
+            assert lease.is_over == bool(ends)
+            if lease is not self.leases[-1] or self.over or self.errand.lease is not lease:
+                assert ends
+
+    @invariant()
+    def it_is_over_once_and_then_nothing_is_under_way(self) -> None:
+        assert self.over <= 1
+        assert self.counts.active == 1 - self.over
+        if self.over:
+            assert all(lease.is_over for lease in self.leases)
+            assert self.placing is None or self.placing.is_cancelled
+            assert all(each.is_free for endpoint in self.endpoints for each in endpoint.open)
+
+    @invariant()
+    def a_client_who_is_gone_ends_it(self) -> None:
+        if not self.client_is_there:
+            assert self.over
+
+    @invariant()
+    def somebody_is_at_it(self) -> None:
+        """Nobody waits for ever: a worker is asked or looked for, or it is over."""
+        if not self.over:
+            busy = [
+                each for endpoint in self.endpoints for each in endpoint.open if not each.is_free
+            ]
+            assert self.is_looking or len(busy) == 1
+
+    @invariant()
+    def a_worker_waits_for_a_slow_client(self) -> None:
+        if self.client_is_slow and self.client_is_there and not self.over:
+            for endpoint in self.endpoints:
+                assert not any(each.waits for each in endpoint.open)
+
+    @invariant()
+    def the_client_gets_one_answer(self) -> None:
+        written = b"".join(self.client_transport.writes)
+        assert written.count(b"HTTP/1.1 ") <= 1
+        if self.over and self.client_is_there and self.client_transport.state == "open":
+            assert written.endswith((b"0\r\n\r\n", b"}"))
+
+    @invariant()
+    def a_begun_answer_is_told_once(self) -> None:
+        for lease in self.leases:
+            assert lease.told.count("begun") <= 1
+
+
+OneRequest.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestOneRequest = OneRequest.TestCase
+
+
+def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
+    sent = Routed("m", "default", cast(Any, None), b"{}", exact=True, why_not=None, streams=True)
+    errands: list[Errand] = []
+
+    def app(request: Request) -> PendingReply:
+        def place(errand: Errand) -> Any:
+            errand.routed = sent
+            return Placing()
+
+        ignore: Any = lambda *_: None  # noqa: E731
+        errands.append(Errand(request, b"id", "lease", Counts(), place, ignore, ignore))
+        return errands[0].reply
+
+    client, transport = StreamingProtocol(app, Connections(lambda call: None)), Transport()
+    client.connection_made(transport)
+    client.data_received(REQUEST)
+    endpoint = Endpoint("http://w:1", 0, 0.0)
+    errands[0].takes(BookedLease(endpoint))
+    worker, worker_transport = WorkerConnection(endpoint), Transport()
+    worker.connection_made(worker_transport)
+    errands[0].sent(worker)
+    assert b"".join(worker_transport.writes).endswith(b"\r\n\r\n{}")
+    worker.data_received(HEAD)
+    assert (errands[0].request.body, sent.body) == (b"{}", b"{}")
+    worker.data_received(b"5\r\nhello\r\n")
+    assert (errands[0].request.body, sent.body) == (b"", b"")

@@ -1,0 +1,123 @@
+"""Header lines on their way through."""
+
+import pytest
+
+from lean_selector.gateway.answer_head import MalformedAnswer, head_of
+from lean_selector.gateway.header_lines import (
+    answer_lines,
+    request_id_of,
+    request_lines,
+    wants_websocket,
+)
+from lean_selector.http1.passage import ChunkedPassage, SizedPassage, UnboundedPassage
+
+
+def section(*lines: str) -> bytes:
+    return "\r\n".join(["1.1", *lines, "", ""]).encode()
+
+
+def test_what_belongs_to_one_connection_is_not_sent_on() -> None:
+    text = section(
+        "Host: a",
+        "Connection: keep-alive, X-Secret ,close",
+        "X-Secret: 1",
+        "Keep-Alive: timeout=5",
+        "Transfer-Encoding: chunked",
+        "Expect: 100-continue",
+        "Accept: a, b",
+        "TE: trailers",
+        "X-Request-ID: mine",
+        "Upgrade: h2c",
+        "Content-Length: 5",
+        "Authorization: Bearer x",
+        "Accept-Encoding: gzip",
+        "X-Hostess: b",
+    )
+    kept = b"\r\nAccept: a, b"
+    auth, codings, last = (
+        b"\r\nAuthorization: Bearer x",
+        b"\r\nAccept-Encoding: gzip",
+        b"\r\nX-Hostess: b",
+    )
+    assert request_lines(text) == kept + auth + codings + last
+    assert request_lines(text, without_codings=True) == kept + auth + last
+    assert request_lines(text, without_authorization=True) == kept + codings + last
+    assert request_id_of(text) == b"mine"
+
+
+def test_each_connection_line_names_fields() -> None:
+    lines = section("connection: keep-alive", "a: b", "Connection: X-Secret", "x-secret: 1")
+    assert request_lines(lines) == b"\r\na: b"
+    told = b"\r\nconnection: close\r\nx-secret: 1\r\nconnection: x-secret\r\na: b"
+    assert answer_lines(told) == b"\r\na: b"
+
+
+def test_the_first_and_the_last_line_are_lines_like_others() -> None:
+    assert request_lines(section("te: x", "a: b", "connection: close")) == b"\r\na: b"
+    assert request_lines(section("host: x")) == b""
+
+
+def test_a_request_id_is_one_word_or_none() -> None:
+    assert request_id_of(section("x-request-id: two words")) is None
+    assert request_id_of(section("x-request-id: " + "a" * 201)) is None
+    assert request_id_of(section("a: b")) is None
+
+
+def test_a_websocket_is_told_from_other_upgrades() -> None:
+    assert wants_websocket(section("Connection: Upgrade", "Upgrade: WebSocket"))
+    assert not wants_websocket(section("Upgrade: h2c", "x: websocket"))
+
+
+def test_what_an_answer_s_connection_says_is_not_sent_on() -> None:
+    lines = b"\r\nDate: x\r\nConnection: close\r\nX-Lean-Worker: fake\r\nx-request-id: y"
+    assert answer_lines(lines) == b"\r\nDate: x"
+    lines = b"\r\ncontent-length: 3\r\na: b\r\ntransfer-encoding: chunked"
+    assert answer_lines(lines) == b"\r\ncontent-length: 3\r\na: b"
+    assert answer_lines(lines, without_length=True) == b"\r\na: b"
+
+
+def answer(status: str, *lines: str, version: str = "1.1") -> bytes:
+    return "\r\n".join([f"HTTP/{version} {status}", *lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "answers_head", "kind", "keeps"),
+    [
+        (answer("200 OK", "content-length: 3"), False, SizedPassage, True),
+        (answer("200 OK", "Content-Length: 3", "Connection: Close"), False, SizedPassage, False),
+        (answer("200 OK", "Transfer-Encoding: Chunked"), False, ChunkedPassage, True),
+        (answer("200 OK"), False, UnboundedPassage, False),
+        (answer("204 No"), False, SizedPassage, True),
+        (answer("304 No", "content-length: 9"), False, SizedPassage, True),
+        (answer("200 OK", "content-length: 9"), True, SizedPassage, True),
+        (answer("200 OK", "content-length: 3", version="1.0"), False, SizedPassage, False),
+    ],
+)
+def test_where_an_answer_s_body_ends(
+    text: bytes, answers_head: bool, kind: type[object], keeps: bool
+) -> None:
+    head = head_of(text, answers_head)
+    assert head is not None
+    assert isinstance(head.passage, kind)
+    assert head.keeps == keeps
+    assert head.start + head.lines + b"\r\n\r\n" == text
+
+
+def test_interim_answers_are_passed_over() -> None:
+    assert head_of(answer("100 Continue"), False) is None
+    assert head_of(answer("103 Early Hints", "link: x"), False) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"SSH-2.0-x\r\n\r\n",
+        answer("200 OK", "a b: c"),
+        answer("200 OK", "content-length: 3", "content-length: 4"),
+        answer("200 OK", "transfer-encoding: gzip"),
+        answer("101 Switching", "upgrade: x", "connection: upgrade"),
+    ],
+)
+def test_what_is_no_answer_is_not_passed_on(text: bytes) -> None:
+    with pytest.raises(MalformedAnswer):
+        head_of(text, False)

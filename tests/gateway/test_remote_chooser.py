@@ -1,0 +1,95 @@
+"""A selector beside the gateway, scripted: what it is told when its answers come late or never."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.gateway.remote_chooser import RemoteChooser
+from lean_selector.gateway.remote_fleet import RemoteFleet
+from lean_selector.gateway.rotation import Rotation
+from lean_selector.gateway.selector_link import SelectorAway, SelectorLink
+from lean_selector.sockets.resolver import Resolver
+from tests.outbound_server import Served, serving
+
+CHOSEN = {
+    "worker_id": 1,
+    "dp_rank": 0,
+    "endpoint": "http://127.0.0.1:1",
+    "overlap": {"dp": {"0": 0}},
+    "effective_prefill_tokens": 5,
+}
+
+
+class Selector:
+    """Answers at once, but a choice not before it `may_choose`."""
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+        self.may_choose = asyncio.Event()
+        self.served: Served | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self.served is not None
+        body = b"{}"
+        if self.served.paths()[-1] == "/select_and_reserve":
+            self.is_asked.set()
+            await self.may_choose.wait()
+            body = json.dumps(CHOSEN).encode()
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
+
+
+def link_to(served: Served, timeout_s: float) -> SelectorLink:
+    """On a clock that stands still."""
+    return SelectorLink(served.url, Resolver().resolve, timeout_s, lambda: 100.0)
+
+
+def routed() -> Any:
+    prompt = SimpleNamespace(
+        isl_tokens=5, local_hashes=[], sequence_hashes=lambda: [], lora_name=None
+    )
+    return SimpleNamespace(worker_ids=None, model_name="m", tenant_id="default", prompt=prompt)
+
+
+def test_a_choice_that_is_given_up_at_the_stop_is_undone() -> None:
+    async def play() -> list[str]:
+        selector = Selector()
+        async with serving(selector.serve) as selector.served:
+            link = link_to(selector.served, 60.0)
+            fleet = RemoteFleet(link, lambda rows: None)
+            chooser = RemoteChooser(link, fleet, Rotation(EjectionSettings(), 0.0))
+            choosing = asyncio.ensure_future(chooser.choose(routed(), "r1", frozenset()))
+            await selector.is_asked.wait()
+            choosing.cancel()
+            closing = asyncio.ensure_future(chooser.close(60.0))
+            await asyncio.wait({choosing})
+            selector.may_choose.set()
+            await closing
+            return selector.served.paths()
+
+    assert asyncio.run(play()) == ["/select_and_reserve", "/reservations/r1"]
+
+
+@pytest.mark.parametrize("answers_others", [True, False])
+def test_a_call_that_takes_too_long_is_held_against_a_selector_that_answers_nobody(
+    answers_others: bool,
+) -> None:
+    async def play() -> bool:
+        selector = Selector()
+        async with serving(selector.serve) as selector.served:
+            link = link_to(selector.served, 1.0)
+            parked = asyncio.ensure_future(link.call("POST", "/select_and_reserve"))
+            await selector.is_asked.wait()
+            if answers_others:
+                await link.call("GET", "/workers")
+            with pytest.raises(SelectorAway):
+                await parked
+            return link.is_away
+
+    assert asyncio.run(play()) is not answers_others

@@ -1,0 +1,505 @@
+"""An OpenAI-compatible worker that publishes real KV events, in a process of its own.
+
+Speaks as vLLM does: /v1/models, /v1/completions and /v1/chat/completions, streamed and not,
+/tokenize, /metrics and /kv_event_sources to be found by, `return_token_ids`, and a usage that says
+how many tokens of the prompt were cached. The cache is that of the demo's engines. A token is a
+byte of the rendered prompt, so whoever has the text can tell the tokens.
+
+    with OpenAiWorker() as worker: ... worker.url ... worker.kill() ... worker.start()
+
+In a request, the field `fake` asks for odd manners:
+    status         answer with this status and OpenAI's error
+    break_after    cut the connection after so many tokens; 0: before the head
+    stall_after    say nothing more after so many tokens
+    close          no length and no chunks: the end of the connection is the end of the answer
+"""
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+from lean_selector.demo.engine import SimulatedEngine
+from lean_selector.demo.records import EngineSpeed, Running
+from lean_selector.demo.request import make_request
+from loadtest.child_service import free_port
+from tests.running_service import wait_until
+
+MODEL = "m"
+BLOCK_SIZE = 16
+DEFAULT_MAX_TOKENS = 16
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
+
+def rendered(messages: list[dict[str, Any]]) -> str:
+    """The chat template."""
+    turns = "".join(f"<|{each['role']}|>{_text_of(each['content'])}\n" for each in messages)
+    return turns + "<|assistant|>"
+
+
+def tokens_of(text: str) -> list[int]:
+    return [byte + 1 for byte in text.encode()]
+
+
+def said(prompt_tokens: int, count: int) -> str:
+    """What is answered, `count` tokens: it depends on the prompt alone."""
+    return "".join(f"w{prompt_tokens % 97}.{number} " for number in range(count))[:count]
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text", "<image>") for part in content)
+    return str(content)
+
+
+# -- the parent's side ----------------------------------------------------------------------------
+
+
+class OpenAiWorker:
+    """Up while entered, except while it is killed; on the same ports when it is started again."""
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        *flags: str,
+        block_size: int = BLOCK_SIZE,
+        blocks: int = 2_000,
+        tells_events: bool = True,
+        tokens_per_s: float = 2_000.0,
+        prefill_tokens_per_s: float = 200_000.0,
+    ) -> None:
+        """`flags` are further ones of the program below."""
+        self.model, self.block_size = model, block_size
+        self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
+        self._command = [
+            *(sys.executable, "-m", "tests.openai_worker", "--model", model),
+            *("--port", str(self.port), "--block-size", str(block_size), "--blocks", str(blocks)),
+            *("--events-port", str(self.events_port), "--replay-port", str(self.replay_port)),
+            *("--tokens-per-s", str(tokens_per_s)),
+            *("--prefill-tokens-per-s", str(prefill_tokens_per_s)),
+            *(() if tells_events else ("--silent",)),
+            *flags,
+        ]
+        self._scheme = "https" if "--certificate" in flags else "http"
+        self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self.port}"
+
+    def registration(self, worker_id: int) -> dict[str, object]:
+        """The body of POST /workers, for selectors that do not find it by its URL."""
+        return {
+            "worker_id": worker_id,
+            "model_name": self.model,
+            "endpoint": self.url,
+            "block_size": self.block_size,
+            "kv_events_endpoint": f"tcp://127.0.0.1:{self.events_port}",
+            "replay_endpoint": f"tcp://127.0.0.1:{self.replay_port}",
+        }
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "up\n"
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.send_signal(number)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def seen(self) -> dict[str, Any]:
+        """What it was asked so far: `requests` (their first lines, headers and bodies),
+        `connections`, completions that were `hung_up` on, `active` requests, `hit_blocks` and
+        `prompt_blocks`."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request("GET", "/fake/seen")
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            return answer
+
+    def wait_until_idle(self) -> None:
+        wait_until(lambda: self.seen()["active"] == 0, "the worker has no request any more")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+# -- the worker's side ----------------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Worker:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.engine = SimulatedEngine(
+            1,
+            options.blocks,
+            options.block_size,
+            EngineSpeed(options.prefill_tokens_per_s, options.tokens_per_s),
+            asyncio.sleep,
+            f"tcp://127.0.0.1:{options.events_port}",
+            f"tcp://127.0.0.1:{options.replay_port}",
+        )
+        self.requests: list[dict[str, Any]] = []
+        self.connections = 0
+        self.hung_up = 0
+        self.count = 0
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                while await self._one_request(reader, writer):
+                    pass
+        finally:
+            writer.close()
+
+    async def _one_request(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]
+        headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])
+        }
+        raw = await reader.readexactly(int(headers.get("content-length", "0")))
+        method, target, _ = head[0].split(" ", 2)
+        path = target.partition("?")[0]
+        if path != "/fake/seen":
+            seen = {"line": head[0], "headers": headers, "body": raw.decode(errors="replace")}
+            self.requests.append(seen)
+            del self.requests[:-2_000]
+        # A client that goes away is noticed by reading: it sends nothing before its answer.
+        gone = asyncio.create_task(reader.read(1))
+        answer = asyncio.create_task(self._answer(method, path, headers, raw, writer))
+        try:
+            await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self.hung_up += path in COMPLETIONS  # not a probe that gave up on a busy machine
+                return False
+            return answer.result() and not gone.done()
+        finally:
+            for task in (gone, answer):
+                task.cancel()
+            await asyncio.gather(gone, answer, return_exceptions=True)
+
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        raw: bytes,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        try:
+            if method == "POST" and path in COMPLETIONS:
+                body = self._body(raw)
+                return await _Completion(self, "chat" in path, body, headers, writer).run()
+            status, content_type, text = self._plain(method, path, raw)
+        except _Refused as error:
+            told = {"message": str(error), "type": "BadRequestError", "code": error.status}
+            status, content_type, text = error.status, "application/json", _json({"error": told})
+        if method == "HEAD":
+            await _write(writer, _head(status, content_type, len(text)))
+        else:
+            await _write(writer, _head(status, content_type, len(text)) + text)
+        return True
+
+    def _body(self, raw: bytes) -> dict[str, Any]:
+        try:
+            body = json.loads(raw)
+        except ValueError as error:
+            raise _Refused(400, f"invalid JSON: {error}") from None
+        if body.get("model", self.options.model) not in self.names():
+            raise _Refused(404, f"The model `{body['model']}` does not exist.")
+        assert isinstance(body, dict)
+        return body
+
+    def names(self) -> list[str]:
+        return [self.options.model, *self.options.adapters]
+
+    def _plain(self, method: str, path: str, raw: bytes) -> tuple[int, str, bytes]:
+        """Status, content type and body of what is answered at once."""
+        options = self.options
+        if path == "/v1/models":
+            rows = [
+                {"id": name, "object": "model", "owned_by": "vllm", "parent": parent}
+                for name, parent in [
+                    (options.model, None),
+                    *((adapter, options.model) for adapter in options.adapters),
+                ]
+            ]
+            return 200, "application/json", _json({"object": "list", "data": rows})
+        if path == "/metrics":
+            text = (
+                f'vllm:cache_config_info{{block_size="{options.block_size}",engine="0",'
+                f'num_gpu_blocks="{options.blocks}"}} 1.0\n'
+            )
+            return 200, "text/plain", text.encode()
+        if path == "/kv_event_sources" and not options.silent:
+            source = {
+                "data_parallel_rank": 0,
+                "endpoint": f"tcp://*:{options.events_port}",
+                "replay_endpoint": f"tcp://*:{options.replay_port}",
+            }
+            return 200, "application/json", _json([source])
+        if path == "/tokenize" and method == "POST":
+            body = self._body(raw)
+            text = rendered(body["messages"]) if "messages" in body else body["prompt"]
+            tokens = tokens_of(text)
+            answer = {"count": len(tokens), "max_model_len": 100_000, "tokens": tokens}
+            return 200, "application/json", _json(answer)
+        if path == "/health":
+            return 200, "text/plain", b""
+        if path == "/echo":
+            return 200, "application/octet-stream", raw
+        if path == "/fake/seen":
+            engine = self.engine
+            seen = {
+                "requests": self.requests,
+                "connections": self.connections,
+                "hung_up": self.hung_up,
+                "active": engine.active,
+                "hit_blocks": engine.hit_blocks,
+                "prompt_blocks": engine.prompt_blocks,
+            }
+            return 200, "application/json", _json(seen)
+        return 404, "application/json", _json({"detail": "Not Found"})
+
+
+class _Completion:
+    """One answer of /v1/completions or /v1/chat/completions."""
+
+    def __init__(
+        self,
+        worker: _Worker,
+        is_chat: bool,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.worker, self.is_chat, self.body, self.writer = worker, is_chat, body, writer
+        self.fake: dict[str, Any] = body.get("fake", {})
+        if is_chat:
+            self.prompt = tokens_of(rendered(body["messages"]))
+        else:
+            prompt = body["prompt"]
+            self.prompt = tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
+        if not self.prompt:
+            raise _Refused(400, "the prompt is empty")
+        self.wants_ids = bool(body.get("return_token_ids"))
+        self.request_id = headers.get("x-request-id", "none")
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_MAX_TOKENS
+        self.output = tokens_of(said(len(self.prompt), count))
+        self.cached = 0
+
+    async def run(self) -> bool:
+        if "status" in self.fake:
+            raise _Refused(self.fake["status"], "the fake refuses")
+        if self.fake.get("break_after") == 0:
+            return False
+        size = self.worker.options.block_size
+        tokens = self.prompt + self.output
+        self.worker.count += 1
+        request = make_request(
+            f"r{self.worker.count}",
+            tokens,
+            len(self.prompt),
+            len(tokens) // size - len(self.prompt) // size,
+            size,
+        )
+        engine, now = self.worker.engine, asyncio.get_running_loop().time()
+        running, placed = engine.admit(request, now)
+        try:
+            engine._publish(request, 0, placed)
+            await asyncio.sleep(running.prefill_done_at - now)
+            self.cached = running.hit_blocks * size
+            if self.cached == len(self.prompt):
+                self.cached -= size  # the last token is always computed
+            if self.body.get("stream"):
+                return await self._stream(running)
+            async for _ in self._tokens(running):
+                pass
+            return await self._whole()
+        finally:
+            engine.finish(running)
+
+    async def _tokens(self, running: Running) -> AsyncIterator[int]:
+        engine, size = self.worker.engine, self.worker.options.block_size
+        pause_s = 1.0 / engine.speed.decode_tokens_per_s
+        at = len(self.prompt)
+        for number, token in enumerate(self.output):
+            if number == self.fake.get("stall_after"):
+                await asyncio.Event().wait()
+            if number == self.fake.get("break_after"):
+                raise ConnectionError("as it was asked for")
+            await asyncio.sleep(pause_s)
+            yield token
+            if (at + number + 1) % size == 0:
+                index = (at + number + 1) // size - 1 - running.request.prompt_blocks
+                placed = engine.decode_block(running, index)
+                if placed is not None:
+                    block = running.request.prompt_blocks + index
+                    engine._publish(running.request, block, placed)
+
+    # -- the words -----------------------------------------------------------------------------
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(self.prompt),
+            "total_tokens": len(self.prompt) + len(self.output),
+            "completion_tokens": len(self.output),
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def _frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        kind = ("chat.completion" if self.is_chat else "text_completion") + (
+            ".chunk" if self.is_chat and self.body.get("stream") else ""
+        )
+        options = self.worker.options
+        head = {"id": f"cmpl-{self.request_id}", "object": kind, "model": options.model}
+        return _json(
+            {**head, "system_fingerprint": f"port-{options.port}", "choices": choices, **more}
+        )
+
+    async def _whole(self) -> bool:
+        text = bytes(token - 1 for token in self.output).decode()
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        more: dict[str, Any] = {"usage": self._usage()}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        if self.wants_ids:
+            choice["token_ids"] = self.output
+            if self.is_chat:
+                more["prompt_token_ids"] = self.prompt
+            else:
+                choice["prompt_token_ids"] = self.prompt
+        answer = self._frame([choice], **more)
+        if self.fake.get("close"):
+            await _write(self.writer, _head(200, "application/json", None) + answer)
+            return False
+        await _write(self.writer, _head(200, "application/json", len(answer)) + answer)
+        return True
+
+    async def _stream(self, running: Running) -> bool:
+        is_framed = not self.fake.get("close")
+        framing = "transfer-encoding: chunked\r\n" if is_framed else "connection: close\r\n"
+        head = (
+            "HTTP/1.1 200 OK\r\nserver: fake\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            f"{framing}\r\n"
+        )
+        await _write(self.writer, head.encode())
+
+        async def event(text: bytes) -> None:
+            data = b"data: %b\n\n" % text
+            await _write(self.writer, b"%x\r\n%b\r\n" % (len(data), data) if is_framed else data)
+
+        try:
+            await self._events(running, event)
+        except ConnectionError:
+            return False
+        if is_framed:
+            await _write(self.writer, b"0\r\n\r\n")
+        return is_framed
+
+    async def _events(self, running: Running, event: Any) -> None:
+        ids: dict[str, Any] = {"prompt_token_ids": self.prompt} if self.wants_ids else {}
+        if self.is_chat:
+            delta = {"role": "assistant", "content": ""}
+            first = {"index": 0, "delta": delta, "finish_reason": None}
+            await event(self._frame([first], **ids))
+            ids = {}
+        number = 0
+        async for token in self._tokens(running):
+            number += 1
+            text = bytes([token - 1]).decode()
+            choice: dict[str, Any] = {"index": 0}
+            choice.update({"delta": {"content": text}} if self.is_chat else {"text": text})
+            choice["finish_reason"] = "length" if number == len(self.output) else None
+            if self.wants_ids:
+                choice["token_ids"] = [token]
+            await event(self._frame([{**choice, **ids}]))
+            ids = {}
+        if (self.body.get("stream_options") or {}).get("include_usage"):
+            await event(self._frame([], usage=self._usage()))
+        await event(b"[DONE]")
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _head(status: int, content_type: str, length: int | None) -> bytes:
+    framing = "connection: close" if length is None else f"content-length: {length}"
+    return (
+        f"HTTP/1.1 {status} Fake\r\nserver: fake\r\ncontent-type: {content_type}\r\n"
+        f"{framing}\r\n\r\n"
+    ).encode()
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    context = None
+    if options.certificate:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.certificate)
+    worker = _Worker(options)
+    server = await asyncio.start_server(worker.accept, "127.0.0.1", options.port, ssl=context)
+    sys.stdout.write("up\n")
+    sys.stdout.flush()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    server.close()
+    worker.engine.close()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--adapters", nargs="*", default=[])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--events-port", type=int, required=True)
+    parser.add_argument("--replay-port", type=int, required=True)
+    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE)
+    parser.add_argument("--blocks", type=int, default=2_000)
+    parser.add_argument("--tokens-per-s", type=float, default=2_000.0)
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=200_000.0)
+    parser.add_argument("--silent", action="store_true", help="tells no event source")
+    parser.add_argument("--certificate", default=None, help="PEM of a chain and its key: HTTPS")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(_options()))

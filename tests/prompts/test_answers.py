@@ -1,0 +1,112 @@
+"""Answers on their way to the client: the ids are read, and the client sees none of them."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lean_selector.prompts.answers import MOST_ID_BYTES, AnswerReader, UsageReader
+from tests.prompts.talking_engine import stream, tokens_of, whole_answer
+
+PROMPT = list(range(100, 160))
+WORDS = ["Hello", " there", ' "token_ids":[1,2]', " \\", " end"]
+
+
+class Learned:
+    def __init__(self) -> None:
+        self.prompt: list[int] | None = None
+        self.output: list[int] = []
+        self.times = 0
+
+    def __call__(self, prompt: bytes | None, output: bytes) -> None:
+        self.times += 1
+        self.prompt = None if prompt is None else [int(each) for each in prompt.split(b",")]
+        self.output = [int(each) for each in output.split(b",") if each]
+
+
+def read(pieces: list[bytes], **options: bool) -> tuple[bytes, Learned, AnswerReader]:
+    learned = Learned()
+    reader = AnswerReader(learned, strips=options.pop("strips", True), **options)
+    sent = b"".join(map(reader.feed, pieces)) + reader.end()
+    return sent, learned, reader
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    ends = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[one:other] for one, other in itertools.pairwise(ends)]
+
+
+@given(st.lists(st.integers(min_value=0), max_size=12))
+def test_a_stream_cut_anywhere_reads_as_if_nobody_had_asked_for_ids(places: list[int]) -> None:
+    asked = b"".join(stream(PROMPT, WORDS, asked=True))
+    sent, learned, _ = read(cut(asked, places))
+    assert sent == b"".join(stream(PROMPT, WORDS, asked=False))
+    assert learned.prompt == PROMPT
+    assert learned.output == [token for word in WORDS for token in tokens_of(word)]
+
+
+@given(st.lists(st.integers(min_value=0), max_size=12))
+def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[int]) -> None:
+    text, output = "".join(WORDS), [7, 8, 9]
+    asked = whole_answer(PROMPT, text, output, asked=True)
+    sent, learned, reader = read(cut(asked, places))
+    assert sent == whole_answer(PROMPT, text, output, asked=False)
+    assert (learned.prompt, learned.output) == (PROMPT, output)
+    assert (reader.cached_tokens, reader.prompt_tokens) == (48, len(PROMPT))
+
+
+@given(st.lists(st.integers(min_value=0), max_size=12))
+def test_the_event_with_the_usage_is_read_and_not_sent(places: list[int]) -> None:
+    events = stream(PROMPT, WORDS, asked=True, usage=True)
+    sent, _, reader = read(cut(b"".join(events), places), drops_usage=True)
+    assert sent == b"".join(stream(PROMPT, WORDS, asked=False))
+    assert (reader.cached_tokens, reader.prompt_tokens) == (32, len(PROMPT))
+
+
+@given(st.lists(st.integers(min_value=0), max_size=12))
+def test_who_asked_for_ids_gets_every_byte(places: list[int]) -> None:
+    answer = b"".join(stream(PROMPT, WORDS, asked=True, usage=True))
+    sent, learned, _ = read(cut(answer, places), strips=False)
+    assert sent == answer
+    assert learned.prompt == PROMPT
+
+
+def test_every_event_is_sent_on_at_once() -> None:
+    reader = AnswerReader(Learned(), strips=True, drops_usage=True)
+    for asked, plain in zip(
+        stream(PROMPT, WORDS, asked=True), stream(PROMPT, WORDS, asked=False), strict=True
+    ):
+        assert reader.feed(asked) == plain
+
+
+def test_an_answer_with_blanks_in_its_json_is_read_too() -> None:
+    told = b'{"prompt_token_ids": [1, 2], "choices": [{"token_ids" : [ 3 ]}]}'
+    for at in range(len(told)):
+        sent, learned, _ = read([told[:at], told[at:]])
+        assert sent == b'{"prompt_token_ids": null, "choices": [{"token_ids" : null}]}'
+        assert (learned.prompt, learned.output) == ([1, 2], [3])
+
+
+def test_ids_without_end_are_not_kept() -> None:
+    learned = Learned()
+    reader = AnswerReader(learned, strips=True)
+    assert reader.feed(b'{"prompt_token_ids":[1') == b'{"prompt_token_ids":null'
+    for _ in range(40):
+        assert reader.feed(b",1" * (1 << 18)) == b""
+    assert MOST_ID_BYTES < 40 << 19
+    assert reader.feed(b"]}") == b"}"
+    reader.end()
+    assert learned.times == 0
+
+
+def test_an_answer_that_ends_within_its_ids_teaches_nothing() -> None:
+    _, learned, _ = read([b'{"prompt_token_ids":[1,2'])
+    assert learned.times == 0
+
+
+def test_usage_is_read_without_ids() -> None:
+    usage = UsageReader()
+    for event in stream(PROMPT, WORDS, asked=False, usage=True):
+        usage.feed(event)
+    assert (usage.cached_tokens, usage.prompt_tokens) == (32, len(PROMPT))
+    assert UsageReader().cached_tokens is None

@@ -1,0 +1,138 @@
+"""Bodies of requests: whatever they say, they are read, refused by the field, or left alone."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.prompts.additions import Additions
+from lean_selector.prompts.chain import LINK_BYTES, Chain
+from lean_selector.prompts.engine_tokenizer import tokenize_body
+from lean_selector.prompts.memory import PromptMemory
+from lean_selector.prompts.model_request import Kind, ModelRequest
+from lean_selector.prompts.served import Served
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SERVED = Served("m", "default", 4, False, {})
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 2**33)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+PART = st.fixed_dictionaries({}, optional={"type": JSON, "text": JSON, "image_url": JSON})
+MESSAGE = st.fixed_dictionaries(
+    {}, optional={"role": JSON, "content": JSON | st.lists(PART | JSON), "tool_calls": JSON}
+)
+NAMES = (
+    *("model", "stream", "cache_salt", "tools", "chat_template_kwargs", "reasoning_effort", "n"),
+    *("return_token_ids", "stream_options", "echo", "suffix", "add_generation_prompt"),
+)
+BODY = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": JSON | st.lists(MESSAGE | JSON, max_size=4),
+        "prompt": JSON | st.lists(st.integers(0, 2**32 - 1), max_size=9),
+        **dict.fromkeys(NAMES, JSON),
+    },
+)
+
+
+@given(body=BODY, path=st.sampled_from([CHAT, TEXT, "/v1/embeddings", "/"]), forwards=st.booleans())
+def test_any_json_is_read_or_refused_by_the_field(
+    body: dict[str, Any], path: str, forwards: bool
+) -> None:
+    text = json.dumps(body).encode()
+    if not _has_read_fields(body):
+        with pytest.raises(BadRequest, match=r"^(model|stream|cache_salt): expected"):
+            ModelRequest(path, text)
+        return
+    request = ModelRequest(path, text)
+    assert request.estimated_tokens() >= 0
+    additions = Additions()
+    additions.mark_salt(request, forwards)
+    if request.why_not is None and request.kind is not Kind.IDS:
+        memory = PromptMemory(1 << 20)
+        assert memory.look(Chain(SERVED, None, request)).tokens >= 1
+        asked = json.loads(tokenize_body(request, "m"))
+        assert asked["model"] == "m"
+    additions.ask_for_ids(request, lambda prompt, output: None)
+    additions.ask_for_usage(request)
+    sent = json.loads(additions.body(request))
+    added = {"cache_salt", "return_token_ids", "stream_options"}
+    assert {k: v for k, v in sent.items() if k not in added} == {
+        k: v for k, v in body.items() if k not in added
+    }
+    assert sent.get("return_token_ids") == (
+        body.get("return_token_ids") if request.echoes else True
+    )
+
+
+def _has_read_fields(body: dict[str, Any]) -> bool:
+    """Whether the three that decide here are what they should be."""
+    kinds = {"model": str, "stream": bool, "cache_salt": str}
+    return all(body.get(name) is None or isinstance(body[name], kinds[name]) for name in kinds)
+
+
+@given(st.binary(max_size=40))
+@example(b"\xff{}")
+@example(b'{"messages":[{"a":"\xff"}]}')
+@example(b"[" * 3000)
+@example(b'{"a":' * 3000)
+@example(b'{"model":"m"} {}')
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    with contextlib.suppress(BadRequest):
+        ModelRequest(CHAT, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (CHAT, Kind.CHAT),
+        ("/v1/chat/completions?x=1", Kind.CHAT),
+        ("/v1/chat/completions/", Kind.CHAT),
+        ("/prefix/v1/chat/completions", Kind.CHAT),
+        (TEXT, Kind.TEXT),
+        ("/v1/models", Kind.NONE),
+        ("/v1/completions/render", Kind.NONE),
+    ],
+)
+def test_the_path_says_what_the_body_holds(path: str, kind: Kind) -> None:
+    body = json.dumps({"messages": [], "prompt": "Hello"}).encode()
+    assert ModelRequest(path, body).kind is kind
+
+
+def test_a_chain_has_a_link_for_each_message_and_each_part_of_a_long_one() -> None:
+    def keys(*contents: str) -> list[int]:
+        messages = [{"role": "user", "content": content} for content in contents]
+        body = json.dumps({"messages": messages}).encode()
+        return Chain(SERVED, None, ModelRequest(CHAT, body)).keys
+
+    assert len(keys()) == 1
+    assert len(keys("a", "b")) == 3
+    assert len(keys("a" * LINK_BYTES, "b")) == 4
+    assert keys("a", "b")[:2] == keys("a", "c")[:2]
+    assert keys("a", "b")[2] != keys("a", "c")[2]
+    assert keys("a", "b")[2] != keys("b", "a")[2]
+    long = "x" * LINK_BYTES
+    assert keys(long + "a")[:2] == keys(long + "b")[:2]
+
+
+def test_an_adapter_and_a_block_size_have_chains_of_their_own() -> None:
+    request = ModelRequest(CHAT, b'{"messages":[{"role":"user"}]}')
+    chains = [
+        Chain(SERVED, None, request),
+        Chain(SERVED, "adapter", request),
+        Chain(Served("m", "default", 8, False, {}), None, request),
+        Chain(Served("m", "default", 4, True, {}), None, request),
+        Chain(Served("n", "default", 4, False, {}), None, request),
+    ]
+    assert len({chain.keys[-1] for chain in chains}) == len(chains)
+    assert Chain(Served("m", "other", 4, False, {}), None, request).keys == chains[0].keys

@@ -1,0 +1,476 @@
+"""What a door is told of raw requests, with engines that answer over real sockets."""
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.hashing import hash_seed, local_hashes
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.prompts.engines import FRESH_S, Engines
+from lean_selector.prompts.fleet import UnknownModel
+from lean_selector.prompts.model_request import MEDIA, NO_PROMPT, SEVERAL
+from lean_selector.prompts.prompts import BEGINNING, OFF, UNKNOWN, UNMARKED, Prompts
+from lean_selector.prompts.routed import Routed
+from lean_selector.prompts.served import Served
+from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.sockets.resolver import Resolver
+from tests.prompts.talking_engine import (
+    ADAPTER,
+    MODEL,
+    TalkingEngine,
+    chat_tokens,
+    stream,
+    talking_engine,
+    tokens_of,
+    whole_answer,
+)
+
+BLOCK_SIZE = 4
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [
+    {"role": "system", "content": "You answer in one word, and never in more than one."},
+    {"role": "user", "content": [{"type": "text", "text": "Which is the largest planet?"}]},
+]
+
+
+def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(story)
+    def test(*args: object, **kwargs: object) -> None:
+        uvloop.run(story(*args, **kwargs))
+
+    return test
+
+
+class Workers:
+    """A fleet of one model."""
+
+    def __init__(
+        self, workers: dict[int, str], model: str = MODEL, block_size: int = BLOCK_SIZE
+    ) -> None:
+        self.served = Served(model, "default", block_size, False, workers)
+
+    def model(self, model_name: str, tenant_id: str) -> Served | None:
+        served = self.served
+        return served if (model_name, tenant_id) == (served.model_name, "default") else None
+
+    def models(self, tenant_id: str) -> Sequence[str]:
+        return [self.served.model_name] if tenant_id == "default" else []
+
+
+@asynccontextmanager
+async def door(mode: Mode, **settings: Any) -> AsyncIterator[tuple[Prompts, TalkingEngine]]:
+    async with talking_engine() as engine:
+        prompts = Prompts(
+            PromptSettings(mode=mode, **settings),
+            Workers({1: engine.url, 2: engine.url}),
+            OutboundClient(Resolver().resolve),
+        )
+        try:
+            yield prompts, engine
+        finally:
+            await prompts.close()
+
+
+def chat(messages: object = MESSAGES, **fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
+
+
+def text(prompt: object, **fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": prompt, **fields}).encode()
+
+
+def hashes(tokens: list[int], lora: str | None = None, salt: str | None = None) -> bytes:
+    return local_hashes(tokens, BLOCK_SIZE, hash_seed(lora, salt))
+
+
+def is_exactly(routed: Routed, tokens: list[int]) -> bool:
+    assert (routed.exact, routed.why_not) == (True, None)
+    return (routed.prompt.isl_tokens, routed.prompt.local_hashes) == (len(tokens), hashes(tokens))
+
+
+def is_load_only(routed: Routed, why_not: str) -> bool:
+    assert (routed.exact, routed.why_not) == (False, why_not)
+    return routed.prompt.local_hashes == b"" and routed.prompt.isl_tokens >= 1
+
+
+# -- off ------------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_off_nothing_is_known_nothing_asked_and_nothing_changed() -> None:
+    async with door(Mode.OFF) as (prompts, engine):
+        for path, body in ((CHAT, chat()), (TEXT, text("Hello")), (TEXT, text([1, 2, 3, 4]))):
+            routed = await prompts.of(path, body)
+            assert is_load_only(routed, OFF)
+            assert routed.body is body
+            assert routed.answer is None
+            assert (routed.model_name, routed.tenant_id) == (MODEL, "default")
+        assert engine.served is not None
+        assert engine.served.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "the body is not a JSON object"),
+        (b"[1]", "the body is not a JSON object"),
+        (b'{"model":7}', "model: expected a string"),
+        (b'{"model":"m","stream":"yes"}', "stream: expected true or false"),
+        (b'{"model":"m","cache_salt":["x"]}', "cache_salt: expected a string"),
+        (b'{"model":"\xff"}', "the body is not a JSON object"),
+    ],
+)
+@on_loop
+async def test_a_body_that_names_no_model_is_refused_by_the_field(
+    body: bytes, message: str
+) -> None:
+    async with door(Mode.OFF) as (prompts, _):
+        with pytest.raises(BadRequest, match=message):
+            await prompts.of(CHAT, body)
+
+
+@on_loop
+async def test_a_model_that_nobody_serves_is_unknown_and_engines_are_not_asked_each_time() -> None:
+    async with door(Mode.OFF) as (prompts, engine):
+        for _ in range(5):
+            with pytest.raises(UnknownModel, match="`nobody` does not exist") as caught:
+                await prompts.of(CHAT, b'{"model":"nobody"}')
+            assert (caught.value.status, caught.value.model) == (404, "nobody")
+        assert len(engine.asked("/v1/models")) <= 2  # once of each worker
+
+
+@on_loop
+async def test_a_request_that_names_no_model_means_the_only_one() -> None:
+    async with door(Mode.OFF) as (prompts, _):
+        assert (await prompts.of(CHAT, b'{"messages":[]}')).model_name == MODEL
+
+
+@on_loop
+async def test_other_paths_go_by_load() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        routed = await prompts.of("/v1/embeddings", b'{"model":"m","input":"Hello"}')
+        assert is_load_only(routed, NO_PROMPT)
+
+
+# -- tokenize -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"reasoning_effort": "high"},
+        {"reasoning_effort": "none"},
+        {"documents": [{"title": "one", "text": "two"}]},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+    ids=lambda fields: next(iter(fields), "plain"),
+)
+@on_loop
+async def test_a_chat_is_tokenized_as_the_engine_will(fields: dict[str, Any]) -> None:
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        routed = await prompts.of(CHAT, chat(**fields))
+        assert is_exactly(routed, chat_tokens({"messages": MESSAGES, **fields}))
+        again = await prompts.of(CHAT, chat(temperature=0.5, **fields))
+        assert again.prompt.local_hashes == routed.prompt.local_hashes
+        assert again.exact
+        assert len(engine.asked("/tokenize")) == 1  # what was asked before is known
+
+
+@on_loop
+async def test_a_text_is_tokenized_alone_and_as_the_only_one_of_a_list() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        words = "one two three four five"
+        for prompt in (words, [words]):
+            assert is_exactly(await prompts.of(TEXT, text(prompt)), tokens_of(words))
+        assert engine.asked("/tokenize") == [{"model": MODEL, "prompt": words}]
+
+
+@on_loop
+async def test_a_worker_that_refuses_leaves_what_was_known_of_the_beginning() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        await prompts.of(CHAT, chat())
+        engine.tokenize_status = 404
+        routed = await prompts.of(CHAT, chat([*MESSAGES, {"role": "user", "content": "And?"}]))
+        assert not routed.exact
+        assert routed.why_not == f"POST {engine.url}/tokenize: status 404"
+        known = hashes(chat_tokens({"messages": MESSAGES}))
+        assert routed.prompt.local_hashes == known
+        other = await prompts.of(TEXT, text("Something else"))
+        assert is_load_only(other, f"POST {engine.url}/tokenize: status 404")
+
+
+@on_loop
+async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
+    async with door(Mode.TOKENIZE, ask_timeout_s=0.05) as (prompts, engine):
+        engine.is_silent = True
+        routed = await prompts.of(CHAT, chat())
+        assert is_load_only(routed, f"POST {engine.url}/tokenize: no answer in 0.05 s")
+
+
+@on_loop
+async def test_a_known_beginning_is_enough_when_little_is_new() -> None:
+    async with door(Mode.TOKENIZE, ask_from_bytes=400) as (prompts, engine):
+        long = [{"role": "system", "content": "word " * 200}]
+        await prompts.of(CHAT, chat(long))
+        routed = await prompts.of(CHAT, chat([*long, {"role": "user", "content": "short"}]))
+        assert (routed.exact, routed.why_not) == (False, BEGINNING)
+        assert len(engine.asked("/tokenize")) == 1
+        await prompts.of(CHAT, chat([*long, {"role": "user", "content": "long " * 200}]))
+        assert len(engine.asked("/tokenize")) == 2
+
+
+# -- learn ----------------------------------------------------------------------------------------
+
+
+def answered(routed: Routed, answer: list[bytes]) -> bytes:
+    assert routed.answer is not None
+    return b"".join(map(routed.answer.feed, answer)) + routed.answer.end()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@on_loop
+async def test_what_an_answer_tells_is_known_the_next_time(streams: bool) -> None:
+    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, engine):
+        body = chat(stream=True) if streams else chat()
+        routed = await prompts.of(CHAT, body)
+        assert is_load_only(routed, UNKNOWN)
+        assert json.loads(routed.body)["return_token_ids"] is True
+        prompt, words = chat_tokens({"messages": MESSAGES}), [" Jupiter", "."]
+        output = [token for word in words for token in tokens_of(word)]
+        if streams:
+            assert json.loads(routed.body)["stream_options"] == {"include_usage": True}
+            sent = answered(routed, stream(prompt, words, asked=True, usage=True))
+            assert sent == b"".join(stream(prompt, words, asked=False))
+        else:
+            assert "stream_options" not in json.loads(routed.body)
+            sent = answered(routed, [whole_answer(prompt, "".join(words), output, asked=True)])
+            assert sent == whole_answer(prompt, "".join(words), output, asked=False)
+        assert is_exactly(await prompts.of(CHAT, body), prompt)
+        more = [
+            {"role": "assistant", "content": " Jupiter."},
+            {"role": "user", "content": "And the smallest?"},
+        ]
+        routed = await prompts.of(CHAT, chat([*MESSAGES, *more]))
+        assert (routed.exact, routed.why_not) == (False, BEGINNING)
+        assert routed.prompt.local_hashes == hashes([*prompt, *output])
+        assert engine.asked("/tokenize") == []
+
+
+@on_loop
+async def test_a_client_that_asks_for_ids_and_usage_itself_gets_them() -> None:
+    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, _):
+        body = chat(stream=True, return_token_ids=True, stream_options={"include_usage": True})
+        routed = await prompts.of(CHAT, body)
+        assert routed.body is body
+        prompt = chat_tokens({"messages": MESSAGES})
+        answer = stream(prompt, [" Jupiter"], asked=True, usage=True)
+        assert answered(routed, answer) == b"".join(answer)
+        assert is_exactly(await prompts.of(CHAT, body), prompt)
+
+
+@on_loop
+async def test_an_engine_of_another_make_is_not_asked_for_ids() -> None:
+    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, engine):
+        engine.make = "other"
+        body = chat(stream=True)
+        routed = await prompts.of(CHAT, body)
+        assert routed.body is body
+        assert routed.answer is None
+
+
+@on_loop
+async def test_an_engine_that_says_its_make_late_is_asked_again_and_not_waited_for() -> None:
+    async with talking_engine() as engine:
+        now = 0.0
+        fleet = Workers({1: engine.url})
+        engines = Engines(fleet, OutboundClient(Resolver().resolve), lambda: now)
+        engine.models_status = 503
+        assert await engines.make(fleet.served) is None
+        engine.models_status = 200
+        assert await engines.make(fleet.served) is None
+        assert len(engine.asked("/v1/models")) == 1
+        now = FRESH_S + 1
+        assert await engines.make(fleet.served) is None  # what was known
+        await asyncio.gather(*engines._under_way.values())
+        assert await engines.make(fleet.served) == "vllm"
+        assert len(engine.asked("/v1/models")) == 2
+        now = 100 * FRESH_S
+        assert await engines.make(fleet.served) == "vllm"
+        await engines.close()  # before what is asked beside has begun
+        assert len(engine.asked("/v1/models")) == 2
+
+
+@on_loop
+async def test_long_unknown_prompts_are_tokenized_while_learning() -> None:
+    async with door(Mode.LEARN, ask_from_bytes=1_000) as (prompts, engine):
+        await prompts.of(CHAT, chat())
+        assert engine.asked("/tokenize") == []
+        long = [{"role": "user", "content": "word " * 300}]
+        assert is_exactly(await prompts.of(CHAT, chat(long)), chat_tokens({"messages": long}))
+
+
+@on_loop
+async def test_a_prompt_that_is_to_be_echoed_is_not_asked_for_as_ids() -> None:
+    """vLLM leaves the text of the prompt out of the answer then."""
+    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, _):
+        for path, body in ((TEXT, text("Once", echo=True)), (CHAT, chat(echo=True))):
+            routed = await prompts.of(path, body)
+            assert routed.body is body
+            assert routed.answer is None
+        assert (await prompts.of(TEXT, text("Once", echo=False))).answer is not None
+
+
+@on_loop
+async def test_of_several_answers_only_the_prompt_is_learned() -> None:
+    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, _):
+        routed = await prompts.of(CHAT, chat(n=2))
+        prompt = chat_tokens({"messages": MESSAGES})
+        output = tokens_of(" a b c d e f g h")
+        answered(routed, [whole_answer(prompt, "", output, asked=True)])
+        more = [*MESSAGES, {"role": "user", "content": "And?"}]
+        assert (await prompts.of(CHAT, chat(more))).prompt.local_hashes == hashes(prompt)
+
+
+# -- ids, adapters, salts, media ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [Mode.LEARN, Mode.TOKENIZE])
+@on_loop
+async def test_token_ids_need_no_tokenizer(mode: Mode) -> None:
+    async with door(mode) as (prompts, engine):
+        ids = list(range(1, 31))
+        for prompt in (ids, [ids]):
+            assert is_exactly(await prompts.of(TEXT, text(prompt)), ids)
+        assert engine.asked("/tokenize") == []
+
+
+@on_loop
+async def test_ids_that_are_none_and_prompts_in_unknown_forms_go_by_load() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        for prompt in ([1, -2], [1, 2**32], [], [1, "a"], {"a": 1}, 7, None, [[1, 2.5]]):
+            routed = await prompts.of(TEXT, text(prompt))
+            assert not routed.exact, prompt
+            assert routed.why_not == "a prompt in a form that is not known", prompt
+        for body in (chat("Hello"), b'{"model":"m"}', chat({"role": "user"})):
+            assert not (await prompts.of(CHAT, body)).exact
+
+
+@on_loop
+async def test_several_prompts_go_by_load() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        for several in (["one", "two"], [[1, 2], [3, 4]]):
+            assert is_load_only(await prompts.of(TEXT, text(several)), SEVERAL)
+
+
+@pytest.mark.parametrize("field", ["suffix", "truncate_prompt_tokens", "prompt_embeds"])
+@on_loop
+async def test_what_changes_the_prompt_within_the_engine_is_said(field: str) -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        routed = await prompts.of(TEXT, text("one two three", **{field: "1"}))
+        assert is_load_only(routed, f"`{field}` changes the prompt")
+        assert (await prompts.of(TEXT, text("one two three", **{field: None}))).exact
+
+
+@on_loop
+async def test_a_name_that_is_an_adapter_goes_to_the_workers_that_have_it() -> None:
+    async with talking_engine() as one, talking_engine() as other:
+        other.adapters = []
+        prompts = Prompts(
+            PromptSettings(mode=Mode.TOKENIZE),
+            Workers({1: one.url, 2: other.url}),
+            OutboundClient(Resolver().resolve),
+        )
+        body = json.dumps({"model": ADAPTER, "messages": MESSAGES}).encode()
+        routed = await prompts.of(CHAT, body)
+        assert (routed.model_name, routed.worker_ids) == (MODEL, frozenset({1}))
+        tokens = chat_tokens({"messages": MESSAGES})
+        assert routed.prompt.lora_name == ADAPTER
+        assert routed.prompt.local_hashes == hashes(tokens, ADAPTER)
+        assert [asked["model"] for asked in one.asked("/tokenize")] == [ADAPTER]
+        assert other.asked("/tokenize") == []
+        base = await prompts.of(CHAT, chat())
+        assert base.worker_ids is None
+        assert base.prompt.local_hashes == hashes(tokens)
+        await prompts.close()
+
+
+@on_loop
+async def test_a_salt_is_marked_so_that_the_engines_events_tell_it() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        routed = await prompts.of(CHAT, chat(cache_salt="pepper"))
+        assert json.loads(routed.body)["cache_salt"] == "dynamo-cache-salt:pepper"
+        assert json.loads(routed.body)["messages"] == MESSAGES
+        tokens = chat_tokens({"messages": MESSAGES})
+        assert routed.prompt.local_hashes == hashes(tokens, salt="pepper")
+        assert routed.exact
+        body = chat(cache_salt="dynamo-cache-salt:pepper")
+        marked = await prompts.of(CHAT, body)
+        assert marked.body is body
+        assert marked.prompt.local_hashes == routed.prompt.local_hashes
+
+
+@on_loop
+async def test_where_a_salt_cannot_be_marked_its_blocks_are_those_without_one() -> None:
+    """So the engine's events tell them, and so they are found."""
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        body = chat(cache_salt="pepper")
+        routed = await prompts.of(CHAT, body, forwards=False)
+        assert (routed.exact, routed.why_not) == (False, UNMARKED)
+        assert routed.body is body
+        assert routed.prompt.local_hashes == hashes(chat_tokens({"messages": MESSAGES}))
+
+
+@pytest.mark.parametrize("salt", ["s" * 111, "a/b", "a@b", "a\\b"])
+@on_loop
+async def test_a_salt_that_the_engine_would_refuse_when_marked_goes_by_load(salt: str) -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        body = chat(cache_salt=salt)
+        routed = await prompts.of(CHAT, body)
+        assert routed.why_not is not None
+        assert routed.why_not.startswith("its cache_salt cannot be marked")
+        assert json.loads(routed.body)["cache_salt"] == salt
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "http://localhost/v"}},
+    ],
+    ids=lambda part: str(part["type"]),
+)
+@on_loop
+async def test_media_go_by_load_and_that_is_said(part: dict[str, Any]) -> None:
+    async with door(Mode.LEARN) as (prompts, engine):
+        content = [{"type": "text", "text": "What is it?"}, part]
+        body = chat([*MESSAGES, {"role": "user", "content": content}])
+        routed = await prompts.of(CHAT, body)
+        assert is_load_only(routed, MEDIA)
+        assert routed.body is body
+        assert engine.asked("/tokenize") == []
+
+
+@on_loop
+async def test_an_image_counts_as_an_image_not_as_the_text_that_it_is_written_in() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
+        body = chat([{"role": "user", "content": [url, {"type": "text", "text": "a" * 400}, url]}])
+        assert (await prompts.of(CHAT, body)).prompt.isl_tokens == 100 + 2 * 1024
+
+
+@on_loop
+async def test_a_text_that_speaks_of_images_is_a_text() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, _):
+        messages = [{"role": "user", "content": 'What is {"type": "image_url"}?'}]
+        assert (await prompts.of(CHAT, chat(messages))).exact

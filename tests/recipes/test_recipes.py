@@ -1,0 +1,343 @@
+"""Each recipe of `deploy/` on its gateway, before a selector and two workers: what users see."""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from tests.hard_day import hard_day
+from tests.openai_worker import MODEL, OpenAiWorker
+from tests.prometheus_tools import scrape
+from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
+from tests.running_service import RunningService, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+class Fleet:
+    """Two workers, a selector that finds them, and a gateway before them."""
+
+    def __init__(self, folder: Path, gateway: str, kind: str, *flags: str) -> None:
+        self.workers = [OpenAiWorker(), OpenAiWorker()]
+        places = Places(folder, kind)
+        self.selector = RunningService(
+            *places.flags(),
+            *("--prompts", "tokenize", "--discover-interval-secs", "0.2"),
+            *(part for worker in self.workers for part in ("--discover", f"url:{worker.url}")),
+            *flags,
+        )
+        self.selector.port = places.selector_port
+        ports = [worker.port for worker in self.workers]
+        self.gateway: Gateway = GATEWAYS[gateway](folder, places, ports)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Fleet":
+        with ExitStack() as stack:
+            for worker in self.workers:
+                stack.enter_context(worker)
+            stack.enter_context(self.selector)
+            self.wait_until_found()
+            stack.enter_context(self.gateway)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def wait_until_found(self, count: int = 2) -> None:
+        wait_until(
+            lambda: self.selector.get("/ready")[1]["schedulable_workers"] == count,
+            "the workers are found",
+        )
+        # Or the first events of an engine are asked for once more, which takes its time.
+        wait_until(
+            lambda: all(
+                row["state"] in ("live", "silent") for row in self.selector.get("/kv_sources")[1]
+            ),
+            "the workers' events are heard",
+        )
+
+    def loads(self) -> int:
+        """Requests that the selector takes for live."""
+        status, rows = self.selector.get("/loads")
+        assert status == 200
+        return sum(rank["active_requests"] for row in rows for rank in row["loads"])
+
+    def wait_until_free(self) -> None:
+        wait_until(lambda: self.loads() == 0, "every reservation is freed")
+
+    def lines(self) -> dict[str, int]:
+        """Lines of the access log, by what became of them."""
+        found = re.findall(
+            r'^lean_selector_lifecycle_lines_total\{result="(\w+)"\} (\d+)',
+            scrape(self.selector.port),
+            re.M,
+        )
+        return {result: int(count) for result, count in found if int(count)}
+
+    def ask(
+        self, body: object, path: str = CHAT, headers: dict[str, str] | None = None
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.gateway.port, timeout=60)
+        with closing(connection):
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(
+                "POST", path, raw, {"content-type": "application/json", **(headers or {})}
+            )
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+
+    def served(self) -> list[int]:
+        """Completions that each worker was asked for."""
+        return [
+            sum("completions" in request["line"] for request in worker.seen()["requests"])
+            for worker in self.workers
+        ]
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **more}
+
+
+@pytest.fixture(params=GATEWAYS)
+def gateway(request: pytest.FixtureRequest) -> str:
+    name = request.param
+    assert isinstance(name, str)
+    return name
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name = request.param
+    assert isinstance(name, str)
+    return name
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, gateway: str, kind: str) -> Iterator[Fleet]:
+    with Fleet(tmp_path, gateway, kind) as fleet:
+        yield fleet
+
+
+def test_a_conversation_stays_with_the_worker_that_has_it_cached_and_ends_free(
+    fleet: Fleet,
+) -> None:
+    for number in range(2):
+        before = fleet.served()
+        text = f"{number}, a conversation " * 20
+        for _ in range(4):
+            status, _, body = fleet.ask(chat(text, max_tokens=4))
+            assert status == 200
+            answer = json.loads(body)
+            fleet.wait_until_free()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert sorted(a - b for a, b in zip(fleet.served(), before, strict=True)) == [0, 4]
+    assert fleet.lines() == {"freed": 8}
+
+
+def test_what_needs_no_choice_passes_through(fleet: Fleet) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
+    with closing(connection):
+        connection.request("GET", "/v1/models")
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())["data"][0]["id"]) == (200, MODEL)
+    assert fleet.ask(b"abc", "/echo")[2] == b"abc"
+    assert fleet.lines() == {}
+
+
+def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_client(
+    fleet: Fleet,
+) -> None:
+    fleet.selector.stop(signal.SIGKILL)
+    nowhere = {"x-gateway-destination-endpoint": "127.0.0.1:1", "x-data-parallel-rank": "7"}
+    with ExitStack() as stack:
+        # Several at a time: who counts connections or requests has none to tell workers apart by.
+        for number in range(8):
+            connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
+            stack.enter_context(closing(connection))
+            body = json.dumps(chat(f"{number}", max_tokens=200, stream=True))
+            connection.request("POST", CHAT, body, nowhere)
+            answer = connection.getresponse()
+            assert answer.status == 200
+            answer.read(1)
+    assert all(fleet.served())
+    for worker in fleet.workers:
+        for request in worker.seen()["requests"]:
+            assert request["headers"].get("x-data-parallel-rank", "") == ""
+    with fleet.selector:
+        fleet.wait_until_found()
+
+        def is_asked_again() -> bool:
+            return fleet.ask(chat("again"))[0] == 200 and "freed" in fleet.lines()
+
+        wait_until(is_asked_again, "the gateway comes back to the selector")
+        # Over UDP a process of nginx hears of a closed port with its next line, and loses that.
+        most = 0 if fleet.gateway.places.is_unix else os.cpu_count() or 1
+        wait_until(lambda: fleet.loads() <= most, "what was asked for again is freed")
+
+
+def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None:
+    flags = "--active-prefill-tokens-threshold", "100"
+    with Fleet(tmp_path, gateway, "unix", *flags) as fleet:
+        for worker_id in (row["worker_id"] for row in fleet.selector.get("/workers")[1]):
+            held = {"worker_id": worker_id, "model_name": MODEL, "token_ids": [1] * 200}
+            held.update(reservation_id=f"held-{worker_id}", effective_prefill_tokens=200)
+            assert fleet.selector.post("/reservations", held)[0] == 201
+        status, headers, body = fleet.ask(chat("hello"))
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        assert fleet.served() == [0, 0]
+        wait_until(lambda: fleet.lines() != {}, "the line of a request that was shed")
+        assert fleet.lines() == {"unknown": 1}
+
+
+def test_a_body_that_is_no_request_is_refused_in_openais_words(
+    tmp_path: Path, gateway: str
+) -> None:
+    with Fleet(tmp_path, gateway, "unix") as fleet:
+        status, headers, body = fleet.ask(b"{not json")
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        # What no worker knows is answered by one: it knows best.
+        status, _, body = fleet.ask({**chat("hello"), "model": "other"})
+        assert (status, "other" in json.loads(body)["error"]["message"]) == (404, True)
+        assert fleet.loads() == 0
+
+
+def test_long_prompts_are_routed_too(tmp_path: Path, gateway: str) -> None:
+    with Fleet(tmp_path, gateway, "unix") as fleet:
+        text = "a long prompt, and longer still. " * 6_000  # 200 kB
+        for _ in range(3):
+            assert fleet.ask(chat(text, max_tokens=1))[0] == 200
+            fleet.wait_until_free()
+        assert sorted(fleet.served()) == [0, 3]
+        assert fleet.lines() == {"freed": 3}
+
+
+def test_a_body_beyond_what_the_gateway_holds_does_no_harm(tmp_path: Path, gateway: str) -> None:
+    with Fleet(tmp_path, gateway, "unix") as fleet:
+        # HAProxy balances by itself what its buffers cannot hold.
+        size, expected = (600_000, 200) if gateway == "haproxy" else (9_000_000, 413)
+        assert fleet.ask(chat("x" * size))[0] == expected
+        assert (fleet.loads(), "freed" in fleet.lines()) == (0, False)
+        assert fleet.ask(chat("hello"))[0] == 200
+        fleet.wait_until_free()
+
+
+def test_whoever_hangs_up_frees_and_is_held_against_no_worker(fleet: Fleet) -> None:
+    for number in range(6):
+        body = chat(f"{number}", stream=True, max_tokens=2_000, fake={"stall_after": 1})
+        connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", CHAT, json.dumps(body))
+            if number % 2:
+                connection.getresponse().read(1)
+            else:
+                wait_until(lambda: fleet.loads() > 0, "it is booked")
+        fleet.wait_until_free()
+    lines = fleet.lines()
+    lines.pop("other", None)  # HAProxy tells of scripts that it gave up
+    assert lines == {"freed": 6}
+    workers = fleet.selector.get("/workers?detail=true")[1]
+    assert [worker["health"]["state"] for worker in workers] == ["in_service"] * 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="who is not root cannot start nginx as another user")
+@pytest.mark.parametrize("recipe", ["nginx-njs", "nginx-lua"])
+def test_nginx_of_another_user_asks_by_the_selectors_group(recipe: str) -> None:
+    group = "daemon"  # not nginx's own
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        shutil.chown(folder, group=group)
+        folder.chmod(
+            0o2750
+        )  # what is made in it is the group's, as it is of a selector that is in it
+        fleet = Fleet(folder, recipe, "unix")
+        assert isinstance(fleet.gateway, Nginx)
+        fleet.gateway.user = f"user www-data {group};"
+        stack.enter_context(fleet)
+        assert fleet.ask(chat("hello"))[0] == 200
+        fleet.wait_until_free()
+        assert fleet.lines() == {"freed": 1}
+        fleet.gateway.stop()
+        fleet.gateway.user = "user www-data;"
+        with fleet.gateway:
+            assert fleet.ask(chat("hello"))[0] == 200
+            assert fleet.lines() == {"freed": 1}  # it may not, and balances by itself
+
+
+def test_nginx_with_njs_tells_the_rank_to_the_worker_that_was_booked_only(tmp_path: Path) -> None:
+    with Fleet(tmp_path, "nginx-njs", "unix") as fleet:
+        fleet.ask(chat("hello", fake={"break_after": 0}))  # every worker breaks off
+        seen = [each for worker in fleet.workers for each in worker.seen()["requests"]]
+        asked = [each["headers"] for each in seen if "completions" in each["line"]]
+        ranks = sorted(headers.get("x-data-parallel-rank", "") for headers in asked)
+        assert (ranks[0], ranks.count("0"), len(ranks) > 1) == ("", 1, True)
+        assert {headers["host"] for headers in asked} == {"127.0.0.1"}
+        assert all(headers["x-request-id"] for headers in asked)
+
+
+def test_nginx_with_lua_tells_when_the_first_byte_comes(tmp_path: Path) -> None:
+    with Fleet(tmp_path, "nginx-lua", "unix") as fleet:
+        body = chat("hello", stream=True, max_tokens=2_000, fake={"stall_after": 1})
+        connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", CHAT, json.dumps(body))
+            connection.getresponse().read(1)
+
+            def prefill() -> int:
+                rows = fleet.selector.get("/loads")[1]
+                return sum(r["potential_prefill_tokens"] for row in rows for r in row["loads"])
+
+            wait_until(lambda: prefill() == 0, "its prompt counts as computed")
+            assert fleet.loads() == 1
+        fleet.wait_until_free()
+
+
+def test_a_worker_that_is_gone_costs_no_request_and_is_reported(fleet: Fleet) -> None:
+    assert fleet.ask(chat("a conversation " * 20))[0] == 200
+    fleet.wait_until_free()
+    gone = fleet.workers[fleet.served().index(1)]
+    gone.kill()
+    for _ in range(5):
+        assert fleet.ask(chat("a conversation " * 20))[0] == 200
+        fleet.wait_until_free()
+    ejected = fleet.selector.get("/ready")[1].get("ejected", [])
+    counts = scrape(fleet.selector.port)
+    assert re.search(
+        r'lean_selector_worker_reports_total\{.*outcome="(refused|failed)".*\} [1-5]', counts
+    ), counts
+    assert len(ejected) <= 1
+
+
+def test_a_hard_day(tmp_path: Path, gateway: str) -> None:
+    with Fleet(tmp_path, gateway, "unix", "--worker-ejection-secs", "1") as fleet:
+        worker, selector = fleet.workers[0], fleet.selector
+        day = asyncio.run(
+            hard_day(
+                fleet.gateway.url,
+                at={
+                    0.2: worker.kill,
+                    0.35: worker.start,
+                    0.55: lambda: selector.stop(signal.SIGKILL),
+                    0.7: selector.__enter__,
+                },
+            )
+        )
+        assert day.wrong == []
+        assert day.failed_share <= 0.01, day
+        assert day.stickiness >= 0.65, day  # by chance half, and so while the selector is down
+        fleet.wait_until_found()
+        evening = asyncio.run(hard_day(fleet.gateway.url, requests=100, seed=1))
+        assert evening.failed_share == 0.0, evening
+        fleet.wait_until_free()

@@ -1,0 +1,408 @@
+"""POST /route in process: what it books, what it answers, and what it does when clients leave."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
+from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.http1.header_block import block_of
+from lean_selector.http1.reader import Request
+from lean_selector.prompts.fleet import UnknownModel
+from lean_selector.prompts.routed import Routed
+from lean_selector.route.door import RouteDoor
+from lean_selector.services.gate import Gate
+from lean_selector.services.replies import LaterReply
+from tests.gates import NOW, selection_service
+from tests.on_loop import until
+
+PATH = "/route/v1/chat/completions"
+Headers = dict[str, str]
+
+
+class Scripted:
+    """Prompts of so many tokens, once they may go on."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes]] = []
+        self.fault: Exception | None = None
+        self.worker_ids: frozenset[int] | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def of(self, path: str, body: bytes, *, forwards: bool) -> Routed:
+        assert not forwards
+        self.asked.append((path, body))
+        await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        tokens = b"".join(n.to_bytes(4, "little") for n in range(40))
+        local = any_local_hashes(tokens, 16, 1337, None, False)
+        prompt = Prompt(40, local, 2, local[:8], sequence_hashes_bytes(local))
+        return Routed(
+            "m",
+            "default",
+            prompt,
+            body,
+            exact=True,
+            why_not=None,
+            streams=False,
+            worker_ids=self.worker_ids,
+        )
+
+
+class Door:
+    """The door of a selector, and a gateway's side of it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.service = selection_service(**settings)
+        self.selector = self.service.selector
+        self.prompts = Scripted()
+        self.ended: set[str] = set()
+        self.door = RouteDoor(
+            self.prompts,
+            self.service.select_and_reserve,
+            lambda reservation_id: self.selector.free(reservation_id, NOW),
+            self._has_ended,
+        )
+        self.gate = Gate(self.door.routes())
+
+    def _has_ended(self, reservation_id: str) -> bool:
+        if reservation_id in self.ended:
+            self.ended.remove(reservation_id)
+            return True
+        return False
+
+    def worker(
+        self, worker_id: int, endpoint: str = "http://10.0.0.7:8000/base", **more: Any
+    ) -> None:
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            model_name="m",
+            tenant_id="default",
+            endpoint=endpoint,
+            block_size=16,
+            **more,
+        )
+        self.selector.upsert_worker(spec, NOW)
+
+    def begin(self, *, path: str = PATH, body: bytes = b"{}", **headers: str) -> LaterReply:
+        answer = self.gate(asked(path, body, headers))
+        assert isinstance(answer, LaterReply)
+        return answer
+
+    async def ask(self, **named: Any) -> tuple[int, Headers, bytes]:
+        pending = self.begin(**named)
+        await until(lambda: pending.response is not None)
+        assert pending.response is not None
+        return parted(bytes(pending.response))
+
+    @property
+    def live(self) -> set[str]:
+        partitions = self.selector.catalog.partitions.values()
+        return {each for partition in partitions for each in partition.slots.reservations}
+
+
+def asked(path: str, body: bytes, headers: dict[str, str]) -> Request:
+    fields = {name.replace("_", "-").encode(): text.encode() for name, text in headers.items()}
+    return Request(b"POST", path.encode(), None, body, block_of(fields, False, False))
+
+
+def parted(response: bytes) -> tuple[int, Headers, bytes]:
+    head, _, body = response.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")[1:]
+    return int(head[9:12]), dict(line.split(": ", 1) for line in lines), body
+
+
+def answer_of(pending: LaterReply) -> tuple[int, Headers, bytes] | None:
+    return None if pending.response is None else parted(bytes(pending.response))
+
+
+def error(body: bytes) -> Any:
+    return json.loads(body)["error"]
+
+
+Story = Callable[[], Coroutine[Any, Any, None]]
+
+
+def told(story: Story) -> Callable[[], None]:
+    def test() -> None:
+        async def run() -> None:
+            await asyncio.wait_for(story(), 60)
+
+        uvloop.run(run())
+
+    return test
+
+
+@told
+async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id() -> None:
+    door = Door()
+    door.worker(7, data_parallel_start_rank=3)
+    status, headers, body = await door.ask(body=b'{"a": 1}', x_reservation_id="gw-1")
+    assert (status, body) == (200, b"")
+    headers.pop("date", None)
+    assert headers == {
+        "content-length": "0",
+        "x-gateway-destination-endpoint": "10.0.0.7:8000",
+        "x-worker-id": "7",
+        "x-data-parallel-rank": "3",
+        "x-reservation-id": "gw-1",
+        "x-overlap-tokens": "0",
+    }
+    assert door.live == {"gw-1"}
+    assert door.prompts.asked == [("/v1/chat/completions", b'{"a": 1}')]
+
+
+@told
+async def test_without_an_id_of_the_gateway_there_is_one_of_ours() -> None:
+    door = Door()
+    door.worker(7)
+    _, headers, _ = await door.ask()
+    assert door.live == {headers["x-reservation-id"]}
+
+
+@told
+async def test_an_endpoint_without_a_port_has_that_of_its_scheme() -> None:
+    for endpoint, where in (("http://[fd00::7]", "[fd00::7]:80"), ("https://h/", "h:443")):
+        door = Door()
+        door.worker(7, endpoint)
+        assert (await door.ask())[1]["x-gateway-destination-endpoint"] == where
+
+
+@told
+async def test_an_endpoint_without_a_scheme_is_where_requests_go_too() -> None:
+    door = Door()
+    door.worker(7, "worker-1:8000")
+    assert (await door.ask())[1]["x-gateway-destination-endpoint"] == "worker-1:8000"
+
+
+@told
+async def test_a_worker_that_speaks_no_http_is_told_so_and_not_booked() -> None:
+    door = Door()
+    door.worker(7, "grpc://w:1")
+    status, headers, body = await door.ask(x_reservation_id="a")
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert "`grpc://w:1` is not an http:// or https:// URL" in error(body)["message"]
+    assert door.live == set()
+
+
+@told
+async def test_only_workers_that_have_the_adapter_are_asked() -> None:
+    door = Door()
+    for worker_id in (1, 2, 3):
+        door.worker(worker_id)
+    door.prompts.worker_ids = frozenset({2})
+    assert {(await door.ask())[1]["x-worker-id"] for _ in range(9)} == {"2"}
+
+
+@told
+async def test_what_is_shed_is_told_to_come_back_in_a_form_that_clients_of_openai_read() -> None:
+    door = Door()
+    door.worker(7, total_kv_blocks=1)
+    assert (await door.ask())[0] == 200
+    door.selector.change_threshold(("m", "default"), BusyThreshold(active_decode_blocks=0.1), NOW)
+    status, headers, body = await door.ask()
+    assert (status, headers["retry-after"], headers["content-type"]) == (
+        429,
+        "1",
+        "application/json",
+    )
+    assert error(body) == {
+        "message": "All workers are busy, please retry later",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": None,
+    }
+
+
+@told
+async def test_errors_say_whose_they_are_and_book_nothing() -> None:
+    door = Door()
+    status, headers, body = await door.ask()
+    assert (status, headers["retry-after"], error(body)["type"]) == (503, "1", "server_error")
+    door.worker(7)
+    door.prompts.fault = BadRequest("messages: required")
+    status, _, body = await door.ask()
+    assert (status, error(body)["message"]) == (400, "messages: required")
+    assert error(body)["type"] == "invalid_request_error"
+    # No worker is known for it here: a gateway that balances by itself may know one.
+    door.prompts.fault = UnknownModel("other")
+    status, _, body = await door.ask()
+    assert (status, error(body)["code"]) == (503, "model_not_found")
+    door.prompts.fault = RuntimeError("a bug")
+    status, _, body = await door.ask()
+    assert (status, error(body)["message"]) == (500, "internal error")
+    assert door.live == set()
+
+
+@told
+async def test_a_body_that_is_too_large_and_a_bad_id_are_refused_at_once() -> None:
+    door = Door()
+    large = asked(PATH, b"", {})
+    large.body_too_large = True
+    answer = door.gate(large)
+    assert isinstance(answer, bytes)
+    assert parted(answer)[0] == 413
+    for bad in ("", "a b", 'a"b', "é", "x" * 257):
+        answer = door.gate(asked(PATH, b"{}", {"x-reservation-id": bad}))
+        assert isinstance(answer, bytes)
+        status, _, body = parted(answer)
+        assert (status, "x-reservation-id" in error(body)["message"]) == (400, True)
+    assert door.prompts.asked == []
+
+
+@told
+async def test_whoever_hangs_up_while_the_tokens_are_asked_for_books_nothing() -> None:
+    door = Door()
+    door.worker(7)
+    door.prompts.gate.clear()
+    pending = door.begin(x_reservation_id="gone")
+    staying = door.begin(x_reservation_id="stays")
+    await until(lambda: len(door.prompts.asked) == 2)
+    pending.hang_up()
+    door.prompts.gate.set()
+    await until(lambda: staying.response is not None)
+    assert door.live == {"stays"}
+
+
+@told
+async def test_an_end_that_the_log_tells_before_the_booking_is_not_booked() -> None:
+    door = Door()
+    door.worker(7)
+    door.ended.add("over")
+    status, _, body = await door.ask(x_reservation_id="over")
+    assert (status, error(body)["message"]) == (409, "reservation over has ended already")
+    assert door.live == set()
+    assert (await door.ask(x_reservation_id="over"))[0] == 200  # of an id that is used twice
+    assert (await door.ask(x_reservation_id="over"))[0] == 409
+
+
+def crowded(endpoint: str = "http://10.0.0.7:8000") -> Door:
+    """One rank that is full: who comes is parked."""
+    door = Door(queue_threshold=0.1)
+    door.worker(7, endpoint, max_num_batched_tokens=16)
+    return door
+
+
+@told
+async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_go_on() -> None:
+    door = crowded("grpc://w:1")
+    prompt = Prompt(40, b"12345678", 1, b"87654321", b"87654321")
+    booking = Booking("first", 7, 0, None, True, 40, None, None)
+    door.selector.bookings.book(door.selector.ready_partition("m", "default"), booking, prompt, NOW)
+    pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
+    await until(lambda: len(door.prompts.asked) == 2)
+    await until(lambda: not door.door._under_way)
+    assert [answer_of(each) for each in pending] == [None, None]
+    door.selector.free("first", NOW)
+    door.selector.admit_waiting(NOW)
+    for answer in map(answer_of, pending):
+        assert answer is not None
+        assert (answer[0], "grpc://w:1" in error(answer[2])["message"]) == (503, True)
+    assert door.live == set()
+
+
+@told
+async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
+    door = crowded()
+    assert (await door.ask(x_reservation_id="first"))[0] == 200
+    pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
+    await until(lambda: len(door.prompts.asked) == 3)
+    await until(lambda: not door.door._under_way)
+
+    def broken(reservation_id: str) -> bool:
+        raise RuntimeError("a bug")
+
+    door.door._has_ended = broken
+    door.selector.free("first", NOW)  # raises nothing
+    assert door.live == set()
+    for answer in map(answer_of, pending):
+        assert answer is not None
+        assert answer[0] == 500
+
+
+@told
+async def test_a_parked_request_is_answered_when_there_is_room() -> None:
+    door = crowded()
+    assert (await door.ask(x_reservation_id="first"))[0] == 200
+    pending = door.begin(x_reservation_id="second")
+    await until(lambda: door.prompts.asked[1:])
+    await until(lambda: not door.door._under_way)
+    assert answer_of(pending) is None
+    door.selector.free("first", NOW)
+    answer = answer_of(pending)
+    assert answer is not None
+    status, headers, _ = answer
+    assert (status, headers["x-reservation-id"]) == (200, "second")
+    assert door.live == {"second"}
+
+
+@told
+async def test_a_parked_request_whose_end_is_told_or_that_is_left_keeps_no_booking() -> None:
+    door = crowded()
+    assert (await door.ask(x_reservation_id="first"))[0] == 200
+    ended, left = (door.begin(x_reservation_id=each) for each in ("ended", "left"))
+    await until(lambda: len(door.prompts.asked) == 3)
+    await until(lambda: not door.door._under_way)
+    door.ended.add("ended")
+    left.hang_up()
+    door.selector.free("first", NOW)
+    assert ended.response is not None
+    assert parted(bytes(ended.response))[0] == 409
+    assert (door.live, left.response) == (set(), None)
+
+
+@told
+async def test_what_is_parked_at_the_stop_is_told_so() -> None:
+    from lean_selector.core.errors import Unavailable
+
+    door = crowded()
+    assert (await door.ask(x_reservation_id="first"))[0] == 200
+    pending = door.begin()
+    await until(lambda: door.prompts.asked[1:])
+    await until(lambda: not door.door._under_way)
+    door.selector.refuse_parked(Unavailable("stopping"))
+    assert pending.response is not None
+    status, headers, body = parted(bytes(pending.response))
+    assert (status, headers["retry-after"], error(body)["message"]) == (503, "1", "stopping")
+
+
+@told
+async def test_closing_gives_up_what_is_under_way() -> None:
+    door = Door()
+    door.worker(7)
+    door.prompts.gate.clear()
+    pending = door.begin()
+    await until(lambda: door.prompts.asked)
+    await door.door.close()
+    assert (pending.response, door.live) == (None, set())
+
+
+def test_other_methods_are_told_which_one_there_is() -> None:
+    door = Door()
+    request = asked(PATH, b"", {})
+    request.method = b"GET"
+    answer = door.gate(request)
+    assert isinstance(answer, bytes)
+    status, headers, _ = parted(answer)
+    assert (status, headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize("path", ["/route/v1/completions", "/route/x", "/route/"])
+def test_every_path_behind_it_is_the_original_one(path: str) -> None:
+    async def story() -> None:
+        door = Door()
+        door.worker(7)
+        assert (await door.ask(path=path))[0] == 200
+        assert door.prompts.asked[0][0] == path.removeprefix("/route")
+
+    uvloop.run(story())
