@@ -71,6 +71,7 @@ class CompletionStream:
 
     def __init__(self) -> None:
         self.output_tokens = 0
+        self.cached_tokens: int | None = None  # of the prompt, where the engine's usage says
         self.state: Literal["open", "finished", "done"] = "open"
         self._buffer = b""
 
@@ -114,6 +115,7 @@ class CompletionStream:
             yield chunk
         if event.usage is not None:
             self.output_tokens = max(self.output_tokens, _completion_tokens(event.usage))
+            self.cached_tokens = _cached_tokens(event.usage)
             if not event.choices:
                 yield {"usage": event.usage}
 
@@ -137,3 +139,11 @@ def _error_text(value: object) -> str:
 def _completion_tokens(usage: Mapping[str, object]) -> int:
     tokens = usage.get("completion_tokens")
     return tokens if isinstance(tokens, int) else 0
+
+
+def _cached_tokens(usage: Mapping[str, object]) -> int | None:
+    """`prompt_tokens_details.cached_tokens`: of vLLM with --enable-prompt-tokens-details, of SGLang
+    with --enable-cache-report."""
+    details = usage.get("prompt_tokens_details")
+    tokens = details.get("cached_tokens") if isinstance(details, dict) else None
+    return tokens if isinstance(tokens, int) and tokens >= 0 else None

@@ -82,7 +82,13 @@ class WorkerError(ClientError):
 
 
 class WorkerUnreachable(WorkerError):
-    pass
+    """`never_connected`: nobody took the connection."""
+
+    def __init__(
+        self, worker_id: int, endpoint: str, reason: str, *, never_connected: bool = False
+    ) -> None:
+        super().__init__(worker_id, endpoint, reason)
+        self.never_connected = never_connected
 
 
 class WorkerRefused(WorkerError):

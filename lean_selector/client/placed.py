@@ -4,11 +4,14 @@ The bases of streams and placements of both routers.
 """
 
 from collections import deque
+from typing import Literal
 
 from lean_selector.client.completions import Chunk, CompletionStream, MalformedStream
 from lean_selector.client.errors import WorkerStreamBroken
 from lean_selector.client.exchanges import Selected
 from lean_selector.client.reservation import Reservation
+
+Outcome = Literal["refused", "failed", "ok"]
 
 
 class Placed:
@@ -23,6 +26,13 @@ class Placed:
         self.overlap_blocks = selected.overlap_blocks
         self.effective_prefill_tokens = selected.effective_prefill_tokens
         self.reservation_id = reservation.id
+        self._reservation = reservation
+
+    def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
+        """How the worker did, told with the end of the reservation: a worker that fails is given
+        no requests for a while. cached_tokens: of the prompt, as the engine counted them."""
+        self._reservation.outcome = outcome
+        self._reservation.cached_tokens = cached_tokens
 
 
 class ChunkIntake(Placed):
@@ -30,7 +40,6 @@ class ChunkIntake(Placed):
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
-        self._reservation = reservation
         self._completion = CompletionStream()
         self._ready: deque[Chunk] = deque()  # the chunks of one read
         self._failure: WorkerStreamBroken | None = None  # reported after those
@@ -45,13 +54,26 @@ class ChunkIntake(Placed):
             if self._completion.state == "open":
                 raise self._broken("the stream ended before it was finished")
             self._completion.state = "done"
+            self._tell_outcome()
             return
         try:
             self._ready.extend(self._completion.feed(data))
         except MalformedStream as error:
             self._failure = self._broken(str(error))
+        self._tell_outcome()
         if self._completion.output_tokens:
             self._reservation.output(self._completion.output_tokens)
+
+    def _note(self, error: BaseException) -> None:
+        """What ended the stream, told or not."""
+        if isinstance(error, WorkerStreamBroken):
+            self.went("failed")
+
+    def _tell_outcome(self) -> None:
+        if self._failure is not None:
+            self.went("failed")
+        elif self._completion.state != "open":
+            self.went("ok", cached_tokens=self._completion.cached_tokens)
 
     def _broken(self, reason: str) -> WorkerStreamBroken:
         return WorkerStreamBroken(self.worker_id, self.endpoint, reason)

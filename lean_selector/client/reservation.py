@@ -24,6 +24,8 @@ class Reservation:
         self.is_named = reservation_id is not None
         self.ambiguous = False  # the service may book it after we ask to free it
         self.ended = False  # nothing is reported any more
+        self.outcome: str | None = None  # how its worker did: refused, failed, ok; None: not told
+        self.cached_tokens: int | None = None  # of the prompt, as the engine counted them
         self._isl_tokens = isl_tokens
         self._expected_output_tokens = expected_output_tokens
         self._block_size: int | None = None
@@ -63,6 +65,10 @@ class Reservation:
             return None
         done = (self._told_blocks + 1) * size
         return max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
+
+    def freeing(self) -> Call[None]:
+        """Its end, and how its worker did."""
+        return service_calls.free(self.id, self.outcome, self.cached_tokens)
 
     def reported(self) -> None:
         """What next_report() returned has reached the service."""

@@ -24,6 +24,7 @@ from lean_selector.client.errors import (
     ServiceUnreachable,
     WorkerError,
     WorkerRefused,
+    WorkerStreamBroken,
     WorkerUnreachable,
     WrongBlockSize,
 )
@@ -244,6 +245,7 @@ class Routing:
             try:
                 stream = yield _open_stream(selected, body)
             except BaseException as error:
+                reservation.outcome = outcome_of(error)
                 yield Release(reservation)
                 if not _is_passed_over(error):
                     raise
@@ -305,7 +307,7 @@ class Routing:
         attempt = 0
         while True:
             try:
-                yield Ask(service_calls.free(reservation.id))
+                yield Ask(reservation.freeing())
                 return
             except ClientClosed:
                 return  # close() has waited as long as it could
@@ -327,6 +329,17 @@ def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
     if isinstance(error, WorkerRefused):
         return error.status in _WORKER_IS_NOT_FREE
     return isinstance(error, WorkerUnreachable)
+
+
+def outcome_of(error: BaseException) -> str | None:
+    """What an error tells of the worker's health; None: nothing. Who sheds load or says that a
+    request makes no sense is well."""
+    if isinstance(error, WorkerRefused):
+        is_fault = error.status >= 500 and error.status not in _WORKER_IS_NOT_FREE
+        return "failed" if is_fault else None
+    if isinstance(error, WorkerUnreachable):
+        return "refused" if error.never_connected else "failed"
+    return "failed" if isinstance(error, WorkerStreamBroken) else None
 
 
 def _open_stream(selected: Selected, body: bytes) -> OpenStream:

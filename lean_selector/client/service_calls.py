@@ -65,7 +65,8 @@ def select(fields: Mapping[str, object]) -> Call[Selected]:
 
 
 def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Call[Selected]:
-    body = {**fields, "reservation_id": reservation_id}
+    # 1.6 calls a booking's id so, and does not read the other; 1.3 echoes it.
+    body = {**fields, "reservation_id": reservation_id, "selection_id": reservation_id}
     return post_prompt("/select_and_reserve", body, _read_selected, waits=True)
 
 
@@ -97,8 +98,27 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
     return post(f"{_reservation(reservation_id)}/output_block", body, nothing)
 
 
-def free(reservation_id: str) -> Call[None]:
-    return Call("DELETE", _reservation(reservation_id), nothing)
+def free(
+    reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
+) -> Call[None]:
+    """The end of a reservation; how its request went, as far as that is known."""
+    told = _told(outcome=outcome, cached_tokens=cached_tokens)
+    return Call("DELETE", _reservation(reservation_id), nothing, told or None)
+
+
+def report(
+    worker_id: int,
+    outcome: str,
+    dp_rank: int | None = None,
+    ttft_ms: float | None = None,
+    cached_tokens: int | None = None,
+) -> Call[None]:
+    told = _told(outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens)
+    return post(f"/workers/{worker_id}/report", told, nothing)
+
+
+def _told(**fields: object) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _reservation(reservation_id: str) -> str:

@@ -123,7 +123,10 @@ def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | Work
     """A worker that keeps silent has taken the request; one that hangs up has not."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
-    return WorkerUnreachable(wanted.worker_id, wanted.endpoint, _reason(error))
+    never_connected = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+    return WorkerUnreachable(
+        wanted.worker_id, wanted.endpoint, _reason(error), never_connected=never_connected
+    )
 
 
 def worker_refused(wanted: OpenStream, status: int, body: bytes) -> WorkerRefused:

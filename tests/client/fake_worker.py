@@ -7,6 +7,7 @@ How a request is treated, it says itself, in the field `fake`:
     stall_after       say nothing more after so many tokens
     step_s            pause between two tokens
     never_ends        leave the response open after the last event
+    cached            tokens of the prompt that were cached, in the usage
     without           names that the chunks and the end leave out: token_ids, usage, done
 """
 
@@ -23,12 +24,14 @@ START_S = 20.0
 class FakeWorker:
     """Answers while entered. `requests` keeps the bodies, `headers` their headers."""
 
-    def __init__(self, status: int | None = None) -> None:
+    def __init__(self, status: int | None = None, port: int = 0) -> None:
+        """`port`: 0 is any that is free."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.hung_up = 0  # requests whose client went away before the end
         self.status = status  # of every answer, if given
+        self.port = port
 
     def __enter__(self) -> "FakeWorker":
         self._started = threading.Event()
@@ -54,7 +57,7 @@ class FakeWorker:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._open: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
@@ -155,7 +158,9 @@ async def _stream(writer: asyncio.StreamWriter, body: dict[str, Any], fake: Any)
             del choice["token_ids"]
         await event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
     if "usage" not in without:
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
+        usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
+        if "cached" in fake:
+            usage["prompt_tokens_details"] = {"cached_tokens": fake["cached"]}
         await event({"choices": [], "usage": usage})
     if "done" not in without:
         await event("[DONE]")

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import httpx
 
-from lean_selector.client import service_calls
 from lean_selector.client.aio.service_connection import ServiceConnection
 from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
 from lean_selector.client.reservation import Reservation
@@ -227,7 +226,7 @@ class Driver:
             # Only the end of the event loop cancels this task, or aclose() when time is up.
             with contextlib.suppress(ClientError, TimeoutError):
                 async with asyncio.timeout(LAST_FREE_S):
-                    await self._service.exchange(service_calls.free(reservation.id))
+                    await self._service.exchange(reservation.freeing())
             raise
         finally:
             if self._releasing.get(reservation.id) is asyncio.current_task():

@@ -14,7 +14,7 @@ from lean_selector.client import service_calls
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.completions import Chunk, Option
 from lean_selector.client.exchanges import Selected
-from lean_selector.client.placed import ChunkIntake, Placed
+from lean_selector.client.placed import ChunkIntake, Outcome, Placed
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.router_config import KvRouterConfig
 from lean_selector.client.routing import Routing, ask
@@ -149,9 +149,33 @@ class SyncKvRouter:
         """Raises NotFound for an id that is not booked."""
         self._driver.drive(ask(service_calls.prefill_complete(request_id)))
 
-    def free(self, request_id: str) -> None:
-        """Raises NotFound for an id that is not booked."""
-        self._driver.drive(ask(service_calls.free(request_id)))
+    def free(
+        self,
+        request_id: str,
+        outcome: Outcome | None = None,
+        *,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """outcome, cached_tokens: as in report(). Raises NotFound for an id that is not booked."""
+        call = service_calls.free(request_id, outcome, cached_tokens)
+        self._driver.drive(ask(call))
+
+    def report(
+        self,
+        worker_id: int,
+        outcome: Outcome,
+        dp_rank: int | None = None,
+        *,
+        ttft_ms: float | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """How a request to a worker went that you sent yourself, without a booking.
+
+        refused: nobody took the connection; failed; or ok. Without dp_rank the whole worker counts.
+        Who fails several times in a row is given no requests for a while. Raises NotFound.
+        """
+        call = service_calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
+        self._driver.drive(ask(call))
 
     def dump_events(self) -> str:
         """All KV events that rebuild the service's index of this model, as a JSON list."""
@@ -220,7 +244,8 @@ class SyncTokenStream(ChunkIntake):
                 self._opened.is_done = self._is_over
                 self._driver.report(self._reservation)
             return self._ready.popleft()
-        except BaseException:
+        except BaseException as error:
+            self._note(error)
             self._driver.release(self._reservation)
             raise
 

@@ -1,0 +1,58 @@
+"""The configuration of a selector that runs inside another program.
+
+The arguments of the class are flags of `lean-selector`, so that ranges are checked and defaults
+stand in one place; what has no argument comes from the same environment, DYN_*.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lean_selector.bindings.cache_config import SelectionCacheConfig
+from lean_selector.process.options import OneLineParser, add_options
+from lean_selector.process.selector_config import (
+    SELECTOR_OPTIONS,
+    SelectorConfig,
+    selector_config,
+)
+
+
+class _Parser(OneLineParser):
+    """Complains to the caller."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, colon, fault = message.removeprefix("argument ").partition(": ")
+        raise ValueError(flag.removeprefix("--").replace("-", "_") + colon + fault)
+
+
+def config_of(
+    indexer_threads: int,
+    indexer_peers: Sequence[str] | None,
+    replica_sync_port: int | None,
+    replica_sync_peers: Sequence[str] | None,
+    selection_cache: SelectionCacheConfig | None,
+    session_affinity_ttl_secs: float | None,
+) -> SelectorConfig:
+    """What arguments and environment say. Raises ValueError, naming the one that is wrong."""
+    if replica_sync_peers and replica_sync_port is None:
+        raise ValueError("replica_sync_peers requires replica_sync_port")
+    cache = selection_cache or SelectionCacheConfig()
+    given = {
+        "--threads": indexer_threads,
+        "--indexer-peers": _joined(indexer_peers),
+        "--replica-sync-port": replica_sync_port,
+        "--replica-sync-peers": _joined(replica_sync_peers),
+        "--session-affinity-ttl-secs": session_affinity_ttl_secs,
+        "--selection-cache-ttl-secs": cache.ttl_secs,
+        "--selection-cache-max-entries": cache.max_entries,
+        "--selection-cache-max-bytes": cache.max_bytes,
+    }
+    flags = ["--api=1.6"]
+    flags += [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    parser = _Parser(prog="SelectionService", allow_abbrev=False)
+    add_options(parser, SELECTOR_OPTIONS)
+    return selector_config(parser, parser.parse_args(flags), os.environ)
+
+
+def _joined(values: Sequence[str] | None) -> str | None:
+    return ",".join(values) if values else None

@@ -1,0 +1,88 @@
+"""Python's form of what HTTP carries as JSON: maps from ranks have keys that are numbers.
+
+Checks what only Python can get wrong; what the fields mean is checked where HTTP's are.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lean_selector.core.limits import U64_MAX
+
+Fields = dict[str, Any]
+Done = tuple[()]  # what the methods return that only say that it worked
+
+RANK_MAPS = (
+    "kv_events_endpoints",
+    "replay_endpoints",
+    "router_hint_source_control_endpoints",
+)
+
+
+def fields_of(name: str, given: object) -> Fields:
+    """A request as a dict of its own. Raises ValueError."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
+    return dict(given)
+
+
+def worker_fields(name: str, given: object) -> Fields:
+    """The same for what describes a worker, as JSON has it. Raises ValueError."""
+    fields = fields_of(name, given)
+    for field in RANK_MAPS:
+        by_rank = fields.get(field)
+        if isinstance(by_rank, Mapping):
+            for dp_rank in by_rank:
+                if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or dp_rank < 0:
+                    raise ValueError(f"{field}: keys are ranks, as int, not {dp_rank!r}")
+            fields[field] = {str(dp_rank): value for dp_rank, value in by_rank.items()}
+    return fields
+
+
+def check_text(name: str, given: object) -> None:
+    """Raises ValueError for a string that has no UTF-8, which Python allows and JSON does not."""
+    if isinstance(given, str):
+        if not given.isascii():
+            try:
+                given.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}: not a string of Unicode characters") from None
+    elif isinstance(given, Mapping):
+        for key, value in given.items():
+            check_text(name, key)
+            check_text(f"{name}.{key}" if isinstance(key, str) else name, value)
+    elif isinstance(given, (list, tuple, set, frozenset)):
+        for first in given:
+            if isinstance(first, int):  # tokens and hashes are many; a string among them is refused
+                return
+            break
+        for value in given:
+            check_text(name, value)
+
+
+def record(decoded: Fields) -> Fields:
+    """A worker's record, from its JSON."""
+    for field in RANK_MAPS:
+        if field in decoded:
+            decoded[field] = {int(rank): value for rank, value in decoded[field].items()}
+    return decoded
+
+
+def readiness(decoded: Fields) -> Fields:
+    decoded["workers"] = list(map(record, decoded["workers"]))
+    return decoded
+
+
+def worker_id_of(value: object) -> int:
+    """Raises TypeError or OverflowError."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"worker_id: expected an int, got {type(value).__name__}")
+    if not 0 <= value <= U64_MAX:
+        raise OverflowError(f"worker_id: expected 0 to {U64_MAX}, got {value}")
+    return value
+
+
+def selection_id_of(value: object) -> str:
+    """Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"selection_id: expected a str, got {type(value).__name__}")
+    return value

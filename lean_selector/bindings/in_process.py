@@ -1,0 +1,373 @@
+"""SelectionService: the selector inside the program that asks it, without HTTP.
+
+What a method is told becomes the body that HTTP's route takes, its handler is called, and its
+answer becomes a dict again: so both say the same (spec selection_16.md 11.1).
+"""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from lean_selector.bindings.cache_config import SelectionCacheConfig
+from lean_selector.bindings.config import config_of
+from lean_selector.bindings.errors import refusal, refusal_of, shut_down
+from lean_selector.bindings.forms import (
+    Done,
+    Fields,
+    check_text,
+    fields_of,
+    readiness,
+    record,
+    selection_id_of,
+    worker_fields,
+    worker_id_of,
+)
+from lean_selector.bindings.running import Running
+from lean_selector.core.errors import NotFound, SelectorError
+from lean_selector.process.host import StartError
+from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.process.selector import SelectorParts
+from lean_selector.services.replies import LaterReply, Reply, Standing
+from lean_selector.sockets.recovery import Recovery
+from lean_selector.wire.answer_forms import json_form
+from lean_selector.wire.prompt import binary_form
+from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.selection import OutputBlockRequest
+from lean_selector.wire.selection_16 import (
+    ProjectionRequest16,
+    ReservationRequest16,
+    SelectAndReserveRequest16,
+    SelectRequest16,
+    WorkerPatch16,
+    WorkerRequest16,
+)
+
+T = TypeVar("T")
+Handler = Callable[..., object]
+
+# Of a prompt the hash lists may be packed, too: bytes, 8 for each hash.
+_SELECT: type[SelectRequest16] = binary_form(SelectRequest16)
+_SELECT_AND_RESERVE: type[SelectAndReserveRequest16] = binary_form(SelectAndReserveRequest16)
+_RESERVATION: type[ReservationRequest16] = binary_form(ReservationRequest16)
+_PROJECTION: type[ProjectionRequest16] = binary_form(ProjectionRequest16)
+
+
+class SelectionService:
+    """A selector on the caller's event loop.
+
+    It starts with the first call under a running loop, the constructor if there is one, and lives
+    there: calls from other threads and their loops are carried over. Router settings come from the
+    environment, as those of the service do. Requests and answers are those of HTTP with
+    `--api 1.6`, but maps from ranks have int keys.
+
+    Raises ValueError for what HTTP answers 400 or 422, SelectionServiceError for its other
+    refusals, TypeError and OverflowError for an id that is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        indexer_threads: int = 4,
+        indexer_peers: Sequence[str] | None = None,
+        replica_sync_port: int | None = None,
+        replica_sync_peers: Sequence[str] | None = None,
+        selection_cache: SelectionCacheConfig | None = None,
+        session_affinity_ttl_secs: float | None = None,
+    ) -> None:
+        """`indexer_threads` is accepted for compatibility: one thread does everything.
+
+        Raises ValueError, also for a bad variable of the environment; OSError when the replica
+        port cannot be bound.
+        """
+        self._config = config_of(
+            indexer_threads,
+            indexer_peers,
+            replica_sync_port,
+            replica_sync_peers,
+            selection_cache,
+            session_affinity_ttl_secs,
+        )
+        self._running: Running | None = None
+        self._is_shut_down = False
+        if _is_on_a_loop():
+            self._start()
+
+    def _start(self) -> Running:
+        """The selector, made on the running loop the first time."""
+        if self._running is None:
+            try:
+                self._running = running = Running(self._config)
+            except StartError as error:
+                raise OSError(str(error)) from None
+            # What the loop holds keeps nobody alive who has dropped this object.
+            weakref.finalize(self, running.abandoned).atexit = False
+        return self._running
+
+    def _check_open(self) -> None:
+        if self._is_shut_down:
+            raise shut_down()
+
+    async def _asked(
+        self,
+        handler: Callable[[SelectorParts], Handler],
+        *arguments: object,
+        undo: Callable[[Fields], None] | None = None,
+    ) -> Any:
+        """What the handler answers, perhaps later, as its JSON says it."""
+        running = self._start()
+        answering = handler(running.parts)
+        return await running.in_time(lambda: _awaited(answering, arguments, undo), undo)
+
+    def _asked_at_once(
+        self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
+    ) -> Any:
+        """The same for what does not wait, and so may be asked before there is a loop: `before` is
+        the answer then."""
+        if self._running is None and not _is_on_a_loop():
+            return before
+        running = self._start()
+        answering = handler(running.parts)
+        return running.at_once(lambda: _decoded(_called(answering, *arguments)))
+
+    # -- workers -------------------------------------------------------------------------------
+
+    async def upsert_worker(self, worker: object) -> Fields:
+        """Register a worker, or change it whole; its record."""
+        self._check_open()
+        body = _body(WorkerRequest16, worker_fields("worker", worker))
+        return record(await self._asked(lambda parts: parts.service.register, body))
+
+    async def patch_worker(self, worker_id: int, patch: object) -> Fields:
+        """Change what is given and not None; the record."""
+        self._check_open()
+        worker_id = worker_id_of(worker_id)
+        body = _body(WorkerPatch16, worker_fields("patch", patch))
+        return record(await self._asked(lambda parts: parts.service.patch, worker_id, body))
+
+    async def delete_worker(self, worker_id: int) -> Fields:
+        """Remove a worker, its blocks and its reservations; the record that it had."""
+        worker_id = worker_id_of(worker_id)
+        return record(await self._asked(lambda parts: parts.service.remove, worker_id))
+
+    def list_workers(
+        self, *, model_name: str | None = None, routing_group: str | None = None
+    ) -> list[Fields]:
+        """The records, of all or of those that match exactly."""
+        query = _query(model_name, routing_group)
+        found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
+        return list(map(record, found))
+
+    def ready(self) -> Fields:
+        """Whether at least one worker can be chosen, and all records."""
+        before = {"ready": False, "schedulable_workers": 0, "workers": []}
+        return readiness(self._asked_at_once(lambda parts: parts.service.ready, before=before))
+
+    # -- selections and reservations -----------------------------------------------------------
+
+    async def select(self, request: object) -> Fields:
+        """Choose a rank. With a selection_id, the choice is kept for create_reservation."""
+        self._check_open()
+        body = _body(_SELECT, fields_of("request", request))
+        selection: Fields = await self._asked(lambda parts: parts.service.select, body)
+        return selection
+
+    async def select_and_reserve(self, request: object) -> Fields:
+        """Choose a rank and book it, in one step. May wait in the queue, if there is one; a caller
+        that is cancelled leaves it, and nothing stays booked."""
+        self._check_open()
+        body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
+        service = self._start().parts.service
+
+        def undo(booked: Fields) -> None:
+            with contextlib.suppress(SelectorError):
+                service.free(booked["selection_id"], None)
+
+        selection: Fields = await self._asked(
+            lambda parts: parts.service.select_and_reserve, body, undo=undo
+        )
+        return selection
+
+    async def create_reservation(self, request: object) -> Fields:
+        """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
+        the rank that the caller chose."""
+        self._check_open()
+        body = _body(_RESERVATION, fields_of("request", request))
+        booked: Fields = await self._asked(lambda parts: parts.service.reserve, body)
+        return booked
+
+    async def prefill_complete(self, selection_id: str) -> Done:
+        """The first token is there: no prefill waits any more."""
+        name = selection_id_of(selection_id)
+        await self._asked(lambda parts: parts.service.prefill_complete, name)
+        return ()
+
+    def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
+        """One more block of output; `decay_fraction` (0 to 1) weighs all blocks of the request."""
+        name = selection_id_of(selection_id)
+        body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
+        if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
+            raise refusal(NotFound(f"reservation {name} not found"))
+
+    async def free_reservation(self, selection_id: str) -> Done:
+        """The request has ended."""
+        name = selection_id_of(selection_id)
+        await self._asked(lambda parts: parts.service.free, name, None)
+        return ()
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def loads(
+        self, *, model_name: str | None = None, routing_group: str | None = None
+    ) -> list[Fields]:
+        """The active load of every rank, by model and routing group."""
+        query = _query(model_name, routing_group)
+        loads: list[Fields] = self._asked_at_once(
+            lambda parts: parts.service.loads, query, before=[]
+        )
+        return loads
+
+    async def potential_loads(self, request: object) -> list[Fields]:
+        """What the load of every rank would be with this prompt."""
+        body = _body(_PROJECTION, fields_of("request", request))
+        rows: list[Fields] = await self._asked(lambda parts: parts.service.potential_loads, body)
+        return rows
+
+    async def overlap_scores(self, request: object) -> Fields:
+        """How many blocks of this prompt each rank has cached, by tier."""
+        body = _body(_PROJECTION, fields_of("request", request))
+        scores: Fields = await self._asked(lambda parts: parts.service.overlap_scores, body)
+        return scores
+
+    async def indexer_snapshot(self) -> Fields:
+        """The index, in the form of GET /dump. Others are served while it is made."""
+        running = self._start()
+
+        async def made() -> bytes:
+            text = bytearray()
+            for part in running.parts.dumps.parts(as_1_6=True):
+                text += part
+                await asyncio.sleep(0)
+            return bytes(text)
+
+        snapshot: Fields = msgspec.json.decode(await running.in_time(made))
+        return snapshot
+
+    # -- replicas ------------------------------------------------------------------------------
+
+    async def register_replica_peer(self, endpoint: str) -> bool:
+        """Listen to a replica; whether that is new. Raises ValueError, or RuntimeError while
+        replica sync is off."""
+        plane = self._plane()
+        return self._start().at_once(lambda: plane.register_peer(endpoint))
+
+    async def deregister_replica_peer(self, endpoint: str) -> bool:
+        """Listen to it no more; whether it was listened to."""
+        plane = self._plane()
+        return self._start().at_once(lambda: plane.deregister_peer(endpoint))
+
+    def list_replica_peers(self) -> list[str]:
+        if self._running is None or (plane := self._running.parts.plane) is None:
+            return []
+        return self._running.at_once(plane.peers)
+
+    def _plane(self) -> ReplicaPlane:
+        plane = self._start().parts.plane
+        if plane is None:
+            raise RuntimeError("replica sync is disabled")
+        return plane
+
+    async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
+        """Take over the index of the first peer, by its HTTP URL, that can be reached."""
+        self._check_open()
+        running, timeout_s = self._start(), self._config.recovery_timeout_s
+        catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
+        recovery = Recovery(catalog, subscriptions, list(peers), timeout_s)
+        return await running.in_time(recovery.run)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Hear engines and replicas no more, and choose no more: whoever waits is refused. What is
+        booked can still be freed. The loop ends the rest; `shutdown_async` waits for that."""
+        self._is_shut_down = True
+        if self._running is not None:
+            self._running.at_once(self._running.stop)
+
+    async def shutdown_async(self) -> Done:
+        self._is_shut_down = True
+        if self._running is not None:
+            await self._running.in_time(self._running.stopped)
+        return ()
+
+
+def _is_on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _body(kind: type[T], fields: Fields) -> T:
+    """Raises ValueError."""
+    for name, value in fields.items():
+        check_text("a field's name", name)
+        check_text(name, value)
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+
+
+def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
+    """As HTTP's handlers have it: a routing group under the older of its names (D2)."""
+    filters = {"model_name": model_name, "tenant_id": routing_group}
+    return {name: value for name, value in filters.items() if value is not None}
+
+
+def _called(handler: Handler, *arguments: object) -> object:
+    """What a handler returns. Raises what the class does."""
+    try:
+        try:
+            return handler(*arguments)
+        except SelectorError:
+            body = arguments[-1] if arguments else None
+            if isinstance(body, PromptFields):
+                body.check_shape()  # a wrong shape is named before any other fault
+            raise
+    except SelectorError as error:
+        raise refusal(error) from None
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+
+
+def _decoded(result: object) -> Any:
+    if isinstance(result, (Reply, Standing)):
+        result = result.body
+    return msgspec.json.decode(json_form(result))
+
+
+async def _awaited(
+    handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
+) -> Any:
+    """What a handler answers, now or later; `undo` takes back what a cancelled caller was given."""
+    result = _called(handler, *arguments)
+    if not isinstance(result, LaterReply):
+        return _decoded(result)
+    answered: asyncio.Future[tuple[int, Fields]] = asyncio.get_running_loop().create_future()
+    result.take = lambda status, said: answered.set_result((status, _decoded(said)))
+    try:
+        # Not cancelled with us: who is let go while we are must be known to be booked.
+        status, decoded = await asyncio.shield(answered)
+    except asyncio.CancelledError:
+        result.hang_up()
+        if undo is not None and answered.done() and answered.result()[0] == 200:
+            undo(answered.result()[1])
+        raise
+    if status != 200:
+        raise refusal_of(status, decoded["error"])
+    return decoded

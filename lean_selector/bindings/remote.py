@@ -1,0 +1,329 @@
+"""RemoteSelectionService: the same class, in front of a selector that runs elsewhere.
+
+Speaks to it over HTTP or a UNIX socket, in the fields that both dialects read. Owns the
+connections, and what is told in the background because its method must not wait.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from lean_selector.bindings import names_16
+from lean_selector.bindings.errors import NOT_FOUND, SelectionServiceError, refusal_of, shut_down
+from lean_selector.bindings.forms import (
+    Done,
+    Fields,
+    fields_of,
+    record,
+    selection_id_of,
+    worker_fields,
+    worker_id_of,
+)
+from lean_selector.bindings.side import Side
+from lean_selector.client import service_calls
+from lean_selector.client.aio.service_connection import ServiceConnection
+from lean_selector.client.errors import (
+    AlreadyExists,
+    ClientClosed,
+    ClientError,
+    ServiceRefused,
+    ServiceUnreachable,
+)
+from lean_selector.client.exchanges import Call
+from lean_selector.client.service_calls import post, post_prompt
+from lean_selector.client.sync.service_connection import SyncServiceConnection
+from lean_selector.client.timeouts import Timeouts
+from lean_selector.client.transport import ServiceAddress
+
+T = TypeVar("T")
+
+_read = msgspec.json.Decoder().decode
+
+
+class RemoteSelectionService:
+    """The methods of SelectionService, asked of the service at `url`.
+
+    Each event loop that uses it has connections of its own. The methods that do not wait,
+    `list_workers`, `loads`, `ready` and `list_replica_peers`, stop the loop for one exchange;
+    `add_output_block` does not: it is told in the background, in order. Raises what
+    SelectionService does, and SelectionServiceError of the kind `unreachable` without an answer.
+    """
+
+    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
+        """url: http://host:port, or unix:PATH. Raises ValueError for anything else."""
+        self._url = url
+        self._timeouts = timeouts or Timeouts()
+        ServiceAddress(url)  # raises ValueError
+        self._blocking: SyncServiceConnection | None = None  # made when first needed
+        self._sides: WeakKeyDictionary[asyncio.AbstractEventLoop, Side] = WeakKeyDictionary()
+        self._are_eagle: dict[tuple[str, str], bool] = {}  # by partition, where it had to be asked
+        self._is_shut_down = False
+
+    @property
+    def lost_output_blocks(self) -> int:
+        """Those that the service was never told of."""
+        return sum(side.lost for side in list(self._sides.values()))
+
+    def _side(self) -> Side:
+        """Of the running loop."""
+        loop = asyncio.get_running_loop()
+        side = self._sides.get(loop)
+        if side is None:
+            side = self._sides[loop] = Side(ServiceConnection(self._url, self._timeouts))
+        return side
+
+    async def _asked(self, call: Call[T]) -> T:
+        if self._is_shut_down:
+            raise shut_down()
+        try:
+            return await self._side().service.exchange(call)
+        except ClientError as error:
+            raise _refusal(error) from error
+
+    def _asked_at_once(self, call: Call[T]) -> T:
+        if self._is_shut_down:
+            raise shut_down()
+        if self._blocking is None:
+            self._blocking = SyncServiceConnection(self._url, self._timeouts)
+        try:
+            return self._blocking.exchange(call)
+        except ClientError as error:
+            raise _refusal(error) from error
+
+    # -- workers -------------------------------------------------------------------------------
+
+    async def upsert_worker(self, worker: object) -> Fields:
+        """Register a worker, or change it whole; its record."""
+        fields = names_16.for_both(worker_fields("worker", worker))
+        return _record(await self._asked(post("/workers", fields, _read)))
+
+    async def patch_worker(self, worker_id: int, patch: object) -> Fields:
+        """Change what is given and not None; the record."""
+        path = f"/workers/{worker_id_of(worker_id)}"
+        fields = worker_fields("patch", patch)
+        return _record(await self._asked(Call("PATCH", path, _read, fields)))
+
+    async def delete_worker(self, worker_id: int) -> Fields:
+        """Remove a worker, its blocks and its reservations; the record that it had."""
+        call: Call[Any] = Call("DELETE", f"/workers/{worker_id_of(worker_id)}", _read)
+        return _record(await self._asked(call))
+
+    def list_workers(
+        self, *, model_name: str | None = None, routing_group: str | None = None
+    ) -> list[Fields]:
+        """The records, of all or of those that match exactly."""
+        path = _filtered("/workers", model_name, routing_group)
+        return list(map(_record, self._asked_at_once(Call("GET", path, _read))))
+
+    def ready(self) -> Fields:
+        """Whether at least one worker can be chosen, and all records."""
+        workers = self.list_workers()
+        schedulable = sum(worker["lifecycle"] == "schedulable" for worker in workers)
+        return {
+            "ready": schedulable > 0,
+            "schedulable_workers": schedulable,
+            "workers": workers,
+        }
+
+    # -- selections and reservations -----------------------------------------------------------
+
+    async def select(self, request: object) -> Fields:
+        """Choose a rank. With a selection_id, the choice is kept for create_reservation."""
+        fields = names_16.for_both(fields_of("request", request))
+        fields.pop("reservation_id", None)
+        return names_16.renamed(
+            await self._asked(post_prompt("/select", fields, _read, waits=True))
+        )
+
+    async def select_and_reserve(self, request: object) -> Fields:
+        """Choose a rank and book it, in one step.
+
+        What may have been booked for a caller who never heard of it, because it was cancelled or
+        the answer was lost, is freed.
+        """
+        fields = names_16.for_both({"selection_id": None, **fields_of("request", request)})
+        if fields["selection_id"] is None:
+            fields["selection_id"] = fields["reservation_id"] = str(uuid.uuid4())
+        call = post_prompt("/select_and_reserve", fields, _read, waits=True)
+        answer: Fields = await self._booked(call, fields["selection_id"])
+        is_eagle = fields.get("is_eagle")
+        if "sequence_hashes" not in answer and is_eagle is None:
+            try:
+                is_eagle = await self._is_eagle(answer["model_name"], answer["tenant_id"])
+            except BaseException:
+                self._side().take_back(None, fields["selection_id"])
+                raise
+        return names_16.selected_and_booked(answer, fields, bool(is_eagle))
+
+    async def _is_eagle(self, model_name: str, tenant_id: str) -> bool:
+        """How a partition's prompts are cut into blocks, of which 1.3 says nothing."""
+        key = model_name, tenant_id
+        if key not in self._are_eagle:
+            workers = await self._asked(service_calls.workers(model_name, tenant_id))
+            if not workers:
+                return False
+            self._are_eagle[key] = any(worker.is_eagle for worker in workers)
+        return self._are_eagle[key]
+
+    async def create_reservation(self, request: object) -> Fields:
+        """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
+        the rank that the caller chose. Freed where it cannot be told that it was booked."""
+        fields = names_16.for_both(fields_of("request", request))
+        call = post_prompt("/reservations", fields, _read)
+        return names_16.renamed(await self._booked(call, fields.get("selection_id")))
+
+    async def _booked(self, call: Call[Any], selection_id: object) -> Any:
+        if self._is_shut_down:
+            raise shut_down()
+        side = self._side()
+        # Not torn off with its caller: it must be known what became of it.
+        booking = asyncio.get_running_loop().create_task(side.service.exchange(call))
+        try:
+            return await asyncio.shield(booking)
+        except ServiceUnreachable as error:
+            if not error.never_sent:
+                side.take_back(booking, selection_id)
+            raise _refusal(error) from error
+        except ClientError as error:
+            raise _refusal(error) from error
+        except asyncio.CancelledError:
+            side.take_back(booking, selection_id)
+            raise
+
+    async def prefill_complete(self, selection_id: str) -> Done:
+        """The first token is there: no prefill waits any more."""
+        await self._asked(service_calls.prefill_complete(selection_id_of(selection_id)))
+        return ()
+
+    def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
+        """One more block of output; `decay_fraction` (0 to 1) weighs all blocks of the request.
+
+        Told in the background, so an unknown id raises nothing; only without a running loop it is
+        told at once.
+        """
+        if self._is_shut_down:
+            raise shut_down()
+        if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
+            raise ValueError("decay_fraction must be between 0.0 and 1.0")
+        call = service_calls.output_block(selection_id_of(selection_id), decay_fraction)
+        try:
+            side = self._side()
+        except RuntimeError:  # no loop runs here
+            self._asked_at_once(call)
+        else:
+            side.tell(selection_id, call)
+
+    async def free_reservation(self, selection_id: str) -> Done:
+        """The request has ended."""
+        call = service_calls.free(selection_id_of(selection_id))
+        self._side().forget(selection_id)
+        await self._asked(call)
+        return ()
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def loads(
+        self, *, model_name: str | None = None, routing_group: str | None = None
+    ) -> list[Fields]:
+        """The active load of every rank, by model and routing group."""
+        path = _filtered("/loads", model_name, routing_group)
+        return list(map(names_16.renamed, self._asked_at_once(Call("GET", path, _read))))
+
+    async def potential_loads(self, request: object) -> list[Fields]:
+        """What the load of every rank would be with this prompt."""
+        fields = names_16.for_both(fields_of("request", request))
+        rows: list[Fields] = await self._asked(post_prompt("/potential_loads", fields, _read))
+        return rows
+
+    async def overlap_scores(self, request: object) -> Fields:
+        """How many blocks of this prompt each rank has cached, by tier."""
+        fields = names_16.for_both(fields_of("request", request))
+        return names_16.scores(await self._asked(post_prompt("/overlap_scores", fields, _read)))
+
+    async def indexer_snapshot(self) -> Fields:
+        """The index, in the form of GET /dump."""
+        return await self._asked(service_calls.dump())
+
+    # -- replicas ------------------------------------------------------------------------------
+
+    async def register_replica_peer(self, endpoint: str) -> bool:
+        """Let the service listen to a replica; whether that is new. Raises ValueError, or
+        RuntimeError while replica sync is off."""
+        known = endpoint in await self._asked(_PEERS)
+        await self._peer("/replica_sync/register_peer", endpoint)
+        return not known
+
+    async def deregister_replica_peer(self, endpoint: str) -> bool:
+        """Let it listen to it no more; whether it was listened to."""
+        try:
+            await self._peer("/replica_sync/deregister_peer", endpoint)
+        except SelectionServiceError as error:
+            if error.status_code != NOT_FOUND:
+                raise
+            return False
+        return True
+
+    async def _peer(self, path: str, endpoint: str) -> None:
+        try:
+            await self._side().service.exchange(post(path, {"endpoint": endpoint}, _read))
+        except AlreadyExists as error:
+            raise RuntimeError(error.error) from error
+        except ClientError as error:
+            raise _refusal(error) from error
+
+    def list_replica_peers(self) -> list[str]:
+        return self._asked_at_once(_PEERS)
+
+    async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
+        """A service recovers at its start, by its flag --indexer-peers. Raises
+        NotImplementedError."""
+        raise NotImplementedError("a service recovers at its start: --indexer-peers")
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ask it nothing more; the service goes on. `shutdown_async` closes the connections."""
+        self._is_shut_down = True
+        if self._blocking is not None:
+            self._blocking.close()
+
+    async def shutdown_async(self) -> Done:
+        """Waits for what this loop tells in the background, and closes its connections."""
+        self.shutdown()
+        await self.disconnect()
+        return ()
+
+    async def disconnect(self) -> None:
+        """Closes the connections of the running loop, which may make others later. For a loop that
+        ends before the last one."""
+        side = self._sides.pop(asyncio.get_running_loop(), None)
+        if side is not None:
+            await side.close()
+
+
+_PEERS: Call[list[str]] = Call("GET", "/replica_sync/peers", msgspec.json.Decoder(list[str]).decode)
+
+
+def _record(answer: Fields) -> Fields:
+    answer.pop("replay_endpoints", None)  # which 1.6 has not
+    return record(names_16.renamed(answer))
+
+
+def _filtered(path: str, model_name: str | None, routing_group: str | None) -> str:
+    """Both names of a routing group: each dialect ignores the other's."""
+    given = {"model_name": model_name, "tenant_id": routing_group, "routing_group": routing_group}
+    query = urlencode({name: value for name, value in given.items() if value is not None})
+    return f"{path}?{query}" if query else path
+
+
+def _refusal(error: ClientError) -> ValueError | SelectionServiceError:
+    if isinstance(error, ServiceRefused):
+        return refusal_of(error.status, error.error)
+    if isinstance(error, ClientClosed):
+        return shut_down()
+    return SelectionServiceError(str(error), 503, "unreachable")

@@ -1,0 +1,138 @@
+"""One selector that runs on a loop: ticked, asked, and taken down again, without HTTP.
+
+Everything happens in the thread of that loop. Whoever asks from another, as Ray Serve's routers do
+from a loop of their own, is carried over and back.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import zmq.asyncio
+
+from lean_selector.process.host import TICK_S
+from lean_selector.process.selector import SelectorParts
+from lean_selector.process.selector_config import SelectorConfig
+
+T = TypeVar("T")
+
+# A call from another thread that does not wait takes microseconds; a loop that has not answered
+# by then is stopped, or waits for its caller.
+ANSWERS_WITHIN_S = 10.0
+
+
+class Running:
+    """From its making, on the running loop, to `stopped`. Raises StartError."""
+
+    def __init__(self, config: SelectorConfig) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._context = zmq.asyncio.Context(io_threads=1)
+        try:
+            self.parts = SelectorParts(config, self._context)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.parts.start()
+        self._stopping: asyncio.Task[None] | None = None
+        self._next_tick: asyncio.Handle = self._loop.call_soon(self._tick)
+
+    def _tick(self) -> None:
+        self._next_tick = self._loop.call_later(TICK_S, self._tick)
+        self.parts.tick(time.monotonic())
+
+    # -- from wherever it is asked -------------------------------------------------------------
+
+    def at_once(self, work: Callable[[], T]) -> T:
+        """What `work` returns, called in the thread of the loop."""
+        if threading.get_ident() == self._thread:
+            return work()
+        done: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(call)
+        return done.result(ANSWERS_WITHIN_S)
+
+    async def in_time(
+        self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
+    ) -> T:
+        """What `work` returns, run on the loop. `undo` takes back, there, what was returned to a
+        caller that was cancelled and never saw it."""
+        if asyncio.get_running_loop() is self._loop:
+            return await work()
+        if threading.get_ident() == self._thread:
+            raise RuntimeError("the event loop of this SelectionService runs no more")
+        done: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self._loop.create_task(work())
+            tasks.append(task)
+            task.add_done_callback(tell)
+
+        def tell(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        def give_up() -> None:
+            task = tasks[0]
+            if not task.done():
+                task.cancel()
+            elif undo is not None and not task.cancelled() and task.exception() is None:
+                undo(task.result())
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(done))
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(give_up)
+            raise
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Refuse those who wait, and end what listens; once, however often it is called."""
+        if self._loop.is_closed():
+            self._context.destroy(linger=0)
+        elif self._stopping is None:
+            self._next_tick.cancel()
+            self.parts.refuse_new()
+            self.parts.begin_no_links()
+            self._stopping = self._loop.create_task(self._close(), name="selection service stop")
+            # Also where the loop ends before its first step.
+            self._stopping.add_done_callback(lambda _: self._destroy())
+
+    async def _close(self) -> None:
+        try:
+            await self.parts.close()
+        except asyncio.CancelledError:  # the loop ends: what was not reached yet is closed, too
+            await self.parts.close()
+            raise
+        self._destroy()  # before who waits for us goes on: its port is free then
+
+    def _destroy(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def stopped(self) -> None:
+        self.stop()
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+
+    def abandoned(self) -> None:
+        """Its last user is gone, perhaps in another thread, or with the loop."""
+        try:
+            self._loop.call_soon_threadsafe(self.stop)
+        except RuntimeError:  # the loop is closed
+            self._context.destroy(linger=0)

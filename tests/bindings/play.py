@@ -1,0 +1,209 @@
+"""Plays a script of calls on a SelectionService; writes what came of each as a line of JSON.
+
+Run by an interpreter that has the class: `play.py MODULE SEED OPERATIONS`. Imports nothing else:
+one of the interpreters is the reference's. Every booking is pinned, since ties are drawn.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import random
+import sys
+from typing import Any
+
+FIRST = 2**63 + 5
+SECOND = 7
+SETTLES_S = 0.15  # the reference answers a registration before its load rows are there
+WORKER = {
+    "worker_id": FIRST,
+    "model_name": "default",
+    "routing_group": "default",
+    "endpoint": "ray://replica",
+    "block_size": 4,
+    "max_num_batched_tokens": 8192,
+    "data_parallel_start_rank": 0,
+    "data_parallel_size": 1,
+    "kv_events_endpoints": {0: "tcp://127.0.0.1:9"},
+}
+TOKENS = list(range(10))
+PINNED = {"pinned_worker": {"worker_id": FIRST, "dp_rank": 0}}
+
+Step = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def call(method: str, *arguments: Any, **named: Any) -> Step:
+    return method, arguments, named
+
+
+def fixed() -> list[Step]:
+    """Each method, and what it says when it is asked for nonsense."""
+    prompt = {"token_ids": TOKENS}
+    ask = {**prompt, **PINNED}
+    explicit = {"worker_id": FIRST, "sequence_hashes": [1, -2], "isl_tokens": 10}
+    return [
+        *(call(name) for name in ("ready", "list_workers", "loads", "list_replica_peers")),
+        call("select", prompt),
+        call("create_reservation", {"selection_id": "early", **explicit}),
+        call("upsert_worker", WORKER),
+        call("upsert_worker", {**WORKER, "kv_events_endpoints": {"0": "tcp://127.0.0.1:9"}}),
+        call("upsert_worker", {**WORKER, "worker_id": "2"}),
+        call("upsert_worker", {**WORKER, "worker_id": -2}),
+        call("upsert_worker", [1]),
+        call("upsert_worker", {"model_name": "m"}),
+        call("upsert_worker", {**WORKER, "worker_id": 3, "data_parallel_size": 5000}),
+        call("upsert_worker", {**WORKER, "worker_id": 3, "endpoint": ""}),
+        call("delete_worker", 3),
+        call("delete_worker", 3),
+        call("upsert_worker", {**WORKER, "worker_id": SECOND, "endpoint": "ray://other"}),
+        call("patch_worker", FIRST, {"total_kv_blocks": 100}),
+        call("patch_worker", 77, {"total_kv_blocks": 100}),
+        call("patch_worker", FIRST, {"kv_events_endpoints": {0: "tcp://127.0.0.1:10"}}),
+        call("list_workers"),
+        call("list_workers", model_name="default"),
+        call("list_workers", routing_group="elsewhere"),
+        call("ready"),
+        call("select", ask),
+        call("select", {**ask, "selection_id": "kept"}),
+        call("select_and_reserve", {**prompt, "selection_id": "r1", "allowed_worker_ids": [FIRST]}),
+        call("select_and_reserve", {**ask, "selection_id": "r1"}),
+        call("select_and_reserve", {**ask, "selection_id": 5}),
+        call("select_and_reserve", {**prompt, "selection_id": "r2", "allowed_worker_ids": [9]}),
+        call("select_and_reserve", {**PINNED, "selection_id": "r2", "token_ids": (1, 2, 3, 4, 5)}),
+        call("select_and_reserve", {**PINNED, "selection_id": "r3", "token_ids": []}),
+        call("select_and_reserve", {**PINNED, "selection_id": "r4", "token_ids": [-1]}),
+        call("select_and_reserve", {"selection_id": "r4"}),
+        call("select_and_reserve", {**ask, "selection_id": "r4", "expected_output_tokens": 32}),
+        call("select_and_reserve", {**ask, "selection_id": "r5", "expected_output_tokens": None}),
+        call("select_and_reserve", {**ask, "selection_id": "r6", "policy_class": "x"}),
+        call("select_and_reserve", {**ask, "model_name": "unknown"}),
+        call("select_and_reserve", None),
+        call("add_output_block", "r1"),
+        call("add_output_block", "r4", decay_fraction=0.5),
+        call("add_output_block", "r4", decay_fraction=2.0),
+        call("add_output_block", "never"),
+        call("add_output_block", 3),
+        call("loads"),
+        call("prefill_complete", "r1"),
+        call("prefill_complete", "r1"),
+        call("prefill_complete", "never"),
+        call("loads", model_name="default"),
+        call("loads", routing_group="elsewhere"),
+        call("potential_loads", prompt),
+        call("overlap_scores", prompt),
+        call("potential_loads", {}),
+        call("indexer_snapshot"),
+        call("create_reservation", {"selection_id": "kept"}),
+        call("create_reservation", {"selection_id": "kept"}),
+        call("create_reservation", {"selection_id": "e1", **explicit}),
+        call("create_reservation", {"selection_id": "e1", **explicit}),
+        call(
+            "create_reservation",
+            {"selection_id": "e2", **explicit, "effective_prefill_tokens": 4, "dp_rank": 0},
+        ),
+        call("create_reservation", {"selection_id": "e3", **explicit, "dp_rank": 5}),
+        call("create_reservation", {"selection_id": "e3", **explicit, "worker_id": 9}),
+        call(
+            "create_reservation",
+            {"selection_id": "e3", **explicit, "effective_prefill_tokens": 11},
+        ),
+        call("create_reservation", {**explicit}),
+        call("create_reservation", {"selection_id": "never"}),
+        call("loads"),
+        *(call("free_reservation", name) for name in ("r1", "r1", "e1", "never")),
+        call("loads"),
+        call("register_replica_peer", "tcp://127.0.0.1:1"),
+        call("deregister_replica_peer", "tcp://127.0.0.1:1"),
+        call("recover_indexer_from_peers", ["http://127.0.0.1:1"]),
+        call("delete_worker", SECOND),
+        call("shutdown"),
+        call("shutdown"),
+        call("select", ask),
+        call("upsert_worker", WORKER),
+        call("patch_worker", FIRST, {"total_kv_blocks": 5}),
+        call("create_reservation", {"selection_id": "late", **explicit}),
+        call("list_workers"),
+        call("potential_loads", prompt),
+        call("prefill_complete", "e2"),
+        call("free_reservation", "e2"),
+        call("loads"),
+        call("delete_worker", FIRST),
+        call("list_workers"),
+        call("shutdown_async"),
+    ]
+
+
+def drawn(rng: random.Random, count: int) -> list[Step]:
+    """So many operations, at random, on two workers."""
+    steps = [call("upsert_worker", {**WORKER, "worker_id": each}) for each in (FIRST, SECOND)]
+    for _ in range(count):
+        # An id that was selected is not select_and_reserved: what the reference then keeps of the
+        # first is a defect of its own.
+        kept, booked = f"kept-{rng.randrange(10)}", f"booked-{rng.randrange(10)}"
+        name = rng.choice((kept, booked))
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(30))]
+        rank = {"worker_id": rng.choice((FIRST, SECOND)), "dp_rank": 0}
+        ask: dict[str, Any] = {"token_ids": tokens, "pinned_worker": rank}
+        if rng.random() < 0.5:
+            ask["expected_output_tokens"] = rng.choice((None, 1, 100))
+        explicit: dict[str, Any] = {"selection_id": name, **rank, "token_ids": tokens}
+        if rng.random() < 0.5:
+            explicit["effective_prefill_tokens"] = rng.randrange(40)
+        decay = rng.choice((None, 0.0, 0.5, 1.0))
+        steps.append(
+            rng.choice(
+                (
+                    call("select_and_reserve", {**ask, "selection_id": booked}),
+                    call("select", {**ask, "selection_id": kept}),
+                    call("create_reservation", {"selection_id": kept}),
+                    call("create_reservation", explicit),
+                    call("prefill_complete", name),
+                    call("add_output_block", name, decay_fraction=decay),
+                    call("free_reservation", name),
+                    call("loads"),
+                    call("potential_loads", {"token_ids": tokens}),
+                )
+            )
+        )
+    return steps
+
+
+async def outcome(service: Any, step: Step) -> Any:
+    method, arguments, named = step
+    try:
+        answer = getattr(service, method)(*arguments, **named)
+        waits = inspect.isawaitable(answer)
+        said = await answer if waits else answer
+    except Exception as error:
+        status = getattr(error, "status_code", None)
+        if status is None:  # of these the kind counts, not the parser's words
+            kinds = (ValueError, TypeError, OverflowError)
+            return {"raised": next((k.__name__ for k in kinds if isinstance(error, k)), "other")}
+        return {"refused": [status, error.kind, str(error)]}  # type: ignore[attr-defined]
+    return {"waits": waits, "said": said, "order": order(said)}
+
+
+def order(value: Any) -> Any:
+    """The order of keys, which JSON's own comparison forgets."""
+    if isinstance(value, dict):
+        return [[repr(key), order(part)] for key, part in value.items()]
+    return [order(part) for part in value] if isinstance(value, list) else None
+
+
+async def play(service: Any, steps: list[Step]) -> None:
+    for step in steps:
+        came = await outcome(service, step)
+        sys.stdout.write(json.dumps([step[0], came], default=repr) + "\n")
+        if step[0] in ("upsert_worker", "delete_worker", "patch_worker"):
+            await asyncio.sleep(SETTLES_S)
+
+
+async def main(module: str, seed: str, count: str) -> None:
+    service = importlib.import_module(module).SelectionService(indexer_threads=1)
+    steps = drawn(random.Random(int(seed)), int(count)) if int(count) else fixed()
+    await play(service, steps)
+    service.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
