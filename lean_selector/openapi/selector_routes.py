@@ -1,0 +1,302 @@
+"""The routes of the selector, described, in each dialect that it speaks (`--api`)."""
+
+from types import GenericAlias
+from typing import Any, Final
+
+from lean_selector.core.selection.records import (
+    Booked,
+    OverlapScores,
+    PartitionLoads,
+    RankLoadRow,
+    Selection,
+)
+from lean_selector.core.selection.workers import WorkerRecord
+from lean_selector.openapi.shapes import (
+    Dialect,
+    DumpEntry,
+    QueryField,
+    RouteDescription,
+    SessionList,
+)
+from lean_selector.openapi.shared_routes import DETAIL, SHARED_ROUTES, SWITCHED_OFF
+from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
+from lean_selector.wire.kv_sources import KvSource
+from lean_selector.wire.openai_error_shapes import OpenAiErrorBody
+from lean_selector.wire.selection import (
+    Ok,
+    OutputBlockRequest,
+    ProjectionRequest,
+    Readiness,
+    ReservationRequest,
+    SelectAndReserveRequest,
+    SelectRequest,
+    WorkerPatch,
+    WorkerRequest,
+)
+from lean_selector.wire.selection_16 import (
+    Booked16,
+    OverlapScores16,
+    PartitionLoads16,
+    ProjectionRequest16,
+    ReservationRequest16,
+    SelectAndReserveRequest16,
+    Selection16,
+    SelectRequest16,
+    WorkerDetail16,
+    WorkerPatch16,
+    WorkerRecord16,
+    WorkerRequest16,
+)
+from lean_selector.wire.worker_health import Ending, WorkerDetail, WorkerReport
+
+API_1_3: Final = Dialect(
+    registration=WorkerRequest,
+    change=WorkerPatch,
+    record=WorkerRecord,
+    detail=WorkerDetail,
+    select=SelectRequest,
+    select_and_reserve=SelectAndReserveRequest,
+    selection=Selection,
+    reservation=ReservationRequest,
+    booked=Booked,
+    projection=ProjectionRequest,
+    loads=PartitionLoads,
+    scores=OverlapScores,
+    id="reservation_id",
+)
+API_1_6: Final = Dialect(
+    registration=WorkerRequest16,
+    change=WorkerPatch16,
+    record=WorkerRecord16,
+    detail=WorkerDetail16,
+    select=SelectRequest16,
+    select_and_reserve=SelectAndReserveRequest16,
+    selection=Selection16,
+    reservation=ReservationRequest16,
+    booked=Booked16,
+    projection=ProjectionRequest16,
+    loads=PartitionLoads16,
+    scores=OverlapScores16,
+    id="selection_id",
+    dumps_in_detail=True,
+)
+
+_GROUP: Final = (
+    QueryField("tenant_id", "only of this tenant"),
+    QueryField("routing_group", "the other name of tenant_id"),
+)
+_SCOPE: Final = (QueryField("model_name", "only of this model"), *_GROUP)
+_PROMPT_FAULT: Final = "the prompt makes no sense, or two names of the tenant differ"
+_NO_WORKERS: Final = "no worker of this model and tenant can take it"
+_BUSY: Final = "all workers are busy, where --overload-status says so"
+_PROMPT: Final[dict[str, Any]] = {"model_name": "llama", "token_ids": list(range(1, 33))}
+_HASHES: Final[dict[str, Any]] = {
+    **{"model_name": "llama", "isl_tokens": 40},
+    **{"block_hashes": [11, 12], "sequence_hashes": [21, 22]},
+}
+
+
+def _projection(summary: str, group: str, body: Any, answer: Any) -> RouteDescription:
+    return RouteDescription(
+        summary=summary,
+        group=group,
+        body=body,
+        example=_PROMPT,
+        answers={200: answer},
+        errors={400: _PROMPT_FAULT, 503: "the model and tenant have no schedulable worker"},
+    )
+
+
+def _many(kind: Any) -> Any:
+    """A list of them, as msgspec knows it."""
+    return GenericAlias(list, (kind,))
+
+
+def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
+    return {
+        ("GET", "/health"): RouteDescription(
+            summary="The process lives", group="service", answers={200: Ok}
+        ),
+        ("GET", "/ready"): RouteDescription(
+            summary="At least one worker can be chosen",
+            group="service",
+            answers={200: Readiness, 503: Readiness},
+        ),
+        # -- workers
+        ("POST", "/workers"): RouteDescription(
+            summary="Register a worker, or replace its record",
+            group="workers",
+            body=says.registration,
+            example={
+                **{"worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000"},
+                **{"block_size": 16, "total_kv_blocks": 20000, "max_num_batched_tokens": 8192},
+                **{"kv_events_endpoint": "tcp://127.0.0.1:5557"},
+                "replay_endpoint": "tcp://127.0.0.1:5558",
+            },
+            answers={201: says.record},
+            errors={400: "a size or an endpoint that there cannot be, or two names that differ"},
+        ),
+        ("GET", "/workers"): RouteDescription(
+            summary="The workers; with `detail` their health and event sources too",
+            group="workers",
+            query=(*_SCOPE, DETAIL),
+            answers={200: [_many(says.record), _many(says.detail)]},
+        ),
+        ("PATCH", "/workers/{worker_id}"): RouteDescription(
+            summary="Change fields of a worker; what is absent or null stays",
+            group="workers",
+            body=says.change,
+            example={"max_num_batched_tokens": 4096, "taints": ["spot"]},
+            answers={200: says.record},
+            errors={
+                400: "a size or an endpoint that there cannot be",
+                404: "there is no such worker",
+            },
+        ),
+        ("DELETE", "/workers/{worker_id}"): RouteDescription(
+            summary="Remove a worker, its index and its reservations",
+            group="workers",
+            answers={200: says.record},
+            errors={404: "there is no such worker"},
+        ),
+        ("POST", "/workers/{worker_id}/report"): RouteDescription(
+            summary="Tell how a request to a worker went",
+            group="workers",
+            body=WorkerReport,
+            example={"outcome": "ok", "dp_rank": 0, "ttft_ms": 35.5, "cached_tokens": 16},
+            answers={200: Ok},
+            errors={404: "there is no such worker or rank"},
+        ),
+        # -- selections
+        ("POST", "/select"): RouteDescription(
+            summary="Choose a rank for a prompt; nothing is booked",
+            group="selections",
+            body=says.select,
+            example={**_HASHES, "selection_id": "s-1", "allowed_worker_ids": [1]},
+            answers={200: says.selection},
+            errors={400: _PROMPT_FAULT, 429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
+        ),
+        ("POST", "/select_and_reserve"): RouteDescription(
+            summary="Choose a rank for a prompt, and book it",
+            group="selections",
+            body=says.select_and_reserve,
+            example={**_PROMPT, says.id: "request-1"},
+            answers={200: says.selection},
+            errors={
+                **{400: _PROMPT_FAULT, 409: f"the {says.id} is live already"},
+                **{429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
+            },
+        ),
+        # -- reservations
+        ("POST", "/reservations"): RouteDescription(
+            summary="Book a rank that was chosen elsewhere, or what was selected under an id",
+            group="reservations",
+            body=says.reservation,
+            example={
+                **{says.id: "request-2", "model_name": "llama", "worker_id": 1, "dp_rank": 0},
+                **{"sequence_hashes": [21, 22], "isl_tokens": 40, "effective_prefill_tokens": 40},
+            },
+            answers={201: says.booked},
+            errors={
+                400: _PROMPT_FAULT,
+                404: "there is no such worker or rank, or nothing was selected under that id",
+                409: f"the {says.id} is live already",
+                503: "the model and tenant have no schedulable worker",
+            },
+        ),
+        ("POST", "/reservations/{reservation_id}/prefill_complete"): RouteDescription(
+            summary="The first token of a request came",
+            group="reservations",
+            answers={200: Ok},
+            errors={404: "there never was such a reservation"},
+        ),
+        ("POST", "/reservations/{reservation_id}/output_block"): RouteDescription(
+            summary="A request fills one more block",
+            group="reservations",
+            body=OutputBlockRequest,
+            example={"decay_fraction": 0.5},
+            answers={200: Ok},
+            errors={400: "decay_fraction is not within 0.0 and 1.0", 404: "it is not live"},
+        ),
+        ("DELETE", "/reservations/{reservation_id}"): RouteDescription(
+            summary="A request has ended, and how",
+            group="reservations",
+            body=Ending,
+            is_body_optional=True,
+            example={"outcome": "ok", "cached_tokens": 16},
+            answers={200: Ok},
+            errors={404: "there never was such a reservation"},
+        ),
+        # -- loads
+        ("GET", "/loads"): RouteDescription(
+            summary="The load of each rank",
+            group="loads",
+            query=_SCOPE,
+            answers={200: _many(says.loads)},
+        ),
+        ("POST", "/potential_loads"): _projection(
+            "The load of each rank if this prompt ran there",
+            "loads",
+            says.projection,
+            list[RankLoadRow],
+        ),
+        ("POST", "/overlap_scores"): _projection(
+            "How much of a prompt each rank has cached", "index", says.projection, says.scores
+        ),
+        # -- the index
+        ("GET", "/dump"): RouteDescription(
+            summary="The index, in the form that --indexer-peers reads",
+            group="index",
+            query=(DETAIL,) if says.dumps_in_detail else (),
+            answers={200: dict[str, DumpEntry]},
+            errors={503: "start-up recovery is under way"},
+        ),
+        ("GET", "/kv_sources"): RouteDescription(
+            summary="Each engine's events: state, last batch, gaps, what was lost or skipped",
+            group="index",
+            query=_SCOPE,
+            answers={200: list[KvSource]},
+        ),
+        # -- load shedding
+        ("POST", "/busy_threshold"): RouteDescription(
+            summary="From which load on a model's workers are busy; what is absent or null stays",
+            group="load shedding",
+            body=ThresholdRequest,
+            example={"model": "llama", "active_decode_blocks_threshold": 0.85},
+            answers={200: ThresholdRow},
+            errors={400: "a threshold that there cannot be", 404: "the model has no workers"},
+        ),
+        ("GET", "/busy_threshold"): RouteDescription(
+            summary="The thresholds in force", group="load shedding", answers={200: Thresholds}
+        ),
+        ("DELETE", "/busy_threshold"): RouteDescription(
+            summary="Switch a model's thresholds off",
+            group="load shedding",
+            query=(QueryField("model", "the model", is_required=True), *_GROUP),
+            answers={200: ThresholdRow},
+            errors={400: "`model` is missing", 404: "the model has no workers"},
+        ),
+        # -- sessions
+        ("GET", "/replica_sync/sessions"): RouteDescription(
+            summary="Which rank each session is bound to, for a replica that catches up",
+            group="replicas",
+            answers={200: SessionList},
+            errors={409: SWITCHED_OFF},
+        ),
+        **SHARED_ROUTES,
+    }
+
+
+SELECTOR_ROUTES: Final = _routes(API_1_3)
+SELECTOR_16_ROUTES: Final = _routes(API_1_6)
+# Only where the selector is told --prompts.
+DOOR_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("POST", "/route/{path*}"): RouteDescription(
+        summary="Choose and book a worker for a raw OpenAI request, and name it in headers",
+        group="gateways",
+        answers={
+            200: None,
+            **dict.fromkeys((400, 409, 413, 429, 503), OpenAiErrorBody),
+        },
+    ),
+}

@@ -1,0 +1,285 @@
+"""GET /openapi.json of both services: valid, and true of what they answer."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from lean_selector.openapi.schemas import components
+from lean_selector.openapi.selector_routes import DOOR_ROUTES
+from lean_selector.openapi.services import DESCRIBED, service_document
+from lean_selector.services.gate import Gate
+from tests.documents.pages import OURS
+from tests.gates import answered, request, selection_gate, selection_gate_16, slot_tracker_gate
+from tests.running_service import RunningService
+
+DATA = Path(__file__).parents[1] / "data"
+# Without what needs a flag to be there.
+TABLES = {
+    name: {route: about for route, about in described.items() if route not in DOOR_ROUTES}
+    for name, (_, described) in DESCRIBED.items()
+}
+PAGES = {
+    "selector": "docs/reference/http-api.md",
+    "selector_16": "docs/reference/http-api.md",  # the other says what differs in the dialect
+    "slot_tracker": "docs/reference/slot-tracker-api.md",
+}
+RECORDED = {
+    "selector": "selection.jsonl",
+    "selector_16": "selection_16.jsonl",
+    "slot_tracker": "slot_tracker.jsonl",
+}
+
+
+def running(name: str) -> RunningService:
+    if name == "slot_tracker":
+        return RunningService(module="lean_selector.slot_tracker")
+    return RunningService(*(("--api", "1.6") if name == "selector_16" else ()))
+
+
+@pytest.fixture(scope="module", params=list(TABLES))
+def service(request: pytest.FixtureRequest) -> Iterator[tuple[str, RunningService]]:
+    name: str = request.param
+    with running(name) as service:
+        yield name, service
+
+
+def made(service: str) -> dict[str, Any]:
+    """The document without a process."""
+    document: dict[str, Any] = json.loads(service_document(service, list(TABLES[service])))
+    return document
+
+
+class Tree(msgspec.Struct):
+    """One that is made of itself."""
+
+    left: "Tree | None" = None
+    right: "Tree | None" = None
+
+
+def test_a_struct_is_looked_into_once_wherever_it_stands() -> None:
+    assert list(components([Tree, list[Tree]])[1]) == ["Tree"]
+
+
+DOCUMENTS = {service: made(service) for service in TABLES}
+
+
+def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
+    return Draft202012Validator({**schema, "components": document["components"]})
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def operation_of(document: dict[str, Any], method: str, path: str) -> dict[str, Any] | None:
+    """The operation that a request means."""
+    for declared, template, operation in operations(document):
+        pattern = re.sub(r"{\w+}", "[^/]+", template)
+        if declared == method and re.fullmatch(pattern, path):
+            return operation
+    return None
+
+
+def response_of(document: dict[str, Any], operation: dict[str, Any], status: int) -> Any:
+    found = operation["responses"].get(str(status))
+    if found is not None and "$ref" in found:
+        return document["components"]["responses"][found["$ref"].rpartition("/")[2]]
+    return found
+
+
+# -- the document ---------------------------------------------------------------------------------
+
+
+def test_a_running_service_serves_it_the_same_each_time(
+    service: tuple[str, RunningService],
+) -> None:
+    name, process = service
+    first, second = process.get("/openapi.json"), process.get("/openapi.json")
+    assert first == second
+    status, document = first
+    assert status == 200
+    assert document == DOCUMENTS[name] | {"paths": document["paths"], "tags": document["tags"]}
+    assert document["paths"].keys() == DOCUMENTS[name]["paths"].keys()
+    assert "Not described" not in {each["summary"] for _, _, each in operations(document)}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_it_is_valid_openapi(name: str) -> None:
+    OpenAPIV31SpecValidator(DOCUMENTS[name]).validate()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_its_examples_are_what_its_schemas_say(name: str) -> None:
+    document = DOCUMENTS[name]
+    checked = 0
+    for _, _, operation in operations(document):
+        media = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        if "example" in media:
+            validator(document, media["schema"]).validate(media["example"])
+            checked += 1
+    assert checked >= 6
+
+
+@pytest.mark.parametrize(
+    ("key", "is_rank"),
+    [
+        *((str(n), True) for n in (0, 1, 9, 10, 999_999_999, 3_999_999_999, 4_294_967_295)),
+        *((f"{n}", False) for n in (4_294_967_296, 4_300_000_000, 9_999_999_999, "01", "-1", "")),
+    ],
+)
+def test_a_key_is_a_rank_exactly_where_the_service_takes_it_for_one(
+    key: str, is_rank: bool
+) -> None:
+    worker = {"worker_id": 1, "kv_events_endpoints": {key: "tcp://127.0.0.1:1"}}
+    schema = {"$ref": "#/components/schemas/WorkerRequest"}
+    assert validator(DOCUMENTS["selector"], schema).is_valid(worker) == is_rank
+    body = json.dumps(worker).encode()
+    assert (answered(selection_gate(), request("POST", "/workers", body))[0] == 201) == is_rank
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_route_that_nobody_described_is_shown_as_such(name: str) -> None:
+    routes = [*TABLES[name], ("POST", "/new/{path*}")]
+    document = json.loads(service_document(name, routes))
+    OpenAPIV31SpecValidator(document).validate()
+    assert document["paths"]["/new/{path}"]["post"]["summary"] == "Not described"
+
+
+# -- what the services answer ---------------------------------------------------------------------
+
+
+def test_its_examples_are_served_as_it_says(service: tuple[str, RunningService]) -> None:
+    """In the order of a worker's life, each sent once."""
+    name, process = service
+    document = DOCUMENTS[name]
+    sent: list[tuple[str, str, Any]] = []
+    for method, template, operation in operations(document):
+        path = template
+        for parameter in operation.get("parameters", []):
+            if parameter["in"] == "path":
+                path = path.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
+        media = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        sent.append((method, path, media.get("example")))
+    turns = ["POST", "PATCH", "GET", "DELETE"]
+    ends = [("POST", "/unregister"), ("DELETE", "/workers/1")]
+    sent.sort(key=lambda each: (turns.index(each[0]), each[:2] in ends))
+    refused = []
+    for method, path, example in sent:
+        if path == "/metrics":
+            continue  # no JSON
+        query = "?model=llama" if (method, path) == ("DELETE", "/busy_threshold") else ""
+        status, body = process.request(method, path + query, example)
+        asked = operation_of(document, method, path)
+        assert asked is not None
+        response = response_of(document, asked, status)
+        assert response is not None, (method, path, status, body)
+        if "content" in response:
+            schema = response["content"]["application/json"]["schema"]
+            validator(document, schema).validate(body)
+        if status >= 400:
+            refused.append((method, path, status))
+    # There are no replicas to speak of.
+    of_replicas = ("peer", "/replica_sync/")
+    assert [each for each in refused if not any(part in each[1] for part in of_replicas)] == []
+
+
+def gate_of(name: str) -> Gate:
+    if name == "slot_tracker":
+        return slot_tracker_gate()
+    return selection_gate_16() if name == "selector_16" else selection_gate()
+
+
+def recorded(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    scenarios: dict[str, list[dict[str, Any]]] = {}
+    for line in (DATA / RECORDED[name]).read_text(encoding="utf-8").splitlines():
+        step = json.loads(line)
+        scenarios.setdefault(step["scenario"], []).append(step)
+    yield from scenarios.items()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_answer_to_the_recorded_requests_is_described(name: str) -> None:
+    """Some 1 500 requests, right and wrong ones, as the services answer them in process."""
+    document = DOCUMENTS[name]
+    looked_at = 0
+    for scenario, steps in recorded(name):
+        gate = gate_of(name)
+        for step in steps:
+            path, _, query = step["path"].partition("?")
+            operation = operation_of(document, step["method"], path)
+            if path == "/metrics" or operation is None or not isinstance(step["body"], str | None):
+                continue
+            headers = {key.lower(): value for key, value in step["headers"].items()}
+            kind = headers.get("content-type")
+            status, body = answered(
+                gate,
+                request(
+                    step["method"],
+                    path,
+                    (step["body"] or "").encode(),
+                    content_type=None if kind is None else kind.encode(),
+                    query=query.encode() or None,
+                ),
+            )
+            at = f"{scenario}: {step['method']} {path} {status} {body[:200]!r}"
+            response = response_of(document, operation, status)
+            assert response is not None, at
+            content = response.get("content", {})
+            if "application/json" in content:
+                faults = list(
+                    validator(document, content["application/json"]["schema"]).iter_errors(
+                        json.loads(body)
+                    )
+                )
+                assert faults == [], at
+                looked_at += 1
+            else:
+                assert body == b"", at
+    assert looked_at > 100
+
+
+# -- the documents --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_of_a_service_lists_its_routes_and_no_others(name: str) -> None:
+    table = OURS[PAGES[name]].split("| route |")[1].split("\n\n")[0]
+    listed = set(re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/[^`]*)`", table))
+    assert listed == {(method, path) for method, path, _ in operations(DOCUMENTS[name])}
+
+
+@pytest.mark.parametrize(
+    ("schema", "heading"),
+    [
+        ("WorkerRequest", "## The fields of a worker"),
+        ("SelectAndReserveRequest", "## The fields of a selection"),
+        ("WorkerReport", "## How workers do"),
+        ("KvSource", "## What a source says"),
+    ],
+)
+def test_the_page_of_the_selector_names_every_field(schema: str, heading: str) -> None:
+    page = OURS[PAGES["selector"]]
+    assert heading in page
+    section = page.split(heading)[1].split("\n## ")[0]
+    before = page.split("## The fields of a worker")[0]  # says what a prompt is
+    fields = DOCUMENTS["selector"]["components"]["schemas"][schema]["properties"]
+    assert [f for f in fields if f"`{f}`" not in section and f"`{f}`" not in before] == []
+
+
+@pytest.mark.parametrize("schema", ["WorkerRequest", "SelectRequest", "Selection"])
+def test_the_page_of_the_dialect_names_every_field_that_it_has_more(schema: str) -> None:
+    ours, theirs = (
+        DOCUMENTS[name]["components"]["schemas"][shape]["properties"].keys()
+        for name, shape in (("selector", schema), ("selector_16", f"{schema}16"))
+    )
+    page = OURS["docs/reference/http-api-16.md"]
+    assert [field for field in theirs - ours if f"`{field}`" not in page] == []

@@ -1,0 +1,69 @@
+"""schemathesis makes requests of what /openapi.json says, right and wrong ones, for both services.
+
+The same in every run. What it need not check, and why, stands in schemathesis.toml.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running_service import RunningService
+
+HERE = Path(__file__).parent
+FEW = 12  # for each route and phase: the whole takes a minute on a machine that does nothing else
+EVENTLESS = ("--use-kv-events", "false")
+WORKER = {
+    **{"worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000"},
+    **{"block_size": 16, "total_kv_blocks": 20000, "max_num_batched_tokens": 8192},
+}
+ROW = {"worker_id": 7, "model_name": "llama", "block_size": 16, "dp_start": 0, "dp_size": 1}
+
+
+def judged(port: int, folder: Path) -> str:
+    """Its report on the service at this port; fails the test when it finds fault."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "schemathesis.cli"),
+            *("--config-file", str(HERE / "schemathesis.toml")),
+            *("run", f"http://127.0.0.1:{port}/openapi.json"),
+            *("--max-examples", str(FEW), "--generation-deterministic"),
+            *("--suppress-health-check", "all", "--no-color"),  # health checks ask the clock
+        ],
+        cwd=folder,
+        env={**os.environ, "SCHEMATHESIS_HOOKS": str(HERE / "schemathesis_hooks.py")},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "path", "worker"),
+    [
+        pytest.param("lean_selector", EVENTLESS, "/workers", WORKER, id="selector"),
+        pytest.param(
+            "lean_selector", (*EVENTLESS, "--api", "1.6"), "/workers", WORKER, id="selector 1.6"
+        ),
+        pytest.param("lean_selector.slot_tracker", (), "/register", ROW, id="slot tracker"),
+    ],
+)
+def test_a_service_does_what_its_document_says(
+    module: str, flags: tuple[str, ...], path: str, worker: dict[str, object], tmp_path: Path
+) -> None:
+    with RunningService(*flags, module=module) as service:
+        assert service.post(path, worker)[0] == 201
+        report = judged(service.port, tmp_path)
+        assert service.get("/openapi.json")[0] == 200
+        status, log = service.stop()
+    assert status == 0
+    assert "Traceback" not in log
+    operations = re.search(r"Selected: (\d+)/(\d+)\n\s+Tested: (\d+)", report)
+    assert operations is not None, report
+    assert len(set(operations.groups())) == 1, report
+    assert "Serialization not possible" not in report
