@@ -18,6 +18,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lean_selector.bindings.cache_config import SelectionCacheConfig as SelectionCacheConfig
+    from lean_selector.bindings.errors import SelectionServiceError as SelectionServiceError
+    from lean_selector.bindings.in_process import SelectionService as SelectionService
+    from lean_selector.bindings.remote import RemoteSelectionService as RemoteSelectionService
     from lean_selector.client import KvPushRouter as KvPushRouter
     from lean_selector.client import KvRouter as KvRouter
     from lean_selector.client import KvRouterConfig as KvRouterConfig
@@ -35,6 +39,10 @@ _HOME = {
     "KvPushRouter": "lean_selector.client",
     "KvRouter": "lean_selector.client",
     "KvRouterConfig": "lean_selector.client",
+    "RemoteSelectionService": "lean_selector.bindings.remote",
+    "SelectionCacheConfig": "lean_selector.bindings.cache_config",
+    "SelectionService": "lean_selector.bindings.in_process",
+    "SelectionServiceError": "lean_selector.bindings.errors",
     "SlotTracker": "lean_selector.client",
     "SyncKvRouter": "lean_selector.client",
     "SyncSlotTracker": "lean_selector.client",

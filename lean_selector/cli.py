@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from lean_selector import __version__
+from lean_selector.form import form
 from lean_selector.process.options import OneLineParser, Option, add_options
 
 Config = TypeVar("Config")
@@ -29,13 +30,24 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or with `demo` the demonstration; returns the exit status."""
+    """Runs the selection service, or with `gateway`, `demo`, `check` or `deploy` those; returns
+    the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
         from lean_selector.demo.command import main as demo
 
         return demo(arguments[1:])
+    if arguments[:1] == ["check"]:
+        from lean_selector.doctor.command import main as check
+
+        return check(arguments[1:])
+    if arguments[:1] == ["deploy"]:
+        from lean_selector.recipes import main as deploy
+
+        return deploy(arguments[1:])
+    if arguments[:1] == ["gateway"]:
+        return _gateway(arguments[1:])
     from lean_selector.process.selector_config import (
         SELECTOR_OPTIONS,
         SelectorConfig,
@@ -50,11 +62,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _served(
         "lean-selector",
         "Answers which worker should serve a prompt, and keeps the books of what runs where. "
-        "`lean-selector demo` shows it at work.",
+        "`lean-selector gateway` brings requests to workers, too; `lean-selector demo` shows it at "
+        "work, `lean-selector check` finds what is wrong, `lean-selector deploy` prints files to "
+        "run it with.",
         SELECTOR_OPTIONS,
         selector_config,
         run,
         arguments,
+    )
+
+
+def _gateway(arguments: Sequence[str]) -> int:
+    from lean_selector.process.gateway_config import (
+        GATEWAY_OPTIONS,
+        GatewayConfig,
+        gateway_config,
+    )
+
+    def run(config: GatewayConfig) -> None:
+        from lean_selector.process.gateway import run_gateway
+
+        run_gateway(config)
+
+    return _served(
+        "lean-selector gateway",
+        "An OpenAI-compatible door in front of workers: brings each request to the one that has "
+        "most of its prompt cached and least to do.",
+        GATEWAY_OPTIONS,
+        gateway_config,
+        run,
+        arguments,
+        lambda parser: parser.add_argument(
+            "workers", nargs="*", metavar="URL", help="base URLs of workers: http://HOST:PORT"
+        ),
     )
 
 
@@ -90,15 +130,20 @@ def _served(
     configured: Callable[[argparse.ArgumentParser, argparse.Namespace, Mapping[str, str]], Config],
     run: Callable[[Config], None],
     argv: Sequence[str] | None,
+    more: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> int:
     """Reads what a service is told, and runs it; returns the exit status.
 
-    `run` imports what it needs itself, so that `--help` and a bad flag are answered at once.
+    `more` adds arguments that are no options. `run` imports what it needs itself, so that `--help`
+    and a bad flag are answered at once.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
+    version = f"{name} {__version__} ({form()})" if "--version" in arguments else ""
+    parser.add_argument("--version", action="version", version=version)
+    more(parser)
     add_options(parser, options)
-    config = configured(parser, parser.parse_args(argv), os.environ)
+    config = configured(parser, parser.parse_args(arguments), os.environ)
 
     from lean_selector.process.host import StartError
 

@@ -84,6 +84,8 @@ class SimulatedEngine(EngineModel):
         block_size: int,
         speed: EngineSpeed,
         sleep: Callable[[float], Awaitable[None]] | None,
+        endpoint: str = "tcp://127.0.0.1:0",
+        replay_endpoint: str = "tcp://127.0.0.1:0",
     ) -> None:
         super().__init__(capacity_blocks, block_size, speed)
         self.worker_id = worker_id
@@ -91,8 +93,8 @@ class SimulatedEngine(EngineModel):
         self._publisher = KvEventPublisher(
             worker_id=worker_id,
             kv_block_size=block_size,
-            endpoint="tcp://127.0.0.1:0",
-            replay_endpoint="tcp://127.0.0.1:0",
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
         )
 
     def registration(self) -> dict[str, object]:

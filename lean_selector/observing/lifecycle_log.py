@@ -29,6 +29,7 @@ class SelectorLog:
         self._workers: dict[int, Worker] = {}
         self._shedding: dict[tuple[str, str], Shedding] = {}
         self._expired: Counter[tuple[str, str]] = Counter()
+        self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by where they are
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
         """A slice of what nothing was heard of for too long; said at the next look."""
@@ -39,6 +40,7 @@ class SelectorLog:
         """One line for a change, and one per model and tenant for what expired since."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
+        self._look_at_health(self._selector.catalog.partitions)
         for (model, tenant_id), count in self._expired.items():
             fields = {"model": model, "tenant_id": tenant_id, "count": count}
             _log.info("reservations expired", extra=fields)
@@ -61,6 +63,26 @@ class SelectorLog:
                 _log.info("worker removed", extra=fields)
         self._workers = dict(workers)
 
+    def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
+        """One line when the first rank of a worker is ejected, and one when the last is back."""
+        if not self._ejected and not any(each.health.out for each in partitions.values()):
+            return
+        now: set[tuple[tuple[str, str], int]] = set()
+        for key, partition in partitions.items():
+            for worker_id in sorted({rank[0] for rank in partition.health.out}):
+                now.add((key, worker_id))
+                if (key, worker_id) in self._ejected:
+                    continue
+                ranks = sorted(rank for rank in partition.health.out if rank[0] == worker_id)
+                fields = {"worker_id": worker_id, "model": key[0], "tenant_id": key[1]}
+                reason = partition.health.ranks[ranks[0]].reason
+                extra = {**fields, "ranks": len(ranks), "reason": reason}
+                _log.warning("worker ejected: it is given no requests", extra=extra)
+        for key, worker_id in sorted(self._ejected - now):
+            fields = {"worker_id": worker_id, "model": key[0], "tenant_id": key[1]}
+            _log.warning("worker no longer ejected", extra=fields)
+        self._ejected = now
+
     def _look_at_shedding(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
         for key, partition in partitions.items():
             shed = partition.shed_selects + partition.shed_bookings
@@ -81,7 +103,7 @@ class SelectorLog:
 
 
 def _has_room(partition: Partition) -> bool:
-    return len(partition.busy_ranks) < len(partition.slots.ranks)
+    return partition.busy.bit_count() < len(partition.slots.ranks)
 
 
 def _worker_fields(worker: Worker) -> dict[str, object]:

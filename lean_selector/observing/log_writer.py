@@ -73,7 +73,8 @@ class LineWriter:
         rest = memoryview(data)
         while rest:
             try:
-                rest = rest[os.write(self._descriptor, rest) :]
+                written = os.write(self._descriptor, rest)
+                rest = rest[written:]
             except BlockingIOError:  # whoever shares the pipe may have set it so
                 select.select((), (self._descriptor,), ())
             except OSError:

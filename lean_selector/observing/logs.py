@@ -7,13 +7,17 @@ log, which is one line per request by definition, is not. Who writes the lines i
 
 import logging
 import re
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import TracebackType
 
 import msgspec
 
 from lean_selector.observing.log_records import Bucket
 from lean_selector.observing.log_writer import LineWriter, QueuedLines
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 STDERR = 2
 ACCESS_LOG = "lean_selector.access"
@@ -55,7 +59,19 @@ def set_up(level: str, form: str) -> LogState:
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.raiseExceptions = False  # a closed stderr is no reason to write to stderr
+    sys.excepthook = _after_the_lines(handler, sys.excepthook)
     return LogState(limit, writer)
+
+
+def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
+    """Writes the traceback that ends the process behind what was logged: Python writes it piece by
+    piece, and lines would come between."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        handler.flush()
+        write(kind, error, trace)
+
+    return hook
 
 
 def flat(config: object) -> dict[str, object]:

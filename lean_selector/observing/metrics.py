@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import prometheus_client
 
@@ -23,10 +23,10 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 # Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; parked
 # requests fill the last.
-LATENCY_BOUNDS_S = (
+LATENCY_BOUNDS_S: Final[tuple[float, ...]] = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 0.1, 0.5, 1.0, 5.0, 30.0,
 )  # fmt: skip
-FASTEST_S = LATENCY_BOUNDS_S[0]
+FASTEST_S: Final = LATENCY_BOUNDS_S[0]
 LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
 LAG_EVERY_S = 0.05  # 20 wake-ups a second cost 0.01 % of a core
 
@@ -59,7 +59,17 @@ class RouteMeter:
     it is used, because a call costs as much as the rest: see `Gate`.
     """
 
-    __slots__ = ("fastest", "label", "method", "others", "route", "seconds", "shed", "slower")
+    __slots__ = (
+        "fastest",
+        "label",
+        "method",
+        "others",
+        "route",
+        "seconds",
+        "shed",
+        "slower",
+        "unknown_models",
+    )
 
     def __init__(self, method: str, route: str) -> None:
         self.method = method
@@ -70,6 +80,7 @@ class RouteMeter:
         self.seconds = 0.0
         self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
         self.shed = 0  # of those, the requests that were shed
+        self.unknown_models = 0  # and those for models that never had a worker
 
     def add(self, seconds: float, status: bytes) -> None:
         if seconds <= FASTEST_S:

@@ -16,6 +16,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.observing.load_metrics import Families, load_families, scope_labels
 from lean_selector.observing.metrics import Family, FamilyGroup, RouteMeter, Sample, labels
+from lean_selector.observing.worker_metrics import worker_families
 
 SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
 # What a status of these two routes says of the selection; any other is "refused".
@@ -108,15 +109,16 @@ def selection_families(
             "lean_selector_prompt_tokens_total",
             "counter",
             "Prompt tokens of the requests that were given a worker.",
-            of_partition(lambda each: each.prompt_tokens),
+            of_partition(lambda each: each.counts().prompt_tokens),
         ),
         Family(
             "lean_selector_overlap_tokens_total",
             "counter",
             "Of those, the tokens that the worker had cached.",
-            of_partition(lambda each: each.prompt_tokens - each.prefill_tokens),
+            of_partition(lambda each: each.counts().overlap_tokens),
         ),
         *load_families(partitions, now),
+        *worker_families(selector, partitions, now),
         *_worker_families(selector, partitions, now),
         *_queue_families(of_partition, now),
         *_kv_families(sources, of_partition),
@@ -129,6 +131,8 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         for status, count in meter.by_status().items():
             counts[OUTCOMES.get(status, "refused")] += count
         counts[OUTCOMES.get(str(overload_status), "refused")] -= meter.shed
+        counts["no_worker"] -= meter.unknown_models
+        counts["unknown_model"] = meter.unknown_models
         for outcome, count in sorted(counts.items()):
             yield labels(route=meter.route, outcome=outcome), count
 
@@ -161,7 +165,7 @@ def _worker_families(
     def busy() -> Iterator[Sample]:
         for each in partitions():
             count, moment = 0, now()
-            for worker in list(each.workers.values()) if each.busy_ranks else ():
+            for worker in list(each.workers.values()) if each.busy else ():
                 count += each.is_worker_busy(worker, moment)
                 yield None
             yield scope_labels(each), count
@@ -236,6 +240,11 @@ def _kv_families(sources: KvSourceStates, of_partition: PerPartition) -> Familie
         yield '{type="stored"}', counts.blocks_stored
         yield '{type="removed"}', counts.blocks_removed
 
+    def labelled_sources() -> Iterator[tuple[str, SourceState]]:
+        # Not a generator expression: compiled, that looks at all of them in one step.
+        for partition, status in sources.each_status():
+            yield _source_labels(partition, status), status
+
     return [
         Family(
             "lean_selector_index_blocks",
@@ -259,10 +268,7 @@ def _kv_families(sources: KvSourceStates, of_partition: PerPartition) -> Familie
             blocks,
         ),
         FamilyGroup(
-            lambda: (
-                (_source_labels(partition, status), status)
-                for partition, status in sources.each_status()
-            ),
+            labelled_sources,
             [
                 (
                     "lean_selector_kv_source_state",

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector import __version__
+from lean_selector.form import form
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http1.protocol import App, HttpProtocol
@@ -46,9 +47,10 @@ def run(
     serve: Callable[[logs.LogState], Coroutine[object, object, None]],
     warnings: Sequence[str] = (),
 ) -> None:
-    """Logs as `listen` says, says what the `config` is, and runs `serve` on a loop to its end."""
+    """Logs as `listen` says, says which form runs and what the `config` is, and runs `serve` on a
+    loop to its end."""
     log_state = logs.set_up(listen.log_level, listen.log_format)
-    log.info("configuration", extra=logs.flat(config))
+    log.info("configuration", extra={"form": form(), **logs.flat(config)})
     for warning in warnings:
         log.warning(warning)
     uvloop.run(serve(log_state))
@@ -62,10 +64,14 @@ def new_zmq_context() -> zmq.asyncio.Context:
     return zmq.asyncio.Context(io_threads=1)
 
 
-def observation(service: str, listen: Listen, log_state: logs.LogState) -> Observation:
+def observation(
+    service: str, listen: Listen, log_state: logs.LogState, document: str = ""
+) -> Observation:
+    """`document`: which one /openapi.json is, where it has not the name of the service."""
     loop = asyncio.get_running_loop()
     return Observation(
         service=service,
+        document=document or service,
         version=__version__,
         access_log=listen.access_log,
         suppressed_log_lines=log_state.suppressed,
@@ -79,7 +85,12 @@ class HttpServer:
     """Listens on TCP and perhaps on a UNIX socket, and serves one app until told to stop."""
 
     def __init__(
-        self, app: App, connections: Connections, listen: Listen, name: str = "lean-selector"
+        self,
+        app: App,
+        connections: Connections,
+        listen: Listen,
+        name: str = "lean-selector",
+        protocol: type[HttpProtocol] = HttpProtocol,
     ) -> None:
         """`name` is for the log."""
         self._listen = listen
@@ -87,6 +98,7 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         self.connections = connections
         self._app = app
+        self._new_protocol = protocol
         self._listeners: list[Listener] = []
         self._refusals = 0, 0  # that the log knows of
         self._stop = asyncio.Event()
@@ -100,7 +112,7 @@ class HttpServer:
         try:
             tcp = tcp_socket(listen.host, listen.port)
         except OSError as error:
-            raise StartError(f"{_os_reason(error)}: {listen.host}:{listen.port}") from None
+            raise StartError(f"{os_reason(error)}: {listen.host}:{listen.port}") from None
         port = tcp.getsockname()[1]
         self._listeners.append(Listener(tcp, self._protocol, self.connections))
         if listen.uds is not None:
@@ -109,7 +121,7 @@ class HttpServer:
                 unix = path.take()
             except OSError as error:
                 tcp.close()
-                raise StartError(f"{_os_reason(error)}: {listen.uds}") from None
+                raise StartError(f"{os_reason(error)}: {listen.uds}") from None
             self._listeners.append(Listener(unix, self._protocol, self.connections, path))
         for listener in self._listeners:
             listener.start()
@@ -119,7 +131,7 @@ class HttpServer:
         log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
 
     def _protocol(self) -> HttpProtocol:
-        return HttpProtocol(self._app, self.connections)
+        return self._new_protocol(self._app, self.connections)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -151,11 +163,21 @@ class HttpServer:
             await self._drain()
         finally:
             ticking.cancel()
-            for listener in self._listeners:
-                listener.close()
-            self.connections.abort()
+            self.abort()
             await close()
         log.info("stopped")
+
+    def sweep(self, now: float) -> None:
+        """Time-outs of connections, and the log of those who were refused: for `serve`, and for
+        whoever runs a second server beside it."""
+        self.connections.sweep(now)
+        self._log_refusals()
+
+    def abort(self) -> None:
+        """At once: nobody connects any more, and who is connected is dropped."""
+        for listener in self._listeners:
+            listener.close()
+        self.connections.abort()
 
     async def _drain(self) -> None:
         """Answer what still comes until all are quiet, for at most `drain_s` (D14, D27)."""
@@ -170,15 +192,15 @@ class HttpServer:
             if not self.connections.open and all(each.is_done for each in self._listeners):
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop_now.wait(), DRAIN_LOOK_S)
+                async with asyncio.timeout(DRAIN_LOOK_S):
+                    await self._stop_now.wait()
             now = time.monotonic()
 
     async def _tick(self, tick: Callable[[float], None]) -> None:
         while True:
             now = time.monotonic()
             date_header.set(time.time())
-            self.connections.sweep(now)
-            self._log_refusals()
+            self.sweep(now)
             tick(now)
             await asyncio.sleep(TICK_S)
 
@@ -198,7 +220,7 @@ class HttpServer:
             )
 
 
-def _os_reason(error: OSError) -> str:
+def os_reason(error: OSError) -> str:
     if error.errno is None:
         return str(error)
     if isinstance(error, socket.gaierror):  # numbers of their own

@@ -22,6 +22,8 @@ from lean_selector.core.replication.events import (
 )
 from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.selection.peer_sessions import PeerSessions
+from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
 from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.replies import Answer
@@ -32,6 +34,7 @@ from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.tasks import supervise
 from lean_selector.wire.peer_bodies import PeerState, PlaneState, PublisherState
 from lean_selector.wire.replica_snapshot import encode_snapshot
+from lean_selector.wire.session_frames import encode_session_list
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -60,15 +63,20 @@ class ReplicaPlane:
         on_applied: Callable[[ReplicaEvent, float], None],
         reservation_expiry_s: float,
         links: Links | None = None,
+        *,
+        tells_sessions: bool = False,
     ) -> None:
         """`targets` are all partitions that `lookup` finds; `links` those of the process.
+        `tells_sessions`: then `sessions` must be set before the start.
 
         No callable is called in here, so what is behind it may be made with `events`.
         """
         self._lookup = lookup
         self._targets = targets
         self._copies_expire_s = copies_expire_s(reservation_expiry_s)
-        self._catch_up_urls = config.catch_up
+        self.advertise = config.advertise
+        self._given_urls = config.catch_up
+        self._catch_up_urls = list(config.catch_up)  # those of found peers, too
         self._catch_up: CatchUp | None = None  # until it has ended
         self._catch_up_again = asyncio.Event()
         self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
@@ -80,6 +88,10 @@ class ReplicaPlane:
         self._is_mending = False  # the catch-up that runs or will was asked for by a gap
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
+        )
+        self.sessions: PeerSessions | None = None
+        self._session_lists = SlicedAnswers(
+            "a list of sessions", self._session_list, asyncio.get_running_loop().call_soon
         )
         self.router_id = secrets.randbits(64) or 1
         self.applier = ReplicaApplier(self.router_id, lookup)
@@ -95,6 +107,7 @@ class ReplicaPlane:
                 links=links,
                 on_connected=self._connected,
                 on_missed=self._missed,
+                on_session=self._on_session if tells_sessions else None,
             )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
@@ -108,17 +121,29 @@ class ReplicaPlane:
         )
 
         if self._catch_up_urls:
-            catch_up = CatchUp(
-                self.router_id, self._lookup, self._copies_expire_s, time.monotonic()
-            )
-            self._catch_up, self._fates = catch_up, catch_up.fates
-            self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
+            self._begin_catch_up()
+
+    def catch_up_from(self, urls: list[str]) -> None:
+        """The HTTP URLs of the peers that are found now. The first that are begin a catch-up."""
+        self._catch_up_urls[:] = dict.fromkeys((*self._given_urls, *urls))
+        if self._catch_up_urls and self._catching_up is None:
+            self._begin_catch_up()
+
+    def _begin_catch_up(self) -> None:
+        catch_up = CatchUp(self.router_id, self._lookup, self._copies_expire_s, time.monotonic())
+        self._catch_up, self._fates = catch_up, catch_up.fates
+        self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
         """At start, and again whenever a subscription came or came back, or events were missed."""
         again = self._catch_up_again
         running = CatchingUp(
-            catch_up, self.sync, self._catch_up_urls, self._targets, self._on_event
+            catch_up,
+            self.sync,
+            self._catch_up_urls,
+            self._targets,
+            self._on_event,
+            self.sessions,
         )
         self._occasion = Occasion.START
         while True:
@@ -191,6 +216,21 @@ class ReplicaPlane:
         if verdict is Verdict.APPLIED:
             self._on_applied(event, now)
         return verdict
+
+    def publish_session(self, event: SessionEvent) -> None:
+        """Tells peers of a binding."""
+        self.sync.publish(event)
+
+    def _on_session(self, event: SessionEvent, now: float) -> SessionVerdict:
+        return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
+
+    def session_list(self) -> Answer:
+        """The bindings of sessions, for a replica that catches up; none while sessions are off."""
+        return self._session_lists.answer(at_once=self.sessions is None)
+
+    def _session_list(self) -> Iterator[bytes]:
+        sessions = self.sessions
+        yield from encode_session_list(() if sessions is None else sessions.live(time.monotonic()))
 
     def register_peer(self, endpoint: str) -> bool:
         return self.sync.register_peer(endpoint)

@@ -8,6 +8,8 @@ import argparse
 from collections.abc import Mapping
 
 from lean_selector.core.limits import U64_MAX
+from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT
+from lean_selector.core.sessions.settings import DEFAULT_BONUS_BLOCKS
 from lean_selector.process.options import (
     Option,
     boolean,
@@ -16,6 +18,7 @@ from lean_selector.process.options import (
     or_none,
     status,
     unsupported,
+    word,
 )
 from lean_selector.process.service_options import EXPIRY_OPTION, POSITIVE_SECONDS
 
@@ -24,15 +27,40 @@ ROUTER_OPTIONS = (
         "--use-kv-events",
         boolean,
         True,
-        "learn from the workers' KV events; off: no event endpoints needed, overlap always 0",
+        "learn from the workers' KV events; off: no event endpoints needed, and overlap is 0, or"
+        " what --router-ttl-secs believes",
         ("DYN_USE_KV_EVENTS", "DYN_ROUTER_USE_KV_EVENTS"),
         "BOOL",
     ),
     Option(
+        "--router-ttl-secs",
+        number(0.0),
+        None,
+        "with KV events off: believe what is booked to be cached for so long; 0: believe nothing;"
+        " unset: 120 with --api 1.6, else nothing",
+        ("DYN_ROUTER_TTL_SECS",),
+    ),
+    Option(
+        "--router-predicted-ttl-secs",
+        number(0.0),
+        None,
+        "with KV events on: the same beside them, for the moment until they tell",
+        ("DYN_ROUTER_PREDICTED_TTL_SECS",),
+    ),
+    Option(
+        "--router-approximate-cache-policy",
+        word("ttl", "lru"),
+        "ttl",
+        "accepted for compatibility: lru is taken as ttl, and refused while KV events are on",
+        ("DYN_ROUTER_APPROXIMATE_CACHE_POLICY",),
+        "POLICY",
+    ),
+    Option(
         "--router-kv-overlap-score-credit",
-        number(0.0, 1.0),
+        number(0.0),
         1.0,
-        "blocks of prefill that a cached device block saves in the cost",
+        "blocks of prefill that a cached device block saves in the cost; above 1 with --api 1.6 "
+        "alone",
         ("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",),
     ),
     Option(
@@ -61,6 +89,27 @@ ROUTER_OPTIONS = (
         ),
     ),
     Option(
+        "--router-decode-active-request-weight",
+        number(0.0),
+        0.0,
+        "blocks that each active request of a rank counts for in the cost, beside those it holds",
+        ("DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",),
+    ),
+    Option(
+        "--router-host-cache-hit-weight",
+        number(0.0, 1.0),
+        HOST_WEIGHT,
+        "what a block cached on the host is worth, in device blocks",
+        ("DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",),
+    ),
+    Option(
+        "--router-disk-cache-hit-weight",
+        number(0.0, 1.0),
+        DISK_WEIGHT,
+        "the same for a block on disk or beyond",
+        ("DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",),
+    ),
+    Option(
         "--router-temperature",
         number(0.0),
         0.0,
@@ -84,6 +133,15 @@ ROUTER_OPTIONS = (
         ("DYN_ROUTER_QUEUE_THRESHOLD",),
     ),
     Option(
+        "--queue-policy",
+        word("fcfs", "lcfs", "wspt"),
+        "fcfs",
+        "who of those parked goes first: fcfs the first that came, lcfs the last, wspt the one with"
+        " the least prefill left",
+        ("DYN_ROUTER_QUEUE_POLICY",),
+        "POLICY",
+    ),
+    Option(
         "--queue-max-wait-secs",
         POSITIVE_SECONDS,
         None,
@@ -98,6 +156,28 @@ ROUTER_OPTIONS = (
     ),
     EXPIRY_OPTION,
     Option(
+        "--session-affinity-ttl-secs",
+        number(1.0, 31_536_000.0),
+        None,
+        "keep the requests of a session on its rank, until so long after its last reservation has "
+        "ended; unset: sessions count for nothing",
+    ),
+    Option(
+        "--session-affinity",
+        word("hard", "soft"),
+        None,
+        "hard: a session goes to its rank, however busy; soft: its rank is only favoured, and "
+        "where it goes is its rank from then on (default hard)",
+        metavar="MODE",
+    ),
+    Option(
+        "--session-affinity-bonus-blocks",
+        number(0.0),
+        None,
+        "how much dearer than another, in blocks of the cost, the rank of a soft session may be "
+        f"(default {DEFAULT_BONUS_BLOCKS:g})",
+    ),
+    Option(
         "--router-policy-config",
         unsupported,
         None,
@@ -108,7 +188,6 @@ ROUTER_OPTIONS = (
     *(
         Option(f"--router-{name}", read, None, "accepted, without effect", (env,), metavar)
         for name, read, env, metavar in (
-            ("predicted-ttl-secs", number(0.0), "DYN_ROUTER_PREDICTED_TTL_SECS", "N"),
             ("track-active-blocks", boolean, "DYN_ROUTER_TRACK_ACTIVE_BLOCKS", "BOOL"),
             ("track-output-blocks", boolean, "DYN_ROUTER_TRACK_OUTPUT_BLOCKS", "BOOL"),
             ("replica-sync", boolean, "DYN_ROUTER_REPLICA_SYNC", "BOOL"),
@@ -141,8 +220,9 @@ BUSY_OPTIONS = (
     Option(
         "--overload-status",
         status(503, 429, 529),
-        503,
-        "HTTP status of a request that is shed because all workers are busy: 503, 429 or 529",
+        None,
+        "HTTP status of a request that is shed because all workers are busy: 503, 429 or 529; "
+        "unset: 503, and 429 with --api 1.6",
         ("DYN_HTTP_OVERLOAD_STATUS_CODE",),
         "STATUS",
     ),
@@ -153,7 +233,7 @@ BUSY_OPTIONS = (
 
 
 def router_of(
-    values: Mapping[str, object], args: argparse.Namespace
+    parser: argparse.ArgumentParser, values: Mapping[str, object], args: argparse.Namespace
 ) -> tuple[dict[str, object], list[str]]:
     """What RouterSettings are made of, and what to warn of. `args` tell flags from environment."""
     warnings: list[str] = []
@@ -170,6 +250,7 @@ def router_of(
             scale = weight
         if weight == 0.0 and (by_flag or args.router_kv_overlap_score_credit is None):
             credit = 0.0
+    warnings += _check_approximation(parser, values)
     refresh = values["router_overlap_refresh_after_secs"]
     assert isinstance(refresh, float)
     router = {
@@ -177,14 +258,54 @@ def router_of(
         "overlap_score_credit": credit,
         "overlap_score_credit_decay": values["router_kv_overlap_score_credit_decay"],
         "prefill_load_scale": scale,
+        "ttl_s": values["router_ttl_secs"] or 0.0,
+        "predicted_ttl_s": values["router_predicted_ttl_secs"] or 0.0,
+        "active_request_weight": values["router_decode_active_request_weight"],
+        "host_weight": values["router_host_cache_hit_weight"],
+        "disk_weight": values["router_disk_cache_hit_weight"],
         "temperature": values["router_temperature"],
         "track_prefill_tokens": values["router_track_prefill_tokens"],
         "queue_threshold": values["queue_threshold"],
+        "queue_policy": values["queue_policy"],
         "queue_max_wait_s": values["queue_max_wait_secs"],
         "overlap_refresh_after_s": refresh if refresh > 0.0 else None,
         "reservation_expiry_s": values["reservation_expiry_secs"],
     }
     return router, warnings
+
+
+def _check_approximation(
+    parser: argparse.ArgumentParser, values: Mapping[str, object]
+) -> list[str]:
+    """What to warn of; ends the start where the reference would."""
+    lru = values["router_approximate_cache_policy"] == "lru"
+    if values["use_kv_events"]:
+        if lru:
+            parser.error("the approximate cache policy lru requires KV events to be off")
+        if values["router_ttl_secs"] is not None:
+            return ["--router-ttl-secs has no effect while KV events are on"]
+    elif values["router_predicted_ttl_secs"] is not None:
+        parser.error("router_predicted_ttl_secs requires use_kv_events=true")
+    return ["the approximate cache policy lru is not supported: ttl is used"] if lru else []
+
+
+def sessions_of(
+    parser: argparse.ArgumentParser, values: Mapping[str, object]
+) -> dict[str, object] | None:
+    """What SessionSettings are made of; None while they are off."""
+    ttl_s, mode = values["session_affinity_ttl_secs"], values["session_affinity"]
+    bonus = values["session_affinity_bonus_blocks"]
+    if ttl_s is None and mode is not None:
+        parser.error("--session-affinity requires --session-affinity-ttl-secs")
+    if bonus is not None and mode != "soft":
+        parser.error("--session-affinity-bonus-blocks requires --session-affinity soft")
+    if ttl_s is None:
+        return None
+    return {
+        "ttl_s": ttl_s,
+        "is_soft": mode == "soft",
+        "bonus_blocks": DEFAULT_BONUS_BLOCKS if bonus is None else bonus,
+    }
 
 
 def busy_of(values: Mapping[str, object]) -> dict[str, object]:

@@ -5,11 +5,34 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
+from lean_selector.core.index.bounds import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.process.options import Option, integer, resolve, urls
-from lean_selector.process.router_options import BUSY_OPTIONS, ROUTER_OPTIONS, busy_of, router_of
+from lean_selector.process.access_log_config import AccessLogConfig
+from lean_selector.process.access_log_options import ACCESS_LOG_OPTIONS, access_logs_of
+from lean_selector.process.dialect_options import (
+    DIALECT_OPTIONS,
+    check_dialect,
+    dialect_of,
+    overload_status_of,
+)
+from lean_selector.process.discovery_config import EngineAccess, FinderConfig, WorkerDiscovery
+from lean_selector.process.discovery_options import (
+    WORKER_OPTIONS,
+    engine_access_of,
+    finder_of,
+    worker_discovery_of,
+)
+from lean_selector.process.health_options import HEALTH_OPTIONS, ejection_of, polls_of
+from lean_selector.process.options import Option, integer, number, resolve, urls
+from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
+from lean_selector.process.router_options import (
+    BUSY_OPTIONS,
+    ROUTER_OPTIONS,
+    busy_of,
+    router_of,
+    sessions_of,
+)
 from lean_selector.process.service_options import (
     LISTEN_OPTIONS,
     POSITIVE_SECONDS,
@@ -20,6 +43,8 @@ from lean_selector.process.service_options import (
     port_option,
     replica_of,
 )
+from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.sockets.poll_settings import PollSettings
 
 
 class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +54,18 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     router: RouterSettings
     indexer_peers: list[str]
     recovery_timeout_s: float
+    kv_source_grace_s: float
     replica: ReplicaConfig | None
+    finder: FinderConfig
+    discover: WorkerDiscovery | None
+    engines: EngineAccess
     device_blocks_per_rank: int
     lower_tier_blocks_per_rank: int
     busy: BusyThreshold
     overload_status: int
+    polls: PollSettings | None
+    access_logs: AccessLogConfig | None
+    prompts: PromptSettings | None
     warnings: list[str]
 
 
@@ -59,7 +91,15 @@ SELECTOR_OPTIONS = (
         10.0,
         "longest that start-up recovery may take",
     ),
+    Option(
+        "--kv-source-grace-secs",
+        number(0.0),
+        60.0,
+        "how long a worker's KV events may be unreachable, silent or without a replay before that"
+        " is a warning",
+    ),
     *REPLICA_OPTIONS,
+    *WORKER_OPTIONS,
     Option(
         "--device-blocks-per-rank",
         integer(1, 2**40),
@@ -72,8 +112,12 @@ SELECTOR_OPTIONS = (
         DEFAULT_LOWER_TIER_BLOCKS,
         "most blocks indexed for a rank on each lower tier",
     ),
+    *DIALECT_OPTIONS,
     *ROUTER_OPTIONS,
     *BUSY_OPTIONS,
+    *HEALTH_OPTIONS,
+    *prompt_options(None, Mode.TOKENIZE, Mode.LOCAL, Mode.OFF),
+    *ACCESS_LOG_OPTIONS,
 )
 
 
@@ -82,20 +126,31 @@ def selector_config(
 ) -> SelectorConfig:
     """The configuration of `lean-selector`."""
     values = resolve(parser, SELECTOR_OPTIONS, args, environ)
-    router, warnings = router_of(values, args)
+    router, warnings = router_of(parser, values, args)
+    router["ejection"] = ejection_of(values)
+    check_dialect(parser, values, args)
+    router.update(dialect_of(values))
+    router["sessions"] = sessions_of(parser, values)
     if values["indexer_peers"] and not values["use_kv_events"]:
-        warnings.append("--indexer-peers has no effect while KV events are off: there is no index")
+        warnings.append("--indexer-peers has no effect while KV events are off")
     return msgspec.convert(
         {
             "listen": listen_of(values),
             "router": router,
             "indexer_peers": values["indexer_peers"],
             "recovery_timeout_s": values["recovery_timeout_secs"],
+            "kv_source_grace_s": values["kv_source_grace_secs"],
             "replica": replica_of(parser, values),
+            "finder": finder_of(values),
+            "discover": worker_discovery_of(values),
+            "engines": engine_access_of(values),
             "device_blocks_per_rank": values["device_blocks_per_rank"],
             "lower_tier_blocks_per_rank": values["lower_tier_blocks_per_rank"],
             "busy": busy_of(values),
-            "overload_status": values["overload_status"],
+            "overload_status": overload_status_of(values),
+            "polls": polls_of(values),
+            "access_logs": access_logs_of(parser, values),
+            "prompts": prompt_settings_of(parser, values),
             "warnings": warnings,
         },
         SelectorConfig,

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
+from lean_selector.process.discovery_config import PeerDiscovery
+from lean_selector.process.discovery_options import FINDER_OPTIONS, peer_discovery_of
 from lean_selector.process.options import (
     Option,
     boolean,
@@ -44,6 +46,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str | None
     peers: list[str]
     catch_up: list[str]  # HTTP URLs
+    discover: PeerDiscovery | None  # peers besides
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -120,6 +123,7 @@ REPLICA_OPTIONS = (
         metavar="URLS",
         repeats=True,
     ),
+    *FINDER_OPTIONS,
 )
 
 EXPIRY_OPTION = Option(
@@ -146,6 +150,8 @@ def replica_of(
     if port is None and bind is None:
         if values["replica_sync_catch_up"]:
             parser.error("--replica-sync-catch-up requires --replica-sync-port")
+        if values["replica_sync_discover"]:
+            parser.error("--replica-sync-discover requires --replica-sync-port")
         if advertise is not None or peers:
             parser.error(
                 "--replica-sync-advertise and --replica-sync-peers require --replica-sync-bind "
@@ -161,6 +167,7 @@ def replica_of(
         "advertise": advertise,
         "peers": peers,
         "catch_up": values["replica_sync_catch_up"],
+        "discover": peer_discovery_of(values),
     }
 
 

@@ -1,12 +1,14 @@
 """Builds the slot tracker and runs it on the host. Only wires."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.limits import Limits
 from lean_selector.observing import logs
+from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.observing.load_metrics import replica_families, tracker_families
 from lean_selector.process.expiry_sweep import ExpirySweep
@@ -14,8 +16,13 @@ from lean_selector.process.host import HttpServer, new_zmq_context, observation,
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
 from lean_selector.services.connection_metrics import connection_families
+from lean_selector.services.discovery_routes import discovery_routes
 from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.sockets.links import Links
+
+if TYPE_CHECKING:
+    from lean_selector.discovery.discoveries import Discoveries
 
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
@@ -27,6 +34,7 @@ def run_slot_tracker(config: SlotTrackerConfig) -> None:
 
 async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:
     context = new_zmq_context()
+    links = Links(context)
 
     # What the plane asks; it does so only once all is made, the trackers below too.
     def lookup(model_name: str, tenant_id: str) -> Tracker | None:
@@ -44,10 +52,12 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
             every_tracker,
             _nobody_waits,
             config.reservation_expiry_s,
+            links,
         )
     trackers = Trackers(
         None if plane is None else plane.events, reservation_expiry_s=config.reservation_expiry_s
     )
+    finding = _finding(config, plane, links)
     service = SlotTrackerService(trackers, plane=plane)
     connections = Connections(
         asyncio.get_running_loop().call_soon,
@@ -56,11 +66,15 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     )
     server = HttpServer(
         observed(
-            service.routes(),
+            (
+                *service.routes(),
+                *discovery_routes(None if finding is None else finding.report),
+            ),
             lambda _: [
                 *tracker_families(trackers),
                 *replica_families(plane),
                 *connection_families(connections),
+                *discovery_families(finding),
             ],
             observation("slot_tracker", config.listen, log_state),
         ),
@@ -71,6 +85,8 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     await server.start()
     if plane is not None:
         plane.start()
+    if finding is not None:
+        finding.start()
 
     lifecycle = TrackerLog(trackers)
 
@@ -87,11 +103,29 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
 
     async def close() -> None:
         expiry.stop()
+        if finding is not None:
+            await finding.close()
         if plane is not None:
             await plane.close()
 
     await server.serve(tick, lambda: None, close)
     context.destroy(linger=0)
+
+
+def _finding(
+    config: SlotTrackerConfig, plane: ReplicaPlane | None, links: Links
+) -> "Discoveries | None":
+    """What finds peers, if any are to be found. Raises StartError."""
+    peers = None if config.replica is None else config.replica.discover
+    if peers is None or plane is None:
+        return None
+    from lean_selector.process import discovery_plane
+
+    finding, _, targets = discovery_plane.discoveries_of(
+        config.finder, links.resolver.resolve, None, peers
+    )
+    discovery_plane.find_peers(finding, targets, peers, config.finder, plane)
+    return finding
 
 
 def _nobody_waits(event: ReplicaEvent, now: float) -> None:

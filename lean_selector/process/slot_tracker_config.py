@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lean_selector.process.discovery_config import FinderConfig
+from lean_selector.process.discovery_options import finder_of
 from lean_selector.process.options import resolve
 from lean_selector.process.service_options import (
     EXPIRY_OPTION,
@@ -30,6 +32,7 @@ class SlotTrackerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: Listen
     replica: ReplicaConfig | None
+    finder: FinderConfig
     reservation_expiry_s: float
 
 
@@ -41,6 +44,7 @@ def slot_tracker_config(
         {
             "listen": listen_of(values),
             "replica": replica_of(parser, values),
+            "finder": finder_of(values),
             "reservation_expiry_s": values["reservation_expiry_secs"],
         },
         SlotTrackerConfig,

@@ -10,9 +10,10 @@ from time import perf_counter
 
 import msgspec
 
-from lean_selector.http1.protocol import App, PendingReply
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.protocol import App
 from lean_selector.http1.reader import Request
-from lean_selector.http1.response import status_of
+from lean_selector.http1.response import Response, status_of
 from lean_selector.http1.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.services.gate import HUNG_UP, Route
@@ -37,7 +38,7 @@ def with_access_log(
     def logged(request: Request) -> bytes | PendingReply:
         started = clock()
 
-        def write(response: bytes) -> None:
+        def write(response: Response) -> None:
             _write(table, request, status_of(response), response, clock() - started)
 
         answer = app(request)
@@ -51,7 +52,7 @@ def with_access_log(
 
 
 def _write(
-    table: RouteTable[str], request: Request, status: bytes, response: bytes, seconds: float
+    table: RouteTable[str], request: Request, status: bytes, response: Response, seconds: float
 ) -> None:
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
@@ -62,7 +63,7 @@ def _write(
     }
     if isinstance(found, Match):
         fields["route"] = found.value
-        if found.param is not None:
+        if found.param is not None and "*}" not in found.value:
             name = "worker_id" if "{worker_id}" in found.value else "reservation_id"
             fields[name] = percent_decode_or_raw(found.param)
     else:

@@ -5,7 +5,7 @@ checks is that of spec selection.md 1.1; strictness of JSON as decision D8.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,7 +21,12 @@ from lean_selector.wire.body_text import (
     json_fault,
     messagepack_fault,
 )
-from lean_selector.wire.prompt import binary_form, prompt_decoder
+from lean_selector.wire.long_prompts import (
+    LONG_PROMPT_BYTES,
+    long_binary_reader,
+    long_json_reader,
+)
+from lean_selector.wire.prompt import binary_form, short_form
 from lean_selector.wire.prompt_fields import PromptFields
 
 Query = dict[str, str]
@@ -30,9 +35,11 @@ T = TypeVar("T")
 NOT_JSON = "Expected request with `Content-Type: application/json`"
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 # A body as short as this cannot hold the loop for long, whatever it says.
-LONG_BODY_BYTES = 32 * 1024
+LONG_BODY_BYTES: Final = 32 * 1024
 COSTLY_NUMBERS = f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"
 SCOPE_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
+DETAIL = frozenset({"detail"})
+_WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
 class BadBody(SelectorError):
@@ -57,36 +64,54 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
     That raises BadBody; msgspec.ValidationError for a wrong shape, which `shape_fault` judges.
     """
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
-    read_binary: Callable[[Request], T] | None = None
     if issubclass(body_type, PromptFields):
-        decode = prompt_decoder(body_type)
-        read_binary = _binary_reader(binary_form(body_type))
+        return _prompt_reader(body_type, decode)
 
     def read(request: Request) -> T:
-        content_type = request.headers.content_type
-        if content_type != JSON or request.body_too_large or not request.body.isascii():
-            if read_binary is not None and names_msgpack(content_type):
-                return read_binary(request)
-            _check_before_decoding(request)
-        if len(request.body) >= LONG_BODY_BYTES and has_costly_numbers(request.body):
-            raise _not_parsed("JSON", COSTLY_NUMBERS)
-        try:
-            return decode(request.body)
-        except msgspec.ValidationError:
-            raise
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _not_parsed("JSON", error) from None
+        if request.headers.content_type != JSON or request.body_too_large:
+            _check_kind(request)
+        return _read_json(decode, request.body)
 
     return read
 
 
-def _binary_reader(body_type: type[Any]) -> Callable[[Request], Any]:
-    """What `body_reader` gives, for MessagePack alone."""
-    decode = msgspec.msgpack.Decoder(body_type).decode
+def _prompt_reader(
+    body_type: type[T], decode: Callable[[bytes | bytearray], T]
+) -> Callable[[Request], T]:
+    """The same for a body that holds a prompt, by its form and length."""
+    read_binary = _binary_reader(body_type)
+    read_long = long_json_reader(body_type)
+    decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(
+        short_form(body_type)
+    ).decode
 
-    def read(request: Request) -> Any:
+    def read(request: Request) -> T:
+        content_type = request.headers.content_type
+        if content_type != JSON or request.body_too_large:
+            if names_msgpack(content_type):
+                return read_binary(request)
+            _check_kind(request)
+        if len(request.body) < LONG_PROMPT_BYTES:
+            return _read_json(decode_short, request.body)
+        fields = read_long(request.body)
+        return _read_json(decode, request.body) if fields is None else fields
+
+    return read
+
+
+def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
+    """The same for MessagePack alone."""
+    binary_type: type[T] = binary_form(body_type)
+    decode = msgspec.msgpack.Decoder(binary_type).decode
+    read_long = long_binary_reader(binary_type)
+
+    def read(request: Request) -> T:
         if request.body_too_large:
             raise BadBody(413, TOO_LARGE)
+        if len(request.body) >= LONG_PROMPT_BYTES:
+            fields = read_long(request.body)
+            if fields is not None:
+                return fields
         try:
             return decode(request.body)
         except msgspec.ValidationError:
@@ -97,17 +122,25 @@ def _binary_reader(body_type: type[Any]) -> Callable[[Request], Any]:
     return read
 
 
-def _check_before_decoding(request: Request) -> None:
+def _check_kind(request: Request) -> None:
     content_type = request.content_type
     if content_type != JSON and not is_json(content_type):
         raise BadBody(415, NOT_JSON)
     if request.body_too_large:
         raise BadBody(413, TOO_LARGE)
-    if not request.body.isascii():
-        try:
-            request.body.decode()
-        except UnicodeDecodeError as error:
-            raise _not_parsed("JSON", error) from None
+
+
+def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray) -> T:
+    try:
+        if not body.isascii():
+            body.decode()
+        if len(body) >= LONG_BODY_BYTES and has_costly_numbers(body):
+            raise _not_parsed("JSON", COSTLY_NUMBERS)
+        return decode(body)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_parsed("JSON", error) from None
 
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
@@ -139,6 +172,14 @@ def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
     if group is not None and query.setdefault("tenant_id", group) != group:
         raise BadQuery("tenant_id and routing_group are two names of one thing and must not differ")
     return query
+
+
+def wants_detail(query: Query) -> bool:
+    """Of a query that may have `detail`."""
+    try:
+        return _WORDS[query.get("detail", "false").lower()]
+    except KeyError:
+        raise BadQuery("detail must be true or false") from None
 
 
 # -- ids in the path ------------------------------------------------------------------------------

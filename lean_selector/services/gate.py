@@ -8,20 +8,23 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from lean_selector.core.errors import AllWorkersBusy, SelectorError
+from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import status_of
 from lean_selector.http1.router import Match, MethodNotAllowed, RouteTable
 from lean_selector.observing.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.services.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
+from lean_selector.services.media_types import is_json
 from lean_selector.services.replies import (
     INTERNAL_ERROR,
     Answer,
     LaterReply,
+    Reply,
+    Standing,
     error_reply,
     reply,
     sent,
@@ -37,7 +40,9 @@ _log = logging.getLogger("lean_selector.http")
 
 # Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
 RETRY_AFTER = b"retry-after: 1\r\n"
-_TWO, _ZERO = b"20"
+_TWO: Final = ord("2")
+_ZERO: Final = ord("0")
+_clock: Final = perf_counter
 HUNG_UP = b"499"  # in the counts only: the client left before its answer
 
 
@@ -47,8 +52,14 @@ class Gate:
     `meters` count what became of the requests of each route; the last is for those of none.
     """
 
-    def __init__(self, routes: Iterable[Route], overload_status: int = 503) -> None:
-        """`overload_status` answers what is shed because all workers are busy."""
+    def __init__(
+        self,
+        routes: Iterable[Route],
+        overload_status: int = 503,
+        lines: Callable[[Request, Exception, str], bytes] | None = None,
+    ) -> None:
+        """`overload_status` answers what is shed because all workers are busy; `lines` are header
+        lines for the answer to a request of this route that failed so."""
         metered = [
             (method, path, (endpoint, RouteMeter(method, path)))
             for method, path, endpoint in routes
@@ -57,9 +68,10 @@ class Gate:
         self._unrouted = RouteMeter("", "none")
         self.meters = [*(meter for _, _, (_, meter) in metered), self._unrouted]
         self._overload_status = overload_status
+        self._lines = lines
 
     def __call__(self, request: Request) -> Answer:
-        started = perf_counter()
+        started = _clock()
         found = self._table.match(request.method, request.path)
         if isinstance(found, Match):
             endpoint, meter = found.value
@@ -78,7 +90,7 @@ class Gate:
             meter = self._unrouted
             answer = error_reply(request, 404, "route not found")
         # RouteMeter.add, spelled out: a quarter of a microsecond, and a call would double it
-        seconds = perf_counter() - started
+        seconds = _clock() - started
         if seconds <= FASTEST_S:
             meter.fastest += 1
         else:
@@ -98,8 +110,11 @@ class Gate:
             return reply(request, status, OverloadBody.of(error.message, status), RETRY_AFTER)
         if isinstance(error, msgspec.ValidationError):
             error = shape_fault(request, error)
+        if isinstance(error, NoWorkers):
+            meter.unknown_models += not error.is_missing
         if isinstance(error, SelectorError):
-            return error_reply(request, error.status, error.message)
+            lines = self._lines(request, error, meter.route) if self._lines is not None else b""
+            return error_reply(request, error.status, error.message, lines)
         _log.error(
             "a handler failed", exc_info=error, extra={"path": request.path.decode("latin-1")}
         )
@@ -147,6 +162,34 @@ def with_param(
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
         return sent(request, status, handler(parse(param)))
+
+    return answer
+
+
+def with_param_and_optional_body(
+    parse: Callable[[bytes], Any],
+    body_type: type[T],
+    handler: Callable[[Any, T | None], object],
+) -> Endpoint:
+    """A path parameter, and a JSON body if there is one. The reference reads none: so whatever the
+    body is, the request is served; what cannot be read is ignored, and the answer warns of it."""
+    read = body_reader(body_type)
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        assert param is not None
+        parsed = parse(param)
+        if not request.body or not is_json(request.content_type):
+            return sent(request, 200, handler(parsed, None))
+        try:
+            body = read(request)
+        except (SelectorError, msgspec.ValidationError) as error:
+            fault = (
+                shape_fault(request, error) if isinstance(error, msgspec.ValidationError) else error
+            )
+            done = handler(parsed, None)
+            said = done.body if isinstance(done, Standing) else done
+            return sent(request, 200, Reply(200, said, [f"the body was ignored: {fault}"]))
+        return sent(request, 200, handler(parsed, body))
 
     return answer
 

@@ -9,6 +9,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
 
     service: str
+    document: str  # of `openapi.services`
     version: str
     access_log: bool
     suppressed_log_lines: Callable[[], int]

@@ -1,18 +1,20 @@
 """A service's routes as the application that its server runs, with everything that observes it.
 
-The gate and its meters, GET /metrics, and the access log if it is asked for: the same for every
-service, which adds the families of its own.
+The gate and its meters, GET /metrics, GET /openapi.json, and the access log if it is asked for:
+the same for every service, which adds the families of its own.
 """
 
 from collections.abc import Callable, Sequence
 
 from lean_selector.http1.protocol import App
+from lean_selector.http1.reader import Request
 from lean_selector.observing.load_metrics import Families
 from lean_selector.observing.metrics import LoopLag, RouteMeter, http_families, process_families
 from lean_selector.services.access_log import with_access_log
 from lean_selector.services.gate import Gate, Route
 from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.observation import Observation
+from lean_selector.services.openapi_routes import OpenApiRoutes
 
 
 def observed(
@@ -20,12 +22,15 @@ def observed(
     families_of: Callable[[Sequence[RouteMeter]], Families],
     observation: Observation,
     overload_status: int = 503,
+    lines: Callable[[Request, Exception, str], bytes] | None = None,
 ) -> App:
-    """The application for `routes`; `families_of` gets the meters of all of them."""
+    """The application for `routes`; `families_of` gets the meters of all of them. `lines` are the
+    gate's."""
     families: Families = []
     metrics = MetricsAnswers(lambda: families, observation.call_soon)
     routes = (*routes, *metrics.routes())
-    gate = Gate(routes, overload_status)
+    routes = (*routes, *OpenApiRoutes(observation.document, routes).routes())
+    gate = Gate(routes, overload_status, lines)
     lag = LoopLag(observation.call_later)
     families += [
         *families_of(gate.meters),

@@ -3,18 +3,16 @@
 Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decision D22).
 """
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from lean_selector.core.errors import Conflict, NotFound
-from lean_selector.services.bodies import BadQuery, Query
+from lean_selector.services.bodies import DETAIL, Query, wants_detail
 from lean_selector.services.gate import Route, plain, with_body, with_query
-from lean_selector.services.replies import Answer, Reply
+from lean_selector.services.replies import Answer, Reply, Standing
 from lean_selector.wire.peer_bodies import PeerRequest, PlaneState
 from lean_selector.wire.selection import Ok
 
-OK = Ok()
-DETAIL = frozenset({"detail"})
-_WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
+OK: Final = Standing(Ok())
 
 
 class Plane(Protocol):
@@ -29,6 +27,8 @@ class Plane(Protocol):
     def state(self) -> PlaneState: ...
 
     def snapshot(self) -> Answer: ...
+
+    def session_list(self) -> Answer: ...
 
 
 class ReplicaHandlers:
@@ -53,14 +53,14 @@ class ReplicaHandlers:
         new = self._switched_on().register_peer(body.endpoint)
         return Reply(201 if new else 200, OK)
 
-    def deregister_peer(self, body: PeerRequest) -> Ok:
+    def deregister_peer(self, body: PeerRequest) -> Standing:
         if not self._switched_on().deregister_peer(body.endpoint):
             raise NotFound("peer not found")
         return OK
 
     def list_peers(self, query: Query) -> object:
         """Their endpoints; with `?detail=true` the state of each, and what was dropped why."""
-        if _wants_detail(query):
+        if wants_detail(query):
             return {} if self._plane is None else self._plane.state()
         return [] if self._plane is None else self._plane.peers()
 
@@ -68,10 +68,3 @@ class ReplicaHandlers:
         if self._plane is None:
             raise Conflict("replica sync is disabled")
         return self._plane
-
-
-def _wants_detail(query: Query) -> bool:
-    try:
-        return _WORDS[query.get("detail", "false").lower()]
-    except KeyError:
-        raise BadQuery("detail is true or false") from None

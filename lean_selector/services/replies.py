@@ -5,12 +5,14 @@ as JSON text before it is known who asks for it is transcoded, and only while it
 snapshots, which are made in slices, once for all who wait for them.
 """
 
-from collections.abc import Callable
-from typing import Final
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
-from lean_selector.http1.protocol import PendingReply
+from lean_selector.core.errors import SelectorError
+from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.reader import Request
-from lean_selector.http1.response import JSON, encode_response, status_of
+from lean_selector.http1.response import JSON, Response, date_header, encode_response, status_of
 from lean_selector.services.media_types import MSGPACK, names_msgpack
 from lean_selector.wire.answer_forms import (
     LONGEST_TRANSCODED,
@@ -22,42 +24,96 @@ from lean_selector.wire.selection import ErrorBody
 
 INTERNAL_ERROR = ErrorBody("internal error")
 _JSON_LINE = b"\r\ncontent-type: " + JSON + b"\r\n"
+_LONGEST_WARNING: Final = 2000  # characters; proxies refuse headers of more than some 8 KiB
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger("lean_selector.http")
 
 
 class Reply:
-    """What a handler returns whose status depends on what it found."""
+    """What a handler returns whose status depends on what it found, or that warns of something.
 
-    __slots__ = ("body", "status")
+    `warnings` go into the header `x-warning`, and change nothing else.
+    """
 
-    def __init__(self, status: int, body: object) -> None:
+    __slots__ = ("body", "status", "warnings")
+
+    def __init__(self, status: int, body: object, warnings: Sequence[str] = ()) -> None:
         self.status = status
         self.body = body
+        self.warnings = warnings
+
+
+class Standing:
+    """A body that is always the same: encoded once, and framed once for each date and status."""
+
+    __slots__ = ("_date", "_responses", "_text", "body")
+
+    def __init__(self, body: object) -> None:
+        self.body = body
+        self._text = json_form(body)
+        self._date = b""  # the line that the responses have
+        self._responses: dict[int, bytes] = {}  # by status; a handler has one or two
+
+    def response(self, status: int) -> bytes:
+        """The whole answer, as JSON."""
+        date = date_header.line
+        if date is not self._date:
+            self._date = date
+            self._responses.clear()
+        response = self._responses.get(status)
+        if response is None:
+            response = self._responses[status] = encode_response(status, self._text)
+        return response
 
 
 class LaterReply(PendingReply):
-    """What a handler returns that answers later, once, in the form that its request accepts."""
+    """What a handler returns that answers later, once, in the form that its request accepts.
 
-    __slots__ = ("is_packed",)
+    A caller in this process sets `take`, and is told the status and the body instead.
+    """
+
+    __slots__ = ("is_packed", "take")
 
     def __init__(
         self, on_disconnect: Callable[[], None] | None = None, *, is_being_made: bool = False
     ) -> None:
         super().__init__(on_disconnect, is_being_made=is_being_made)
         self.is_packed = False  # the request accepts MessagePack
+        self.take: Callable[[int, object], None] | None = None
+
+    def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
+        """200 and what `shape` makes of `found`. What it raises is answered here, as the gate
+        would: whoever let a request go that waited goes on with the others, and with its turn."""
+        try:
+            status, body = 200, shape(found)
+        except SelectorError as error:
+            status, body = error.status, ErrorBody(error.message)
+        except Exception:
+            _log.exception("a request that waited could not be answered")
+            status, body = 500, INTERNAL_ERROR
+        self.answer(status, body)
 
     def answer(self, status: int, body: object) -> None:
-        if self.is_packed:
+        if self.take is not None:
+            try:
+                self.take(status, body)
+            except Exception:  # it is the taker's, as above
+                _log.exception("an answer could not be taken")
+            self.resolve(b"")
+        elif self.is_packed:
             self.resolve(_packed(status, body))
         else:
             self.resolve(encode_response(status, json_form(body), JSON))
 
-    def finish(self, response: bytes) -> None:
+    def finish(self, response: Response) -> None:
         """A response that is made already, and perhaps shared with others."""
-        self.resolve(_repacked(response) if self.is_packed else response)
+        packed = _repacked(response) if self.is_packed else None
+        self.resolve(response if packed is None else packed)
 
 
 Answer = bytes | LaterReply
-_NO_BODIES: Final = (bytes, LaterReply, Reply)
 
 
 def sent(request: Request, status: int, result: object) -> Answer:
@@ -65,13 +121,20 @@ def sent(request: Request, status: int, result: object) -> Answer:
 
     Bytes are a finished response.
     """
-    if isinstance(result, _NO_BODIES):
-        if not isinstance(result, Reply):
-            return _in_its_form(request, result)
-        status, result = result.status, result.body
-    # `reply`, spelled out: it is the way of every select, and a call is 1 % of one
     accept = request.headers.accept
-    if accept is not None and names_msgpack(accept):
+    packs = accept is not None and names_msgpack(accept)
+    # One by one: compiled, that is a comparison of types each.
+    if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
+        return _in_its_form(request, result)
+    if isinstance(result, Reply):
+        if result.warnings:
+            return reply(request, result.status, result.body, warning_line(result.warnings))
+        status, result = result.status, result.body
+    if isinstance(result, Standing):
+        if not packs:
+            return result.response(status)
+        result = result.body
+    if packs:
         return _packed(status, result)
     return encode_response(status, json_form(result), JSON)
 
@@ -84,6 +147,22 @@ def reply(request: Request, status: int, body: object, extra: bytes = b"") -> by
     return encode_response(status, json_form(body), JSON, extra)
 
 
+def warning_line(warnings: Sequence[str]) -> bytes:
+    """The header line `x-warning`, for the `extra` of `reply`: joined by "; ", in printable ASCII.
+
+    What else is in them stands as `\\u00e9`, and what is too long ends in "...".
+    """
+    text = "; ".join(warnings)
+    if len(text) > _LONGEST_WARNING:
+        text = text[:_LONGEST_WARNING] + "..."
+    return b"x-warning: %b\r\n" % printable(text).encode("ascii")
+
+
+def printable(text: str) -> str:
+    """A text as a header may hold it: what is not printable ASCII stands as `\\u00e9`."""
+    return "".join(letter if " " <= letter <= "~" else f"\\u{ord(letter):04x}" for letter in text)
+
+
 def error_reply(request: Request, status: int, text: str, extra: bytes = b"") -> bytes:
     return reply(request, status, ErrorBody(text), extra)
 
@@ -91,7 +170,8 @@ def error_reply(request: Request, status: int, text: str, extra: bytes = b"") ->
 def _in_its_form(request: Request, answer: Answer) -> Answer:
     if names_msgpack(request.headers.accept):
         if isinstance(answer, bytes):
-            return _repacked(answer)
+            packed = _repacked(answer)
+            return answer if packed is None else packed
         answer.is_packed = True
     return answer
 
@@ -103,12 +183,12 @@ def _packed(status: int, body: object, extra: bytes = b"") -> bytes:
     return encode_response(status, packed, MSGPACK, extra)
 
 
-def _repacked(response: bytes) -> bytes:
-    """A finished response as MessagePack, unless it is not JSON, or long: its content-type says."""
+def _repacked(response: Response) -> bytes | None:
+    """A finished response as MessagePack; None if it stays: it is not JSON, or long."""
     end = response.index(b"\r\n\r\n") + 4
     if len(response) - end > LONGEST_TRANSCODED or _JSON_LINE not in response[:end]:
-        return response
-    packed = messagepack_of(response[end:])
+        return None
+    packed = messagepack_of(bytes(response[end:]))
     if packed is None:
-        return response
+        return None
     return encode_response(int(status_of(response)), packed, MSGPACK)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from lean_selector.http1.response import JSON, GrowingResponse, encode_response
+from lean_selector.http1.response import JSON, GrowingResponse, Response, encode_response
 from lean_selector.services.replies import INTERNAL_ERROR, Answer, LaterReply
 
 SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
@@ -73,7 +73,7 @@ class SlicedAnswers:
                 if self._clock() >= slice_ends:
                     self._call_soon(self._go_on)
                     return
-            response: bytes | None = self._made.finish()
+            response: Response | None = self._made.finish()
         except Exception:  # the gate has let go of the request, so its rule is applied here
             _log.exception("%s failed", self._name)
             response = None

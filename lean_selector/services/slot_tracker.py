@@ -11,11 +11,11 @@ from collections.abc import Callable
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http1.response import encode_response
-from lean_selector.services.bodies import Query
+from lean_selector.services.bodies import DETAIL, Query
 from lean_selector.services.gate import Route, plain, with_body, with_query
-from lean_selector.services.peer_routes import DETAIL, OK, Plane, ReplicaHandlers
+from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
+from lean_selector.services.replies import Standing
 from lean_selector.wire.peer_bodies import PeerUrlRequest
-from lean_selector.wire.selection import Ok
 from lean_selector.wire.slot_tracker import (
     AddRequest,
     LifecycleRequest,
@@ -56,18 +56,18 @@ class SlotTrackerService(ReplicaHandlers):
             ("GET", "/peers", with_query(self.list_peers, DETAIL)),
         )
 
-    def register(self, body: RegisterRequest) -> Ok:
+    def register(self, body: RegisterRequest) -> Standing:
         self.trackers.register(body.row())
         return OK
 
-    def unregister(self, body: UnregisterRequest) -> Ok:
+    def unregister(self, body: UnregisterRequest) -> Standing:
         self.trackers.unregister(body.model_name, body.group(), body.worker_id)
         return OK
 
     def workers(self, query: Query) -> list[WorkerRow]:
         return self.trackers.workers(query.get("model_name"), query.get("tenant_id"))
 
-    def add(self, body: AddRequest) -> Ok:
+    def add(self, body: AddRequest) -> Standing:
         hashes = body.hashes()  # a wrong shape is named before any other fault
         self.trackers.add(
             body.model_name,
@@ -81,13 +81,13 @@ class SlotTrackerService(ReplicaHandlers):
         )
         return OK
 
-    def prefill_complete(self, body: LifecycleRequest) -> Ok:
+    def prefill_complete(self, body: LifecycleRequest) -> Standing:
         self.trackers.prefill_complete(
             body.model_name, body.group(), body.request_id, self._clock()
         )
         return OK
 
-    def free(self, body: LifecycleRequest) -> Ok:
+    def free(self, body: LifecycleRequest) -> Standing:
         self.trackers.free(body.model_name, body.group(), body.request_id, self._clock())
         return OK
 

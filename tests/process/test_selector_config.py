@@ -55,17 +55,30 @@ FLAGS = [
     ("--log-level", "listen.log_level", "DEBUG", "debug"),
     ("--indexer-peers", "indexer_peers", "http://a:1/, http://b", ["http://a:1", "http://b"]),
     ("--recovery-timeout-secs", "recovery_timeout_s", "2.5", 2.5),
+    ("--kv-source-grace-secs", "kv_source_grace_s", "0", 0.0),
     ("--replica-sync-port", "replica.bind", "9092", "tcp://*:9092"),
     ("--device-blocks-per-rank", "device_blocks_per_rank", "1", 1),
     ("--lower-tier-blocks-per-rank", "lower_tier_blocks_per_rank", "5", 5),
     ("--use-kv-events", "router.use_kv_events", "off", False),
+    ("--router-predicted-ttl-secs", "router.predicted_ttl_s", "5", 5.0),
+    ("--api", "router.dialect.name", "1.6", "1.6"),
+    ("--selection-cache-ttl-secs", "router.selection_cache.ttl_s", "5", 5.0),
+    ("--selection-cache-max-entries", "router.selection_cache.max_entries", "0", 0),
+    ("--selection-cache-max-bytes", "router.selection_cache.max_bytes", "99", 99),
+    ("--router-decode-busy-threshold", "router.decode_busy_threshold", "0.5", 0.5),
+    ("--router-prefill-busy-threshold", "router.prefill_busy_threshold", "2", 2.0),
+    ("--router-assume-kv-reuse", "router.assume_kv_reuse", "off", False),
     ("--router-kv-overlap-score-credit", "router.overlap_score_credit", "0.5", 0.5),
     ("--router-kv-overlap-score-credit-decay", "router.overlap_score_credit_decay", "2", 2.0),
     ("--router-prefill-load-scale", "router.prefill_load_scale", "3", 3.0),
     ("--router-kv-overlap-score-weight", "router.prefill_load_scale", "3", 3.0),
+    ("--router-decode-active-request-weight", "router.active_request_weight", "2.5", 2.5),
+    ("--router-host-cache-hit-weight", "router.host_weight", "1", 1.0),
+    ("--router-disk-cache-hit-weight", "router.disk_weight", "0", 0.0),
     ("--router-temperature", "router.temperature", "0.7", 0.7),
     ("--router-track-prefill-tokens", "router.track_prefill_tokens", "No", False),
     ("--queue-threshold", "router.queue_threshold", "inf", math.inf),
+    ("--queue-policy", "router.queue_policy", "WSPT", "wspt"),
     ("--queue-max-wait-secs", "router.queue_max_wait_s", "1", 1.0),
     ("--router-overlap-refresh-after-secs", "router.overlap_refresh_after_s", "3", 3.0),
     ("--reservation-expiry-secs", "router.reservation_expiry_s", "9", 9.0),
@@ -108,7 +121,10 @@ def test_the_documented_variables_are_all_there() -> None:
         *("DYN_ROUTER_QUEUE_THRESHOLD", "DYN_ROUTER_POLICY_CONFIG"),
         *("DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS", "DYN_ROUTER_PREDICTED_TTL_SECS"),
         *("DYN_ROUTER_TRACK_ACTIVE_BLOCKS", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS"),
+        *("DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", "DYN_ROUTER_QUEUE_POLICY"),
+        *("DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT"),
         *("DYN_ROUTER_REPLICA_SYNC", "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS"),
+        *("DYN_ROUTER_TTL_SECS", "DYN_ROUTER_APPROXIMATE_CACHE_POLICY"),
     }
     assert documented <= names
 
@@ -168,6 +184,41 @@ def test_peers_to_recover_from_are_no_use_without_kv_events_and_that_is_said() -
     assert "--indexer-peers" in warning
 
 
+def test_what_is_believed_cached_depends_on_whether_there_are_events() -> None:
+    off = {"DYN_USE_KV_EVENTS": "false"}
+    config = configured(DYN_ROUTER_TTL_SECS="9", **off)
+    assert (config.router.routed_ttl_s, config.warnings) == (9.0, [])
+    assert configured("--router-ttl-secs", "0", **off).router.routed_ttl_s == 0.0
+    assert configured(**off).router.routed_ttl_s == 0.0
+    config = configured("--router-ttl-secs", "9")
+    assert config.router.routed_ttl_s == 0.0
+    (warning,) = config.warnings
+    assert "--router-ttl-secs" in warning
+    assert configured(DYN_ROUTER_PREDICTED_TTL_SECS="5").router.routed_ttl_s == 5.0
+
+
+def test_lru_is_taken_as_ttl_and_that_is_said() -> None:
+    config = configured(DYN_ROUTER_APPROXIMATE_CACHE_POLICY="lru", DYN_USE_KV_EVENTS="false")
+    (warning,) = config.warnings
+    assert "lru" in warning
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--router-predicted-ttl-secs", "5", "--use-kv-events", "off"), "use_kv_events=true"),
+        (("--router-approximate-cache-policy", "lru"), "lru"),
+    ],
+)
+def test_an_approximation_that_needs_the_other_kind_of_index_is_refused(
+    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        configured(*flags)
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
 def test_the_old_weight_in_the_environment_gives_way_to_a_flag() -> None:
     flags = ("--router-prefill-load-scale", "5", "--router-kv-overlap-score-credit", "0.5")
     config = configured(*flags, DYN_OVERLAP_SCORE_WEIGHT="0")
@@ -185,7 +236,6 @@ def test_no_refresh_at_zero_or_below(text: str) -> None:
 def test_what_the_reference_has_without_effect_is_taken() -> None:
     assert (
         configured(
-            DYN_ROUTER_PREDICTED_TTL_SECS="5",
             DYN_ROUTER_TRACK_ACTIVE_BLOCKS="false",
             DYN_ROUTER_TRACK_OUTPUT_BLOCKS="true",
             DYN_ROUTER_REPLICA_SYNC="1",
@@ -211,6 +261,7 @@ BAD = [
     ("--indexer-peers", "tcp://a:1"),
     ("--indexer-peers", "a:1"),
     ("--recovery-timeout-secs", "0"),
+    ("--kv-source-grace-secs", "-1"),
     ("--replica-sync-port", "0"),
     ("--replica-sync-port", "65536"),
     ("--replica-sync-peers", "foo"),
@@ -218,6 +269,14 @@ BAD = [
     ("--device-blocks-per-rank", "0"),
     ("--lower-tier-blocks-per-rank", "1e3"),
     ("--use-kv-events", "maybe"),
+    ("--api", "1.4"),
+    ("--selection-cache-ttl-secs", "-1"),
+    ("--selection-cache-ttl-secs", "inf"),
+    ("--selection-cache-max-entries", "-1"),
+    ("--selection-cache-max-bytes", "x"),
+    ("--router-decode-busy-threshold", "-0.1"),
+    ("--router-prefill-busy-threshold", "nan"),
+    ("--router-tracking-hash", "keyed-xxh3-v1"),
     ("--router-kv-overlap-score-credit", "1.1"),
     ("--router-kv-overlap-score-credit", "-0.1"),
     ("--router-kv-overlap-score-credit-decay", "-1"),
@@ -226,6 +285,10 @@ BAD = [
     ("--router-kv-overlap-score-weight", "-1"),
     ("--router-temperature", "-1"),
     ("--router-temperature", "nan"),
+    ("--router-decode-active-request-weight", "-0.1"),
+    ("--router-host-cache-hit-weight", "1.1"),
+    ("--router-disk-cache-hit-weight", "-0.1"),
+    ("--queue-policy", "random"),
     ("--router-temperature", ""),
     ("--router-track-prefill-tokens", "2"),
     ("--queue-threshold", "-1"),
@@ -298,3 +361,27 @@ def test_every_option_shows_its_default_and_its_variables() -> None:
 def test_an_option_is_named_by_its_flag() -> None:
     option = Option("--a-b-c", str, None, "help")
     assert option.name == "a_b_c"
+
+
+def test_the_1_6_dialect_brings_its_own_defaults() -> None:
+    assert configured().overload_status == 503
+    assert configured("--api", "1.6").overload_status == 429
+    assert configured("--api", "1.6", "--overload-status", "503").overload_status == 503
+    assert configured().router.ttl_s == 0.0
+    assert configured("--api", "1.6").router.ttl_s == 120.0
+    assert (
+        configured("--api", "1.6", "--use-kv-events=off", "--router-ttl-secs=0").router.ttl_s == 0
+    )
+
+
+def test_the_overlap_credit_may_be_above_one_where_1_6_is_spoken() -> None:
+    flags = ("--api", "1.6", "--router-kv-overlap-score-credit", "2.5")
+    assert configured(*flags).router.overlap_score_credit == 2.5
+
+
+def test_reuse_is_switched_off_under_either_name_but_not_under_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not configured("--no-router-assume-kv-reuse").router.assume_kv_reuse
+    both = complaint(capsys, "--no-router-assume-kv-reuse", "--router-assume-kv-reuse")
+    assert "exclude each other" in both

@@ -1,21 +1,23 @@
 """GET /dump: at once or in slices, for one client or several, and with events in between."""
 
+import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from lean_selector.core.index.kv_index import KvIndex, RankKey, StoredRun, Tier
+from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.services.dump_answers import DumpAnswers
+from lean_selector.services.sliced_answers import SLICE_S
 from tests.driven_selector import Sources
 
-LARGE = 5000  # blocks: several slices of work, however fast the machine
+LARGE = 5000  # blocks: not answered at once
 
 
 class Loop:
@@ -37,21 +39,32 @@ class Loop:
         return turns
 
 
+class Broken(dict[RankKey, int]):
+    """Watermarks that cannot be encoded."""
+
+    def items(self) -> Any:
+        raise RuntimeError("a bug")
+
+
 class Dumps:
     """DumpAnswers over a catalog without workers."""
 
-    def __init__(self, new_index: Callable[[int], KvIndex] = KvIndex) -> None:
+    def __init__(self) -> None:
         self.catalog = Catalog(
             RouterSettings(),
             Sources(),
-            new_partition=lambda key, size, eagle: Partition(*key, size, eagle, new_index(size)),
+            new_partition=lambda key, size, eagle: Partition(*key, size, eagle, KvIndex(size)),
             on_dropped=lambda partition, dropped: None,
         )
         self.loop = Loop()
         self.watermarks: dict[RankKey, int] = {}
-        self.answers = DumpAnswers(
-            self.catalog, lambda partition: dict(self.watermarks), self.loop.soon.append
-        )
+        self.is_broken = False
+        # Three parts take a slice of the loop's turn, on whatever machine.
+        clock = itertools.count(step=SLICE_S / 3).__next__
+        self.answers = DumpAnswers(self.catalog, self._watermarks, self.loop.soon.append, clock)
+
+    def _watermarks(self, partition: Partition) -> dict[RankKey, int]:
+        return Broken({(1, 0): 0}) if self.is_broken else dict(self.watermarks)
 
     def store(self, *hashes: int, model_name: str = "m", worker_id: int = 1) -> None:
         partition = self.catalog.recovered_partition((model_name, "t"), 4)
@@ -176,26 +189,15 @@ def test_one_who_hangs_up_before_it_begins_leaves_room_for_the_next(dumps: Dumps
 
 
 def test_a_bug_in_it_is_a_500_and_the_next_dump_works(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(KvIndex):
-        is_broken = True
-
-        def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
-            if self.is_broken:
-                raise RuntimeError("a bug")
-            return super().dump(worker_id)
-
-    class BrokenLater(Broken):
-        def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
-            yield from super().dump(worker_id)
-
-    dumps = Dumps(BrokenLater)
+    dumps = Dumps()
+    dumps.is_broken = True
     dumps.fill()
     answer = dumps.ask()
     dumps.loop.run()
     assert answer.response is not None
     assert answer.response.startswith(b"HTTP/1.1 500 ")
     assert "a dump failed" in caplog.text
-    Broken.is_broken = False
+    dumps.is_broken = False
     again = dumps.ask()
     dumps.loop.run()
     assert blocks(body_of(again), 1) == LARGE

@@ -84,6 +84,7 @@ def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: RunningService) 
         "potential_prefill_tokens": 64,
         "active_decode_blocks": 0,
         "potential_decode_blocks": 4,
+        "active_requests": 0,
         "credit_blocks": 0.0,
         "credit_decay": 1.0,
         "taint_factor": 1.0,
@@ -99,6 +100,7 @@ def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: RunningService) 
         "potential_prefill_tokens": 96,
         "active_decode_blocks": 2,
         "potential_decode_blocks": 5,  # one is shared
+        "active_requests": 1,
         "cost": 11.0,
         "probability": 0.0,
     }

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, NotFound
-from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.observing.metrics import RouteMeter
 from lean_selector.services.bodies import Query, worker_id_param
 from lean_selector.services.gate import (

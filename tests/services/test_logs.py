@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lean_selector.form import form
 from lean_selector.observing.logs import BURST
 from lean_selector.publisher import KvEventPublisher
 from tests.prometheus_tools import parsed, scrape, value
@@ -67,6 +68,7 @@ def test_the_first_line_is_the_resolved_configuration() -> None:
         _, log = service.stop()
     first, second, last = lines(log)
     assert first["event"] == "configuration"
+    assert first["form"] == form()
     assert first["listen.port"] == port
     assert first["listen.drain_s"] == "2.0"
     assert first["busy.active_prefill_tokens"] == 7
@@ -380,6 +382,29 @@ def test_what_was_logged_before_a_crash_and_its_traceback_are_both_on_stderr() -
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "line 999\n" in ended.stderr
-    assert ended.stderr.count("RuntimeError: the end\n") == 1
-    assert ended.stderr.count("INFO root ") == 1000
+    lines, _, traceback = ended.stderr.partition("Traceback (most recent call last):\n")
+    assert lines.endswith(" INFO root line 999\n")
+    assert lines.count("INFO root ") == 1000
+    assert traceback.endswith("RuntimeError: the end\n")
+    assert "INFO" not in traceback
+
+
+def test_an_ejection_is_one_line_when_it_begins_and_one_when_it_ends() -> None:
+    with start("--worker-ejection-max-percent", "100") as service:
+        for worker_id in (1, 2):
+            service.post("/workers", worker(worker_id))
+            for _ in range(3):
+                service.post(f"/workers/{worker_id}/report", {"outcome": "refused"})
+        let_it_tick(service)
+        service.post("/workers/2/report", {"outcome": "ok"})  # all are out, so it counts at once
+        let_it_tick(service)
+        let_it_tick(service)
+        log = service.stop()[1]
+    said = [line for line in lines(log) if "ejected" in line["event"]]
+    assert [(line["event"], line["worker_id"]) for line in said] == [
+        ("worker ejected: it is given no requests", 1),
+        ("worker ejected: it is given no requests", 2),
+        ("worker no longer ejected", 2),
+    ]
+    assert said[0]["reason"] == "3 requests in a row failed, the last: connection refused"
+    assert said[0]["ranks"] == 1

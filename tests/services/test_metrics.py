@@ -5,16 +5,16 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from lean_selector.http1.protocol import PendingReply
-from lean_selector.http1.reader import Request
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.response import Response
 from lean_selector.observing.metrics import Family, escaped, labels
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers
 from lean_selector.services.sliced_answers import SLICE_S
+from tests import gates
 from tests.prometheus_tools import Samples, parsed, promtool, running_prometheus, scrape, value
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -400,14 +400,14 @@ def metrics(families: list[Family], loop: Loop) -> Callable[[], PendingReply]:
     ((_, _, endpoint),) = MetricsAnswers(lambda: families, loop.call_soon, loop.clock).routes()
 
     def ask() -> PendingReply:
-        reply = endpoint(cast(Request, None), None)
+        reply = endpoint(gates.request("GET", "/metrics"), None)
         assert isinstance(reply, PendingReply)
         return reply
 
     return ask
 
 
-def response(reply: PendingReply) -> bytes:
+def response(reply: PendingReply) -> Response:
     assert reply.response is not None
     return reply.response
 
@@ -467,11 +467,12 @@ def expressions() -> list[str]:
     return [target["expr"] for target in targets] + queries
 
 
-def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape() -> None:
+def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape(tmp_path: Path) -> None:
     names = set(OWN_NAME.findall("\n".join(expressions()) + RULES.read_text()))
     assert len(names) > 25
     port = free_port()
     flags = ["--replica-sync-port", str(free_port())]
+    flags += ["--discover", f"file:{tmp_path / 'workers.json'}"]
     with (
         KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
         RunningService(*flags) as service,

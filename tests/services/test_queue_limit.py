@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.response import encode_response
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService

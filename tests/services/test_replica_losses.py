@@ -205,8 +205,9 @@ def test_a_mesh_without_losses_misses_nothing() -> None:
             for n in range(50):
                 owner.free(f"r{n}")
             owner.add("last")
+            sequence = owner.detail()["sequence"]
+            wait_until(lambda: publisher_of(member)["sequence"] == sequence, "all have come")
             member.shows([BOOKED, IDLE_RANK])
             publisher = publisher_of(member)
-            assert publisher["sequence"] == owner.detail()["sequence"]
             assert (publisher["missed"], publisher["is_behind"]) == (0, False)
             assert member.detail()["missed"] == 0

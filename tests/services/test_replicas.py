@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from lean_selector.core.replication.records import EventKind, ReplicaEvent
-from lean_selector.wire.replica_frames import TOPIC, decode_event, encode_event
+from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.bookings import replica_event
+from tests.replica_frames import decode_event
 from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
 from tests.running_service import free_port, wait_until
 

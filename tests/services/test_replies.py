@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
+from lean_selector.core.errors import Unavailable
 from lean_selector.http1.reader import Request
-from lean_selector.http1.response import GrowingResponse, encode_response
+from lean_selector.http1.response import GrowingResponse, date_header, encode_response
 from lean_selector.services.media_types import MSGPACK
-from lean_selector.services.replies import LaterReply, Reply, error_reply, reply, sent
+from lean_selector.services.replies import LaterReply, Reply, Standing, error_reply, reply, sent
 from lean_selector.wire.answer_forms import LONGEST_TRANSCODED, JsonText
 from tests.gates import request
 
@@ -50,6 +51,27 @@ def test_a_handler_may_choose_its_status(accept: bytes | None) -> None:
     assert sent(asking(accept), 200, Reply(503, [])) == reply(asking(accept), 503, [])
 
 
+@pytest.mark.parametrize("accept", [None, b"*/*", MSGPACK])
+def test_a_standing_answer_says_what_its_body_would(accept: bytes | None) -> None:
+    standing = Standing({"a": 1})
+    for status in (200, 201, 200):
+        assert sent(asking(accept), status, standing) == reply(asking(accept), status, {"a": 1})
+    chosen = sent(asking(accept), 200, Reply(201, standing))
+    assert chosen == reply(asking(accept), 201, {"a": 1})
+
+
+def test_a_standing_answer_is_made_once_for_each_date() -> None:
+    standing = Standing({"a": 1})
+    date_header.set(1.0)
+    made = sent(asking(None), 200, standing)
+    assert sent(asking(None), 200, standing) is made
+    date_header.set(2.0)
+    later = sent(asking(None), 200, standing)
+    assert isinstance(made, bytes)
+    assert b"00:00:01 GMT" in made
+    assert later == made.replace(b"00:00:01 GMT", b"00:00:02 GMT")
+
+
 def test_a_finished_answer_is_sent_as_it_is_or_transcoded() -> None:
     made = encode_response(200, b'{"a":1}')
     assert sent(asking(None), 200, made) is made
@@ -88,3 +110,23 @@ def test_one_response_may_be_shared_by_those_who_accept_either_form() -> None:
         each.finish(made)
     assert plain.response is made
     assert parts(packed.response) == (b"200", MSGPACK, PACKED)
+
+
+def test_what_goes_wrong_with_an_answer_is_not_the_matter_of_who_lets_it_go() -> None:
+    def broken(found: object) -> object:
+        raise RuntimeError("a bug")
+
+    def refused(found: object) -> object:
+        raise Unavailable("not here")
+
+    def untaken(status: int, body: object) -> None:
+        raise RuntimeError("a bug")
+
+    answers = [LaterReply() for _ in range(3)]
+    answers[0].answer_with(broken, 1)
+    answers[1].answer_with(refused, 1)
+    answers[2].take = untaken
+    answers[2].answer(200, {})
+    assert parts(answers[0].response)[::2] == (b"500", b'{"error":"internal error"}')
+    assert parts(answers[1].response)[::2] == (b"503", b'{"error":"not here"}')
+    assert answers[2].response == b""

@@ -1,0 +1,45 @@
+"""In which form the package runs: its sources as they are, or their behaviour compiled by mypyc.
+
+Which modules a compiled installation has compiled is found by `setup.py`; this only looks.
+"""
+
+import sys
+from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
+
+PURE, COMPILED = "pure", "compiled"
+_LIBRARY = "lean_selector__mypyc"  # of all compiled modules: it names them in its attributes
+_PREFIX = "init_"
+
+
+def form() -> str:
+    """`pure` or `compiled`, or how many modules are compiled where only some are.
+
+    Some are when sources lie over a compiled installation, as with a changed path of modules.
+    """
+    names = compiled_modules()
+    compiled = sum(map(_is_compiled, names))
+    if compiled == len(names):
+        return COMPILED if names else PURE
+    return f"{compiled} of {len(names)} modules compiled" if compiled else PURE
+
+
+def compiled_modules() -> list[str]:
+    """Names of the modules that the installation has compiled; whether those run or their sources
+    is another question."""
+    try:
+        library = import_module(_LIBRARY)
+    except ImportError:
+        return []
+    return [
+        name.removeprefix(_PREFIX).replace("___", ".")
+        for name in vars(library)
+        if name.startswith(_PREFIX)
+    ]
+
+
+def _is_compiled(name: str) -> bool:
+    module = sys.modules.get(name)
+    spec = find_spec(name) if module is None else module.__spec__
+    return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

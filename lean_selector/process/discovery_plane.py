@@ -1,0 +1,137 @@
+"""Discovery, wired. Imported only by a service that is to find somebody."""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.discovery.asking import Asking
+from lean_selector.discovery.defaults import defaults_of
+from lean_selector.discovery.discoveries import Discoveries, Surroundings
+from lean_selector.discovery.dns_finder import AskService
+from lean_selector.discovery.engine_questions import ask_engine
+from lean_selector.discovery.peer_roster import PeerRoster
+from lean_selector.discovery.roster import Roster, Workers
+from lean_selector.discovery.target_shapes import Target
+from lean_selector.discovery.targets import peer_target_of, target_of
+from lean_selector.outbound.client import OutboundClient, Resolve
+from lean_selector.outbound.token_file import TokenFile
+from lean_selector.outbound.trust import Trust
+from lean_selector.process.discovery_config import FinderConfig, PeerDiscovery, WorkerDiscovery
+from lean_selector.process.host import StartError
+from lean_selector.process.replica_plane import ReplicaPlane
+
+
+class Registry(Protocol):
+    """Where workers are registered: what the routes call."""
+
+    @property
+    def catalog(self) -> Workers: ...
+
+    def upsert_worker(self, spec: WorkerSpec, now: float) -> object: ...
+
+    def remove_worker(self, worker_id: int, now: float) -> object: ...
+
+
+def discoveries_of(
+    finder: FinderConfig,
+    resolve: Resolve,
+    workers: WorkerDiscovery | None,
+    peers: PeerDiscovery | None,
+) -> tuple[Discoveries, list[Target], list[Target]]:
+    """What will run, and what is to be found: workers, and peers. Raises StartError."""
+    worker_targets = [target_of(text) for text in workers.targets] if workers is not None else []
+    peer_targets = [peer_target_of(text) for text in peers.targets] if peers is not None else []
+    targets = [*worker_targets, *peer_targets]
+    for target in targets:
+        if target.kind == "file" and not target.name.lower().endswith(".json"):
+            _extra("yaml", target)
+    api, api_client = "", None
+    if any(target.kind == "kubernetes" for target in targets):
+        api, api_client = _api_client(finder, resolve)
+    services = [target for target in targets if target.kind == "dns" and target.port is None]
+    ask = _ask_service(services[0]) if services else None
+    world = Surroundings(resolve, finder.interval_s, ask, api, api_client)
+    return Discoveries(world), worker_targets, peer_targets
+
+
+def find_workers(
+    discoveries: Discoveries,
+    targets: list[Target],
+    config: WorkerDiscovery,
+    finder: FinderConfig,
+    registry: Registry,
+    clock: Callable[[], float],
+    engines: OutboundClient,
+    use_kv_events: bool,
+) -> None:
+    """The workers behind `targets` are registered and removed as over HTTP."""
+    roster = Roster(
+        registry.catalog,
+        lambda spec: registry.upsert_worker(spec, clock()),
+        lambda worker_id: registry.remove_worker(worker_id, clock()),
+        defaults=defaults_of(config.defaults),
+        grace_s=finder.grace_s,
+        use_kv_events=use_kv_events,
+        on_new=lambda known: asking.begin(known),
+        on_gone=lambda known: asking.end(known),
+    )
+    asking = Asking(
+        lambda base: ask_engine(engines, base), roster.heard, roster.failed, config.refresh_s
+    )
+    discoveries.find_workers(targets, roster, asking)
+
+
+def find_peers(
+    discoveries: Discoveries,
+    targets: list[Target],
+    config: PeerDiscovery,
+    finder: FinderConfig,
+    plane: ReplicaPlane,
+) -> None:
+    """The peers behind `targets` join and leave the mesh as over HTTP."""
+    port = plane.sync.bound_endpoint.rpartition(":")[2]
+    own_port = int(port) if port.isdigit() else 0
+    roster = PeerRoster(plane, own_port, plane.advertise, config.http_port, finder.grace_s)
+    discoveries.find_peers(targets, roster)
+
+
+def _api_client(finder: FinderConfig, resolve: Resolve) -> tuple[str, OutboundClient]:
+    api = finder.api
+    if api is None:
+        host = os.environ.get("KUBERNETES_SERVICE_HOST")
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise StartError(
+                "discovery by kubernetes: this is no pod (KUBERNETES_SERVICE_HOST is not set), "
+                "and there is no --kubernetes-api"
+            )
+        api = f"https://{f'[{host}]' if ':' in host else host}:{port}"
+    try:
+        token = TokenFile(finder.api_token_file)
+        trust = Trust(finder.api_ca_file)
+        trust.context()
+    except (OSError, ValueError) as error:
+        raise StartError(f"discovery by kubernetes: {error}") from None
+    return api.removesuffix("/"), OutboundClient(resolve, token=token, trust=trust)
+
+
+def _ask_service(target: Target) -> AskService:
+    _extra("dns.resolver", target)
+    from lean_selector.discovery.srv_records import SrvRecords
+
+    try:
+        return SrvRecords().ask
+    except Exception as error:  # its own kinds; the system names no server
+        raise StartError(f"--discover {target.text}: {error}") from None
+
+
+def _extra(module: str, target: Target) -> None:
+    """What an extra brings is there. Raises StartError."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        raise StartError(
+            f'{target.text} needs pip install "lean-selector[discovery]": no module {module}'
+        ) from None

@@ -1,0 +1,157 @@
+"""What `lean-selector gateway` can be told: its own options, and beside them the selector's."""
+
+import argparse
+from collections.abc import Mapping
+
+import msgspec
+
+from lean_selector.outbound.url import Url
+from lean_selector.process.options import Option, integer, number, or_none, path, resolve
+from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
+from lean_selector.process.selector_config import SELECTOR_OPTIONS, SelectorConfig, selector_config
+from lean_selector.process.service_options import (
+    POSITIVE_SECONDS,
+    Listen,
+    listen_of,
+    port_option,
+)
+from lean_selector.prompts.settings import Mode, PromptSettings
+
+_MEGABYTE = 1 << 20
+# For workers that say nothing of blocks, as those that publish no events.
+_DEFAULTS = '{"block_size": 16}'
+_TOUCHES = 3.0  # in the life of a reservation
+_TOUCH_BESIDE_S = 10.0  # at most, as a selector beside does not tell its expiry
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `lean-selector gateway` was told."""
+
+    listen: Listen
+    workers: list[str]  # base URLs
+    selector: SelectorConfig  # in this process, unless `beside`; `listen` is where its API is
+    beside: str | None
+    beside_timeout_s: float
+    prompts: PromptSettings
+    silence_s: float
+    most_body_bytes: int
+
+    @property
+    def touch_after_s(self) -> float:
+        """So often a reservation is touched while its answer goes on."""
+        own_s = self.selector.router.reservation_expiry_s / _TOUCHES
+        return own_s if self.beside is None else min(own_s, _TOUCH_BESIDE_S)
+
+
+def selector_target(value: str) -> str:
+    """`http://HOST:PORT` or `unix:PATH`."""
+    if value.startswith("unix:"):
+        path(value.removeprefix("unix:"))
+        return value
+    if Url(value).is_secure:
+        raise ValueError("the selector speaks no TLS")
+    return value.rstrip("/")
+
+
+_OWN_OPTIONS = (
+    port_option(8080),
+    Option(
+        "--drain-secs",
+        number(0.0),
+        30.0,
+        "how long a stop may take: answers that have begun go on for so long",
+    ),
+    Option(
+        "--selector-port",
+        integer(0, 65535),
+        8092,
+        "HTTP port of the selector's own API, and of the metrics; 0 takes a free one",
+    ),
+    Option(
+        "--selector",
+        selector_target,
+        None,
+        "ask a selector that runs beside, at http://HOST:PORT or unix:PATH, in place of one in this"
+        " process",
+        metavar="WHERE",
+    ),
+    Option(
+        "--selector-timeout-secs",
+        POSITIVE_SECONDS,
+        2.0,
+        "longest that its answer may take; then workers are taken in turn",
+    ),
+    *prompt_options(Mode.LEARN, Mode.LEARN, Mode.TOKENIZE, Mode.LOCAL, Mode.OFF),
+    Option(
+        "--worker-silence-secs",
+        POSITIVE_SECONDS,
+        600.0,
+        "a worker that says nothing for so long has failed its request",
+    ),
+    Option(
+        "--worker-health-interval-secs",
+        or_none(number(0.01)),
+        5.0,
+        "ask every worker this often how it is, over HTTP; `none`: never",
+    ),
+    Option("--max-body-mb", integer(1, 4096), 64, "largest body of a request, in MiB"),
+)
+_OWN = {option.flag for option in _OWN_OPTIONS}
+GATEWAY_OPTIONS = (
+    *_OWN_OPTIONS,
+    *(option for option in SELECTOR_OPTIONS if option.flag not in _OWN),
+)
+
+
+def gateway_config(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, environ: Mapping[str, str]
+) -> GatewayConfig:
+    """The configuration of `lean-selector gateway`. `args.workers` are base URLs."""
+    values = resolve(parser, GATEWAY_OPTIONS, args, environ)
+    for url in args.workers:
+        try:
+            Url(url)
+        except ValueError as error:
+            parser.error(str(error))
+    beside = values["selector"]
+    if beside is not None and args.discover is not None:
+        parser.error("--discover is the selector's: give it to the one at --selector")
+    if beside is None and not args.workers and args.discover is None:
+        parser.error("name the workers: lean-selector gateway http://HOST:PORT ...")
+    prompts = prompt_settings_of(parser, values)
+    assert prompts is not None
+    megabytes = values["max_body_mb"]
+    assert isinstance(megabytes, int)
+    return GatewayConfig(
+        listen=msgspec.convert(listen_of(values), Listen),
+        workers=list(dict.fromkeys(args.workers)),
+        selector=_selector(parser, args, environ, values),
+        beside=None if beside is None else str(beside),
+        beside_timeout_s=msgspec.convert(values["selector_timeout_secs"], float),
+        prompts=msgspec.convert(prompts, PromptSettings),
+        silence_s=msgspec.convert(values["worker_silence_secs"], float),
+        most_body_bytes=megabytes * _MEGABYTE,
+    )
+
+
+def _selector(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    values: Mapping[str, object],
+) -> SelectorConfig:
+    """Of the selector in this process: as it would be told on its own command line."""
+    own = argparse.Namespace(**vars(args))
+    for option in _OWN_OPTIONS:
+        setattr(own, option.name, None)
+    own.port = str(values["selector_port"])
+    own.uds = None
+    interval = values["worker_health_interval_secs"]
+    own.worker_health_interval_secs = None if interval is None else str(interval)
+    if args.workers and values["selector"] is None:
+        own.discover = [*(args.discover or ()), *(f"url:{url}" for url in args.workers)]
+        if args.discover_defaults is None:
+            own.discover_defaults = _DEFAULTS
+    config = selector_config(parser, own, environ)
+    router = msgspec.structs.replace(config.router, needs_kv_events=False)
+    return msgspec.structs.replace(config, router=router)

@@ -1,0 +1,69 @@
+"""What gateways are offered besides the API: POST /route, and the reading of their access logs.
+
+Imported only where one of them is asked for.
+"""
+
+import time
+
+from lean_selector.observing.load_metrics import Families
+from lean_selector.outbound.client import Resolve
+from lean_selector.process.access_log_config import AccessLogConfig
+from lean_selector.process.access_log_plane import AccessLogPlane
+from lean_selector.process.discovery_config import EngineAccess
+from lean_selector.process.engine_access import engine_client
+from lean_selector.process.prompt_plane import prompts_of
+from lean_selector.prompts.fleet import CatalogFleet
+from lean_selector.prompts.prompts import Prompts
+from lean_selector.prompts.settings import PromptSettings
+from lean_selector.route.door import RouteDoor
+from lean_selector.services.gate import Route
+from lean_selector.services.selection import SelectionService
+
+
+class GatewayDoors:
+    """Both, or either; logs are read from when it is made until it is closed."""
+
+    def __init__(
+        self,
+        service: SelectionService,
+        access_logs: AccessLogConfig | None,
+        prompts: PromptSettings | None,
+        engines: EngineAccess,
+        resolve: Resolve,
+    ) -> None:
+        """Raises StartError; then nothing is open."""
+        selector = service.selector
+        self._prompts: Prompts | None = None
+        if prompts is not None:
+            client = engine_client(engines, resolve)
+            self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), client)
+        self._logs: AccessLogPlane | None = None
+        if access_logs is not None:
+            self._logs = AccessLogPlane(access_logs, selector, time.monotonic)
+        self._route: RouteDoor | None = None
+        if self._prompts is not None:
+            self._route = RouteDoor(
+                self._prompts,
+                service.select_and_reserve,
+                lambda reservation_id: selector.free(reservation_id, time.monotonic()),
+                _never if self._logs is None else self._logs.ends.has_ended,
+            )
+
+    def routes(self) -> tuple[Route, ...]:
+        return () if self._route is None else self._route.routes()
+
+    def families(self) -> Families:
+        return [] if self._logs is None else self._logs.families()
+
+    async def close(self) -> None:
+        if self._route is not None:
+            await self._route.close()
+        if self._prompts is not None:
+            await self._prompts.close()
+        if self._logs is not None:
+            self._logs.close()
+
+
+def _never(reservation_id: str) -> bool:
+    """No end is told where no log is read."""
+    return False

@@ -1,0 +1,28 @@
+"""Prompts, wired. Imported only by a door that takes raw requests."""
+
+import importlib
+
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.process.host import StartError
+from lean_selector.prompts.fleet import Fleet
+from lean_selector.prompts.prompts import Prompts
+from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.prompts.tokenizing import Tokenizer
+
+
+def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
+    """What a door asks of the prompts of its requests. Raises StartError."""
+    if settings.mode is not Mode.LOCAL:
+        return Prompts(settings, fleet, client)
+    assert settings.tokenizer is not None
+    try:
+        module = importlib.import_module("lean_selector.prompts.local_tokenizer")
+        local: Tokenizer = module.LocalTokenizer(settings.tokenizer, settings.ask_timeout_s)
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"--prompts local needs the package `{error.name}`: "
+            'pip install "lean-selector[tokenizers]"'
+        ) from None
+    except ValueError as error:
+        raise StartError(f"--prompts-tokenizer: {error}") from None
+    return Prompts(settings, fleet, client, local)

@@ -1,0 +1,247 @@
+"""The selection service as clients of 1.6 know it (`--api 1.6`): its routes, and the handlers that
+are its own.
+
+What differs from 1.3: a booking's id is `selection_id`, claimed from the moment its request
+arrives; a prompt may be empty, and its last, partial block is charged; the answers say more. Spec
+selection_16.md. The other handlers are in `selection_handlers`.
+"""
+
+import secrets
+import uuid
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from lean_selector.core.selection import inspection
+from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import (
+    HINT,
+    OUTLOOK,
+    Placement,
+    RankLoadRow,
+    RankOutlook,
+    SelectionRequest,
+    WorkerLoad,
+)
+from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.services.bodies import DETAIL, Query, wants_detail, worker_id_param
+from lean_selector.services.gate import Route, with_body, with_param_and_body, with_query
+from lean_selector.services.helpful_headers import BODY_FIELDS_16, warning_of_fields
+from lean_selector.services.selection_handlers import SelectionHandlers
+from lean_selector.services.worker_health import health_of
+from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
+from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.scalars import unpack_signed
+from lean_selector.wire.selection_16 import (
+    Booked16,
+    KvHint,
+    OverlapScores16,
+    PartitionLoads16,
+    ProjectionRequest16,
+    ReservationRequest16,
+    SelectAndReserveRequest16,
+    Selection16,
+    SelectRequest16,
+    WorkerDetail16,
+    WorkerPatch16,
+    WorkerRecord16,
+    WorkerRequest16,
+)
+from lean_selector.wire.worker_details import SourceCondition
+
+
+class SelectionService16(SelectionHandlers):
+    """The routes and handlers of the 1.6 dialect."""
+
+    def routes(self) -> tuple[Route, ...]:
+        return (
+            (
+                "POST",
+                "/workers",
+                warning_of_fields(
+                    BODY_FIELDS_16["/workers"], with_body(WorkerRequest16, self.register, 201)
+                ),
+            ),
+            (
+                "PATCH",
+                "/workers/{worker_id}",
+                warning_of_fields(
+                    BODY_FIELDS_16["/workers/{worker_id}"],
+                    with_param_and_body(worker_id_param, WorkerPatch16, self.patch),
+                ),
+            ),
+            ("POST", "/select", with_body(SelectRequest16, self.select)),
+            (
+                "POST",
+                "/select_and_reserve",
+                with_body(SelectAndReserveRequest16, self.select_and_reserve),
+            ),
+            ("POST", "/reservations", with_body(ReservationRequest16, self.reserve, 201)),
+            ("GET", "/loads", with_query(self.loads)),
+            ("POST", "/potential_loads", with_body(ProjectionRequest16, self.potential_loads)),
+            ("POST", "/overlap_scores", with_body(ProjectionRequest16, self.overlap_scores)),
+            (
+                "GET",
+                "/dump",
+                with_query(lambda query: self.dump(detail=wants_detail(query)), DETAIL),
+            ),
+            *self.shared_routes(),
+        )
+
+    def record(self, worker: Worker) -> object:
+        return WorkerRecord16.of(worker)
+
+    def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
+        fields = worker.shown(WorkerRecord16.__struct_fields__)
+        health = health_of(worker, self.selector.catalog, now)
+        return WorkerDetail16(**fields, health=health, kv_sources=[*sources])
+
+    def prompt(
+        self, body: PromptFields, partition: Partition, override: RouterOverride | None
+    ) -> Prompt:
+        size = partition.block_size
+        prompt = prompt_to_select(body, size, partition.is_eagle, may_be_empty=True)
+        prompt.charge_partial_block(size)
+        return self._reused_or_not(prompt, override)
+
+    def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
+        """Where a KV cache is not assumed to be reused, no block is like another."""
+        reuses = None if override is None else override.assume_kv_reuse
+        if reuses is None:
+            reuses = self.selector.settings.assume_kv_reuse
+        if not reuses:
+            prompt.forget_likeness(secrets.token_bytes)
+        return prompt
+
+    # -- selection -----------------------------------------------------------------------------
+
+    def select(self, body: SelectRequest16) -> object:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        request = self._request(partition, body)
+        request.adds |= OUTLOOK
+        selection_id, advisory = body.selection_id, body.advisory
+
+        def shape(placement: Placement) -> Selection16:
+            if selection_id is not None:
+                self._remember(partition, selection_id, request, placement)
+            load: WorkerLoad | UnsetType = UNSET
+            if advisory:
+                load = self._worker_load(_outlook_of(placement))
+            return self._answer(partition, selection_id, placement, load)
+
+        if self.selector.parks and not advisory:
+            return self._placed_or_parked(partition, request, shape)
+        return shape(self.selector.select_now(partition, request, self._clock()))
+
+    def select_and_reserve(self, body: SelectAndReserveRequest16) -> object:
+        selection_id = str(uuid.uuid4()) if body.selection_id is None else body.selection_id
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        self.selector.bookings.check_unclaimed(selection_id, partition)
+        request = self._request(partition, body)
+        request.adds |= OUTLOOK | HINT
+        request.books = True
+        request.reservation_id = selection_id
+
+        def shape(placement: Placement) -> Selection16:
+            key = partition.model_name, partition.tenant_id
+            self.selector.selections.drop(key, selection_id)
+            return self._answer(partition, selection_id, placement, UNSET, request)
+
+        if self.selector.parks:
+            return self._placed_or_parked(partition, request, shape)
+        return shape(self.selector.select_now(partition, request, self._clock()))
+
+    def _answer(
+        self,
+        partition: Partition,
+        selection_id: str | None,
+        placement: Placement,
+        load: WorkerLoad | UnsetType,
+        booked: SelectionRequest | None = None,
+    ) -> Selection16:
+        """What was chosen, and of what was booked the prompt."""
+        outlook = _outlook_of(placement)
+        hashes: tuple[int, ...] | UnsetType = UNSET
+        isl_tokens: int | UnsetType = UNSET
+        tracks: bool | UnsetType = UNSET
+        hint: KvHint | UnsetType = UNSET
+        if booked is not None:
+            hashes = unpack_signed(booked.prompt.sequence_hashes())
+            isl_tokens, tracks = booked.prompt.isl_tokens, booked.terms.track_prefill
+            if outlook.hint is not None:
+                hint = KvHint.of(outlook.hint, booked.reservation_id)
+        return Selection16(
+            UNSET if selection_id is None else selection_id,
+            hashes,
+            isl_tokens,
+            tracks,
+            partition.model_name,
+            partition.tenant_id,
+            placement.worker_id,
+            placement.dp_rank,
+            placement.endpoint,
+            placement.block_size,
+            placement.overlap,
+            placement.effective_prefill_tokens,
+            outlook.potential_decode_blocks,
+            self._is_busy(outlook),
+            load,
+            hint,
+            placement.explain,
+        )
+
+    def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
+        """Whether the rank has too many blocks with the prompt; unset where nobody can say."""
+        threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
+        if threshold is None or blocks is None:
+            return UNSET
+        return outlook.potential_decode_blocks > threshold * blocks
+
+    # -- reservations --------------------------------------------------------------------------
+
+    def reserve(self, body: ReservationRequest16) -> Booked16:
+        key, selection_id = (body.model_name, body.group()), body.selection_id
+        worker_id = body.worker_id
+        if worker_id is None:
+            return Booked16.of(self._replayed(key, selection_id, selection_id))
+        self.selector.selections.drop(key, selection_id)
+        partition = self.selector.ready_partition(*key)
+        is_learned = partition.routed is not None
+        prompt = prompt_to_book(
+            body, partition.block_size, partition.is_eagle, is_learned=is_learned
+        )
+        prompt = self._reused_or_not(prompt, body.router_config_override)
+        booked = self.selector.bookings.reserve(
+            partition,
+            selection_id,
+            worker_id,
+            body.dp_rank or 0,
+            prompt,
+            body.effective_prefill_tokens,
+            self._clock(),
+            body.expected_output_tokens,
+            self._terms(body.router_config_override).track_prefill,
+            books_prefill=body.track_prefill_tokens is not False,
+        )
+        return Booked16.of(booked)
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def loads(self, query: Query) -> list[PartitionLoads16]:
+        model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
+        rows = inspection.loads(self.selector.catalog, model_name, tenant_id, self._clock())
+        return [PartitionLoads16.of(row) for row in rows]
+
+    def potential_loads(self, body: ProjectionRequest16) -> list[RankLoadRow]:
+        return self.potential_rows(body, body.router_config_override)
+
+    def overlap_scores(self, body: ProjectionRequest16) -> OverlapScores16:
+        return OverlapScores16.of(self.overlap_rows(body, body.router_config_override))
+
+
+def _outlook_of(placement: Placement) -> RankOutlook:
+    """Of a placement that was asked for it."""
+    assert not isinstance(placement.outlook, UnsetType)
+    return placement.outlook

@@ -1,0 +1,413 @@
+"""What both dialects of the selection service do alike: workers, lifecycle calls, inspection, and
+requests that wait.
+
+Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
+that all routes share in `bodies`. What a dialect adds stands in `selection` (1.3, the source
+document's) and `selection_16`. Spec: selection.md, selection_16.md.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from lean_selector.core.errors import BadRequest, NotFound, SelectorError, Unavailable
+from lean_selector.core.rank_bits import RankKey
+from lean_selector.core.selection import inspection
+from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import (
+    EXPLANATION,
+    Booked,
+    CachedSelection,
+    OverlapScores,
+    Placement,
+    RankLoadRow,
+    RankOutlook,
+    SelectionRequest,
+    WorkerLoad,
+)
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterOverride, Terms
+from lean_selector.core.selection.terms import overridden
+from lean_selector.core.selection.workers import PartitionKey
+from lean_selector.core.sessions.table import check_session_id
+from lean_selector.services.bodies import (
+    Query,
+    reservation_id_param,
+    wants_detail,
+    worker_id_param,
+)
+from lean_selector.services.gate import (
+    Route,
+    plain,
+    with_param,
+    with_param_and_body,
+    with_param_and_optional_body,
+    with_query,
+)
+from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
+from lean_selector.services.registration_warnings import registration_warnings
+from lean_selector.services.replies import Answer, LaterReply, Reply, Standing
+from lean_selector.services.service_state import ServiceState
+from lean_selector.services.worker_health import WORKERS_FIELDS, ejected_workers
+from lean_selector.services.worker_records import WorkerRecords
+from lean_selector.wire.answer_forms import JsonText
+from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.scalars import f32
+from lean_selector.wire.selection import (
+    Change,
+    ErrorBody,
+    OutputBlockRequest,
+    Readiness,
+    Registration,
+    SelectFields,
+)
+from lean_selector.wire.worker_details import SourceCondition
+from lean_selector.wire.worker_health import Ending, WorkerReport
+
+SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
+
+# What a placement is told as.
+Shape = Callable[[Placement], object]
+
+
+class KvSources(Protocol):
+    """Where the KV events come from."""
+
+    def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
+
+    def listeners(self, endpoint: str) -> Sequence[RankKey]: ...
+
+    def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> Sequence[SourceCondition]: ...
+
+
+class Timer(Protocol):
+    """What is to happen later, and can be called off."""
+
+    def cancel(self) -> None: ...
+
+
+class SelectionHandlers(ReplicaHandlers):
+    """The handlers, and what they act on."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        *,
+        dump: Callable[[], Answer],
+        sources: KvSources,
+        state: ServiceState,
+        plane: Plane | None = None,
+        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        bare_dump: Callable[[], Answer] | None = None,
+    ) -> None:
+        """`call_later` is needed only when waiting in the queue is limited. `bare_dump` is the dump
+        as 1.6 has it."""
+        super().__init__(plane)
+        self.selector = selector
+        self._records = WorkerRecords(selector.catalog, self.record)
+        self._state = state
+        self._dump = dump
+        self._bare_dump = dump if bare_dump is None else bare_dump
+        self._sources = sources
+        self._clock = clock
+        self._call_later = call_later
+        self._default_terms: Terms = selector.terms
+
+    def shared_routes(self) -> tuple[Route, ...]:
+        """The routes whose bodies and answers are the same in every dialect."""
+        return (
+            ("GET", "/health", plain(lambda: OK)),
+            ("GET", "/ready", plain(self.ready)),
+            ("GET", "/workers", with_query(self.workers, WORKERS_FIELDS)),
+            ("DELETE", "/workers/{worker_id}", with_param(worker_id_param, self.remove)),
+            (
+                "POST",
+                "/workers/{worker_id}/report",
+                with_param_and_body(worker_id_param, WorkerReport, self.report),
+            ),
+            (
+                "DELETE",
+                "/reservations/{reservation_id}",
+                with_param_and_optional_body(reservation_id_param, Ending, self.free),
+            ),
+            (
+                "POST",
+                "/reservations/{reservation_id}/prefill_complete",
+                with_param(reservation_id_param, self.prefill_complete),
+            ),
+            (
+                "POST",
+                "/reservations/{reservation_id}/output_block",
+                with_param_and_body(reservation_id_param, OutputBlockRequest, self.output_block),
+            ),
+            ("GET", "/kv_sources", with_query(self.kv_sources)),
+            *self.replica_routes(),
+            ("GET", "/replica_sync/sessions", plain(lambda: self._switched_on().session_list())),
+        )
+
+    # -- what a dialect says otherwise ---------------------------------------------------------
+
+    def record(self, worker: Worker) -> object:
+        """A worker as the API shows it."""
+        raise NotImplementedError
+
+    def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
+        """The same with how it is at this moment."""
+        raise NotImplementedError
+
+    def prompt(
+        self, body: PromptFields, partition: Partition, override: RouterOverride | None
+    ) -> Prompt:
+        """The prompt of a route that matches it against the index."""
+        raise NotImplementedError
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def ready(self) -> Reply:
+        schedulable = self.selector.catalog.schedulable_count()
+        ready = schedulable > 0 and not self._state.is_draining
+        recovering = True if self._state.is_recovering else UNSET
+        ejected = ejected_workers(self.selector.catalog)
+        body = Readiness(ready, schedulable, self._records.all(), recovering, ejected)
+        return Reply(200 if ready else 503, body)
+
+    def register(self, body: Registration) -> JsonText | Reply:
+        return self._shown(201, self.selector.upsert_worker(body.spec(), self._clock()))
+
+    def patch(self, worker_id: int, body: Change) -> JsonText | Reply:
+        worker = self.selector.patch_worker(worker_id, body.changes(), self._clock())
+        return self._shown(200, worker)
+
+    def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
+        """A worker as it stands now, and what is probably wrong with it."""
+        record = self._records.one(worker)
+        listens = self.selector.settings.use_kv_events
+        warnings = registration_warnings(worker.spec, self._sources.listeners, listens=listens)
+        return Reply(status, record, warnings) if warnings else record
+
+    def remove(self, worker_id: int) -> object:
+        return self.record(self.selector.remove_worker(worker_id, self._clock()))
+
+    def workers(self, query: Query) -> JsonText | list[object]:
+        model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
+        if not wants_detail(query):
+            return self._records.matching(model_name, tenant_id)
+        now = self._clock()
+        return [
+            self.detail(each, self._sources.conditions(each.spec.worker_id, each.sources), now)
+            for each in self.selector.catalog.matching(model_name, tenant_id)
+        ]
+
+    def report(self, worker_id: int, body: WorkerReport) -> Standing:
+        ttft_s = None if body.ttft_ms is None else body.ttft_ms / 1000.0
+        self.selector.health.report(
+            worker_id, body.dp_rank, body.outcome, self._clock(), ttft_s, body.cached_tokens
+        )
+        return OK
+
+    # -- requests that choose ------------------------------------------------------------------
+
+    def _placed_or_parked(
+        self, partition: Partition, request: SelectionRequest, shape: Shape
+    ) -> object:
+        """The answer to a request that may have to wait: `shape` of what was chosen, now or later.
+
+        What shapes it also does what is to be done with the choice; it is called once, or not at
+        all where there is none.
+        """
+        pending: LaterReply | None = None
+
+        def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+            assert pending is not None
+            self._unclaim(request)
+            if isinstance(outcome, SelectorError):
+                pending.answer(outcome.status, ErrorBody(outcome.message))
+            else:
+                pending.answer_with(shape, outcome)
+
+        outcome = self.selector.select(partition, request, self._clock(), on_answer)
+        if not isinstance(outcome, Parked):
+            return shape(outcome)
+        pending = LaterReply()
+        parked = outcome
+
+        def on_disconnect() -> None:
+            self._unclaim(request)
+            self.selector.hung_up(partition, parked, self._clock())
+
+        if request.books and self.selector.settings.dialect.claims_ids:
+            self.selector.bookings.claimed.add(request.reservation_id)
+        pending.on_disconnect = on_disconnect
+        self._limit_wait(partition, parked, on_answer, pending)
+        return pending
+
+    def _unclaim(self, request: SelectionRequest) -> None:
+        """It waits no more."""
+        if request.books:
+            self.selector.bookings.claimed.discard(request.reservation_id)
+
+    def _limit_wait(
+        self,
+        partition: Partition,
+        parked: Parked,
+        on_answer: Callable[[Parked, Placement | SelectorError], None],
+        pending: LaterReply,
+    ) -> None:
+        limit = self.selector.settings.queue_max_wait_s
+        if limit is None:
+            return
+        assert self._call_later is not None
+
+        def give_up() -> None:
+            if partition.parked.leave(parked):
+                on_answer(parked, Unavailable(f"no worker became free within {limit:g} seconds"))
+
+        timer = self._call_later(limit, give_up)
+        # Or the request, and its prompt, would be kept until the limit has passed.
+        pending.observe(lambda _: timer.cancel(), timer.cancel)
+
+    def _request(self, partition: Partition, body: SelectFields) -> SelectionRequest:
+        session_id = None
+        if partition.sessions is not None:
+            session_id = body.session()
+            if session_id is not None:
+                if body.pinned_worker is not None or body.affinity_target is not None:
+                    session_id = None  # they leave the session alone
+                else:
+                    check_session_id(session_id)
+        override = body.router_config_override
+        prompt = self.prompt(body, partition, override)
+        request = SelectionRequest(
+            prompt, self._default_terms if override is None else self._terms(override)
+        )
+        request.expected_output_tokens = body.expected_output_tokens
+        if body.explain:
+            request.adds = EXPLANATION
+        if body.affinity_target is not None:
+            request.target = body.affinity_target.target()
+        if body.pinned_worker is not None:
+            request.pinned = body.pinned_worker.pinned()
+        if session_id is not None:
+            request.session_id = session_id
+        if body.allowed_worker_ids is not None:
+            request.allowed_worker_ids = body.allowed()
+        constraints = body.routing_constraints
+        if not isinstance(constraints, UnsetType):
+            request.required_taints = frozenset(constraints.required_taints)
+            request.preferred_taints = {
+                name: f32(weight) for name, weight in constraints.preferred_taints.items()
+            }
+        if body.priority_jump is not None:
+            if not math.isfinite(body.priority_jump):
+                raise BadRequest(f"priority_jump: expected a number, got {body.priority_jump}")
+            request.priority_jump = body.priority_jump
+        if body.strict_priority is not None:
+            request.strict_priority = body.strict_priority
+        return request
+
+    def _terms(self, override: RouterOverride | None) -> Terms:
+        return (
+            self._default_terms if override is None else overridden(self._default_terms, override)
+        )
+
+    def _worker_load(self, outlook: RankOutlook) -> WorkerLoad:
+        threshold, capacity = (
+            self.selector.settings.prefill_busy_threshold,
+            outlook.prefill_token_capacity,
+        )
+        tokens, blocks = outlook.active_prefill_tokens, outlook.total_kv_blocks
+        return WorkerLoad(
+            tokens,
+            capacity,
+            UNSET if blocks is None else blocks,
+            UNSET if threshold is None else tokens > threshold * capacity,
+        )
+
+    # -- selections that are booked later ------------------------------------------------------
+
+    def _remember(
+        self,
+        partition: Partition,
+        selection_id: str,
+        request: SelectionRequest,
+        placement: Placement,
+    ) -> None:
+        """What `/select` chose can be booked by its id from now on."""
+        cached = CachedSelection(
+            placement.worker_id,
+            placement.dp_rank,
+            request.prompt.to_book(keeps_blocks=partition.routed is not None),
+            placement.effective_prefill_tokens,
+            request.expected_output_tokens,
+            request.terms.track_prefill,
+            request.session_id,
+        )
+        key = partition.model_name, partition.tenant_id
+        self.selector.selections.put(key, selection_id, cached, self._clock())
+
+    def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
+        """Books what was chosen under an id; what cannot be booked now may be later."""
+        selections, now = self.selector.selections, self._clock()
+        cached = selections.get(key, selection_id, now)
+        if cached is None:
+            where = self.selector.settings.dialect.scope(*key)
+            raise NotFound(
+                f"no pending selection {selection_id} for {where} "
+                "(expired, already used, or never selected)"
+            )
+        partition = self.selector.ready_partition(*key)
+        try:
+            booked = self.selector.bookings.replay(partition, cached, reservation_id, now)
+        except BadRequest:  # its session is bound elsewhere
+            selections.use_up(key, selection_id)
+            raise
+        selections.use_up(key, selection_id)
+        return booked
+
+    # -- reservations --------------------------------------------------------------------------
+
+    def prefill_complete(self, reservation_id: str) -> Standing:
+        self.selector.prefill_complete(reservation_id, self._clock())
+        return OK
+
+    def output_block(self, reservation_id: str, body: OutputBlockRequest) -> Standing:
+        self.selector.output_block(reservation_id, body.decay_fraction, self._clock())
+        return OK
+
+    def free(self, reservation_id: str, ending: Ending | None) -> Standing:
+        now = self._clock()
+        if ending is None:
+            self.selector.free(reservation_id, now)
+        else:
+            self.selector.end(reservation_id, ending.outcome, ending.cached_tokens, now)
+        return OK
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def potential_rows(
+        self, body: PromptFields, override: RouterOverride | None
+    ) -> list[RankLoadRow]:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        prompt = self.prompt(body, partition, override)
+        return inspection.potential_loads(partition, prompt, self._terms(override), self._clock())
+
+    def overlap_rows(self, body: PromptFields, override: RouterOverride | None) -> OverlapScores:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        prompt = self.prompt(body, partition, override)
+        return inspection.overlap_scores(partition, prompt.local_hashes, self._terms(override))
+
+    def dump(self, *, detail: bool = True) -> Answer:
+        if self._state.is_recovering:
+            # What a peer would recover of it is not all; peers that start together ask each other.
+            raise Unavailable("start-up recovery is under way")
+        return self._dump() if detail else self._bare_dump()
+
+    def kv_sources(self, query: Query) -> Sequence[object]:
+        return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))

@@ -1,0 +1,436 @@
+"""Random operations on the real 1.6.1 and on ours in its dialect, side by side; every answer is
+compared as the recorded ones are.
+
+What a decision makes differ is kept out of the play, or put right in it where it is noted: each
+such place cites its decision. Choices among equals are drawn by each service for itself, so where
+ours says that ranks tie the request is pinned to one of them.
+"""
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from lean_selector.publisher import KvEventPublisher
+from loadtest.child_service import JSON, ChildService
+from tests.recorded_cases import replay
+from tests.running_service import wait_until
+
+BLOCK_SIZE = 4
+IDS = [f"s{number}" for number in range(12)] + ["", "a/b", "ä"]
+SESSIONS = ["", "one", "two", "three", "ä" * 128, "x" * 257]
+# Of each worker what may change, and its ranks. The first of each group is never removed, because a
+# partition without workers is another thing here (D3).
+GROUPS: dict[str, list[int]] = {"default": [1, 2, 3], "g": [11, 12]}
+RANKS = {1: 1, 2: 1, 3: 3, 11: 1, 12: 2}
+
+Answer = tuple[int, Any]
+
+
+class Play:
+    """One seed's operations. `differences` says what was answered differently, with its request."""
+
+    def __init__(
+        self, seed: int, theirs: ChildService, ours: ChildService, *, has_events: bool
+    ) -> None:
+        self._rng = random.Random(seed)
+        self._services = theirs, ours
+        self.differences: list[str] = []
+        self.compared = 0
+        self._size = dict(RANKS)
+        self._booked: dict[str, tuple[str, int, int]] = {}  # id -> group, worker, rank
+        self._ids = list(IDS)
+        self._chains = [self._chain() for _ in range(5)]
+        self._publishers = {
+            worker_id: KvEventPublisher(
+                worker_id=worker_id, kv_block_size=BLOCK_SIZE, endpoint="tcp://127.0.0.1:*"
+            )
+            for worker_id in ((1, 2) if has_events else ())
+        }
+        self._has_events = has_events
+        self._stored: set[tuple[int, int]] = set()  # worker, engine hash
+
+    def run(self, operations: int) -> None:
+        try:
+            for group in GROUPS:
+                for worker_id in GROUPS[group]:
+                    self._register(group, worker_id)
+            self._settle()
+            for worker_id in self._publishers:
+                self._hear(worker_id)
+            kinds: list[tuple[Callable[[], None], int]] = [
+                (self._select, 22),
+                (self._select_and_reserve, 22),
+                (self._replay, 14),
+                (self._reserve, 12),
+                (self._lifecycle, 16),
+                (self._look, 6),
+                (self._project, 4),
+                (self._change_worker, 3),
+                (self._remove_worker, 2),
+                (self._err, 4),
+                *([(self._store, 4)] if self._has_events else []),
+            ]
+            calls, weights = zip(*kinds, strict=True)
+            for _ in range(operations):
+                self._rng.choices(calls, weights)[0]()
+        finally:
+            for publisher in self._publishers.values():
+                publisher.close()
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def _ask(self, service: ChildService, method: str, path: str, body: object) -> tuple[int, str]:
+        content = None if body is None else json.dumps(body).encode()
+        status, text = service.request(method, path, content, JSON if content else {})
+        return status, text.decode()
+
+    def _both(self, method: str, path: str, body: object = None) -> Answer:
+        """Theirs, after ours was compared with it."""
+        theirs, ours = (self._ask(each, method, path, body) for each in self._services)
+        self.compared += 1
+        recorded = {"method": method, "status": theirs[0], "response_body": theirs[1]}
+        if replay.differs(recorded, *ours):
+            self.differences.append(
+                f"{method} {path} {json.dumps(body)}\n  theirs {theirs}\n  ours   {ours}"
+            )
+        try:
+            return theirs[0], json.loads(theirs[1])
+        except ValueError:
+            return theirs[0], theirs[1]  # plain text, of a bad path or query
+
+    def _settle(self) -> None:
+        """Registrations are answered before they have effect there; here they have (D10)."""
+        ranks = sorted(
+            (worker_id, rank)
+            for group in GROUPS
+            for worker_id in GROUPS[group]
+            for rank in range(self._size[worker_id])
+        )
+
+        def is_settled() -> bool:
+            _, text = self._ask(self._services[0], "GET", "/loads", None)
+            return ranks == sorted(
+                (row["worker_id"], row["dp_rank"])
+                for entry in json.loads(text)
+                for row in entry["loads"]
+            )
+
+        wait_until(is_settled, "the reference shows the ranks")
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def _register(self, group: str, worker_id: int, **more: object) -> None:
+        size = self._size[worker_id]
+        body: dict[str, object] = {
+            "worker_id": worker_id,
+            "routing_group": group,
+            "endpoint": f"http://w{worker_id}",
+            "block_size": BLOCK_SIZE,
+            "data_parallel_size": size,
+            **more,
+        }
+        if worker_id in self._publishers:
+            body["kv_events_endpoint"] = self._publishers[worker_id].endpoint
+            body["router_hint_worker_type"] = "decode"
+            if worker_id == 1:  # one alone, for of several equals either may be named
+                body["router_hint_source_control_endpoints"] = {"0": "tcp://w1:5600"}
+        elif self._has_events:
+            nobody = "tcp://127.0.0.1:9"
+            body["kv_events_endpoints"] = {str(rank): nobody for rank in range(8)}
+        self._both("POST", "/workers", body)
+
+    def _change_worker(self) -> None:
+        group = self._rng.choice(list(GROUPS))
+        worker_id = self._rng.choice(GROUPS[group])
+        changes: list[dict[str, object]] = [
+            # More than all prompts have: beyond it is forgotten here (D40).
+            {"total_kv_blocks": self._rng.choice([1000, 2000, 4000])},
+            {"max_num_batched_tokens": self._rng.choice([0, 50, 1000])},
+            {"taints": self._rng.sample(["a", "b", "c"], self._rng.randrange(4))},
+            {"endpoint": f"http://w{worker_id}/{self._rng.randrange(9)}"},
+            {"kv_event_source_mode": "framework_v1", "stable_routing_id": "x"},
+            {"data_parallel_size": 4097},
+            {},
+        ]
+        self._both("PATCH", f"/workers/{worker_id}", self._rng.choice(changes))
+        # What was believed of ranks that are cut off is still listed there (D40).
+        if self._has_events and RANKS[worker_id] > 1 and self._rng.random() < 0.5:
+            before, after = self._size[worker_id], self._rng.randrange(1, RANKS[worker_id] + 1)
+            self._size[worker_id] = after
+            self._both("PATCH", f"/workers/{worker_id}", {"data_parallel_size": after})
+            self._lost(worker_id, set(range(after, before)))
+        self._settle()
+
+    def _remove_worker(self) -> None:
+        group = self._rng.choice(list(GROUPS))
+        worker_id = self._rng.choice(GROUPS[group][1:])
+        self._both("DELETE", f"/workers/{worker_id}")
+        self._both("DELETE", f"/workers/{worker_id}")
+        self._both("PATCH", f"/workers/{worker_id}", {})
+        sizes, self._size[worker_id] = dict(self._size), 0
+        self._settle()
+        self._lost(worker_id, set(range(8)))
+        self._stored = {each for each in self._stored if each[0] != worker_id}
+        for _ in range(self._rng.randrange(3)):
+            self._replay()
+            self._select()
+        self._size[worker_id] = sizes[worker_id]
+        self._register(group, worker_id)
+        self._settle()
+        if worker_id in self._publishers:
+            self._hear(worker_id)
+
+    def _lost(self, worker_id: int, ranks: set[int]) -> None:
+        """Ids that went with a rank are taken there until somebody asks for them; here they are
+        free at once (D3)."""
+        self._settle()
+        for selection_id, (_, worker, rank) in list(self._booked.items()):
+            if worker == worker_id and rank in ranks:
+                del self._booked[selection_id]
+                if selection_id:
+                    self._both("DELETE", f"/reservations/{_quoted(selection_id)}")
+                else:  # nobody can ask for it
+                    self._ids.remove(selection_id)
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def _chain(self) -> list[int]:
+        return [self._rng.randrange(1000) for _ in range(44)]
+
+    def _prompt(self) -> dict[str, object]:
+        chain = self._rng.randrange(len(self._chains))
+        tokens = self._chains[chain][: self._rng.randrange(44)]
+        prompt: dict[str, object]
+        if self._rng.random() < 0.7:
+            prompt = {"token_ids": tokens}
+            if self._rng.random() < 0.1:
+                prompt["lora_name"] = "l"
+            if self._rng.random() < 0.1:
+                prompt["cache_salt"] = "s"
+            return prompt
+        hashes = [chain * 100 + position + 1 for position in range(len(tokens) // BLOCK_SIZE)]
+        isl = max(1, len(tokens) + self._rng.randrange(-3, 4))
+        return {
+            "block_hashes": hashes,
+            "sequence_hashes": [-each for each in hashes],
+            "isl_tokens": isl,
+        }
+
+    def _scope(self) -> dict[str, object]:
+        return {"routing_group": self._group()}
+
+    def _group(self) -> str:
+        return "g" if self._rng.random() < 0.3 else "default"
+
+    def _choice(self, group: str) -> dict[str, object]:
+        """The body of a select, without its id."""
+        draw = self._rng.random
+        body: dict[str, object] = {"routing_group": group, **self._prompt()}
+        workers = [1, 2, 3, 11, 12, 99]
+        if draw() < 0.15:
+            body["pinned_worker"] = {
+                "worker_id": self._rng.choice(workers),
+                "dp_rank": self._rng.choice([0, 0, 1, 2, 7]),
+            }
+        if draw() < 0.25:
+            body["allowed_worker_ids"] = self._rng.sample(workers, self._rng.randrange(6))
+        if draw() < 0.15:
+            body["routing_constraints"] = {
+                "required_taints": self._rng.sample(["a", "b"], self._rng.randrange(2)),
+                "preferred_taints": {"b": 0.5, "c": -1.5},
+            }
+        if draw() < 0.15:
+            body["router_config_override"] = {"track_prefill_tokens": draw() < 0.3}
+        if draw() < 0.1:
+            body["expected_output_tokens"] = self._rng.randrange(100)
+        if draw() < 0.35:
+            body["session_id"] = self._rng.choice(SESSIONS)
+        if draw() < 0.05:
+            body["session_context"] = {
+                "session_id": self._rng.choice(SESSIONS),
+                "parent_session_id": "one",
+                "session_final": True,
+                "input_trigger": "tool_result",
+                "agent_headers": {"h": ["v"]},
+            }
+        if draw() < 0.1:
+            body["affinity_target"] = {
+                "worker_id": self._rng.choice(workers),
+                **({"dp_rank": self._rng.randrange(3)} if draw() < 0.5 else {}),
+            }
+        return body
+
+    def _without_ties(self, body: dict[str, object]) -> dict[str, object]:
+        """The same, pinned to one of the ranks that are equally good, if several are."""
+        asked = {**body, "explain": True}
+        status, text = self._ask(self._services[1], "POST", "/select", asked)
+        if status != 200:
+            return body
+        explanation = json.loads(text)["explain"]
+        if explanation["tied_ranks"] < 2:
+            return body
+        rows = [row for row in explanation["ranks"] if row["filtered"] is None]
+        least = min(row["cost"] for row in rows)
+        row = self._rng.choice([row for row in rows if row["cost"] == least])
+        pin = {"worker_id": row["worker_id"], "dp_rank": row["dp_rank"]}
+        return {**body, "pinned_worker": pin}
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def _select(self) -> None:
+        group = self._group()
+        body = self._without_ties(self._choice(group))
+        if self._rng.random() < 0.25:
+            body["advisory"] = True
+        if self._rng.random() < 0.7:
+            body["selection_id"] = self._rng.choice(self._ids)
+        self._both("POST", "/select", body)
+
+    def _select_and_reserve(self) -> None:
+        group = self._group()
+        body = self._without_ties(self._choice(group))
+        if self._rng.random() < 0.1:
+            self._unnamed(body, group)
+            return
+        selection_id = body["selection_id"] = self._rng.choice(self._ids)
+        status, answer = self._both("POST", "/select_and_reserve", body)
+        if status == 200:
+            self._booked[selection_id] = (group, answer["worker_id"], answer["dp_rank"])
+            # What was selected under the id before is dropped here (D43), and there with the next
+            # attempt to book a worker under it.
+            again = {"selection_id": selection_id, "routing_group": group, "token_ids": []}
+            self._both("POST", "/reservations", {**again, "worker_id": GROUPS[group][0]})
+
+    def _unnamed(self, body: dict[str, object], group: str) -> None:
+        """Each service draws an id, and is told to free its own."""
+        ids = []
+        answers = []
+        for service in self._services:
+            status, text = self._ask(service, "POST", "/select_and_reserve", body)
+            answer = json.loads(text)
+            ids.append(answer.pop("selection_id", None))
+            for action in answer.get("kv_hint", {}).get("actions", []):
+                action.pop("message_id", None)
+            answer.get("kv_hint", {}).pop("message_id", None)
+            answers.append((status, replay.canonical(json.dumps(answer))))
+        self.compared += 1
+        if answers[0] != answers[1]:
+            self.differences.append(f"unnamed {json.dumps(body)}\n  {answers}")
+        for service, selection_id in zip(self._services, ids, strict=True):
+            if selection_id is not None:
+                self._ask(service, "DELETE", f"/reservations/{selection_id}", None)
+
+    def _replay(self) -> None:
+        group = self._group()
+        selection_id = self._rng.choice(self._ids)
+        body = {"selection_id": selection_id, "routing_group": group, "dp_rank": 7}
+        status, answer = self._both("POST", "/reservations", body)
+        if status == 201:
+            self._booked[selection_id] = (group, answer["worker_id"], answer["dp_rank"])
+
+    def _reserve(self) -> None:
+        group = self._group()
+        selection_id = self._rng.choice(self._ids)
+        body: dict[str, object] = {
+            "selection_id": selection_id,
+            "routing_group": group,
+            "worker_id": self._rng.choice([1, 2, 3, 11, 12]),
+            "dp_rank": self._rng.choice([None, 0, 1, 2]),
+            **self._prompt(),
+        }
+        if self._rng.random() < 0.6:
+            body["effective_prefill_tokens"] = self._rng.randrange(20)
+        if self._rng.random() < 0.4:
+            body["track_prefill_tokens"] = self._rng.choice([True, False, None])
+        if self._rng.random() < 0.2:
+            body["router_config_override"] = {"track_prefill_tokens": False}
+        status, answer = self._both("POST", "/reservations", body)
+        if status == 201:
+            self._booked[selection_id] = (group, answer["worker_id"], answer["dp_rank"])
+
+    def _lifecycle(self) -> None:
+        named = [each for each in IDS if each]
+        held = [each for each in self._booked if each]
+        selection_id = self._rng.choice(held if held and self._rng.random() < 0.8 else named)
+        path = f"/reservations/{_quoted(selection_id)}"
+        draw = self._rng.random()
+        if draw < 0.35:
+            self._both("POST", f"{path}/prefill_complete")
+        elif draw < 0.6:
+            fraction = self._rng.choice([None, 0.0, 0.25, 0.5, 1.0, 1.5])
+            self._both("POST", f"{path}/output_block", {"decay_fraction": fraction})
+        else:
+            self._both("DELETE", path)
+            self._booked.pop(selection_id, None)
+
+    def _look(self) -> None:
+        group = self._group()
+        paths = ["/loads", f"/loads?routing_group={group}", "/workers", "/ready", "/health"]
+        self._both("GET", self._rng.choice([*paths, f"/workers?routing_group={group}"]))
+
+    def _project(self) -> None:
+        path = self._rng.choice(["/potential_loads", "/overlap_scores"])
+        self._both("POST", path, {**self._scope(), **self._prompt()})
+
+    def _err(self) -> None:
+        bad: list[tuple[str, dict[str, object]]] = [
+            ("/select", {"token_ids": "x"}),
+            ("/select", {"advisory": None, "token_ids": [1]}),
+            ("/select", {"routing_group": None, "token_ids": [1]}),
+            ("/select", {"routing_group": "nowhere", "token_ids": [1]}),
+            ("/select", {"block_hashes": [1]}),
+            ("/select", {"block_hashes": [1], "sequence_hashes": [1, 2], "isl_tokens": 4}),
+            ("/select", {"block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 0}),
+            ("/select_and_reserve", {"selection_id": 5, "token_ids": [1]}),
+            ("/select_and_reserve", {"selection_id": "s0"}),
+            ("/reservations", {"worker_id": 1, "token_ids": [1]}),
+            ("/reservations", {"selection_id": "s1", "worker_id": -1}),
+            ("/reservations", {"selection_id": "s1", "routing_group": "nowhere"}),
+            ("/workers", {"worker_id": 2**64}),
+            ("/workers", {"worker_id": 77, "data_parallel_size": 5000}),
+            ("/overlap_scores", {"router_config_override": {"router_temperature": -1.0}}),
+            ("/potential_loads", {"token_ids": [1], "cache_salt": 5}),
+        ]
+        path, body = self._rng.choice(bad)
+        self._both("POST", path, body)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _store(self) -> None:
+        """An engine stores the beginning of a prompt."""
+        worker_id = self._rng.choice(list(self._publishers))
+        chain = self._rng.randrange(len(self._chains))
+        blocks = self._rng.randrange(1, 11)
+        self._publish(worker_id, chain, blocks)
+
+    def _publish(self, worker_id: int, chain: int, blocks: int) -> None:
+        hashes = [1000 * (chain + 1) + position for position in range(blocks)]
+        tokens = self._chains[chain][: blocks * BLOCK_SIZE]
+        self._publishers[worker_id].publish_stored(None, tokens, None, hashes)
+        self._stored |= {(worker_id, each) for each in hashes}
+        for service in self._services:
+            holds = functools.partial(self._holds, service, worker_id, tokens, blocks)
+            wait_until(holds, "the blocks are indexed")
+
+    def _hear(self, worker_id: int) -> None:
+        """A worker that came back is listened to: what is published until then is lost."""
+        tokens = self._chain()[:BLOCK_SIZE]
+
+        def is_heard() -> bool:
+            name = [self._rng.getrandbits(60)]
+            self._publishers[worker_id].publish_stored(None, tokens, None, name)
+            return all(self._holds(each, worker_id, tokens, 1) for each in self._services)
+
+        wait_until(is_heard, "the publisher is heard")
+
+    def _holds(self, service: ChildService, worker_id: int, tokens: list[int], blocks: int) -> bool:
+        _, text = self._ask(service, "POST", "/overlap_scores", {"token_ids": tokens})
+        rows = json.loads(text)["workers"]
+        found = [row["device_blocks"] for row in rows if row["worker_id"] == worker_id]
+        return max(found, default=0) >= blocks
+
+
+def _quoted(selection_id: str) -> str:
+    return "".join(f"%{byte:02x}" for byte in selection_id.encode())

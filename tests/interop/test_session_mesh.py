@@ -1,0 +1,143 @@
+"""Three selectors, one of them a 1.6.1, that share sessions and loads."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.replica_member import BOOKED, IDLE, SCOPE, Member, mesh
+from tests.running_service import wait_until
+
+pytestmark = pytest.mark.reference
+
+NAMES = ("ours", "another of ours", "1.6.1")
+HEAVY = list(range(1000, 1400))  # blocks
+BOOKINGS = 400
+LIVE = 20
+SESSIONS = 12
+
+
+@pytest.fixture(scope="module")
+def members(reference_161: Path) -> Iterator[dict[str, Member]]:
+    kinds = (("selector", None), ("selector", None), ("selector", reference_161))
+    with mesh(*kinds, everywhere=("--session-affinity-ttl-secs", "600")) as running:
+        for speaker in running:
+            for hearer in running:
+                if hearer is not speaker:
+                    hearer.hears(speaker)
+        for speaker in running:
+            for hearer in running:
+                if hearer is not speaker:
+                    hears_sessions(hearer, speaker)
+        for member in running:
+            member.shows(IDLE)
+        yield dict(zip(NAMES, running, strict=True))
+
+
+def hears_sessions(hearer: Member, speaker: Member) -> None:
+    """Waits until a session that one books is followed by the other."""
+    session_id = f"{speaker.port}-is-heard-by-{hearer.port}"
+
+    def heard() -> bool:
+        rank = book(speaker, session_id, session_id)
+        speaker.add("load", rank, HEAVY)
+        hearer.shows(speaker.loads())
+        seen = select(hearer, session_id) == rank
+        speaker.free("load")
+        speaker.free(session_id)
+        return seen
+
+    wait_until(heard, f"{speaker.endpoint} tells of sessions")
+    hearer.shows(IDLE)
+    speaker.shows(IDLE)
+
+
+def body_of(session_id: str | None, tokens: int) -> dict[str, object]:
+    return {**SCOPE, "token_ids": list(range(tokens)), "session_id": session_id}
+
+
+def select(member: Member, session_id: str | None) -> int:
+    """The rank that a request would go to."""
+    status, answer = member.post("/select", body_of(session_id, 16))
+    assert status == 200, answer
+    rank = answer["dp_rank"]
+    assert isinstance(rank, int)
+    return rank
+
+
+def book(member: Member, request_id: str, session_id: str, tokens: int = 48) -> int:
+    ids = {"selection_id": request_id, "reservation_id": request_id}
+    body = {**body_of(session_id, tokens), **ids}
+    status, answer = member.post("/select_and_reserve", body)
+    assert status == 200, answer
+    rank = answer["dp_rank"]
+    assert isinstance(rank, int)
+    return rank
+
+
+@pytest.mark.parametrize("speaker", NAMES)
+@pytest.mark.parametrize("ending", NAMES)
+def test_a_session_booked_at_one_is_followed_by_all_whoever_ends_its_request(
+    members: dict[str, Member], speaker: str, ending: str
+) -> None:
+    session_id = f"{speaker} {ending}"
+    everyone = members.values()
+    rank = book(members[speaker], session_id, session_id)
+    where = [BOOKED if dp_rank == rank else (0, 0) for dp_rank in (0, 1)]
+    for member in everyone:
+        member.shows(where)
+    members[ending].free(session_id)
+    for member in everyone:
+        member.shows(IDLE)
+    load = f"load of {session_id}"
+    members[speaker].add(load, rank, HEAVY)
+    for member in everyone:
+        wait_until(lambda: member.loads() != IDLE, "the load shows")  # noqa: B023 - at once
+        assert select(member, None) == 1 - rank
+        assert select(member, session_id) == rank
+    members[speaker].free(load)
+    for member in everyone:
+        member.shows(IDLE)
+
+
+def test_many_bookings_of_sessions_through_random_members_end_in_one_view(
+    members: dict[str, Member],
+) -> None:
+    """Also where two bound a session at once, before either heard of the other."""
+    rng = random.Random(7)
+    everyone = list(members.values())
+    live: list[tuple[Member, str]] = []
+    begun = 0
+    while begun < BOOKINGS or live:
+        if begun < BOOKINGS and len(live) < LIVE and rng.random() < 0.6:
+            session_id = f"session {rng.randrange(SESSIONS)}"
+            member = rng.choice(everyone)
+            book(member, f"many-{begun}", session_id, rng.randrange(1, 200))
+            live.append((member, f"many-{begun}"))
+            begun += 1
+        elif live:
+            # Where it was booked: the reference forgets an end that it hears before the beginning.
+            member, request_id = live.pop(rng.randrange(len(live)))
+            member.free(request_id)
+    for member in everyone:
+        member.shows(IDLE)
+
+    def views() -> set[tuple[int, ...]]:
+        return {
+            tuple(select(member, f"session {number}") for number in range(SESSIONS))
+            for member in everyone
+        }
+
+    bound = {0: 0, 1: 0}
+    for loaded in (0, 1):  # or an unbound session would go either way
+        everyone[0].add(f"load {loaded}", loaded, HEAVY)
+        for member in everyone:
+            wait_until(lambda: member.loads() != IDLE, "the load shows")  # noqa: B023 - at once
+        wait_until(lambda: len(views()) == 1, "all send each session to the same rank")
+        (view,) = views()
+        bound[loaded] = view.count(loaded)
+        everyone[0].free(f"load {loaded}")
+        for member in everyone:
+            member.shows(IDLE)
+    assert sum(bound.values()) == SESSIONS  # each is bound: to one of the two, loaded or not

@@ -1,0 +1,136 @@
+"""Metrics of single workers and models: what they count, and that their labels are bounded."""
+
+from lean_selector.core.errors import NoWorkers
+from lean_selector.core.selection.partition import Partition
+from lean_selector.observing.worker_metrics import WorkerScrape, model_outcomes, worker_families
+from tests.driven_selector import DrivenSelector
+
+NAMED = 'model="default",tenant_id="default",worker_id='
+
+
+def partitions(driven: DrivenSelector) -> list[Partition]:
+    return list(driven.selector.catalog.partitions.values())
+
+
+def scraped(driven: DrivenSelector) -> dict[str, float]:
+    families = worker_families(driven.selector, lambda: partitions(driven), lambda: driven.now)
+    text = "".join(piece for family in families for piece in family.text())
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+def test_what_a_worker_was_given_and_how_that_went() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.register(2)
+    driven.book("a", isl_tokens=16, pin=(1, 0))
+    driven.book("b", hashes=[1, 2, 3], isl_tokens=13, pin=(1, 0))
+    driven.selector.end("b", "ok", 8, driven.now)
+    driven.selector.health.report(1, 0, "failed", driven.now, ttft_s=0.25, cached_tokens=4)
+    found = scraped(driven)
+    for name, value in {
+        f'lean_selector_worker_selections_total{{{NAMED}"1"}}': 2,
+        f'lean_selector_worker_selections_total{{{NAMED}"2"}}': 0,
+        f'lean_selector_worker_prompt_tokens_total{{{NAMED}"1"}}': 29,
+        f'lean_selector_worker_overlap_tokens_total{{{NAMED}"1"}}': 0,
+        f'lean_selector_worker_cached_tokens_total{{{NAMED}"1"}}': 12,
+        f'lean_selector_worker_compared_cached_tokens_total{{{NAMED}"1"}}': 8,
+        f'lean_selector_worker_compared_overlap_tokens_total{{{NAMED}"1"}}': 0,
+        f'lean_selector_worker_reports_total{{{NAMED}"1",outcome="ok"}}': 1,
+        f'lean_selector_worker_reports_total{{{NAMED}"1",outcome="failed"}}': 1,
+        f'lean_selector_worker_ttft_seconds_total{{{NAMED}"1"}}': 0.25,
+    }.items():
+        assert found[name] == value, name
+
+
+def test_the_predicted_overlap_is_that_of_the_requests_whose_engine_told() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.reserve("told", hashes=[1, 2, 3], isl_tokens=13, prefill=5)  # two blocks of four
+    driven.reserve("untold", hashes=[1, 2, 3], isl_tokens=13, prefill=5)
+    driven.reserve("unknown", hashes=[1, 2, 3], isl_tokens=13, prefill=None)
+    driven.selector.end("told", None, 4, driven.now)
+    driven.selector.end("untold", "ok", None, driven.now)
+    driven.selector.end("unknown", None, 12, driven.now)
+    counts = driven.partition.counts()
+    assert (counts.compared_tokens, counts.compared_overlap_tokens) == (4, 8)
+    assert counts.cached_tokens == 16
+
+
+def test_how_long_a_worker_is_ejected() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.register(2)
+    for _ in range(3):
+        driven.selector.health.report(2, None, "refused", driven.now)
+    driven.now = 7.0
+    found = scraped(driven)
+    assert found[f'lean_selector_worker_ejected_seconds{{{NAMED}"2"}}'] == 7.0
+    assert found[f'lean_selector_worker_ejected_ranks{{{NAMED}"2"}}'] == 1
+    assert found[f'lean_selector_worker_ejected_ranks{{{NAMED}"1"}}'] == 0
+    assert found['lean_selector_rank_ejections_total{model="default",tenant_id="default"}'] == 1
+
+
+def test_workers_beyond_the_bound_are_one_and_who_has_labels_keeps_them() -> None:
+    driven = DrivenSelector()
+    for worker_id in (5, 6, 7):
+        driven.register(worker_id)
+    scrape = WorkerScrape(lambda: partitions(driven), most_workers=2)
+
+    def shown() -> list[str]:
+        return [each.label.split("worker_id=")[1] for each in scrape.figures()]
+
+    assert shown() == ['"5"}', '"6"}', '"other"}']
+    driven.register(1)
+    assert shown() == ['"5"}', '"6"}', '"other"}']
+    driven.book("a", pin=(1, 0))
+    assert [each.counts.selections for each in scrape.figures()] == [0, 0, 1]
+    driven.remove(5)
+    assert shown() == ['"1"}', '"6"}', '"other"}']
+
+
+def refused(driven: DrivenSelector, model: str) -> NoWorkers:
+    try:
+        driven.selector.ready_partition(model, "default")
+    except NoWorkers as error:
+        return error
+    raise AssertionError("it has workers")
+
+
+def test_a_model_that_had_workers_is_refused_under_its_name_and_any_other_under_none() -> None:
+    driven = DrivenSelector()
+    driven.register(1, model_name="a")
+    driven.register(2, model_name="b")
+    driven.remove(2)
+    assert refused(driven, "b").is_missing
+    assert not refused(driven, "typo").is_missing
+    assert refused(driven, "typo").known_models == ["a"]
+    samples = dict(filter(None, model_outcomes(driven.selector, partitions(driven))))
+    assert samples['{model="b",tenant_id="default",outcome="no_worker"}'] == 1
+    assert samples['{model="other",tenant_id="other",outcome="unknown_model"}'] == 2
+    assert not any("typo" in label for label in samples)
+
+
+def test_where_nobody_has_workers_any_model_is_one_that_misses_them() -> None:
+    driven = DrivenSelector()
+    assert refused(driven, "whatever").is_missing
+    samples = dict(filter(None, model_outcomes(driven.selector, partitions(driven))))
+    assert samples['{model="other",tenant_id="other",outcome="no_worker"}'] == 1
+    assert samples['{model="other",tenant_id="other",outcome="unknown_model"}'] == 0
+
+
+def test_models_beyond_the_bound_are_one() -> None:
+    driven = DrivenSelector()
+    for number, model in enumerate("abc"):
+        driven.register(number, model_name=model)
+    found = dict(filter(None, model_outcomes(driven.selector, partitions(driven), 1)))
+    assert {label.split('"')[1] for label in found} == {"a", "other"}
+
+
+def test_what_was_given_to_ranks_that_are_gone_stays_in_the_sums_of_the_model() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    driven.register(2)
+    driven.book("a", isl_tokens=16, pin=(1, 0))
+    driven.remove(1)
+    assert driven.partition.counts().prompt_tokens == 16

@@ -1,0 +1,26 @@
+"""What the gateway is told on its command line, where it is not taken as it stands."""
+
+import argparse
+
+import pytest
+
+from lean_selector.process.gateway_config import GATEWAY_OPTIONS, gateway_config
+from lean_selector.process.options import add_options
+
+
+@pytest.mark.parametrize(
+    ("words", "touch_after_s"),
+    [
+        ("http://a --reservation-expiry-secs 90", 30.0),
+        ("--selector http://s --reservation-expiry-secs 90", 10.0),
+        ("--selector http://s --reservation-expiry-secs 6", 2.0),
+    ],
+)
+def test_reservations_are_touched_often_enough_for_a_selector_whose_expiry_is_not_known(
+    words: str, touch_after_s: float
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, GATEWAY_OPTIONS)
+    parser.add_argument("workers", nargs="*")
+    config = gateway_config(parser, parser.parse_args(words.split()), {})
+    assert config.touch_after_s == touch_after_s

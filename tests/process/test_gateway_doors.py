@@ -1,0 +1,104 @@
+"""The flags that open the doors for gateways, on the real process."""
+
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running_service import RunningService, free_port, wait_until
+
+WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://10.0.0.7:8000", "block_size": 16}
+
+
+def refused(*flags: str) -> str:
+    """The line with which the start was refused."""
+    said = subprocess.run(
+        [sys.executable, "-m", "lean_selector", "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert said.returncode != 0
+    return said.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--prompts", "learn"), "--prompts: invalid value `learn`: learning needs the engines'"),
+        (("--lifecycle-from", "tcp:127.0.0.1:1"), "--lifecycle-from: invalid value"),
+        (("--lifecycle-allow", "10.0.0.0/8"), "--lifecycle-allow requires --lifecycle-from"),
+        (
+            ("--lifecycle-from", "syslog:127.0.0.1:1", "--lifecycle-allow", "10.0.0.1/8"),
+            "--lifecycle-allow: invalid value `10.0.0.1/8`",
+        ),
+        (
+            ("--lifecycle-from", "syslog:0.0.0.0:5140"),
+            "--lifecycle-from syslog:0.0.0.0:5140: this is no loopback address",
+        ),
+        (("--lifecycle-from", "unixgram:/nowhere/at/all"), "unixgram:/nowhere/at/all"),
+    ],
+)
+def test_a_door_that_cannot_be_opened_stops_the_start(flags: tuple[str, ...], why: str) -> None:
+    assert why in refused(*flags)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        place = f"syslog:127.0.0.1:{taken.getsockname()[1]}"
+        assert f"Address already in use (os error 98): {place}" in refused(
+            "--lifecycle-from", place
+        )
+
+
+def test_lines_from_everywhere_that_is_allowed_end_what_route_has_booked(tmp_path: Path) -> None:
+    path, port = tmp_path / "ends.sock", free_port()
+    flags = (
+        *("--prompts", "off", "--use-kv-events", "false", "--lifecycle-allow", "10.0.0.0/8"),
+        *("--lifecycle-from", f"unixgram:{path}", "--lifecycle-from", f"syslog:0.0.0.0:{port}"),
+    )
+    with RunningService(*flags) as service:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        assert service.post("/workers", WORKER)[0] == 201
+
+        def live() -> int:
+            rows = service.get("/loads")[1]
+            return sum(rank["active_requests"] for row in rows for rank in row["loads"])
+
+        for reservation_id, kind, where in (
+            ("a", socket.AF_UNIX, str(path)),
+            ("b", socket.AF_INET, ("127.0.0.1", port)),
+        ):
+            status, _ = service.request(
+                "POST",
+                "/route/v1/completions",
+                {"model": "m", "prompt": "hello"},
+                headers={"x-reservation-id": reservation_id},
+            )
+            assert (status, live()) == (200, 1)
+            with socket.socket(kind, socket.SOCK_DGRAM) as log:
+                log.sendto(
+                    b"<13>gateway: lean-end status=200 reservation=%b" % reservation_id.encode(),
+                    where,
+                )
+                wait_until(lambda: live() == 0, "the line frees it")
+        service.stop()
+    assert not path.exists()
+
+
+def test_without_its_flags_there_is_no_door_and_nothing_of_it_is_imported() -> None:
+    with RunningService() as service:
+        assert service.post("/route/v1/completions", {"model": "m", "prompt": "hello"})[0] == 404
+    script = (
+        "import sys, lean_selector.cli, lean_selector.process.selector;"
+        "print([n for n in sys.modules if n.startswith(('lean_selector.route', "
+        "'lean_selector.access_logs', 'lean_selector.process.gateway_doors'))])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout.strip() == "[]"

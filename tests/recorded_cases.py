@@ -1,0 +1,30 @@
+"""The cases that were recorded from the reference, and the program that was recorded with them.
+
+`conformance/replay.py` and the cases in `data/` are copies, kept as they came.
+"""
+
+import importlib.util
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+
+_spec = importlib.util.spec_from_file_location("replay", HERE / "conformance" / "replay.py")
+assert _spec is not None
+assert _spec.loader is not None
+replay = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(replay)
+
+Steps = list[dict[str, Any]]
+
+
+def scenarios(recording: str) -> dict[str, Steps]:
+    """The steps of each scenario of a recording, in order."""
+    found: dict[str, Steps] = defaultdict(list)
+    for line in (DATA / f"{recording}.jsonl").read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        found[case["scenario"]].append(case)
+    return found

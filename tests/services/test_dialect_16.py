@@ -1,0 +1,285 @@
+"""The 1.6 dialect through its routes, and what of it the 1.3 dialect has too.
+
+What was recorded of 1.6.1 is played in `conformance/`; here is what no recording can show.
+"""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from lean_selector.core.selection.dialect import API_1_3, API_1_6, Dialect
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings, SelectionCacheSettings
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.response import encode_response
+from lean_selector.services.gate import Gate
+from lean_selector.services.helpful_headers import refusal_lines_16
+from lean_selector.services.selection import SelectionService
+from lean_selector.services.selection_16 import SelectionService16
+from lean_selector.services.service_state import ServiceState
+from tests.gates import NOW, NoEngines, answered, request
+
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+# What the two dialects call a booking's id, and the second half of a partition's name.
+NAMES = {
+    API_1_3.name: ("reservation_id", "tenant_id"),
+    API_1_6.name: ("selection_id", "routing_group"),
+}
+
+
+class Service:
+    """One dialect's routes over a selector with worker 1, asked in process."""
+
+    def __init__(self, dialect: Dialect = API_1_6, **settings: Any) -> None:
+        settings.setdefault("use_kv_events", False)
+        self.selector = Selector(
+            RouterSettings(dialect=dialect, **settings), NoEngines(), random.Random(7)
+        )
+        self.now = NOW
+        kind = SelectionService16 if dialect == API_1_6 else SelectionService
+        self.service = kind(
+            self.selector,
+            dump=lambda: encode_response(200, b'{"all":1}'),
+            bare_dump=lambda: encode_response(200, b'{"bare":1}'),
+            sources=NoEngines(),
+            state=ServiceState(),
+            clock=lambda: self.now,
+        )
+        self.gate = Gate(self.service.routes(), lines=refusal_lines_16)
+        self.register(1)
+
+    def register(self, worker_id: int, **fields: object) -> Any:
+        body = {"worker_id": worker_id, "endpoint": f"http://w{worker_id}", "block_size": 4}
+        return self.post("/workers", {**body, "max_num_batched_tokens": 10, **fields})[1]
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        status, text = answered(self.gate, request("POST", path, json.dumps(body).encode()))
+        return status, json.loads(text)
+
+    def later(self, path: str, body: object) -> PendingReply:
+        answer = self.gate(request("POST", path, json.dumps(body).encode()))
+        assert isinstance(answer, PendingReply)
+        return answer
+
+    def call(self, method: str, path: str, query: bytes | None = None) -> tuple[int, Any]:
+        status, text = answered(self.gate, request(method, path, query=query))
+        return status, json.loads(text)
+
+    def load(self) -> tuple[int, int, int]:
+        """Prefill tokens, decode blocks and requests of worker 1."""
+        row = self.call("GET", "/loads")[1][0]["loads"][0]
+        return (
+            row["potential_prefill_tokens"],
+            row["potential_decode_blocks"],
+            row["active_requests"],
+        )
+
+
+@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
+def test_what_was_selected_is_booked_by_its_id_alone_in_both_dialects(dialect: Dialect) -> None:
+    service = Service(dialect)
+    id_name, group_name = NAMES[dialect.name]
+    assert service.post("/select", {"selection_id": "a", "token_ids": TOKENS})[0] == 200
+    assert service.load() == (0, 0, 0)
+    assert service.post("/reservations", {"selection_id": "a"}) == (
+        201,
+        {
+            id_name: "a",
+            "model_name": "default",
+            group_name: "default",
+            "worker_id": 1,
+            "dp_rank": 0,
+            "endpoint": "http://w1",
+        },
+    )
+    assert service.load() == (9, 2, 1)
+    word = "tenant" if dialect == API_1_3 else "routing_group"
+    gone = (
+        f"no pending selection a for model=default {word}=default "
+        "(expired, already used, or never selected)"
+    )
+    assert service.post("/reservations", {"selection_id": "a"}) == (404, {"error": gone})
+
+
+def test_in_the_1_3_dialect_a_cached_selection_may_be_booked_under_another_id() -> None:
+    service = Service(API_1_3)
+    service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
+    body = {"selection_id": "a", "reservation_id": "b"}
+    assert service.post("/reservations", body)[1]["reservation_id"] == "b"
+    assert service.call("DELETE", "/reservations/b")[0] == 200
+
+
+def test_in_the_1_3_dialect_an_id_that_is_taken_leaves_the_selection() -> None:
+    service = Service(API_1_3)
+    service.post("/select_and_reserve", {"reservation_id": "a", "token_ids": TOKENS})
+    service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
+    assert service.post("/reservations", {"selection_id": "a"})[0] == 409
+    service.call("DELETE", "/reservations/a")
+    assert service.post("/reservations", {"selection_id": "a"})[0] == 201
+
+
+@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
+def test_a_selection_is_forgotten_after_its_time(dialect: Dialect) -> None:
+    service = Service(dialect, selection_cache=SelectionCacheSettings(ttl_s=5.0))
+    service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
+    service.now += 5.0
+    assert service.post("/reservations", {"selection_id": "a"})[0] == 404
+
+
+def test_a_selection_whose_rank_is_gone_waits_for_it() -> None:
+    service = Service()
+    service.register(2)
+    service.post(
+        "/select",
+        {"selection_id": "a", "token_ids": TOKENS, "pinned_worker": {"worker_id": 2, "dp_rank": 0}},
+    )
+    service.call("DELETE", "/workers/2")
+    where = "model=default routing_group=default"
+    assert service.post("/reservations", {"selection_id": "a"}) == (
+        404,
+        {"error": f"schedulable worker 2 (dp_rank 0) not found for {where}"},
+    )
+    service.register(2, endpoint="http://new")
+    assert service.post("/reservations", {"selection_id": "a"})[1]["endpoint"] == "http://new"
+
+
+def test_booking_anew_forgets_what_was_selected_under_the_id() -> None:
+    """D43."""
+    service = Service()
+    service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
+    service.post("/select_and_reserve", {"selection_id": "a", "token_ids": [1]})
+    service.call("DELETE", "/reservations/a")
+    assert service.post("/reservations", {"selection_id": "a"})[0] == 404
+
+
+def test_an_id_that_is_taken_is_told_so_before_anything_else_is_judged() -> None:
+    service = Service()
+    service.post("/select_and_reserve", {"selection_id": "a", "token_ids": TOKENS})
+    taken = 409, {"error": "selection a is already reserved or being reserved"}
+    assert service.post("/select_and_reserve", {"selection_id": "a"}) == taken
+    assert (
+        service.post(
+            "/reservations", {"selection_id": "a", "worker_id": 1, "dp_rank": 9, "token_ids": [1]}
+        )
+        == taken
+    )
+
+
+def test_an_id_is_taken_while_its_request_waits_and_free_when_its_client_is_gone() -> None:
+    service = Service(queue_threshold=0.5)
+    service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
+    waiting = service.later("/select_and_reserve", {"selection_id": "a", "token_ids": TOKENS})
+    again = {"selection_id": "a", "token_ids": TOKENS}
+    assert service.post("/select_and_reserve", again)[0] == 409
+    assert service.post("/reservations", {**again, "worker_id": 1})[0] == 409
+    assert service.call("DELETE", "/reservations/a")[0] == 404
+    waiting.hang_up()
+    assert service.post("/reservations", {**again, "worker_id": 1})[0] == 201
+
+
+def test_an_id_that_waited_is_booked_when_its_turn_comes() -> None:
+    service = Service(queue_threshold=0.5)
+    service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
+    waiting = service.later("/select_and_reserve", {"selection_id": "a", "token_ids": TOKENS})
+    service.call("DELETE", "/reservations/first")
+    assert waiting.response is not None
+    assert b'"selection_id":"a","sequence_hashes":[' in bytes(waiting.response)
+    assert service.call("DELETE", "/reservations/a")[0] == 200
+    assert (
+        service.post("/reservations", {"selection_id": "a", "worker_id": 1, "token_ids": []})[0]
+        == 201
+    )
+
+
+def test_a_select_that_waited_is_remembered_as_it_was_answered() -> None:
+    service = Service(queue_threshold=0.5)
+    service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
+    waiting = service.later("/select", {"selection_id": "a", "token_ids": TOKENS})
+    assert service.post("/reservations", {"selection_id": "a"})[0] == 404
+    service.call("DELETE", "/reservations/first")
+    assert waiting.response is not None
+    assert service.post("/reservations", {"selection_id": "a"})[0] == 201
+
+
+@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
+def test_an_advisory_select_never_waits_and_is_told_the_load(dialect: Dialect) -> None:
+    service = Service(dialect, queue_threshold=0.5, prefill_busy_threshold=0.5)
+    id_name = NAMES[dialect.name][0]
+    service.post("/select_and_reserve", {id_name: "first", "token_ids": TOKENS})
+    status, answer = service.post("/select", {"token_ids": TOKENS, "advisory": True})
+    assert status == 200
+    assert answer["worker_load"] == {
+        "active_prefill_tokens": 9,
+        "prefill_token_capacity": 10,
+        "prefill_busy": True,
+    }
+
+
+def test_an_override_counts_as_in_1_3() -> None:
+    """D42: worker 1 has prefill waiting, worker 2 blocks."""
+    service = Service()
+    service.register(2)
+    service.post(
+        "/reservations",
+        {
+            "selection_id": "a",
+            "worker_id": 1,
+            "sequence_hashes": [],
+            "isl_tokens": 40,
+            "effective_prefill_tokens": 40,
+        },
+    )
+    service.post(
+        "/reservations",
+        {"selection_id": "b", "worker_id": 2, "sequence_hashes": [1, 2, 3], "isl_tokens": 12},
+    )
+    body = {"token_ids": [1, 2, 3, 4]}
+    assert service.post("/select", body)[1]["worker_id"] == 2
+    override = {"router_config_override": {"prefill_load_scale": 0.0}}
+    assert service.post("/select", {**body, **override})[1]["worker_id"] == 1
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_where_no_reuse_is_assumed_the_same_tokens_are_other_blocks_each_time(
+    by_flag: bool,
+) -> None:
+    service = Service(assume_kv_reuse=not by_flag)
+    override = {} if by_flag else {"router_config_override": {"assume_kv_reuse": False}}
+    hashes = [
+        service.post("/select_and_reserve", {"token_ids": TOKENS, **override})[1]["sequence_hashes"]
+        for _ in range(2)
+    ]
+    assert hashes[0] != hashes[1]
+    assert service.load()[1] == 4
+    sent = {"block_hashes": [1], "sequence_hashes": [7], "isl_tokens": 4, **override}
+    for _ in range(2):
+        assert service.post("/select_and_reserve", sent)[1]["sequence_hashes"] == [7]
+    assert service.load()[1] == 5
+
+
+def test_the_dump_is_theirs_and_in_detail_ours() -> None:
+    service = Service()
+    assert service.call("GET", "/dump") == (200, {"bare": 1})
+    assert service.call("GET", "/dump", b"detail=true") == (200, {"all": 1})
+    assert Service(API_1_3).call("GET", "/dump") == (200, {"all": 1})
+
+
+def test_a_worker_in_detail_has_the_fields_of_its_record() -> None:
+    service = Service()
+    service.register(2, routing_group="g", router_hint_worker_type="decode")
+    (shown,) = service.call("GET", "/workers", b"routing_group=g&detail=true")[1]
+    assert shown["routing_group"] == "g"
+    assert shown["router_hint_worker_type"] == "decode"
+    assert shown["health"] == {"state": "in_service", "ranks": []}
+    assert "tenant_id" not in shown
+
+
+def test_who_sends_the_other_dialects_id_is_told() -> None:
+    service = Service()
+    body = json.dumps({"reservation_id": "a", "worker_id": 1, "token_ids": [1]}).encode()
+    answer = service.gate(request("POST", "/reservations", body))
+    assert isinstance(answer, bytes)
+    assert answer.startswith(b"HTTP/1.1 422 ")
+    assert b"x-warning: unknown field reservation_id is ignored: is selection_id meant?" in answer

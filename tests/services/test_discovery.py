@@ -1,0 +1,470 @@
+"""Workers and peers that a running service finds by itself, while it is used."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from lean_selector.discovery.worker_ids import worker_id_of
+from tests.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
+from tests.outbound_server import Authority
+from tests.running_service import RunningService, free_port, wait_until
+
+QUICK = (
+    *("--discover-interval-secs", "0.05"),
+    *("--discover-grace-secs", "0.1"),
+    *("--discover-refresh-secs", "0.1"),
+)
+TOKENS = list(range(4 * BLOCK_SIZE))
+
+
+# -- what is found where --------------------------------------------------------------------------
+
+
+class Directory(Protocol):
+    """Names engines to a selector by one kind of discovery."""
+
+    flags: tuple[str, ...]
+
+    def name(self, engines: list[FakeEngine]) -> None: ...
+
+
+class File:
+    """Replaced in one step, in one of the forms."""
+
+    def __init__(self, folder: Path, form: str) -> None:
+        self._form = form
+        self._path = folder / ("workers.json" if form == "json" else "workers.yaml")
+        self.flags: tuple[str, ...] = ("--discover", f"file:{self._path}")
+
+    def name(self, engines: list[FakeEngine]) -> None:
+        if self._form == "llm-d":
+            rows = [f'  - {{address: 127.0.0.1, port: "{each.port}"}}' for each in engines]
+            text = "endpoints:\n" + "\n".join(rows)
+        elif self._form == "yaml":
+            text = "workers:\n" + "\n".join(f"  - endpoint: {each.url}" for each in engines)
+        else:
+            text = json.dumps([{"endpoint": each.url} for each in engines])
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        later = self._path.with_suffix(".new")
+        later.write_text(text)
+        os.replace(later, self._path)
+
+
+class Slices:
+    """Each engine has a slice of its own, with its port."""
+
+    def __init__(self, folder: Path, api: KubeApi, authority: Authority) -> None:
+        (folder / "ca.crt").write_bytes(authority.pem)
+        (folder / "api-token").write_text(api.token)
+        self._api = api
+        self._named: set[str] = set()
+        self.flags: tuple[str, ...] = (
+            *("--discover", f"kubernetes:{NAMESPACE}/{SERVICE}"),
+            *("--kubernetes-api", api.url),
+            *("--kubernetes-token-file", str(folder / "api-token")),
+            *("--kubernetes-ca-file", str(folder / "ca.crt")),
+        )
+
+    def name(self, engines: list[FakeEngine]) -> None:
+        wanted = {f"vllm-{each.port}": each.port for each in engines}
+        for name in self._named - wanted.keys():
+            self._api.delete(name)
+        for name, port in wanted.items():
+            if name not in self._named:
+                self._api.put(slice_of(name, ["127.0.0.1"], port=port))
+        self._named = set(wanted)
+
+
+@pytest.fixture(params=["json", "yaml", "llm-d", "kubernetes"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Directory]:
+    if request.param != "kubernetes":
+        yield File(tmp_path, request.param)
+        return
+    authority = Authority()
+    with KubeApi(authority.context("127.0.0.1")) as api:
+        yield Slices(tmp_path, api, authority)
+
+
+# -- what a selector has found --------------------------------------------------------------------
+
+
+def workers(service: RunningService) -> dict[int, dict[str, Any]]:
+    return {row["worker_id"]: row for row in service.get("/workers")[1]}
+
+
+def wait_for_workers(service: RunningService, engines: list[FakeEngine]) -> None:
+    expected = {worker_id_of(each.url): each.block_size for each in engines}
+
+    def they_are_there() -> bool:
+        rows = workers(service).values()
+        found = {
+            row["worker_id"]: row["block_size"] for row in rows if row["lifecycle"] == "schedulable"
+        }
+        return found == expected and len(rows) == len(expected)
+
+    wait_until(they_are_there, f"{expected} are registered")
+
+
+def sources(service: RunningService) -> dict[int, str]:
+    return {row["worker_id"]: row["endpoint"] for row in service.get("/kv_sources")[1]}
+
+
+def events_of(engines: list[FakeEngine]) -> dict[int, str]:
+    return {worker_id_of(each.url): f"tcp://127.0.0.1:{each.events_port}" for each in engines}
+
+
+class Selects:
+    """Selects and books, one after another, until it is told to stop."""
+
+    def __init__(self, service: RunningService) -> None:
+        self._service = service
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.failures: list[object] = []
+        self.done = 0
+
+    def __enter__(self) -> "Selects":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            body = {"model_name": "m", "token_ids": TOKENS, "reservation_id": f"r{self.done}"}
+            status, answer = self._service.post("/select_and_reserve", body)
+            if status != 200:
+                self.failures.append(answer)
+            # That of a worker that has gone meanwhile has gone with it, as with DELETE /workers.
+            self._service.request("DELETE", f"/reservations/r{self.done}")
+            self.done += 1
+
+
+def test_workers_come_change_and_go_while_selects_run(directory: Directory) -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    stays, goes, comes = engines
+    directory.name([stays, goes])
+    try:
+        with RunningService(*QUICK, *directory.flags) as service:
+            wait_for_workers(service, [stays, goes])
+            held = {"model_name": "m", "token_ids": TOKENS, "worker_id": worker_id_of(stays.url)}
+            for at in range(5):
+                held["reservation_id"] = f"held-{at}"
+                assert service.post("/reservations", held)[0] == 201
+            with Selects(service) as selects:
+                directory.name([stays, goes, comes])
+                wait_for_workers(service, [stays, goes, comes])
+                assert sources(service) == events_of([stays, goes, comes])
+                directory.name([stays, comes])
+                wait_for_workers(service, [stays, comes])
+                assert sources(service) == events_of([stays, comes])
+                directory.name([stays, goes])
+                wait_for_workers(service, [stays, goes])
+                assert sources(service) == events_of([stays, goes])
+                before = selects.done
+                wait_until(lambda: selects.done > before + 20, "selects go on")
+            assert selects.failures == []
+            for at in range(5):
+                assert service.request("DELETE", f"/reservations/held-{at}")[0] == 200
+            report = service.get("/discovery")[1]
+            (row,) = report["discoveries"]
+            assert (row["state"], row["found"], row["failures"]) == ("watching", 2, 0)
+            assert {each["state"] for each in report["workers"]} == {"registered"}
+    finally:
+        for each in engines:
+            each.close()
+
+
+# -- one engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with FakeEngine() as running:
+        yield running
+
+
+def test_a_url_is_all_that_a_selector_needs_to_know(engine: FakeEngine) -> None:
+    with RunningService(*QUICK, "--discover", f"url:{engine.url}") as service:
+        wait_for_workers(service, [engine])
+        row = workers(service)[worker_id_of(engine.url)]
+        assert (row["model_name"], row["total_kv_blocks"]) == ("m", 1000)
+
+        def is_known() -> bool:
+            engine.store(TOKENS, 1)
+            scores = service.post("/overlap_scores", {"model_name": "m", "token_ids": TOKENS})[1]
+            return bool(scores["workers"][0]["device_blocks"] == 4)
+
+        wait_until(is_known, "its events are heard")
+
+
+def test_an_engine_that_starts_late_is_registered_when_it_is_up(engine: FakeEngine) -> None:
+    engine.is_up = False
+    with RunningService(*QUICK, "--discover", f"url:{engine.url}") as service:
+
+        def is_asked() -> bool:
+            (row,) = service.get("/discovery")[1]["workers"]
+            return "status 503: starting" in (row["last_error"] or "")
+
+        wait_until(is_asked, "what it answers is shown")
+        assert workers(service) == {}
+        assert service.get("/ready")[0] == 503
+        engine.is_up = True
+        wait_for_workers(service, [engine])
+        assert "WARNING" not in service.log()
+
+
+def test_an_engine_that_restarts_with_other_blocks_is_registered_anew(engine: FakeEngine) -> None:
+    with RunningService(*QUICK, "--discover", f"url:{engine.url}") as service:
+        wait_for_workers(service, [engine])
+        engine.block_size = 32
+
+        def is_changed() -> bool:
+            (row,) = workers(service).values()
+            return bool(row["block_size"] == 32)
+
+        wait_until(is_changed, "the new block size is registered")
+
+
+def test_what_an_engine_does_not_tell_comes_from_the_defaults(tmp_path: Path) -> None:
+    with FakeEngine(tells_sources=False) as engine:
+        defaults = {"events_port": engine.events_port, "tenant_id": "t", "taints": ["spot"]}
+        flags = ("--discover-defaults", json.dumps(defaults), "--discover", f"url:{engine.url}")
+        with RunningService(*QUICK, *flags) as service:
+            wait_for_workers(service, [engine])
+            row = workers(service)[worker_id_of(engine.url)]
+            assert (row["tenant_id"], row["taints"]) == ("t", ["spot"])
+            assert sources(service) == events_of([engine])
+
+
+def test_engines_over_tls_are_asked_with_their_token(tmp_path: Path) -> None:
+    authority = Authority()
+    (tmp_path / "ca").write_bytes(authority.pem)
+    token = tmp_path / "token"
+    token.write_text("old")
+    flags = ("--worker-token-file", str(token), "--worker-ca-file", str(tmp_path / "ca"))
+    with (
+        FakeEngine(token="new", context=authority.context("127.0.0.1")) as engine,
+        RunningService(*QUICK, *flags, "--discover", f"url:{engine.url}") as service,
+    ):
+
+        def is_refused() -> bool:
+            (row,) = service.get("/discovery")[1]["workers"]
+            return "status 401" in (row["last_error"] or "")
+
+        wait_until(is_refused, "the old token is refused")
+        token.write_text("new")
+        wait_for_workers(service, [engine])
+
+
+def test_sglang_is_found_as_vllm_is() -> None:
+    with (
+        FakeEngine(kind="sglang") as engine,
+        RunningService(*QUICK, "--discover", f"url:{engine.url}") as service,
+    ):
+        wait_for_workers(service, [engine])
+        assert sources(service) == events_of([engine])
+
+
+# -- what fails changes nothing -------------------------------------------------------------------
+
+
+def test_a_discovery_that_fails_changes_nothing_and_is_seen(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    file = File(tmp_path, "yaml")
+    file.name([engine])
+    with RunningService(*QUICK, *file.flags) as service:
+        wait_for_workers(service, [engine])
+        name = file.flags[1]
+
+        def fails_with(reason: str) -> Callable[[], bool]:
+            def look() -> bool:
+                (row,) = service.get("/discovery")[1]["discoveries"]
+                return row["state"] == "failing" and reason in row["last_error"]
+
+            return look
+
+        def failing() -> str:
+            (value,) = [
+                line.rpartition(" ")[2]
+                for line in service._child.request("GET", "/metrics")[1].decode().split("\n")
+                if line.startswith("lean_selector_discovery_failing{") and name in line
+            ]
+            return value
+
+        assert failing() == "0"
+        file.write("workers: [{endpoint: 'http://a:1', modle_name: x}]")
+        wait_until(fails_with("modle_name"), "the typo is named")
+        assert failing() == "1"
+        (tmp_path / "workers.yaml").unlink()
+        wait_until(fails_with("No such file or directory"), "the loss is named")
+        wait_for_workers(service, [engine])
+        assert f"discovery {name} fails, what it found before holds" in service.log()
+        file.name([engine])
+        wait_until(lambda: failing() == "0", "it has recovered")
+
+
+def test_who_is_registered_over_http_is_not_touched(tmp_path: Path, engine: FakeEngine) -> None:
+    file = File(tmp_path, "json")
+    file.write("[]")
+    mine = {
+        "worker_id": worker_id_of(engine.url),
+        "model_name": "mine",
+        "endpoint": engine.url,
+        "block_size": 4,
+        "kv_events_endpoint": "tcp://127.0.0.1:1",
+    }
+    with RunningService(*QUICK, *file.flags) as service:
+        assert service.post("/workers", mine)[0] == 201
+        file.name([engine])
+
+        def is_seen() -> bool:
+            return [row["state"] for row in service.get("/discovery")[1]["workers"]] == ["by_http"]
+
+        wait_until(is_seen, "it is known to be HTTP's")
+        file.write("[]")
+        wait_until(lambda: service.get("/discovery")[1]["workers"] == [], "it is let go")
+        assert workers(service)[worker_id_of(engine.url)]["model_name"] == "mine"
+
+
+# -- peers ----------------------------------------------------------------------------------------
+
+
+def test_replicas_find_each_other_catch_up_and_never_join_themselves(tmp_path: Path) -> None:
+    authority = Authority()
+    (tmp_path / "ca.crt").write_bytes(authority.pem)
+    (tmp_path / "token").write_text("secret")
+    ports = [free_port(), free_port()]
+    worker = {
+        "worker_id": 1,
+        "model_name": "m",
+        "endpoint": "http://w:1",
+        "block_size": BLOCK_SIZE,
+        "kv_events_endpoint": "tcp://127.0.0.1:1",
+    }
+    with KubeApi(authority.context("127.0.0.1")) as api:
+        flags = (
+            *("--replica-sync-discover", f"kubernetes:{NAMESPACE}/{SERVICE}:replica-sync"),
+            *("--kubernetes-api", api.url),
+            *("--kubernetes-token-file", str(tmp_path / "token")),
+            *("--kubernetes-ca-file", str(tmp_path / "ca.crt")),
+        )
+        first = RunningService(*QUICK, *flags, "--replica-sync-port", str(ports[0]))
+        with first:
+            assert first.post("/workers", worker)[0] == 201
+            body = {"model_name": "m", "token_ids": TOKENS, "reservation_id": "held"}
+            assert first.post("/select_and_reserve", body)[0] == 200
+            for port in ports:
+                name = f"selector-{port}"
+                api.put(slice_of(name, ["127.0.0.1"], port=port, port_name="replica-sync"))
+            http_port = ("--replica-sync-discover-http-port", str(first.port))
+            second = RunningService(
+                *QUICK, *flags, *http_port, "--replica-sync-port", str(ports[1])
+            )
+            with second:
+                assert second.post("/workers", worker)[0] == 201
+                expected = [[f"tcp://127.0.0.1:{port}"] for port in (ports[1], ports[0])]
+
+                def know_each_other() -> bool:
+                    found = [each.get("/replica_sync/peers")[1] for each in (first, second)]
+                    return found == expected
+
+                wait_until(know_each_other, "each has the other as its only peer")
+
+                def has_caught_up() -> bool:
+                    loads = second.get("/loads")[1]
+                    return bool(loads and loads[0]["loads"][0]["active_requests"] == 1)
+
+                wait_until(has_caught_up, "what the first held is held by the second")
+                states = {
+                    row["endpoint"]: row["state"] for row in second.get("/discovery")[1]["peers"]
+                }
+                assert states == {
+                    f"tcp://127.0.0.1:{ports[0]}": "registered",
+                    f"tcp://127.0.0.1:{ports[1]}": "itself",
+                }
+                api.delete(f"selector-{ports[0]}")
+                wait_until(
+                    lambda: second.get("/replica_sync/peers")[1] == [], "who went is no peer"
+                )
+
+
+def test_slot_trackers_find_each_other_too() -> None:
+    port = free_port()
+    flags = ("--replica-sync-port", str(port), "--replica-sync-discover", f"dns:localhost:{port}")
+    with RunningService(*flags, *QUICK[:4], module="lean_selector.slot_tracker") as tracker:
+
+        def knows_itself() -> bool:
+            return [row["state"] for row in tracker.get("/discovery")[1]["peers"]] == ["itself"]
+
+        wait_until(knows_itself, "the name leads to itself")
+        assert tracker.get("/replica_sync/peers")[1] == []
+
+
+# -- what it costs when it is off -----------------------------------------------------------------
+
+
+def test_without_a_flag_nothing_that_discovers_is_imported() -> None:
+
+    script = """
+import sys
+from lean_selector.process import selector, slot_tracker, selector_config, slot_tracker_config
+found = [n for n in sys.modules if n.startswith(("lean_selector.discovery", "yaml", "dns."))]
+sys.exit(" ".join(found) or 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with RunningService() as service:
+        nothing: dict[str, object] = {"discoveries": [], "workers": [], "peers": []}
+        assert service.get("/discovery") == (200, nothing)
+
+
+def test_what_cannot_be_begun_ends_the_start_in_one_line(tmp_path: Path) -> None:
+
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "KUBERNETES_"))}
+    for status, flags, reason in (
+        (2, ("--discover", "etcd:a"), "expected file:PATH"),
+        (1, ("--discover", "kubernetes:a/b"), "this is no pod"),
+        (
+            1,
+            ("--discover", "kubernetes:a/b", "--kubernetes-api", "https://a"),
+            "No such file or directory",
+        ),
+        (2, ("--discover-defaults", '{"worker_id":1}'), "worker_id is a worker's own"),
+        (
+            1,
+            ("--discover", "url:http://a", "--worker-token-file", str(tmp_path / "none")),
+            "No such file or directory",
+        ),
+        (2, ("--replica-sync-discover", "dns:a:1"), "requires --replica-sync-port"),
+        (
+            2,
+            ("--replica-sync-port", "1", "--replica-sync-discover", "file:a"),
+            "peers are found by",
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "lean_selector", "--port", "0", *flags],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=env,
+        )
+        assert done.returncode == status, (flags, done.stderr)
+        assert reason in done.stderr.splitlines()[-1], (flags, done.stderr)

@@ -1,0 +1,82 @@
+"""What answers say in headers: the models that exist, and fields that nobody reads."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lean_selector.services.gate import Gate
+from lean_selector.services.helpful_headers import known_models_line, refusal_lines
+from tests.gates import request, selection_gate
+
+
+def headers(gate: Gate, path: str, body: Any, method: str = "POST") -> tuple[int, dict[str, str]]:
+    answer = gate(request(method, path, json.dumps(body).encode()))
+    assert isinstance(answer, bytes)
+    head = answer.partition(b"\r\n\r\n")[0].decode()
+    lines = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+    return int(head[9:12]), lines
+
+
+def gate_with(*models: str) -> Gate:
+    gate = selection_gate(lines=refusal_lines)
+    for number, model in enumerate(models):
+        body = {"worker_id": number, "model_name": model, "endpoint": "http://w", "block_size": 16}
+        assert headers(gate, "/workers", body)[0] == 201
+    return gate
+
+
+def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:
+    gate = gate_with("llama", "a, b", "ö", "llama")
+    status, lines = headers(gate, "/select", {"model_name": "lama", "token_ids": [1]})
+    assert status == 503
+    assert lines["x-known-models"] == r'"a, b", "llama", "\u00f6"'
+    assert "x-known-models" not in headers(gate_with(), "/select", {"token_ids": [1]})[1]
+
+
+def test_the_models_that_are_named_are_bounded() -> None:
+    many = known_models_line(f"m{number:04}" for number in range(10_000))
+    assert many.endswith(b', "m0031", ...\r\n')
+    assert known_models_line(["x" * 5000]) == b"x-known-models: ...\r\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/select", {"model": "llama", "token_ids": [1]}, "model is ignored: is model_name meant?"),
+        ("/select", {"model_name": "llama", "prompt": [1]}, "prompt is ignored: is token_ids"),
+        ("/select_and_reserve", {"model_name": "llama", "block_hash": [1]}, "is block_hashes"),
+        ("/reservations", {"model_name": "llama", "worker": 0}, "is worker_id meant?"),
+    ],
+)
+def test_a_request_that_fails_is_told_of_fields_that_look_like_known_ones(
+    path: str, body: dict[str, Any], said: str
+) -> None:
+    status, lines = headers(gate_with("llama"), path, body)
+    assert status >= 400
+    assert said in lines["x-warning"]
+
+
+def test_a_registration_is_told_of_them_though_it_succeeds_and_of_a_missing_scheme() -> None:
+    body = {"worker_id": 1, "model": "llama", "endpoint": "10.0.0.1:8000", "block_size": 16}
+    status, lines = headers(gate_with(), "/workers", body)
+    assert status == 201
+    assert "model is ignored: is model_name meant?" in lines["x-warning"]
+    answer = gate_with()(request("POST", "/workers", json.dumps(body).encode()))
+    assert isinstance(answer, bytes)
+    assert b"endpoint 10.0.0.1:8000 has no scheme: http://10.0.0.1:8000 is probably" in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["model_name"] == "default"
+
+
+def test_fields_of_ones_own_and_those_beside_the_right_one_are_nobodys_concern() -> None:
+    for body in (
+        {"model_name": "lama", "model": "llama", "token_ids": [1]},
+        {"model_name": "lama", "token_ids": [1], "trace": "abc"},
+        {"model_name": "lama", "token_ids": [1], "x" * 100: 1},
+    ):
+        assert "x-warning" not in headers(gate_with("llama"), "/select", body)[1], body
+
+
+def test_a_request_that_succeeds_is_told_nothing() -> None:
+    status, lines = headers(gate_with("default"), "/select", {"token_ids": [1], "model": "m"})
+    assert (status, "x-warning" in lines) == (200, False)

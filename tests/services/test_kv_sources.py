@@ -1,0 +1,320 @@
+"""Engines of our publisher, and the lies that a fleet tells on its first day: each is seen in
+`/kv_sources`, in `/workers?detail=true`, in the log, in `/metrics`, and as an alert."""
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from lean_selector.publisher import REPLAY_BATCHES, KvEventPublisher
+from tests.prometheus_tools import Prometheus, parsed, running_prometheus, scrape, value
+from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.services.test_metrics import RULES
+
+BLOCK = 16
+
+
+def publisher(block_size: int = BLOCK, replays: bool = True) -> KvEventPublisher:
+    anywhere = "tcp://127.0.0.1:*"
+    return KvEventPublisher(
+        kv_block_size=block_size, endpoint=anywhere, replay_endpoint=anywhere if replays else None
+    )
+
+
+def tokens(block: int, size: int = BLOCK) -> list[int]:
+    return [block] * size
+
+
+def store(engine: KvEventPublisher, count: int) -> None:
+    """One prompt of so many blocks, a batch each."""
+    for block in range(1, count + 1):
+        engine.publish_stored(
+            token_ids=tokens(block, engine.kv_block_size),
+            block_hashes=[block],
+            parent_hash=block - 1 or None,
+        )
+
+
+def register(service: RunningService, worker_id: int, **fields: object) -> None:
+    body = {"worker_id": worker_id, "endpoint": "http://w:8000", "block_size": BLOCK, **fields}
+    assert service.post("/workers", body)[0] == 201
+
+
+def register_engine(service: RunningService, worker_id: int, engine: KvEventPublisher) -> None:
+    register(
+        service,
+        worker_id,
+        kv_events_endpoint=engine.endpoint,
+        replay_endpoint=engine.replay_endpoint,
+    )
+
+
+def source(service: RunningService, worker_id: int) -> dict[str, Any]:
+    found = [each for each in service.get("/kv_sources")[1] if each["worker_id"] == worker_id]
+    assert len(found) == 1
+    row = found[0]
+    assert isinstance(row, dict)
+    return row
+
+
+def wait_for_state(service: RunningService, worker_id: int, state: str) -> dict[str, Any]:
+    wait_until(lambda: source(service, worker_id)["state"] == state, f"{worker_id} is {state}")
+    return source(service, worker_id)
+
+
+# -- asked at once --------------------------------------------------------------------------------
+
+
+def test_a_selector_that_restarts_beside_idle_engines_knows_all_that_they_hold() -> None:
+    blocks = 10_000
+    with ExitStack() as stack:
+        engines = {worker_id: stack.enter_context(publisher()) for worker_id in (1, 2)}
+        for worker_id, engine in engines.items():
+            store(engine, blocks // worker_id)
+        prompt = [token for block in range(1, blocks + 1) for token in tokens(block)]
+
+        def held(service: RunningService) -> dict[int, int]:
+            scores = service.post("/overlap_scores", {"token_ids": prompt})[1]["workers"]
+            return {row["worker_id"]: row["device_blocks"] for row in scores}
+
+        wanted = {1: blocks, 2: blocks // 2}
+        service = RunningService()
+        for _ in range(2):
+            with service:
+                for worker_id, engine in engines.items():
+                    register_engine(service, worker_id, engine)
+                wait_until(lambda: held(service) == wanted, "the index is what they hold")
+                for worker_id, count in wanted.items():
+                    row = source(service, worker_id)
+                    assert (row["state"], row["problem"], row["lag_batches"]) == ("live", None, 0)
+                    assert (row["messages"], row["replayed_batches"]) == (0, count)
+
+
+def test_what_follows_a_replay_counts_once_and_nothing_is_missing() -> None:
+    with publisher() as engine, RunningService() as service:
+        store(engine, 100)
+        register_engine(service, 1, engine)
+        for block in range(101, 301):
+            engine.publish_stored(
+                token_ids=tokens(block), block_hashes=[block], parent_hash=block - 1
+            )
+        engine.publish_removed(block_hashes=[300])
+
+        def is_followed() -> bool:
+            return value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 299
+
+        wait_until(is_followed, "all blocks but the one that was removed are in")
+        wait_for_state(service, 1, "live")
+
+
+def test_an_idle_engine_that_starts_again_no_longer_looks_full_of_cache() -> None:
+    endpoint, replay_endpoint = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+
+    def engine() -> KvEventPublisher:
+        return KvEventPublisher(
+            kv_block_size=BLOCK, endpoint=endpoint, replay_endpoint=replay_endpoint
+        )
+
+    with RunningService() as service:
+        with engine() as first:
+            store(first, 50)
+            register_engine(service, 1, first)
+            wait_for_state(service, 1, "live")
+            wait_until(lambda: source(service, 1)["replayed_batches"] == 50, "all is replayed")
+        with engine():
+            row = wait_for_state(service, 1, "silent")
+            assert row["restarts"] == 1
+            assert value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 0
+
+
+def test_many_engines_that_are_idle_are_all_asked() -> None:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(publisher()) for _ in range(80)]
+        service = stack.enter_context(RunningService())
+        for worker_id, engine in enumerate(engines):
+            store(engine, 3)
+            register_engine(service, worker_id, engine)
+
+        def is_followed() -> bool:
+            return value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 240
+
+        wait_until(is_followed, "each has told what it holds")
+
+
+# -- sources that lie -----------------------------------------------------------------------------
+
+
+class Lie(NamedTuple):
+    worker_id: int
+    state: str
+    problem: str  # as a pattern
+    alert: str
+    level: str = "WARNING"
+
+
+LIES = [
+    Lie(
+        1,
+        "mismatch",
+        "the engine's blocks are of 32 tokens, the worker's block_size is 16: "
+        "3 of 3 stored events were skipped",
+        "LeanSelectorKvSourceMismatch",
+    ),
+    Lie(
+        2,
+        "unreachable",
+        "never connected: Connection refused",
+        "LeanSelectorKvSourceUnreachable",
+    ),
+    Lie(
+        3,
+        "unreachable",
+        "never connected: it speaks HTTP, not ZMQ",
+        "LeanSelectorKvSourceUnreachable",
+    ),
+    Lie(
+        4,
+        "silent",
+        "connected, nothing heard, and its replay is empty",
+        "LeanSelectorKvSourceSilent",
+    ),
+    Lie(
+        5,
+        "no_replay",
+        "connected, nothing heard, and no replay endpoint to ask",
+        "LeanSelectorKvSourceNoReplay",
+    ),
+    Lie(
+        6,
+        "no_replay",
+        r"no replay from tcp://127\.0\.0\.1:\d+: no connection: Connection refused",
+        "LeanSelectorKvSourceNoReplay",
+    ),
+    Lie(
+        7,
+        "partial",
+        "its replay begins at batch 5, not at the first",
+        "LeanSelectorKvSourcePartial",
+        "INFO",
+    ),
+]
+WELL = 8  # the worker that does not lie
+QUIET = 9  # as silent as 4, but without requests
+Fleet = tuple[RunningService, Prometheus]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Every lie at once, and a Prometheus that does not wait before it fires."""
+    home = tmp_path_factory.mktemp("prometheus")
+    rules = home / "rules.yml"
+    rules.write_text(re.sub(r"\bfor: \d+m", "for: 0s", RULES.read_text()))
+    with ExitStack() as stack:
+        mismatched, silent, mute, lame, partial, well, quiet = (
+            stack.enter_context(publisher(32 if lie == "mismatched" else BLOCK, lie != "mute"))
+            for lie in ("mismatched", "silent", "mute", "lame", "partial", "well", "quiet")
+        )
+        service = stack.enter_context(RunningService("--kv-source-grace-secs", "0"))
+        store(mismatched, 3)
+        store(partial, REPLAY_BATCHES + 5)
+        store(well, 3)
+        register_engine(service, 1, mismatched)
+        register(service, 2, kv_events_endpoint=f"tcp://127.0.0.1:{free_port()}")
+        register(service, 3, kv_events_endpoint=f"tcp://127.0.0.1:{service.port}")
+        register_engine(service, 4, silent)
+        register_engine(service, 5, mute)
+        nobody = f"tcp://127.0.0.1:{free_port()}"
+        register(service, 6, kv_events_endpoint=lame.endpoint, replay_endpoint=nobody)
+        register_engine(service, 7, partial)
+        register_engine(service, WELL, well)
+        register_engine(service, QUIET, quiet)
+        booking = {"reservation_id": "r", "worker_id": 4, "isl_tokens": 8, "sequence_hashes": []}
+        assert service.post("/reservations", booking)[0] == 201
+        targets = {"lean-selector": service.port}
+        yield service, stack.enter_context(running_prometheus(home, targets, rules))
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: f"{lie.state}-{lie.worker_id}")
+def test_a_lie_is_seen_everywhere(fleet: Fleet, lie: Lie) -> None:
+    service, prometheus = fleet
+    problem = re.compile(lie.problem)
+    wait_until(
+        lambda: bool(problem.fullmatch(source(service, lie.worker_id)["problem"] or "")),
+        f"/kv_sources says {lie.problem}",
+    )
+    row = source(service, lie.worker_id)
+    assert row["state"] == lie.state
+    assert row["state_age_s"] >= 0
+
+    workers = service.get("/workers?detail=true")[1]
+    (found,) = (each for each in workers if each["worker_id"] == lie.worker_id)
+    (seen,) = found["kv_sources"]
+    assert (seen["dp_rank"], seen["state"]) == (0, lie.state)
+    assert problem.fullmatch(seen["problem"])
+
+    line = re.compile(
+        rf" {lie.level} .*worker {lie.worker_id} dp_rank 0: {lie.state}: {lie.problem}"
+    )
+    wait_until(lambda: bool(line.search(service.log())), "the log says so")
+    assert len(line.findall(service.log())) == 1
+
+    labels = {"worker_id": str(lie.worker_id), "dp_rank": "0", "state": lie.state}
+    assert value(parsed(scrape(service.port)), "lean_selector_kv_source_state", **labels) == 1
+
+    selector = f'alertname="{lie.alert}",worker_id="{lie.worker_id}",alertstate="firing"'
+    wait_until(lambda: prometheus.number(f"ALERTS{{{selector}}}") == 1, f"{lie.alert} fires for it")
+
+
+def test_nothing_is_said_of_who_is_well_nor_of_who_is_quiet_without_requests(fleet: Fleet) -> None:
+    service, prometheus = fleet
+    assert wait_for_state(service, WELL, "live")["problem"] is None
+    wait_for_state(service, QUIET, "silent")
+
+    def fired() -> set[int]:
+        query = 'ALERTS{alertname=~"LeanSelectorKvSource.*",alertstate="firing"}'
+        return {int(each["metric"]["worker_id"]) for each in prometheus.query(query)}
+
+    wait_until(lambda: fired() >= {lie.worker_id for lie in LIES}, "the others fire")
+    assert not fired() & {WELL, QUIET}
+    quiet = re.compile(rf"WARNING .*worker ({WELL}|{QUIET}) ")
+    assert not quiet.search(service.log())
+
+
+def test_the_plain_route_shows_the_records_alone(fleet: Fleet) -> None:
+    service, _ = fleet
+    plain, detailed = (service.get(f"/workers{query}")[1] for query in ("", "?detail=true"))
+    assert [each["worker_id"] for each in plain] == [each["worker_id"] for each in detailed]
+    for record, more in zip(plain, detailed, strict=True):
+        del more["kv_sources"], more["health"]
+        assert record == more
+    assert service.get("/workers?detail=perhaps")[0] == 400
+    assert service.get("/workers?detail=true&model_name=other") == (200, [])
+
+
+def test_details_are_messagepack_for_those_who_accept_it(fleet: Fleet) -> None:
+    service, _ = fleet
+    url = f"http://127.0.0.1:{service.port}/workers?detail=true"
+    request = urllib.request.Request(url, headers={"accept": "application/msgpack"})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        rows = msgspec.msgpack.decode(answer.read())
+    assert [len(row["kv_sources"]) for row in rows] == [1] * len(rows)
+
+
+def test_a_lie_that_ends_is_told_of_once_more() -> None:
+    port = free_port()
+    endpoint = f"tcp://127.0.0.1:{port}"
+    with RunningService("--kv-source-grace-secs", "0") as service:
+        register(service, 1, kv_events_endpoint=endpoint)
+        wait_until(lambda: "unreachable: never connected" in service.log(), "it is told of")
+        with KvEventPublisher(kv_block_size=BLOCK, endpoint=endpoint) as engine:
+
+            def is_heard() -> bool:
+                engine.publish_all_cleared()
+                return bool(source(service, 1)["state"] == "live")
+
+            wait_until(is_heard, "it is heard")
+            wait_until(lambda: "no longer unreachable, after" in service.log(), "and that it ended")

@@ -1,0 +1,68 @@
+"""No request leaves a cycle behind: what a pass allocates is freed with it, and no collection is
+due because of it. A collection amid requests is what their slowest wait for.
+"""
+
+import asyncio
+import gc
+import json
+
+import pytest
+
+from lean_selector.http1.protocol import Connections, HttpProtocol
+from tests.gates import selection_gate
+
+WORKER = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}
+PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 32}
+
+Call = tuple[str, str, object]
+CALLS: dict[str, list[Call]] = {
+    "a life": [
+        ("POST", "/select_and_reserve", {"reservation_id": "a", **PROMPT}),
+        ("POST", "/reservations/a/output_block", {"decay_fraction": 0.5}),
+        ("POST", "/reservations/a/prefill_complete", None),
+        ("DELETE", "/reservations/a", None),
+    ],
+    "a select": [("POST", "/select", PROMPT)],
+    "a life whose rank the client chose": [
+        ("POST", "/reservations", {"reservation_id": "a", "worker_id": 1, **PROMPT}),
+        ("DELETE", "/reservations/a", None),
+    ],
+    "an end of nothing": [("DELETE", "/reservations/a", None)],
+    "no such route": [("GET", "/nothing", None)],
+    "a body that is none": [("POST", "/select", [])],
+}
+
+
+class Silent(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.answers.append(bytes(data))
+
+
+def http(method: str, path: str, body: object) -> bytes:
+    text = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n%b" % (len(text), text)
+
+
+@pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
+def test_a_request_leaves_no_cycle_behind(calls: list[Call]) -> None:
+    transport = Silent()
+    protocol = HttpProtocol(selection_gate(), Connections(call_soon=lambda callback: None))
+    protocol.connection_made(transport)
+    protocol.data_received(http("POST", "/workers", WORKER))
+    texts = [http(*call) for call in calls]
+    for text in texts:  # what is made once, and remembered
+        protocol.data_received(text)
+    gc.collect()
+    gc.disable()
+    try:
+        for text in texts * 10:
+            protocol.data_received(text)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert len(transport.answers) == 1 + 11 * len(calls)
