@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Prints the lower bounds of setup.cfg as constraints for pip: `name>=1.2` becomes `name==1.2`.
+"""Prints the lower bounds of setup.cfg as constraints for pip: `name>=1.2` becomes `name==1.2`,
+whatever marker follows it.
 
     .ci/lowest_versions.py [setup.cfg]
 
@@ -11,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-BOUND = re.compile(r"(?P<name>[A-Za-z0-9._-]+)\s*>=\s*(?P<version>[0-9][0-9.]*)")
+BOUND = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[a-z]+\])?\s*>=\s*(?P<version>[0-9][0-9.]*)")
 
 
 def lowest(setup_cfg: Path) -> dict[str, str]:
@@ -26,7 +27,7 @@ def lowest(setup_cfg: Path) -> dict[str, str]:
         requirement = line.partition("#")[0].strip()
         if not requirement:
             continue
-        bound = BOUND.fullmatch(requirement)
+        bound = BOUND.fullmatch(requirement.partition(";")[0].rstrip())
         if bound is None:
             raise ValueError(f"{requirement!r} is not of the form name>=version")
         name, version = bound["name"].lower(), bound["version"]

@@ -86,7 +86,11 @@ def running_prometheus(home: Path, targets: dict[str, int], rules: Path) -> Iter
     """Scrapes the ports of `targets`, by job, five times a second."""
     port = free_port()
     config = {
-        "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms"},
+        "global": {
+            "scrape_interval": "200ms",
+            "scrape_timeout": "200ms",
+            "evaluation_interval": "200ms",
+        },
         "rule_files": [str(rules)],
         "scrape_configs": [
             {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}

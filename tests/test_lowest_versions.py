@@ -13,6 +13,7 @@ install_requires =
     alpha>=1.2
     # a word on the next one
     beta-two>=0.3.1
+    epsilon>=4.0; python_version < "3.14" and platform_machine in "x86_64 aarch64"
 
 [options.extras_require]
 #   gamma   with its reason
@@ -35,7 +36,13 @@ def test_each_lower_bound_becomes_a_constraint_once(tmp_path: Path) -> None:
     (tmp_path / "setup.cfg").write_text(SETUP.format(last="Delta>=6"))
     run = printed(tmp_path / "setup.cfg")
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.split() == ["alpha==1.2", "beta-two==0.3.1", "gamma==2", "delta==6"]
+    assert run.stdout.split() == [
+        "alpha==1.2",
+        "beta-two==0.3.1",
+        "epsilon==4.0",
+        "gamma==2",
+        "delta==6",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,4 +66,6 @@ def test_every_dependency_of_the_project_states_its_lower_bound() -> None:
     run = printed(ROOT / "setup.cfg")
     assert (run.returncode, run.stderr) == (0, "")
     names = [line.partition("==")[0] for line in run.stdout.split()]
-    assert {"uvloop", "httptools", "pyzmq", "msgspec", "xxhash", "httpx", "pytest"} <= set(names)
+    assert {"uvloop", "httptools", "pyzmq", "msgspec", "xxhash", "httpx", "pysimdjson"} <= set(
+        names
+    )

@@ -1,0 +1,98 @@
+"""The files of deploy/, and the commands of ours that they run, as lists of words."""
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lean_selector.process.gateway_config import GATEWAY_OPTIONS, gateway_config
+from lean_selector.process.options import OneLineParser, add_options
+from lean_selector.process.selector_config import (
+    SELECTOR_OPTIONS,
+    SelectorConfig,
+    selector_config,
+)
+from lean_selector.recipes import recipes
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+UNIT = DEPLOY / "systemd" / "lean-selector.service"
+DEFAULTS = DEPLOY / "systemd" / "lean-selector.default"
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
+MANIFESTS = sorted(name for name in TEXTS if name.startswith("kubernetes/"))
+
+
+def entrypoint() -> list[str]:
+    """Of the image."""
+    found = re.search(r"^ENTRYPOINT (\[.*\])$", DOCKERFILE.read_text(encoding="utf-8"), re.M)
+    assert found is not None
+    words: list[str] = json.loads(found[1])
+    return words
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The resources of a manifest."""
+    return list(yaml.safe_load_all(TEXTS[name]))
+
+
+def pod_of(resource: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = resource["spec"]["template"]["spec"]
+    return spec
+
+
+def containers(name: str) -> list[dict[str, Any]]:
+    """All of a manifest, those that begin first as well."""
+    found = []
+    for resource in documents(name):
+        if resource["kind"] in ("Deployment", "StatefulSet"):
+            pod = pod_of(resource)
+            found += [*pod.get("initContainers", []), *pod["containers"]]
+    return found
+
+
+def command_of(container: dict[str, Any]) -> list[str]:
+    """What a container of our image runs."""
+    return [*container.get("command", entrypoint()), *container.get("args", [])]
+
+
+def is_ours(container: dict[str, Any]) -> bool:
+    image: str = container["image"]
+    return image.rpartition("/")[2].startswith("lean-selector")
+
+
+def unit_command(flags: str | None = None) -> list[str]:
+    """ExecStart of the unit, with these flags of the operator's, or those of the example."""
+    text = UNIT.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.search(r"^ExecStart=(.*)$", text, re.M)
+    assert found is not None
+    if flags is None:
+        line = re.search(r'^LEAN_SELECTOR_FLAGS="(.*)"$', DEFAULTS.read_text("utf-8"), re.M)
+        assert line is not None
+        flags = line[1]
+    return shlex.split(found[1].replace("$LEAN_SELECTOR_FLAGS", flags))
+
+
+def check_gateway(words: list[str]) -> None:
+    """Reads a command of the gateway as at its start. A wrong one ends in SystemExit."""
+    parser = OneLineParser(prog="lean-selector gateway", allow_abbrev=False)
+    add_options(parser, GATEWAY_OPTIONS)
+    parser.add_argument("workers", nargs="*")
+    gateway_config(parser, parser.parse_args(words), {})
+
+
+def configured(words: list[str]) -> SelectorConfig:
+    """A command of the selector, read as at its start. A wrong one ends in SystemExit."""
+    parser = OneLineParser(prog="lean-selector", allow_abbrev=False)
+    add_options(parser, SELECTOR_OPTIONS)
+    return selector_config(parser, parser.parse_args(words), {})
+
+
+def flags_of(add: Any) -> set[str]:
+    """The options that a function declares on a parser."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add(parser)
+    return {name for action in parser._actions for name in action.option_strings}

@@ -1,0 +1,295 @@
+"""The manifests of Kubernetes: valid by its schemas, closed to others, and run as they stand.
+
+Their commands start as processes here, beside an API server that speaks as the real one does.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.child_service import ChildService, plain_environment
+from tests.deploy.recipe_commands import (
+    MANIFESTS,
+    command_of,
+    containers,
+    documents,
+    is_ours,
+    pod_of,
+)
+from tests.fake_engine import FakeEngine
+from tests.kube_api import KubeApi, slice_of
+from tests.openai_worker import MODEL, OpenAiWorker
+from tests.outbound_server import Authority
+from tests.prometheus_tools import parsed, scrape, value
+from tests.running_service import RunningService, free_port, wait_until
+
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="pip install kubernetes-validate"
+)
+NATIVE_SIDECARS = "1.29"  # from here on they are there unless switched off
+VERSIONS = [NATIVE_SIDECARS, kubernetes_validate.latest_version()]
+RESOURCES = [
+    pytest.param(resource, id=f"{name}: {resource['kind']} {resource['metadata']['name']}")
+    for name in MANIFESTS
+    for resource in documents(name)
+]
+PODS = [
+    pytest.param(resource, id=f"{name}: {resource['metadata']['name']}")
+    for name in MANIFESTS
+    for resource in documents(name)
+    if "template" in resource.get("spec", {})
+]
+
+
+def test_there_are_manifests() -> None:
+    assert {"kubernetes/replicas.yaml", "kubernetes/sidecar.yaml"} <= set(MANIFESTS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_a_resource_is_what_its_schema_says(resource: dict[str, Any], version: str) -> None:
+    kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_the_schemas_find_what_is_wrong() -> None:
+    (resource,) = [r for r in documents("kubernetes/replicas.yaml") if r["kind"] == "Deployment"]
+    resource["spec"]["template"]["spec"]["containers"][0]["argz"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(resource, NATIVE_SIDECARS, strict=True)
+
+
+# -- what belongs together ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resource", PODS)
+def test_a_pod_has_no_more_rights_than_it_needs(resource: dict[str, Any]) -> None:
+    """The standard of pods that Kubernetes calls restricted, and a read-only file system."""
+    pod = pod_of(resource)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        if not is_ours(container):
+            continue
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"].keys() >= {"cpu", "memory"}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_names_within_a_manifest_lead_somewhere(name: str) -> None:
+    """Selectors select its pods, ports are those of its containers, accounts are its own."""
+    resources = documents(name)
+    pods = [r for r in resources if "template" in r.get("spec", {})]
+    labels = [pod["spec"]["template"]["metadata"]["labels"] for pod in pods]
+    ports = {port["name"] for each in containers(name) for port in each.get("ports", [])}
+    accounts = {r["metadata"]["name"] for r in resources if r["kind"] == "ServiceAccount"}
+    roles = {r["metadata"]["name"] for r in resources if r["kind"] == "Role"}
+    for pod in pods:
+        assert pod["spec"]["selector"]["matchLabels"].items() <= labels[0].items()
+        if (account := pod_of(pod).get("serviceAccountName")) is not None:
+            assert account in accounts
+        volumes = {volume["name"] for volume in pod_of(pod).get("volumes", [])}
+        for each in containers(name):
+            assert {mount["name"] for mount in each.get("volumeMounts", [])} <= volumes
+            for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+                port = each.get(probe, {}).get("httpGet", {}).get("port")
+                assert port is None or port in {p["name"] for p in each["ports"]}
+    for resource in resources:
+        spec = resource.get("spec", {})
+        if resource["kind"] == "Service":
+            assert any(spec["selector"].items() <= each.items() for each in labels)
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+        elif resource["kind"] in ("PodDisruptionBudget", "NetworkPolicy"):
+            chosen = spec.get("selector") or spec["podSelector"]
+            assert any(chosen["matchLabels"].items() <= each.items() for each in labels)
+        elif resource["kind"] == "RoleBinding":
+            assert resource["roleRef"]["name"] in roles
+            assert {subject["name"] for subject in resource["subjects"]} <= accounts
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_account_may_watch_the_services_that_are_discovered_and_nothing_else(name: str) -> None:
+    found = [
+        re.findall(r"kubernetes:([a-z-]+)/", word)
+        for each in containers(name)
+        for word in command_of(each)
+    ]
+    namespaces = {namespace for names in found for namespace in names}
+    allowed = {
+        r["metadata"]["namespace"]: r["rules"] for r in documents(name) if r["kind"] == "Role"
+    }
+    rules = [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+    assert allowed == dict.fromkeys(namespaces, rules)
+
+
+# -- what runs ------------------------------------------------------------------------------------
+
+QUICK = (
+    *("--discover-interval-secs", "0.05"),
+    *("--discover-grace-secs", "0.1"),
+    *("--discover-refresh-secs", "0.1"),
+)
+
+
+class Cluster:
+    """An API server with the services of a manifest, and what a pod finds in its own files."""
+
+    def __init__(self, api: KubeApi, authority: Authority, folder: Path) -> None:
+        self.api = api
+        (folder / "ca.crt").write_bytes(authority.pem)
+        (folder / "token").write_text(api.token)
+        self.flags = (
+            *("--kubernetes-api", api.url),
+            *("--kubernetes-token-file", str(folder / "token")),
+            *("--kubernetes-ca-file", str(folder / "ca.crt")),
+        )
+
+    def start(self, service: str, port: int, name: str) -> None:
+        """A pod on this machine gets ready behind a service."""
+        at = f"{service}-{port}"
+        self.api.put(slice_of(at, ["127.0.0.1"], port=port, port_name=name, service=service))
+
+    def end(self, service: str, port: int) -> None:
+        self.api.delete(f"{service}-{port}")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    authority = Authority()
+    with KubeApi(authority.context("127.0.0.1")) as api:
+        yield Cluster(api, authority, tmp_path)
+
+
+def replica(cluster: Cluster, other: int | None) -> tuple[RunningService, int]:
+    """The container of `replicas.yaml`, on ports of its own; `other` is the HTTP port of a ready
+    one."""
+    (container,) = containers("kubernetes/replicas.yaml")
+    words = command_of(container)[1:]
+    sync = free_port()
+    ready = f"http://127.0.0.1:{free_port() if other is None else other}"
+    placed = [
+        word.replace("$(POD_IP)", "127.0.0.1")
+        .replace("9092", str(sync))
+        .replace("http://lean-selector.serving:8092", ready)
+        for word in words
+    ]
+    assert "--port=8092" in placed
+    placed.remove("--port=8092")
+    at = () if other is None else ("--replica-sync-discover-http-port", str(other))
+    return RunningService(*placed, *QUICK, *cluster.flags, *at), sync
+
+
+def test_replicas_find_the_engines_and_each_other_and_share_what_runs(cluster: Cluster) -> None:
+    peers = "lean-selector-replicas"
+    with ExitStack() as running:
+        engines = [running.enter_context(FakeEngine()) for _ in range(2)]
+        for engine in engines:
+            cluster.start("vllm", engine.port, "http")
+        first, first_sync = replica(cluster, None)
+        running.enter_context(first)
+        cluster.start(peers, first_sync, "replica-sync")
+
+        def is_ready(service: RunningService) -> bool:
+            return bool(service.get("/ready")[1]["schedulable_workers"] == len(engines))
+
+        wait_until(lambda: is_ready(first), "both engines can be chosen")
+        body = {"model_name": "m", "token_ids": list(range(64)), "reservation_id": "held"}
+        assert first.post("/select_and_reserve", body)[0] == 200
+
+        second, second_sync = replica(cluster, first.port)
+        running.enter_context(second)
+        cluster.start(peers, second_sync, "replica-sync")
+        wait_until(lambda: is_ready(second), "the second knows them too")
+
+        def active(service: RunningService) -> int:
+            loads = service.get("/loads")[1]
+            return sum(rank["active_requests"] for row in loads for rank in row["loads"])
+
+        wait_until(lambda: active(second) == 1, "what the first holds is held by the second")
+        assert second.request("DELETE", "/reservations/held")[0] == 200
+        wait_until(lambda: active(first) == 0, "what the second frees is free at the first")
+        cluster.end(peers, first_sync)
+        wait_until(lambda: second.get("/replica_sync/peers")[1] == [], "who went is no peer")
+
+
+def gateway_pod(
+    cluster: Cluster, folder: Path, running: ExitStack
+) -> tuple[RunningService, ChildService]:
+    """The two containers of a pod of `sidecar.yaml`, with its volume, on ports of their own."""
+    sidecar, gateway = containers("kubernetes/sidecar.yaml")
+    volume = folder / "socket"
+    volume.mkdir()
+    sync, door = free_port(), free_port()
+
+    def placed(container: dict[str, Any]) -> list[str]:
+        (mount,) = container["volumeMounts"]
+        return [
+            word.replace("$(POD_IP)", "127.0.0.1")
+            .replace("9092", str(sync))
+            .replace("--port=8080", f"--port={door}")
+            .replace(mount["mountPath"], str(volume))
+            for word in command_of(container)[1:]
+            if word != "--port=8092"
+        ]
+
+    selector = RunningService(*placed(sidecar), *QUICK, *cluster.flags)
+    running.enter_context(selector)  # a sidecar is up before the containers begin
+    command = [sys.executable, "-m", "lean_selector", *placed(gateway)]
+    served = ChildService(command, door, env=plain_environment())
+    running.callback(served.stop)
+    return selector, served
+
+
+def test_a_gateway_serves_requests_with_the_selector_beside_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with ExitStack() as running:
+        workers = [running.enter_context(OpenAiWorker()) for _ in range(2)]
+        for worker in workers:
+            cluster.start("vllm", worker.port, "http")
+        selector, gateway = gateway_pod(cluster, tmp_path, running)
+        assert (tmp_path / "socket" / "selector.sock").is_socket()
+        wait_until(
+            lambda: bool(selector.get("/ready")[1]["schedulable_workers"] == 2),
+            "both engines can be chosen",
+        )
+        chat = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        body, headers = json.dumps(chat).encode(), {"content-type": "application/json"}
+
+        def is_served() -> bool:
+            assert gateway.process.poll() is None, gateway.log()
+            try:
+                status, _ = gateway.request("POST", "/v1/chat/completions", body, headers)
+            except OSError:
+                return False
+            return status == 200 and was_booked()
+
+        def was_booked() -> bool:
+            """By the metrics of the selector."""
+            name, route = "lean_selector_selections_total", "/select_and_reserve"
+            samples = parsed(scrape(selector.port))
+            return value(samples, name, route=route, outcome="placed") > 0
+
+        wait_until(is_served, "a request goes by the selector to an engine")
+        wait_until(
+            lambda: all(
+                rank["active_requests"] == 0
+                for row in selector.get("/loads")[1]
+                for rank in row["loads"]
+            ),
+            "its end is told",
+        )

@@ -1,0 +1,186 @@
+"""`deploy/`: what it holds, that every installation has it, and that its flags are real."""
+
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+
+import lean_selector
+from lean_selector.doctor.command import add_arguments as add_check_arguments
+from lean_selector.process.gateway_config import GATEWAY_OPTIONS
+from lean_selector.process.selector_config import SELECTOR_OPTIONS
+from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
+from lean_selector.recipes import add_arguments, recipes
+from tests.deploy.recipe_commands import (
+    DEPLOY,
+    MANIFESTS,
+    TEXTS,
+    check_gateway,
+    command_of,
+    configured,
+    containers,
+    entrypoint,
+    flags_of,
+    is_ours,
+    unit_command,
+)
+
+CHECKOUT = Path(__file__).parents[2]
+IN_CHECKOUT = sorted(
+    str(path.relative_to(DEPLOY))
+    for path in DEPLOY.rglob("*")
+    if path.is_file() and path.suffix != ".pyc"
+)
+
+
+def deploy(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lean_selector", "deploy", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_file_of_the_checkout() -> None:
+    said = deploy("--list")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.splitlines() == IN_CHECKOUT
+    assert {"docker/Dockerfile", "systemd/lean-selector.service"} <= set(IN_CHECKOUT)
+
+
+@pytest.mark.parametrize("name", IN_CHECKOUT)
+def test_a_file_is_printed_as_it_is(name: str) -> None:
+    said = deploy("--print", name)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout == (DEPLOY / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("systemd", "systemd/lean-selector.service"),
+        ("dockerfile", "docker/Dockerfile"),
+        ("kubernetes/replica.yaml", "kubernetes/replicas.yaml"),
+        ("../setup.py", "see --list"),
+        ("", "see --list"),
+    ],
+)
+def test_a_name_that_there_is_not_is_told_what_is_near(name: str, hint: str) -> None:
+    said = deploy("--print", name)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.count("\n") == 1
+    assert hint in said.stderr
+
+
+def test_it_asks_what_is_wanted() -> None:
+    said = deploy()
+    assert said.returncode == 2
+    assert "--list" in said.stderr
+
+
+# -- what travels ---------------------------------------------------------------------------------
+
+
+def test_every_file_says_at_its_top_what_it_is() -> None:
+    """But for JSON, which has no comments."""
+    texts = {name: text for name, text in TEXTS.items() if not name.endswith(".json")}
+    odd = {name for name, text in texts.items() if not re.match(r"\s*(#|//|--|<!--|/\*)", text)}
+    assert odd == set()
+
+
+@pytest.mark.skipif(
+    not (CHECKOUT / "lean_selector").is_dir(), reason="the package is not built from this folder"
+)
+def test_a_source_archive_has_them(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    quiet = ("--quiet", "--disable-pip-version-check")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *quiet, "--target", tools, "setuptools>=64"],
+        check=True,
+        timeout=300,
+    )
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "import os; os.environ['SETUPTOOLS_USE_DISTUTILS'] = 'local';"
+        "from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[2]))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script, tools, tmp_path],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert said.returncode == 0, said.stderr
+    with tarfile.open(tmp_path / said.stdout.split()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"deploy/{name}" for name in IN_CHECKOUT} <= names
+    assert {"setup.py", "lean_selector/recipes.py"} <= names
+
+
+def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> None:
+    """A wheel's list of files; that of the pure form is looked at in `test_image`."""
+    if (Path(lean_selector.__file__).parents[1] / "setup.py").exists():
+        assert {str(path) for path in recipes().values()} == {str(DEPLOY / n) for n in IN_CHECKOUT}
+        return
+    installed = {str(path) for path in files("lean-selector") or []}
+    assert {f"lean_selector/deploy/{name}" for name in IN_CHECKOUT} <= installed
+
+
+# -- flags ----------------------------------------------------------------------------------------
+
+OURS = {option.flag for option in (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS, *GATEWAY_OPTIONS)}
+OURS |= flags_of(add_arguments) | flags_of(add_check_arguments) | {"--help", "--version"}
+# Of docker, pip, apt-get and systemctl, and of engines.
+OTHERS = {
+    *("--rm", "--read-only", "--cap-drop", "--security-opt", "--entrypoint", "--from"),
+    *("--no-install-recommends", "--no-cache-dir", "--no-deps", "--wheel-dir", "--now"),
+    *("--kv-events-config", "--build-arg"),
+    # of Envoy, and of logger
+    *("--file-flush-interval-msec", "--udp", "--server", "--rfc3164", "--tag", "--socket"),
+}
+
+
+@pytest.mark.parametrize("name", IN_CHECKOUT)
+def test_every_flag_that_a_file_names_exists(name: str) -> None:
+    """Also those in comments."""
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", TEXTS[name]))
+    assert named - OURS - OTHERS == set()
+
+
+def test_the_image_runs_the_selector() -> None:
+    configured(entrypoint()[1:])
+    assert entrypoint() == ["lean-selector"]
+
+
+def test_the_unit_runs_with_the_flags_that_it_has_and_with_those_of_the_example() -> None:
+    bare = configured(unit_command("")[1:])
+    assert bare.listen.uds == "/run/lean-selector/selector.sock"
+    assert bare.listen.host == "127.0.0.1"
+    more = configured(unit_command()[1:])
+    assert more.discover is not None
+
+
+def test_the_manifests_run_commands_that_there_are() -> None:
+    commands = [
+        command_of(container)
+        for name in MANIFESTS
+        for container in containers(name)
+        if is_ours(container)
+    ]
+    assert commands
+    for program, *words in commands:
+        assert program == "lean-selector"
+        words = [word.replace("$(POD_IP)", "10.0.0.1") for word in words]
+        if words[0] == "gateway":
+            check_gateway(words[1:])
+        else:
+            configured(words)

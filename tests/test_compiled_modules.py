@@ -1,0 +1,164 @@
+"""The rule by which modules are compiled (setup.py): it takes behaviour, and no data shapes."""
+
+import ast
+import importlib
+import importlib.util
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import lean_selector
+from lean_selector.form import compiled_modules
+from tests.test_imports import MODULES, TREES, WITH_SHAPES
+
+CHECKOUT = Path(__file__).parents[1]
+SOURCES = Path(lean_selector.__file__).parents[1]
+
+
+def setup_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_script", CHECKOUT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+SETUP = setup_script()
+COMPILED = [path.removesuffix(".py").replace("/", ".") for path in SETUP.compiled_modules(SOURCES)]
+
+
+def test_what_is_compiled_are_modules_of_the_rooms_where_time_goes() -> None:
+    assert {module.split(".")[1] for module in COMPILED} == SETUP.ROOMS
+    assert set(COMPILED) <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "core.hashing",
+        "core.index.kv_index",
+        "core.load.slots",
+        "core.selection.selector",
+        "http1.protocol",
+        "services.gate",
+        "services.selection",
+        "wire.prompt",
+    ],
+)
+def test_a_module_of_the_way_of_a_request_is_compiled(module: str) -> None:
+    assert f"lean_selector.{module}" in COMPILED
+
+
+def test_a_compiled_installation_has_compiled_what_the_rule_says() -> None:
+    assert sorted(compiled_modules()) in ([], COMPILED)
+
+
+def test_no_module_with_a_struct_is_compiled() -> None:
+    assert set(COMPILED) & set(WITH_SHAPES) == set()
+
+
+def test_no_class_inherits_interpreted_from_a_compiled_one() -> None:
+    """mypyc's classes can be made of nothing but compiled code; exceptions are not its own."""
+    native = {
+        (module, node.name)
+        for module in COMPILED
+        for node in TREES[module].body
+        if isinstance(node, ast.ClassDef) and module != "lean_selector.core.errors"
+    }
+    assert ("lean_selector.http1.protocol", "HttpProtocol") in native
+    heirs = [
+        f"{module}.{node.name}"
+        for module in set(MODULES) - set(COMPILED)
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.ClassDef)
+        for base in imported(TREES[module]) & native
+        if base[1] in SETUP._bases(node)
+    ]
+    assert heirs == []
+
+
+def imported(tree: ast.AST) -> set[tuple[str, str]]:
+    """(module, name) of what is imported by name."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+
+
+CALLS_IN_SLICES = {"len", "max", "min", "index", "end", "_blocks"}
+
+
+def test_a_bound_of_a_slice_calls_nothing_that_has_an_effect() -> None:
+    """mypyc computes the bounds twice where it does not know the type that is sliced."""
+    slices = [
+        call
+        for module in COMPILED
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Slice)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call)
+    ]
+    called = {ast.unparse(call.func).split(".")[-1] for call in slices}
+    assert {"len", "index"} <= called <= CALLS_IN_SLICES
+
+
+def test_the_names_of_caught_errors_have_one_type_in_a_function() -> None:
+    """mypyc takes the type of the first for that of all, and raises TypeError for the others."""
+    caught: dict[tuple[str, str, str], set[str]] = {}
+    for module in COMPILED:
+        for function in ast.walk(TREES[module]):
+            if isinstance(function, ast.FunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.ExceptHandler) and node.name and node.type:
+                        place = module, function.name, node.name
+                        caught.setdefault(place, set()).add(ast.unparse(node.type))
+    assert len(caught) > 20
+    assert [place for place, types in caught.items() if len(types) > 1] == []
+
+
+def test_every_exception_from_the_rule_is_there_and_has_a_reason() -> None:
+    for path, reason in SETUP.EXCEPTIONS.items():
+        assert (SOURCES / path).is_file(), path
+        assert len(reason.split()) > 3, path
+
+
+def test_what_is_compiled_inherits_no_attributes_of_interpreted_classes() -> None:
+    """A class gets a dict and a list of weak references of its own when it is compiled. With those
+    of an interpreted base beside them, the end of an instance frees what is not its own."""
+    wrong = []
+    for name in COMPILED:
+        for found in vars(importlib.import_module(name)).values():
+            if isinstance(found, type) and found.__module__ == name and not issubclass(found, Enum):
+                wrong += [
+                    f"{name}.{found.__name__}: {base.__module__}.{base.__name__}"
+                    for base in found.__mro__[1:]
+                    if base.__module__.split(".")[0] not in ("lean_selector", "builtins", "typing")
+                    and (base.__dictoffset__ or base.__weakrefoffset__)
+                ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", COMPILED)
+def test_what_is_compiled_walks_no_generator_expression_step_by_step(module: str) -> None:
+    """Compiled, it is a list: what should be work in slices would be done at once."""
+    loops = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.For)]
+    assert [loop.lineno for loop in loops if isinstance(loop.iter, ast.GeneratorExp)] == []
+
+
+def test_compiling_needs_mypy_and_whatever_the_sources_import() -> None:
+    needed = [requirement.split(">")[0] for requirement in SETUP.needed_to_compile(CHECKOUT)]
+    assert needed[0] == "mypy"
+    assert {"httptools", "msgspec", "pysimdjson", "pyzmq", "uvloop", "xxhash"} <= set(needed)
+
+
+def test_the_compiled_form_requires_what_it_alone_uses() -> None:
+    distribution = SETUP.CompiledDistribution({"script_name": "setup.py"})
+    distribution.parse_config_files([str(CHECKOUT / "setup.cfg")])
+    needed = {requirement.split(">")[0] for requirement in distribution.install_requires}
+    assert {"librt", "mypy-extensions", "msgspec"} <= needed
+    assert "mypy" not in needed
