@@ -4,12 +4,15 @@
     locust -f loadtest/locustfile.py SlotTrackerUser --host http://127.0.0.1:8091 --trace FILE
 
 Owns the fleet that it registers when the service knows no worker of its model: engines with caches
-and real KV events, so that selections find overlaps. Prompts are a Mooncake-format trace's, in its
-order and then again, or made up. Statistics are by route template.
+and real KV events, so that selections find overlaps. Their ids are random and high, none is taken
+that the service knows, and only they are removed at the end. Prompts are a Mooncake-format trace's,
+in its order and then again, or made up. Statistics are by route template.
 """
 
 import http.client
 import itertools
+import random
+import sys
 import time
 import uuid
 from argparse import Namespace
@@ -36,6 +39,9 @@ TENANT = "default"
 MOST_OUTPUT_BLOCKS = 4  # reports of one request; the trace's requests have 21 in the mean
 WHOLE_TRACE = 1 << 62
 SETUP_TIMEOUT_S = 30.0
+# Where ids of our workers are drawn from: above what people number their workers with, and below
+# what a JSON reader with doubles would round.
+WORKER_IDS = range(1 << 48, 1 << 53)
 
 
 class Prompts:
@@ -76,7 +82,7 @@ class Engine:
         return {
             "worker_id": self.worker_id,
             "model_name": model_name,
-            "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # named, never contacted
+            "endpoint": f"http://engine-{self.worker_id}.invalid",  # named, never contacted
             "block_size": BLOCK_SIZE,
             "max_num_batched_tokens": 1_000_000,
             "total_kv_blocks": self._model.cache.capacity,
@@ -284,15 +290,45 @@ def ask(host: str, method: str, path: str, body: object = None) -> tuple[int, by
         connection.close()
 
 
+def known_workers(host: str, service: str) -> list[dict[str, Any]]:
+    """All workers, of whichever model. Raises SetupError where there is no list of them."""
+    status, known = ask(host, "GET", "/workers")
+    if status != 200:
+        raise SetupError(f"{host} is no {service}: GET /workers answers {status}")
+    records: list[dict[str, Any]] = msgspec.json.decode(known)
+    return records
+
+
+def new_ids(count: int, known: list[dict[str, Any]]) -> Iterator[int]:
+    """Random ids that no worker has, so that no registration replaces a worker of another."""
+    taken = {record["worker_id"] for record in known}
+    drawn = random.sample(WORKER_IDS, count + len(taken))
+    return itertools.islice((id_ for id_ in drawn if id_ not in taken), count)
+
+
+def has_fleet(run: Run, known: list[dict[str, Any]]) -> bool:
+    """Whether the model has workers, which then serve; says so, for their books get our load."""
+    # The reference keeps workers that were deleted, as unschedulable.
+    count: int = sum(
+        record["model_name"] == run.model_name
+        and record.get("lifecycle", "schedulable") == "schedulable"
+        for record in known
+    )
+    if count:
+        print(
+            f"locustfile: warning: model {run.model_name} already has {count} workers: they get "
+            "this load, and are left alone; --model-name NAME gives a fleet of our own",
+            file=sys.stderr,  # --json has the other
+        )
+    return count > 0
+
+
 def register_fleet(run: Run, host: str) -> None:
     """Workers with events of their own, unless the service has workers of the model."""
-    status, known = ask(host, "GET", f"/workers?model_name={run.model_name}")
-    if status != 200:
-        raise SetupError(f"{host} is no selection service: GET /workers answers {status}")
-    # The reference keeps workers that were deleted, as unschedulable.
-    if any(record["lifecycle"] == "schedulable" for record in msgspec.json.decode(known)):
+    known = known_workers(host, "selection service")
+    if has_fleet(run, known):
         return
-    for worker_id in range(1, run.worker_count + 1):
+    for worker_id in new_ids(run.worker_count, known):
         engine = run.engines[worker_id] = Engine(worker_id, run.capacity_blocks)
         _, answer = ask(host, "POST", "/workers", engine.registration(run.model_name))
         if msgspec.json.decode(answer).get("lifecycle") != "schedulable":
@@ -301,12 +337,10 @@ def register_fleet(run: Run, host: str) -> None:
 
 def register_tracked(run: Run, host: str) -> None:
     """Workers of one rank each, unless the slot tracker has workers of the model."""
-    status, known = ask(host, "GET", f"/workers?model_name={run.model_name}")
-    if status != 200:
-        raise SetupError(f"{host} is no slot tracker: GET /workers answers {status}")
-    if msgspec.json.decode(known):
+    known = known_workers(host, "slot tracker")
+    if has_fleet(run, known):
         return
-    for worker_id in range(1, run.worker_count + 1):
+    for worker_id in new_ids(run.worker_count, known):
         body = {"worker_id": worker_id, "model_name": run.model_name, "tenant_id": TENANT}
         status, answer = ask(
             host,

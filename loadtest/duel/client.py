@@ -5,7 +5,7 @@ request is due at its own time whatever happened to those before it, and its lat
 then, so that a stalled service is charged for all whom it kept waiting (no coordinated omission).
 Plain sockets and select(2), whose time-outs are finer than those of an event loop.
 
-    client.py PORT FOLDER LANES --connections 32 [--rate 1000] [--count 5000]
+    client.py ADDRESS FOLDER LANES --connections 32 [--rate 1000] [--count 5000]
 """
 
 import argparse
@@ -30,9 +30,14 @@ _ANSWER_TIMEOUT_S = 30.0
 class Connection:
     """One keep-alive connection with at most one request under way, due at `due` (seconds)."""
 
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, address: str) -> None:
+        """`address` is a port of this host, or the path of a UNIX socket."""
+        if address.isdigit():
+            self.socket = socket.create_connection(("127.0.0.1", int(address)))
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(address)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self.due = 0.0
         self.lane: Iterator[bytes] = iter(())
@@ -67,10 +72,12 @@ class Run:
     Closed, connections share a lane, or each has its own; open, there is one lane.
     """
 
-    def __init__(self, port: int, lanes: list[list[bytes]], count: int, connections: int) -> None:
+    def __init__(
+        self, address: str, lanes: list[list[bytes]], count: int, connections: int
+    ) -> None:
         self._lanes = lanes
         self._count = count
-        self._connections = [Connection(port) for _ in range(connections)]
+        self._connections = [Connection(address) for _ in range(connections)]
         self.latencies_us: list[int] = []
         self.late_us: list[int] = []  # how much later than due we noticed: our own failing
         self.bad = 0  # answers that were not 2xx
@@ -140,7 +147,7 @@ def read_lane(folder: Path, number: int) -> list[bytes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("port", type=int)
+    parser.add_argument("address")
     parser.add_argument("folder", type=Path)
     parser.add_argument("lanes", type=int)
     parser.add_argument("--connections", type=int, required=True)
@@ -153,7 +160,7 @@ def main() -> None:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     gc.disable()
-    run = Run(args.port, lanes, args.count or sum(map(len, lanes)), args.connections)
+    run = Run(args.address, lanes, args.count or sum(map(len, lanes)), args.connections)
     began = time.perf_counter()
     if args.rate:
         run.open(args.rate)

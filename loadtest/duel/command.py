@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from loadtest.duel.load import LoadFailed
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import Results
 from loadtest.duel.stages import StageRun
-from loadtest.duel.targets import TargetError, ours, references
+from loadtest.duel.targets import TargetError, forms, references
 
 TRACE_VARIABLE = "LEAN_SELECTOR_TRACE"
 DEFAULT_REFERENCE = "1.3.1"
@@ -74,15 +75,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="VERSION|COMMAND",
         help=f"installed if need be, or a command line with {{port}}; default: {DEFAULT_REFERENCE}",
     )
+    parser.add_argument(
+        "--compiled",
+        metavar="PYTHON",
+        help="the interpreter of an environment that has our compiled wheel; default: the one that"
+        " runs this, if it has",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args(argv)
 
 
-def measure(args: argparse.Namespace) -> tuple[Results, dict[str, str]]:
-    """Run everything that was asked for. Raises TargetError, LoadFailed, OSError, ValueError."""
+def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, str]]:
+    """Run everything that was asked for. Raises TargetError, LoadFailed, OSError, ValueError.
+
+    folder: for what lasts as long as the run.
+    """
+    own = forms(args.compiled, folder)
     others = [t for text in args.reference or [DEFAULT_REFERENCE] for t in references(text)]
-    results = Results(ours().name, [target.name for target in others])
-    plan = Plan([ours(), *others], args.trace, 5)
+    results = Results(own[0].name, [target.name for target in others])
+    results.beside = [target.name for target in own[1:]]
+    plan = Plan([*own, *others], args.trace, 5)
     if args.quick:
         plan = msgspec.structs.replace(plan, **QUICK)
         results.note("--quick: tiny rounds, small fleets; the figures mean nothing")
@@ -136,7 +148,8 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, end)  # the way out passes every `finally`, as Ctrl-C does
     _raise_descriptors()
     try:
-        results, about = measure(args)
+        with tempfile.TemporaryDirectory(prefix="versus-") as folder:
+            results, about = measure(args, Path(folder))
     except (TargetError, LoadFailed, OSError, ValueError) as error:
         print(f"versus: {error}", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
 from loadtest.duel.targets import Service, TargetError
 from loadtest.replay_trace import prompt_tokens
 
+ZONES = 4  # the workers' taints: zone-0 and on
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
 _SETTLE_TIMEOUT_S = 120.0
 _CONNECT_S = 0.02  # for each engine, until a service that was told of it listens to it
@@ -76,10 +77,26 @@ _decode_scores = msgspec.json.Decoder(_Scores).decode
 
 
 class Engines:
-    """Engines 1 to `count`, each with a cache of `capacity` blocks and a socket."""
+    """Engines 1 to `count`, each with a cache of `capacity` blocks and a socket.
 
-    def __init__(self, prompts: Prompts, count: int, capacity: int) -> None:
+    A stored event tells of at most `event_blocks` blocks; None: of all that a prompt adds.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        count: int,
+        capacity: int,
+        event_blocks: int | None = EVENT_BLOCKS,
+        *,
+        offloads: bool = False,
+        listened: bool = True,
+    ) -> None:
+        """`offloads`: what is stored is told of the host, too, which evicts nothing. `listened`:
+        services are told where to hear them."""
+        self._event_blocks = event_blocks
         self._prompts = prompts
+        self._offloads, self._listened = offloads, listened
         self.count = count
         self._capacity = capacity
         self._caches = [BlockCache(capacity) for _ in range(count)]
@@ -88,7 +105,7 @@ class Engines:
         self._sequence = [0] * count
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, count + 16)
-        self._sockets = [self._context.socket(zmq.PUB) for _ in range(count)]
+        self._sockets = [self._context.socket(zmq.PUB) for _ in range(count if listened else 0)]
         for socket in self._sockets:
             socket.set_hwm(0)  # what one of several slow readers has not read yet is never dropped
             socket.linger = 0
@@ -104,7 +121,10 @@ class Engines:
 
         Raises TargetError when a worker is not schedulable or not heard.
         """
-        for engine, socket in enumerate(self._sockets):
+        for engine in range(self.count):
+            source = (
+                {"0": self._sockets[engine].get_string(zmq.LAST_ENDPOINT)} if self._listened else {}
+            )
             record = service.call(
                 "POST",
                 "/workers",
@@ -115,16 +135,39 @@ class Engines:
                     "block_size": self._prompts.block_size,
                     "max_num_batched_tokens": _BATCHED_TOKENS,
                     "total_kv_blocks": self._capacity,
-                    "kv_events_endpoints": {"0": socket.get_string(zmq.LAST_ENDPOINT)},
+                    "kv_events_endpoints": source,
+                    "taints": [f"zone-{engine % ZONES}"],
                 },
             )
             if b'"schedulable"' not in record:
                 raise TargetError(f"{service.target.name}: {record.decode()[:300]}")
+        if not self._listened:
+            return
         # What is told before the service listens is lost: tell again, the more seldom the larger.
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while not self._is_heard_by(service, self.mark(), _CONNECT_S * self.count):
             if time.monotonic() > deadline:
                 raise TargetError(f"{service.target.name}: not all engines are heard")
+
+    def book(self, service: Service) -> None:
+        """Put a reservation on every worker, no two alike, so that no two have the same load."""
+        for engine in range(self.count):
+            load = (engine * 37 + 11) % self.count  # apart from the order of the workers
+            blocks = [(engine + 1) << 32 | at for at in range(load % 23)]
+            service.call(
+                "POST",
+                "/reservations",
+                {
+                    "model_name": MODEL_NAME,
+                    "reservation_id": f"held-{engine}",
+                    "worker_id": engine + 1,
+                    "dp_rank": 0,
+                    "isl_tokens": 8 * load + 1,
+                    "block_hashes": blocks,
+                    "sequence_hashes": blocks,
+                    "effective_prefill_tokens": 7 * load + 1,
+                },
+            )
 
     # -- what the engines do -------------------------------------------------------------------
 
@@ -140,15 +183,21 @@ class Engines:
         tokens = prompt_tokens(prompt.line) if placed.stored else []
         messages = list(self._removals(engine, placed.evicted, 1))
         end = placed.hit + placed.stored
-        for at in range(placed.hit, end, EVENT_BLOCKS):
-            to = min(at + EVENT_BLOCKS, end)
+        step = self._event_blocks or max(1, placed.stored)
+        for at in range(placed.hit, end, step):
+            to = min(at + step, end)
             parent = names[at - 1] if at else None
             stored = _BlockStored(names[at:to], parent, tokens[at * size : to * size], size)
-            messages.append(Message(engine, _encode(_Batch(0.0, [stored])), to - at, 0))
+            events = [stored]
+            if self._offloads:
+                events.append(msgspec.structs.replace(stored, medium="CPU"))
+            messages.append(Message(engine, _encode(_Batch(0.0, events)), to - at, 0))
         return messages
 
     def fill(self, holdings: int) -> Iterator[Message]:
         """Place prompts until this much is held; less than the caches' capacity."""
+        if not self._listened:
+            return
         assert holdings < self.count * self._capacity, "the caches never hold this much"
         while self.holdings < holdings:
             yield from self.place()
@@ -230,6 +279,8 @@ class Engines:
 
         Events of an engine are applied in order, so a block that is told last is enough to ask for.
         """
+        if not self._listened:
+            return
         tokens = self.mark()
         for service in services:
             if not self._is_heard_by(service, tokens, _SETTLE_TIMEOUT_S):

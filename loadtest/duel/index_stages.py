@@ -4,25 +4,23 @@ One target at a time, on fresh processes and fresh sockets, all given the same m
 over real PUB sockets in vLLM's layout. Does not know how figures are shown.
 """
 
-import gc
-import multiprocessing
 import re
-import struct
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from statistics import median
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from loadtest.duel import index_match
 from loadtest.duel.cases import Plan
 from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
 from loadtest.duel.load import RequestFile, closed_load, open_load
 from loadtest.duel.prompts import Prompt, Prompts, select_request
 from loadtest.duel.results import Results, latencies
-from loadtest.duel.targets import Service, Target
+from loadtest.duel.targets import Service, Target, run_beside
 
 WORKERS = 16
 INGEST = "index, ingest of stored events"
+FRESH = "index, ingest of whole prompts per event, fresh"
+FRESH_MEMORY = "index, memory per block-holding, fresh, whole prompts per event"
+CHURN = "index, ingest and eviction in churn, whole prompts per event"
+CHURN_MEMORY = "index, memory per block-holding after churn"
 REMOVE_ONE = "index, removal, one block an event"
 REMOVE_MANY = "index, removal, 64 blocks an event"
 MEMORY = "index, memory per block-holding"
@@ -33,6 +31,10 @@ MATCH_LARGE = "index, the same at 1 000 000 holdings"
 PAUSE = "index, worst /health at 1 kHz while 1 000 000 holdings churn"
 NAMES = [
     INGEST,
+    FRESH,
+    FRESH_MEMORY,
+    CHURN,
+    CHURN_MEMORY,
     REMOVE_ONE,
     REMOVE_MANY,
     MEMORY,
@@ -44,11 +46,10 @@ NAMES = [
 ]
 
 LAG = "lean_selector_loop_lag_seconds"
+CHURNED = 0.5  # of what is held, stored anew while as much is evicted
 CHURN_PER_S = 50_000.0  # blocks stored a second, and as many evicted
 PING_RATE = 1_000.0
 SMALL_HOLDINGS = 10_000
-MATCH_PROMPTS = 600  # held ones whose match is timed, of 815 blocks in the mean
-MATCH_LOOPS = 5
 
 
 def run(
@@ -66,6 +67,11 @@ def run(
             for target in targets:
                 say(f"index of {target.name}: round {number + 1}")
                 _fill_and_empty(target, plan, prompts, results)
+    if any(map(wanted, (FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY))):
+        for number in range(plan.index_rounds):
+            for target in targets:
+                say(f"index of {target.name}, whole prompts per event: round {number + 1}")
+                _fill_and_churn(target, plan, prompts, results)
     if any(map(wanted, (MATCH, MATCH_SMALL, MATCH_LARGE))):
         say("match in process")
         _match_in_process(plan, results)
@@ -86,7 +92,9 @@ def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Resul
         results.add(INGEST, target.name, block_cpu_us=cost)
         held = sum(message.stored for message in messages)
         results.add(MEMORY, target.name, holding_bytes=(service.footprint().rss - rss) / held)
-        _match_by_difference(service, plan, prompts, min(engines.used, MATCH_PROMPTS), results)
+        _match_by_difference(
+            service, plan, prompts, min(engines.used, index_match.PROMPTS), results
+        )
         # Half of the engines tell it one way, half the other.
         for case, of, size in (
             (REMOVE_ONE, range(0, WORKERS, 2), 1),
@@ -94,6 +102,24 @@ def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Resul
         ):
             part = list(engines.empty(of, size))
             results.add(case, target.name, block_cpu_us=_cost_of(service, engines, part))
+
+
+def _fill_and_churn(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
+    """As an engine tells it that computes a prompt in one step: its new blocks in one event."""
+    capacity = round(plan.holdings * 1.02 / WORKERS) + EVENT_BLOCKS
+    with Service(target) as service, Engines(prompts, WORKERS, capacity, None) as engines:
+        service.wait()
+        engines.register(service)
+        messages = list(engines.fill(plan.holdings))
+        rss = service.footprint().rss
+        cost = _cost_of(service, engines, messages)
+        results.add(FRESH, target.name, block_cpu_us=cost)
+        taken = (service.footprint().rss - rss) / engines.holdings
+        results.add(FRESH_MEMORY, target.name, holding_bytes=taken)
+        cost = _cost_of(service, engines, engines.churn(round(plan.holdings * CHURNED)))
+        results.add(CHURN, target.name, block_cpu_us=cost)
+        taken = (service.footprint().rss - rss) / engines.holdings
+        results.add(CHURN_MEMORY, target.name, holding_bytes=taken)
 
 
 def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) -> float:
@@ -121,48 +147,18 @@ def _match_by_difference(
 
 
 def _match_in_process(plan: Plan, results: Results) -> None:
-    """Our index without a service around it, in an interpreter of its own."""
+    """Our index without a service around it, in an interpreter of its own for each form."""
     cases = {
         MATCH_SMALL: min(SMALL_HOLDINGS, plan.holdings),
         MATCH: plan.holdings,
         MATCH_LARGE: plan.many_holdings,
     }
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        for case, holdings in cases.items():
-            figure = pool.apply(match_us, (plan.trace, holdings))
-            results.add(case, results.ours, match_us=figure)
-
-
-def match_us(trace: Path | None, holdings: int) -> float:
-    """CPU microseconds per match of prompts that are held, among so many block-holdings."""
-    prompts = Prompts(trace, 16)
-    index, names_held = KvIndex(16), [set[int]() for _ in range(WORKERS)]
-    held, used = 0, 0
-    while held < holdings:
-        prompt, worker = prompts.at(used), used % WORKERS
-        own = (worker + 1) * 0x9E3779B97F4A7C15 & (2**63 - 1)
-        names = [name ^ own for name in struct.unpack(f"<{prompt.blocks}Q", prompt.sequence)]
-        known = names_held[worker]
-        first = next((at for at, name in enumerate(names) if name not in known), len(names))
-        for at in range(first, len(names), EVENT_BLOCKS):
-            to = min(at + EVENT_BLOCKS, len(names))
-            parent = names[at - 1] if at else None
-            local = prompt.local[8 * at : 8 * to]
-            index.store(worker, 0, Tier.DEVICE, parent, names[at:to], local)
-        known.update(names)
-        held += len(names) - first
-        used += 1
-    # The same prompts whatever is held, so that only the size of the index differs. Copies, as a
-    # request's hashes are new bytes each time.
-    asked = [bytes(bytearray(prompts.at(number).local)) for number in range(MATCH_PROMPTS)]
-    gc.disable()
-    figures = []
-    for _ in range(MATCH_LOOPS):
-        before = time.thread_time_ns()
-        for local in asked:
-            index.match(local)
-        figures.append((time.thread_time_ns() - before) / 1e3 / len(asked))
-    return median(figures)
+    trace = [] if plan.trace is None else ["--trace", str(plan.trace)]
+    for target in plan.targets:
+        if target.is_ours:
+            for case, holdings in cases.items():
+                figure = float(run_beside(target, index_match.__file__, str(holdings), *trace))
+                results.add(case, target.name, match_us=figure)
 
 
 def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:

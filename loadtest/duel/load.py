@@ -5,10 +5,12 @@ result. Both programs send every request once, in order; neither shares a proces
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,7 @@ from loadtest.child_service import start
 CONNECTIONS = 8
 OPEN_CONNECTIONS = 64  # at 1 000 requests a second: none waits for one unless all of 64 ms are slow
 _LIMIT_S = 120  # of one run; each is made for about a second
+_NUDGE_S = 0.2
 
 _WRK_SCRIPT = Path(__file__).with_name("replay.lua").read_text()
 
@@ -88,11 +91,16 @@ def closed_load(port: int, file: RequestFile, cpus: Collection[int] = ()) -> Loa
     """Send all requests, each connection's next one as soon as its last one is answered."""
     wrk = shutil.which("wrk")
     if wrk is None:
-        return _client(port, file, ["--connections", str(file.connections)], cpus)
+        return client_load(str(port), file, cpus)
     (file.folder / "ended").unlink(missing_ok=True)
     command = [wrk, f"-t{file.lanes}", f"-c{file.connections}", f"-d{_LIMIT_S}s"]
     command += ["-s", str(file.script), f"http://127.0.0.1:{port}/", "--", str(file.folder)]
-    output = _run(command, cpus)
+    ended = file.folder / "ended"
+
+    def is_answered() -> bool:
+        return ended.exists() and ended.stat().st_size >= file.lanes
+
+    output = _run(command, cpus, is_answered)
     result = output.partition("\nRESULT ")[2].partition("\n")[0]
     if not result:
         raise LoadFailed(f"wrk says: {output[-300:]}")
@@ -102,29 +110,45 @@ def closed_load(port: int, file: RequestFile, cpus: Collection[int] = ()) -> Loa
     return load
 
 
+def client_load(address: str, file: RequestFile, cpus: Collection[int] = ()) -> Load:
+    """The same by our own client; `address` is a port or the path of a UNIX socket."""
+    return _client(address, file, ["--connections", str(file.connections)], cpus)
+
+
 def open_load(port: int, file: RequestFile, rate: float, count: int | None = None) -> Load:
     """Send requests at a fixed rate per second, from the first again if count says so."""
     flags = ["--connections", str(OPEN_CONNECTIONS), "--rate", str(rate)]
     if count is not None:
         flags += ["--count", str(count)]
-    return _client(port, file, flags, ())
+    return _client(str(port), file, flags, ())
 
 
-def _client(port: int, file: RequestFile, flags: list[str], cpus: Collection[int]) -> Load:
+def _client(address: str, file: RequestFile, flags: list[str], cpus: Collection[int]) -> Load:
     program = str(Path(__file__).with_name("client.py"))
-    command = [sys.executable, program, str(port), str(file.folder), str(file.lanes), *flags]
+    command = [sys.executable, program, address, str(file.folder), str(file.lanes), *flags]
     load = _decode(_run(command, cpus))
     ordered = sorted(load.latencies_us)
     load.p50_us, load.p99_us = percentile(ordered, 0.5), percentile(ordered, 0.99)
     return load
 
 
-def _run(command: list[str], cpus: Collection[int]) -> str:
+def _run(
+    command: list[str], cpus: Collection[int], has_ended: Callable[[], bool] = lambda: False
+) -> str:
+    """What a program prints. Once `has_ended()`, it is interrupted until it ends: wrk misses an
+    interrupt of its own script that comes before its main thread sleeps."""
     with start(command, cpus, output=subprocess.PIPE, errors=subprocess.PIPE) as process:
+        give_up_at = time.monotonic() + _LIMIT_S
         try:
-            output, errors = process.communicate(timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired as error:
-            raise LoadFailed(f"{command[0]}: not done in {_LIMIT_S} s") from error
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_NUDGE_S)
+                    break
+                except subprocess.TimeoutExpired as error:
+                    if time.monotonic() >= give_up_at:
+                        raise LoadFailed(f"{command[0]}: not done in {_LIMIT_S} s") from error
+                    if has_ended():
+                        process.send_signal(signal.SIGINT)
         finally:
             with suppress(ProcessLookupError):
                 process.kill()

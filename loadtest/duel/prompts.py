@@ -8,7 +8,7 @@ Every body is a function of the trace and a number: two runs send the same bytes
 import gzip
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -132,8 +132,9 @@ def fields(prompt: Prompt) -> dict[str, object]:
     }
 
 
-def select_request(prompt: Prompt) -> bytes:
-    return http("POST", "/select", encode_json(fields(prompt)))
+def select_request(prompt: Prompt, asks: Mapping[str, object] | None = None) -> bytes:
+    """`asks` stands in the body besides."""
+    return http("POST", "/select", encode_json({**fields(prompt), **(asks or {})}))
 
 
 def msgpack_select_request(prompt: Prompt) -> bytes:

@@ -86,6 +86,7 @@ def figure(value: float | None) -> str:
 def tables(results: Results) -> list[Table]:
     """The sections that have figures, then the budget."""
     ratios = [f"ours / {reference}" for reference in results.references]
+    ratios += [f"{_form(name)} / {reference}" for name, reference in _beside(results)]
     made = []
     for title, metrics in SECTIONS:
         rows = []
@@ -95,24 +96,39 @@ def tables(results: Results) -> list[Table]:
                     continue
                 values = [results.value(case, target, metric) for target in results.targets]
                 shares = [results.ratio(case, metric, name) for name in results.references]
+                shares += [
+                    results.of(name).ratio(case, metric, reference)
+                    for name, reference in _beside(results)
+                ]
                 name = f"{case}: {words}" if words else case
                 rows.append([name, *map(figure, values), *map(figure, shares)])
         if rows:
             made.append(Table(title, ["case", *results.targets, *ratios], rows))
-    made.append(_budget_table(verdicts(results), results.references))
+    made.append(_budget_table(verdicts(results), results))
     return made
 
 
-def _budget_table(rows: Sequence[Verdict], references: Sequence[str]) -> Table:
+def _beside(results: Results) -> list[tuple[str, str]]:
+    """Each of our other forms with the reference that it is compared with, the first."""
+    return [(name, reference) for name in results.beside for reference in results.references[:1]]
+
+
+def _form(name: str) -> str:
+    return name.rpartition(" ")[2]
+
+
+def _budget_table(rows: Sequence[Verdict], results: Results) -> Table:
     def limit(row: Verdict, value: float | None) -> str:
         sign = "≥" if row.at_least else "≤"
         return "" if value is None else f"{sign} {value:g} {row.unit}".rstrip()
 
-    head = ["budget", *references, "at least", "aim", "verdict"]
+    beside = [f"{_form(name)}: {reference}" for name, reference in _beside(results)]
+    head = ["budget", *results.references, *beside, "at least", "aim", "verdict"]
     body = [
         [
             row.title,
             *map(figure, row.values),
+            *map(figure, row.beside),
             limit(row, row.bound),
             limit(row, row.aim),
             row.verdict,
@@ -159,6 +175,7 @@ def as_json(results: Results, about: dict[str, str]) -> bytes:
     document = {
         "about": about,
         "ours": results.ours,
+        "beside": results.beside,
         "references": results.references,
         "cases": cases,
         "ratios": ratios,

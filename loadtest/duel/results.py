@@ -12,17 +12,21 @@ from lean_selector.demo.player import percentile
 
 
 class Results(msgspec.Struct):
-    """rounds[case][target][metric] lists the values in the order of the rounds."""
+    """rounds[case][target][metric] lists the values in the order of the rounds.
+
+    ours: what is compared. beside: our other forms, which are shown with it.
+    """
 
     ours: str
     references: list[str]  # the first is the one that budgets compare with
     rounds: dict[str, dict[str, dict[str, list[float]]]] = {}
     notes: list[str] = []  # what a reader must know to trust or doubt a figure
     skipped: dict[str, str] = {}  # case -> why
+    beside: list[str] = []
 
     @property
     def targets(self) -> list[str]:
-        return [self.ours, *self.references]
+        return [self.ours, *self.beside, *self.references]
 
     def add(self, case: str, target: str, **metrics: float) -> None:
         """The values of one round."""
@@ -38,6 +42,10 @@ class Results(msgspec.Struct):
         """Median over the rounds; None when it was not measured."""
         values = self.rounds.get(case, {}).get(target, {}).get(metric)
         return median(values) if values else None
+
+    def of(self, ours: str) -> "Results":
+        """The same with another of our forms as what is compared."""
+        return msgspec.structs.replace(self, ours=ours)
 
     def ratio(self, case: str, metric: str, reference: str) -> float | None:
         """Our median over that of a reference; None when one is missing or theirs is 0."""

@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext
 
 from loadtest.duel.cases import BLOCK_SIZE, Case, Plan, Stage
 from loadtest.duel.engines import Engines
-from loadtest.duel.load import CONNECTIONS, RequestFile, closed_load, open_load
+from loadtest.duel.load import CONNECTIONS, RequestFile, client_load, closed_load, open_load
 from loadtest.duel.prompts import (
     Prompt,
     Prompts,
@@ -61,7 +61,6 @@ class StageRun:
         self._known = 0  # prompts of the trace that engines hold
         self._next_cut = 0  # number of the next prompt of a chosen length
         self._next_traced = 0  # and of the next prompt of the trace
-        self._pooled: dict[tuple[str, str], list[int]] = {}
         cpus = sorted(os.sched_getaffinity(0))
         self._service_cpus: Collection[int] = cpus[-1:] if stage.one_core else ()
         self._client_cpus: Collection[int] = cpus[:-1] if stage.one_core else ()
@@ -70,11 +69,15 @@ class StageRun:
         """Start, fill, and run the cases whose names are wanted."""
         stage, plan = self._stage, self._plan
         cases = [case for case in stage.cases if wanted(case.name)]
-        holdings = plan.holdings * BLOCK_SIZE // stage.block_size  # as many tokens are held
+        holdings = round(plan.holdings * stage.share) * BLOCK_SIZE // stage.block_size
+        if stage.offloads:
+            holdings //= 2
         capacity = max(_LEAST_CAPACITY, round(holdings * _SPARE / self._workers))
         with ExitStack() as stack:
             pairs = [
-                stack.enter_context(Pair(target, stage.replicas, self._service_cpus))
+                stack.enter_context(
+                    Pair(target.with_options(stage.options), stage.replicas, self._service_cpus)
+                )
                 for target in plan.targets
             ]
             services = [service for pair in pairs for service in pair.services]
@@ -83,22 +86,34 @@ class StageRun:
             time.sleep(plan.idle_seconds)  # for what a start leaves to the background
             if stage.process and wanted(stage.process_case):
                 self._account("process, after start", services)
-            engines = stack.enter_context(Engines(self._prompts, self._workers, capacity))
+            engines = stack.enter_context(
+                Engines(
+                    self._prompts,
+                    self._workers,
+                    capacity,
+                    offloads=stage.offloads,
+                    listened=stage.listens,
+                )
+            )
             for service in services:
                 engines.register(service)
             engines.send(engines.fill(holdings))
+            if stage.offloads:  # as much again: what the devices evict for it stays on the hosts
+                engines.send(engines.churn(holdings))
             engines.settle(*services)
             for pair in pairs:
                 pair.wait_until_linked()
-            self._known = self._next_traced = engines.used
+            if stage.loaded:
+                for pair in pairs:
+                    engines.book(pair.main)
+            self._next_traced = engines.used
+            self._known = max(1, engines.used)
             if stage.process and wanted(stage.process_case):
                 self._account(stage.process_case, services)
             for number in range(plan.rounds):
                 for case in cases:
                     if case.rate is None or number < plan.open_rounds:
                         self._round(case, number, pairs, engines)
-        for (name, target), microseconds in self._pooled.items():
-            self._results.add(name, target, **latencies(microseconds))
         if repeats := self._prompts.repeats(self._next_traced):
             self._results.note(
                 f"{repeats} prompts of the trace were used a second time with {stage.workers}"
@@ -125,7 +140,8 @@ class StageRun:
             return
         self._say(f"{case.name}: round {number + 1}")
         lanes = self._requests(case, number)
-        asked = [pair for pair in pairs if case.kind != "msgpack" or pair.main.target.is_ours]
+        only_ours = case.kind == "msgpack" or case.client == "unix"
+        asked = [pair for pair in pairs if not only_ours or pair.main.target.is_ours]
         if case.kind == "msgpack" and (reason := _refusal(asked[0].main, lanes[0][0])):
             self._results.skipped[case.name] = reason
             return
@@ -154,8 +170,9 @@ class StageRun:
                 lifecycle_requests(prompts[lane::CONNECTIONS], f"r{number}-{lane}")
                 for lane in range(CONNECTIONS)
             ]
-        one = msgpack_select_request if case.kind == "msgpack" else select_request
-        return [[one(prompt) for prompt in prompts]]
+        if case.kind == "msgpack":
+            return [[msgpack_select_request(prompt) for prompt in prompts]]
+        return [[select_request(prompt, case.asks) for prompt in prompts]]
 
     def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:
         service, name = pair.main, pair.main.target.name
@@ -163,7 +180,10 @@ class StageRun:
         events = engines.churn(round(EVENTS_PER_S * (seconds + 0.2))) if case.events else []
         before, peer_before = service.cpu_ns(), pair.peer_cpu_ns()
         with engines.paced(events, EVENTS_PER_S) if case.events else nullcontext():
-            if case.rate is None:
+            if case.client:
+                address = service.uds if case.client == "unix" else str(service.port)
+                load = client_load(address, file, self._client_cpus)
+            elif case.rate is None:
                 load = closed_load(service.port, file, self._client_cpus)
             else:
                 load = open_load(service.port, file, case.rate)
@@ -172,7 +192,7 @@ class StageRun:
             metrics |= {"rps": load.requests / load.seconds}
             metrics |= {"p50_us": load.p50_us, "p99_us": load.p99_us}
         else:
-            self._pooled.setdefault((case.name, name), []).extend(load.latencies_us)
+            metrics |= latencies(load.latencies_us)
             metrics["client_late_p999_us"] = latencies(load.late_us)["open_p999_us"]
         if pair.peer is not None:
             pair.wait_until_equal()

@@ -3,9 +3,15 @@
 How a child is started, asked and ended is `loadtest.child_service`; `accounting` has the figures.
 """
 
+import contextlib
 import http.client
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,9 +20,10 @@ from typing import Self
 
 import msgspec
 
-from lean_selector import __version__
-from lean_selector.demo.service_process import START_TIMEOUT_S, service_command
-from loadtest.child_service import JSON, ChildService, free_port, plain_environment
+import lean_selector
+from lean_selector.demo.service_process import HOST, START_TIMEOUT_S
+from lean_selector.form import COMPILED, PURE, form
+from loadtest.child_service import JSON, ROOT, ChildService, free_port, plain_environment
 from loadtest.duel.accounting import Footprint, cpu_ns, footprint
 from loadtest.reference import NotInstalled, interpreter
 
@@ -28,19 +35,88 @@ class TargetError(Exception):
 class Target(msgspec.Struct, frozen=True):
     """One column of the tables.
 
-    command: `{port}` stands for the port. log: DYN_LOG; None leaves it at its default.
+    command: `{port}` stands for the port. log: DYN_LOG; None leaves it at its default. path: where
+    Python finds the package, if not where the interpreter has it. options: more of the environment.
     """
 
     name: str
     command: list[str]
     is_ours: bool = False
     log: str | None = None
+    path: str | None = None
+    options: dict[str, str] = {}
+
+    def with_options(self, options: dict[str, str]) -> "Target":
+        """Run with these in its environment."""
+        return msgspec.structs.replace(self, options=options)
+
+    def environment(self) -> dict[str, str]:
+        log = {} if self.log is None else {"DYN_LOG": self.log}
+        path = {} if self.path is None else {"PYTHONPATH": self.path}
+        return plain_environment(**log, **path, **self.options)
 
 
-def ours() -> Target:
-    """The service of this checkout, run by the interpreter that runs us."""
-    command = ["{port}" if part == "0" else part for part in service_command(0)]
-    return Target(f"lean-selector {__version__}", command, is_ours=True)
+def ours(python: str = sys.executable, path: str | None = None) -> Target:
+    """The service that an interpreter has, named for its version and form. Raises TargetError."""
+    # Without -P the folder in which it is started comes first, and that may be a checkout.
+    command = [python, "-P", "-m", "lean_selector"]
+    target = Target("lean-selector", command, is_ours=True, path=path)
+    try:
+        done = subprocess.run(
+            [*command, "--version"],
+            env=target.environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+    except OSError as error:
+        raise TargetError(f"cannot start {python}: {error}") from None
+    told = re.fullmatch(r"(lean-selector \S+) \((.*)\)\n", done.stdout)
+    if done.returncode or told is None:
+        raise TargetError(f"{python} has no lean-selector: {done.stderr.strip()[-300:]}")
+    return Target(
+        f"{told[1]} {told[2]}",
+        [*command, "--host", HOST, "--port", "{port}"],
+        is_ours=True,
+        path=path,
+    )
+
+
+def forms(compiled: str | None, folder: Path) -> list[Target]:
+    """Ours: the compiled form, where there is one, and then the pure one. Raises TargetError.
+
+    compiled: an interpreter in whose environment the compiled wheel is; None when that may be the
+    one that runs us. Then the pure form's sources, which are in the wheel, are copied to `folder`.
+    """
+    if compiled is not None:
+        found = [ours(compiled), ours()]
+    elif form() != PURE:
+        home = Path(lean_selector.__file__).parent
+        without = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(home, folder / home.name, ignore=without)
+        found = [ours(), ours(path=str(folder))]
+    else:
+        return [ours()]
+    for target, wanted in zip(found, (COMPILED, PURE), strict=True):
+        if not target.name.endswith(f" {wanted}"):
+            raise TargetError(f"{target.command[0]} has {target.name}, where it should be {wanted}")
+    return found
+
+
+def run_beside(target: Target, program: str, *arguments: str) -> str:
+    """What a program prints that is run with our package as the target has it."""
+    done = subprocess.run(
+        [target.command[0], "-P", program, *arguments],
+        env=target.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise TargetError(f"{target.name}: {Path(program).name}: {done.stderr.strip()[-300:]}")
+    return done.stdout
 
 
 def references(text: str) -> list[Target]:
@@ -69,9 +145,11 @@ class Service(ChildService):
         self.target = target
         port = free_port()
         command = [part.replace("{port}", str(port)) for part in target.command]
-        env = plain_environment(**({} if target.log is None else {"DYN_LOG": target.log}))
+        self.uds = os.path.join(tempfile.gettempdir(), f"versus-{port}.sock")
+        if target.is_ours:
+            command += ["--uds", self.uds]
         try:
-            super().__init__([*command, *flags], port, env=env, cpus=cpus)
+            super().__init__([*command, *flags], port, env=target.environment(), cpus=cpus)
         except OSError as error:
             raise TargetError(f"{target.name}: cannot start {command[0]}: {error}") from error
         self.pid = self.process.pid
@@ -121,3 +199,5 @@ class Service(ChildService):
         trace: TracebackType | None,
     ) -> None:
         self.stop()  # nothing in it is wanted any more
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.uds)

@@ -13,7 +13,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvloop
@@ -28,7 +28,8 @@ from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
-from lean_selector.http1.protocol import Connections, HttpProtocol, PendingReply
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.protocol import Connections, HttpProtocol
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import date_header, encode_response
 from lean_selector.http1.router import Match
@@ -39,6 +40,7 @@ from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.replies import Answer
 from lean_selector.services.selection import SelectionService
 from lean_selector.services.service_state import ServiceState
+from lean_selector.wire.worker_details import SourceCondition
 
 ROUNDS = 40
 REQUESTS = 400
@@ -67,6 +69,12 @@ class NoSources:
         del self.listening[worker_id, dp_rank]
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> list[object]:
+        return []
+
+    def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
+        return []
+
+    def listeners(self, endpoint: str) -> list[tuple[int, int]]:
         return []
 
     def each_status(self):  # type: ignore[no-untyped-def] # a bench: the protocol wants structs

@@ -11,24 +11,26 @@ from loadtest.duel.cases import Plan, stages
 from loadtest.duel.drawing import LABEL, draw
 from loadtest.duel.results import Results, latencies
 
+OURS = "ours pure"
+
 
 @pytest.fixture
 def results() -> Results:
-    results = Results("ours", ["ref warn", "ref default log"])
+    results = Results(OURS, ["ref warn", "ref default log"])
     for own, other in ((9.0, 10.0), (50.0, 20.0), (8.0, 20.0)):  # medians 9 and 20
-        results.add("select, 8 blocks, 16 workers", "ours", cpu_us=own)
+        results.add("select, 8 blocks, 16 workers", OURS, cpu_us=own)
         results.add("select, 8 blocks, 16 workers", "ref warn", cpu_us=other)
         results.add("select, 8 blocks, 16 workers", "ref default log", cpu_us=2 * other)
-    results.add("process, after start", "ours", rss_mb=46.0)
+    results.add("process, after start", OURS, rss_mb=46.0)
     return results
 
 
 def test_medians_and_ratios(results: Results) -> None:
     case = "select, 8 blocks, 16 workers"
-    assert results.value(case, "ours", "cpu_us") == 9.0
+    assert results.value(case, OURS, "cpu_us") == 9.0
     assert results.ratio(case, "cpu_us", "ref warn") == 0.45
     assert results.ratio(case, "rps", "ref warn") is None
-    assert results.value("no such case", "ours", "cpu_us") is None
+    assert results.value("no such case", OURS, "cpu_us") is None
 
 
 def test_percentiles_of_single_latencies() -> None:
@@ -41,14 +43,29 @@ def test_percentiles_of_single_latencies() -> None:
     }
 
 
+def test_our_other_form_is_shown_with_a_ratio_of_its_own(results: Results) -> None:
+    results.ours, results.beside = "ours compiled", [OURS]
+    results.add("select, 8 blocks, 16 workers", "ours compiled", cpu_us=6.0)
+    results.add("process, after start", "ours compiled", rss_mb=46.0)
+    text = report.lines(results, {"machine": "m"}, markdown=False)
+    row = next(line for line in text.splitlines() if line.startswith("  select, 8 blocks"))
+    assert row.split()[-7:] == ["6.00", "9.00", "20.0", "40.0", "0.30", "0.15", "0.45"]
+    assert "pure / ref warn" in text
+    found = {row.title: row for row in verdicts(results)}
+    select = found["CPU, select, 8 blocks, 16 workers"]
+    assert (select.values, select.beside) == ([0.3, 0.15], [0.45])
+    assert found["resident memory after start, pure"].verdict == "does not hold"
+    assert found["resident memory after start, compiled"].verdict == "holds"
+
+
 def test_every_row_of_the_budget_says_whether_it_holds(results: Results) -> None:
     results.skipped[budget.MSGPACK] = "skipped: the service answers 415 to application/msgpack"
     found = {row.title: row for row in verdicts(results)}
-    assert len(found) == len(ROWS) == 21
+    assert len(found) == len(ROWS) == 42
     select = found["CPU, select, 8 blocks, 16 workers"]
     assert select.values == [0.45, 0.225]
     assert select.verdict == "holds, the aim too"
-    assert found["resident memory after start"].verdict == "does not hold"
+    assert found["resident memory after start, pure"].verdict == "does not hold"
     assert found["CPU, msgpack body over the reference's JSON, trace prompts"].verdict.endswith(
         "415 to application/msgpack"
     )
@@ -66,7 +83,7 @@ def test_a_bound_itself_is_inside(at_least: bool, inside: list[bool]) -> None:
 def test_budget_cases_are_names_of_cases_that_are_run() -> None:
     names = {name for stage in stages(Plan([], None, 1)) for name in stage.names()}
     names |= {*index_stages.NAMES, "process, after start"}
-    results = Results("ours", ["ref"])
+    results = Results("ours compiled", ["ref"], beside=[OURS])
     for name in names:
         for target in results.targets:
             metrics = dict.fromkeys(
@@ -102,10 +119,10 @@ def test_the_report_shows_figures_ratios_and_verdicts(results: Results) -> None:
 def test_json_has_every_round(results: Results) -> None:
     found = json.loads(report.as_json(results, {"machine": "m"}))
     case = found["cases"]["select, 8 blocks, 16 workers"]
-    assert case["ours"]["cpu_us"] == {"median": 9.0, "rounds": [9.0, 50.0, 8.0]}
+    assert case[OURS]["cpu_us"] == {"median": 9.0, "rounds": [9.0, 50.0, 8.0]}
     assert found["ratios"]["select, 8 blocks, 16 workers"]["ref warn"] == {"cpu_us": 0.45}
     assert found["about"] == {"machine": "m"}
-    assert len(found["budget"]) == 21
+    assert len(found["budget"]) == 42
 
 
 def test_the_drawing_has_a_bar_for_every_target_in_proportion(results: Results) -> None:

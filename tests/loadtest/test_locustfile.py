@@ -72,9 +72,29 @@ def test_workers_that_the_service_has_are_used_and_left_alone() -> None:
         worker = {"worker_id": 7, "model_name": "locust", "endpoint": "http://e", "block_size": 16}
         assert service.post("/workers", worker)[0] == 201
         flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "2s"]
-        assert not any(failures_by_route(locust("SelectionUser", *flags)).values())
+        run = locust("SelectionUser", *flags)
+        assert not any(failures_by_route(run).values())
+        assert "warning: model locust already has 1 workers" in run.stdout + run.stderr
         _, workers = service.get("/workers")
         assert [record["worker_id"] for record in workers] == [7]
+
+
+def test_workers_of_other_models_keep_their_records_whatever_their_ids() -> None:
+    with RunningService("--use-kv-events", "false") as service:
+        for worker_id in range(1, 17):
+            worker = {
+                "worker_id": worker_id,
+                "model_name": "production",
+                "endpoint": f"http://gpu-{worker_id}",
+                "block_size": 64,
+            }
+            assert service.post("/workers", worker)[0] == 201
+        before = service.get("/workers")
+        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "2s"]
+        run = locust("SelectionUser", *flags)
+        assert not any(failures_by_route(run).values())
+        assert "warning" not in run.stdout + run.stderr
+        assert service.get("/workers") == before
 
 
 def test_one_class_of_users_has_to_be_named() -> None:

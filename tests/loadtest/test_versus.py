@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from lean_selector import __version__
+from lean_selector.form import PURE, form
 from tests.running_service import wait_until
 
 LIMIT_S = 240.0
@@ -59,8 +61,9 @@ def test_all_cases_run_and_are_told_as_tables_json_and_a_drawing(tmp_path: Path)
     figures: dict[str, Any] = json.loads(files[0].read_text())
     listed = versus("--list").stdout.splitlines()
     assert set(listed) - set(figures["skipped"]) <= set(figures["cases"])
-    targets = {figures["ours"], *figures["references"]}
-    assert len(targets) == 3
+    targets = {figures["ours"], *figures["beside"], *figures["references"]}
+    assert len(targets) == (3 if form() == "pure" else 4)  # a compiled form has its sources with it
+    assert figures["ours"].endswith(f" {form()}")
     for case, by_target in figures["cases"].items():
         if case.startswith(("select, ", "lifecycle")):
             assert set(by_target) == targets, case
@@ -68,6 +71,8 @@ def test_all_cases_run_and_are_told_as_tables_json_and_a_drawing(tmp_path: Path)
                 assert found["cpu_us"]["median"] > 0
                 assert found["rps"]["median"] > 0
     fixed = next(found for case, found in figures["cases"].items() if "fixed rate" in case)
+    by_client = {case: set(f) for case, f in figures["cases"].items() if "our client" in case}
+    assert list(by_client.values()) == [targets, {figures["ours"], *figures["beside"]}]
     assert all(found["open_p999_us"]["median"] > 0 for found in fixed.values())
     assert not [note for note in figures["notes"] if "not 2xx" in note]
     # The verdict is in the table and never in the exit status.
@@ -128,6 +133,27 @@ def test_a_reference_that_does_not_start_is_one_line_and_exit_1() -> None:
     assert run.stderr == "versus: such warn: cannot start /no/such: [Errno 2] No such file or" + (
         " directory: '/no/such'\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        ("/no/such", "cannot start /no/such: [Errno 2] No such file or directory: '/no/such'\n"),
+        (
+            sys.executable,
+            f"{sys.executable} has lean-selector {__version__} {PURE}, where it should",
+        ),
+        ("/usr/bin/env", "/usr/bin/env has no lean-selector: "),
+    ],
+)
+def test_an_interpreter_without_the_compiled_form_is_one_line_and_exit_1(
+    python: str, words: str
+) -> None:
+    if python == sys.executable and form() != PURE:
+        pytest.skip("this one has it")
+    run = versus("--reference", OURSELVES, "--compiled", python, "--cases", SELECT)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"versus: {words}")
 
 
 def test_a_trace_that_is_not_there_is_one_line_and_exit_1(tmp_path: Path) -> None:

@@ -1,0 +1,306 @@
+"""What a request and a streamed chunk cost in a gateway: ours, nginx's round-robin, vLLM's router.
+
+    python -m loadtest.gateway_cost [--router PATH]
+
+One worker that answers at once, from memory, so that what is timed is the gateway: CPU seconds of
+its processes, from /proc, over a number of requests. Answers with few chunks and with many tell
+what a request costs and what each chunk does. All candidates take turns in one run, several times;
+printed are medians and the spread. The machine should have nothing else to do.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import ClassVar, cast
+
+from loadtest.child_service import ChildService, asked, free_port, plain_environment
+
+FEW, MANY = 1, 201  # chunks of an answer
+STEP_S = 0.003  # between two chunks, so that each is a read of its own
+CLIENTS = 8
+PROMPT = "Tell me of the sea. " * 100  # 2 kB
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+# -- the worker: answers from memory --------------------------------------------------------------
+
+
+class _Worker(asyncio.Protocol):
+    """Says as many chunks as the request's `max_tokens` asks for, each in a write of its own."""
+
+    answers: ClassVar[dict[tuple[int, bool], list[bytes]]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self.held = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.held += data
+        while (end := self.held.find(b"\r\n\r\n")) >= 0:
+            head = self.held[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self.held) < end + 4 + length:
+                return
+            body, self.held = self.held[end + 4 : end + 4 + length], self.held[end + 4 + length :]
+            if head.startswith(b"get"):
+                self.transport.write(_plain(head.split(b" ")[1].decode()))
+                continue
+            self.say(_answer(json.loads(body)), 0)
+
+    def say(self, pieces: list[bytes], at: int) -> None:
+        """The first two pieces at once, the rest as an engine does, one by one."""
+        if at == 0:
+            self.transport.write(pieces[0] + pieces[1])
+            at = 2
+        if at + 2 >= len(pieces):
+            self.transport.write(b"".join(pieces[at:]))
+        else:
+            self.transport.write(pieces[at])
+            asyncio.get_running_loop().call_later(STEP_S, self.say, pieces, at + 1)
+
+
+def _plain(path: str) -> bytes:
+    body = b"{}"
+    if path == "/v1/models":
+        body = (
+            b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"x","parent":null}]}'
+        )
+    if path == "/metrics":  # by which the gateway knows vLLM, and learns from its answers
+        body = b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100000"} 1.0\n'
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
+
+
+def _answer(request: dict[str, object]) -> list[bytes]:
+    key = int(str(request["max_tokens"])), bool(request.get("return_token_ids"))
+    count, has_ids = key
+    known = _Worker.answers.get(key)
+    if known is None:
+        choice: dict[str, object] = {
+            "index": 0,
+            "delta": {"content": " token"},
+            "finish_reason": None,
+        }
+        if has_ids:
+            choice["token_ids"] = [4711]
+        event = {
+            "id": "cmpl-1",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": "m",
+            "choices": [choice],
+        }
+        data = b"data: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        known = [head, *(chunk for _ in range(count)), b"e\r\ndata: [DONE]\n\n\r\n", b"0\r\n\r\n"]
+        _Worker.answers[key] = known
+    return known
+
+
+async def _serve(port: int) -> None:
+
+    loop = asyncio.get_running_loop()
+    await loop.create_server(_Worker, "127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
+# -- the client -----------------------------------------------------------------------------------
+
+
+async def _ask(port: int, chunks: int, requests: int) -> None:
+    """So many requests, one behind the other on one connection."""
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": chunks,
+        "stream": True,
+    }
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
+    request = head.encode() + b"content-type: application/json\r\n\r\n" + raw
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    for _ in range(requests):
+        writer.write(request)
+        answer = await reader.readuntil(b"0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+        assert b"[DONE]" in answer
+    writer.close()
+
+
+async def _load(port: int, chunks: int, requests: int) -> None:
+    await asyncio.gather(*(_ask(port, chunks, requests // CLIENTS) for _ in range(CLIENTS)))
+
+
+# -- the candidates -------------------------------------------------------------------------------
+
+
+def _cpu_s(pid: int) -> float:
+    """Of a process and its children, user and system."""
+    total = 0.0
+    for each in [pid, *_children(pid)]:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) * _TICK_S
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                found += [int(child), *_children(int(child))]
+    return found
+
+
+@contextlib.contextmanager
+def _gateway(worker: int, *flags: str) -> Iterator[tuple[int, int]]:
+    port, api = free_port(), free_port()
+    ports = ("--port", str(port), "--selector-port", str(api))
+    command = [sys.executable, "-m", "lean_selector", "gateway", f"http://127.0.0.1:{worker}"]
+    child = ChildService(
+        [*command, *ports, "--worker-health-interval-secs", "none", *flags],
+        api,
+        env=plain_environment(),
+    )
+    try:
+        _wait(api, "/health")
+        _wait(port, "/health")
+        yield port, child.process.pid
+    finally:
+        child.stop()
+
+
+@contextlib.contextmanager
+def _nginx(worker: int) -> Iterator[tuple[int, int]]:
+    port = free_port()
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    assert program is not None, "nginx is missing: apt-get install nginx-light"
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "nginx.conf"
+        config.write_text(
+            f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+            events {{ worker_connections 512; }}
+            http {{
+              access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+              fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+              upstream workers {{ server 127.0.0.1:{worker}; keepalive 64; }}
+              server {{
+                listen 127.0.0.1:{port}; keepalive_requests 1000000;
+                location / {{
+                  proxy_pass http://workers; proxy_http_version 1.1; proxy_buffering off;
+                  proxy_set_header Connection "";
+                }}
+              }}
+            }}"""
+        )
+        process = subprocess.Popen([program, "-p", folder, "-c", str(config)])
+        try:
+            _wait(port, "/health")
+            yield port, process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _router(program: str, worker: int) -> Iterator[tuple[int, int]]:
+    port, metrics = free_port(), free_port()
+    command = [program, "--worker-urls", f"http://127.0.0.1:{worker}", "--policy", "round_robin"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+    with open(os.devnull, "wb") as nothing:
+        process = subprocess.Popen(command, stdout=nothing, stderr=nothing)
+    try:
+        _wait(port, "/health")
+        yield port, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(port: int, path: str) -> None:
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if asked(port, "GET", path)[0] == 200:
+                return
+        time.sleep(0.05)
+    raise SystemExit(f"nobody answers {path} at {port}")
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+def _measured(port: int, pid: int, requests: int) -> tuple[float, float]:
+    """Microseconds of CPU for a request with one chunk, and for each further chunk."""
+    asyncio.run(_load(port, FEW, 64))
+    seconds = []
+    for chunks, count in ((FEW, requests), (MANY, requests // 32)):
+        before = _cpu_s(pid)
+        asyncio.run(_load(port, chunks, count))
+        seconds.append((_cpu_s(pid) - before) / (count // CLIENTS * CLIENTS))
+    return seconds[0] * 1e6, (seconds[1] - seconds[0]) / (MANY - FEW) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--router", help="vLLM's router: its program, vllm-router")
+    parser.add_argument("--requests", type=int, default=4_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        import uvloop
+
+        uvloop.run(_serve(options.worker))
+        return
+    worker = free_port()
+    command = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
+    process = subprocess.Popen(command)
+    candidates: dict[str, Callable[[], AbstractContextManager[tuple[int, int]]]] = {
+        "gateway, --prompts learn": lambda: _gateway(worker),
+        "gateway, --prompts off": lambda: _gateway(worker, "--prompts", "off"),
+        "nginx, round-robin": lambda: _nginx(worker),
+    }
+    if options.router:
+        candidates["vllm-router, round_robin"] = lambda: _router(options.router, worker)
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    try:
+        _wait(worker, "/health")
+        for _ in range(options.rounds):
+            for name, start in candidates.items():
+                with start() as (port, pid):
+                    figures[name].append(_measured(port, pid, options.requests))
+    finally:
+        process.kill()
+        process.wait()
+    out = sys.stdout.write
+    out("| | us per request | us per chunk |\n|---|---|---|\n")
+    for name, rows in figures.items():
+        cells = [
+            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"
+            for column in zip(*rows, strict=True)
+        ]
+        out(f"| {name} | {' | '.join(cells)} |\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What a selection costs in this process, by the options it uses, the fleet, and how loads differ.
+
+    python tests/bench/bench_choice.py [workers ...]
+
+Prints microseconds per selection, the least of many rounds, and in brackets how many times a plain
+selection of the same fleet that is. `alike`: no rank has load. `apart`: every rank has another.
+Eight blocks, half of them cached on every second worker.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.load.booking import Booking
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.workers import Source, WorkerSpec
+
+BLOCK_SIZE = 16
+BLOCKS = list(range(1, 9))
+ROUNDS, CALLS = 15, 60
+
+
+def packed(values: Sequence[int]) -> bytes:
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
+
+class NoSources:
+    def subscribe(self, partition: Partition, worker_id: int, rank: int, source: Source) -> None:
+        raise AssertionError("KV events are off")
+
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
+        raise AssertionError("KV events are off")
+
+
+class Fleet:
+    """A selector with so many workers, a prompt that half of them hold, and its loads."""
+
+    def __init__(self, workers: int, settings: RouterSettings, *, apart: bool) -> None:
+        self.selector = Selector(settings, NoSources(), random.Random(1))
+        for number in range(workers):
+            spec = WorkerSpec(
+                worker_id=number,
+                endpoint="http://w",
+                block_size=BLOCK_SIZE,
+                max_num_batched_tokens=100_000,
+                taints=frozenset({f"zone-{number % 4}"}),
+            )
+            self.selector.upsert_worker(spec, 0.0)
+        self.partition = self.selector.ready_partition("default", "default")
+        for number in range(0, workers, 2):
+            held = BLOCKS[:4]
+            self.partition.index.store(number, 0, Tier.DEVICE, None, held, packed(held))
+        loads = list(range(workers))
+        random.Random(2).shuffle(loads)
+        for number in range(workers if apart else 0):
+            self.load(number, loads[number], None)
+
+    def load(self, number: int, load: int, duration_s: float | None) -> None:
+        hashes = packed([10_000 + 300 * number + block for block in range(load % 23)])
+        booking = Booking(f"r{number}", number, 0, None, True, 7 * load + 1, duration_s, None)
+        self.partition.slots.book(booking, hashes, 0.0)
+
+    def lower(self) -> None:
+        """Every fourth worker has the prompt's other half on its host tier."""
+        rest = BLOCKS[4:]
+        for number in range(0, len(self.partition.workers), 4):
+            self.partition.index.store(number, 0, Tier.HOST_PINNED, 4, rest, packed(rest))
+
+    def request(self) -> SelectionRequest:
+        hashes = packed(BLOCKS)
+        prompt = Prompt(len(BLOCKS) * BLOCK_SIZE, hashes, 8, hashes[:8], hashes)
+        return SelectionRequest(prompt, self.selector.terms)
+
+    def cost(self, change: Callable[[SelectionRequest], None]) -> float:
+        """Microseconds of one selection; `change` makes the request what it is to be."""
+        best = float("inf")
+        select, partition = self.selector.select, self.partition
+        for _ in range(ROUNDS):
+            requests = [self.request() for _ in range(CALLS)]
+            for request in requests:
+                change(request)
+            start = time.perf_counter()
+            for request in requests:
+                select(partition, request, 1.0, lambda parked, outcome: None)
+            best = min(best, (time.perf_counter() - start) / CALLS)
+        return best * 1e6
+
+
+def plain(request: SelectionRequest) -> None:
+    """As it is."""
+
+
+def half_allowed(workers: int) -> Callable[[SelectionRequest], None]:
+    def change(request: SelectionRequest) -> None:
+        request.allowed_worker_ids = frozenset(range(0, workers, 2))
+
+    return change
+
+
+def required(request: SelectionRequest) -> None:
+    request.required_taints = frozenset({"zone-1"})
+
+
+def preferred(request: SelectionRequest) -> None:
+    request.preferred_taints = {"zone-1": 0.5, "zone-2": -0.5}
+
+
+def scaled(request: SelectionRequest) -> None:
+    request.terms = msgspec.structs.replace(request.terms, scale=0.5)
+
+
+def measure(workers: int, *, apart: bool) -> None:
+    def fleet(**settings: float) -> Fleet:
+        router = RouterSettings(use_kv_events=False, **settings)  # type: ignore[arg-type]
+        return Fleet(workers, router, apart=apart)
+
+    base = fleet()
+    alone = base.cost(plain)
+    print(f"{workers} workers, loads {'apart' if apart else 'alike'}: plain {alone:.1f}")
+    queue = fleet(queue_threshold=16.0)
+    heat, decay, lower = fleet(temperature=0.5), fleet(overlap_score_credit_decay=0.5), fleet()
+    lower.lower()
+    rows: list[tuple[str, Fleet, Callable[[SelectionRequest], None]]] = [
+        ("queue threshold", queue, plain),
+        ("credit decay", decay, plain),
+        ("half allowed", base, half_allowed(workers)),
+        ("lower tier", lower, plain),
+        ("temperature", heat, plain),
+        ("required taint", base, required),
+        ("preferred taints", base, preferred),
+        ("another scale", base, scaled),
+    ]
+    for name, subject, change in rows:
+        cost = subject.cost(change)
+        print(f"  {name:20} {cost:8.1f} ({cost / alone:.2f})")
+
+
+if __name__ == "__main__":
+    for count in [int(word) for word in sys.argv[1:]] or [16, 512, 4_096]:
+        measure(count, apart=False)
+        measure(count, apart=True)

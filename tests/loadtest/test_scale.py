@@ -1,0 +1,166 @@
+"""The measurement of several selectors: whole runs with real processes, and how it counts."""
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_selector.demo.answers import PartitionLoad, RankLoad
+from lean_selector.demo.http_client import ServiceError
+from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Options, Truth, main, runs, spread
+from tests.running_service import wait_until
+
+REQUESTS = 24
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Six conversations of four turns; all begin alike, and part in their second block."""
+    lines = [
+        {
+            "timestamp": turn * 1_000 + user * 50,
+            "input_length": 512 * (turn + 2),
+            "output_length": 40,
+            "hash_ids": [0, *range(user * 100 + 1, user * 100 + turn + 2)],
+        }
+        for turn in range(4)
+        for user in range(6)
+    ]
+    assert len(lines) == REQUESTS
+    path = tmp_path / "trace.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    return path
+
+
+@pytest.mark.parametrize("mode", [SYNCED, APART, PARTITIONED])
+def test_two_selectors_play_the_whole_trace_and_believe_in_nothing_at_its_end(
+    mode: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.json"
+    flags = [
+        "--selectors",
+        "2",
+        "--modes",
+        mode,
+        "--speed",
+        "10",
+        "--workers",
+        "4",
+        "--models",
+        "2",
+    ]
+    status = main(["--trace", str(trace), "--json", str(kept), *flags])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    (row,) = json.loads(kept.read_text())
+    assert (row["mode"], row["selectors"], row["errors"], row["left"]) == (mode, 2, 0, 0)
+    assert row["finished"] == REQUESTS
+    assert row["models"] == (2 if mode == PARTITIONED else 1)
+    assert 0.0 < row["hit_rate"] < 1.0
+    assert row["imbalance"] >= 1.0
+    assert f"| 2 | {mode}" in printed.out
+
+
+def test_a_trace_that_is_not_there_is_one_clear_line_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--trace", str(tmp_path / "none"), "--selectors", "1", "--modes", SYNCED]) == 1
+    assert "cannot read the trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_leaves_no_selector(trace: Path, sign: signal.Signals) -> None:
+    slow = ["--trace", str(trace), "--selectors", "2", "--modes", SYNCED, "--speed", "0.001"]
+    command = [sys.executable, "-m", "loadtest.scale", *slow]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2, "both selectors run")
+        listing = children.read_text().split()
+        process.send_signal(sign)
+        assert process.wait(60.0) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == "scale: interrupted\n"
+    for pid in map(int, listing):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
+    request: Any = object()
+    moments = [0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 6.0]
+    spread_out = spread((moment, request) for moment in moments)
+    assert [at for at, _ in spread_out] == [0.0, 1.5, 3.0, 4.0, 5.0, 6.0, 6.0]
+    assert list(spread([])) == []
+
+
+def test_one_selector_is_measured_once_beside_those_that_hear_each_other_or_do_not() -> None:
+    assert runs([1, 2], [SYNCED, APART, PARTITIONED]) == [
+        (SYNCED, 1),
+        (SYNCED, 2),
+        (APART, 2),
+        (PARTITIONED, 1),
+        (PARTITIONED, 2),
+    ]
+
+
+class TellsLoads:
+    """A player whose selector believes what the test says, and during whose answer time passes."""
+
+    def __init__(self, fleet: Fleet, active: dict[int, int], meanwhile: dict[int, int]) -> None:
+        self._fleet, self._active, self._meanwhile = fleet, active, meanwhile
+
+    async def loads(self) -> list[PartitionLoad]:
+        for engine in self._fleet.engines:
+            engine.active = self._meanwhile.get(engine.worker_id, engine.active)
+        rows = [RankLoad(worker_id, 0, 0, 0, count) for worker_id, count in self._active.items()]
+        return [PartitionLoad(rows, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("believed", "meanwhile", "phantom", "missed"),
+    [
+        pytest.param({1: 3, 2: 2}, {}, 0, 0, id="what runs"),
+        pytest.param({1: 5, 2: 2}, {}, 2, 0, id="more"),
+        pytest.param({1: 1, 2: 2}, {}, 0, 2, id="less"),
+        pytest.param({1: 4, 2: 1}, {}, 1, 1, id="more here and less there are not made up for"),
+        pytest.param({1: 3, 2: 2}, {1: 2, 2: 4}, 0, 0, id="as it was before the answer"),
+        pytest.param({1: 2, 2: 4}, {1: 2, 2: 4}, 0, 0, id="as it was after"),
+    ],
+)
+def test_phantom_load_is_what_runs_neither_before_nor_after_the_answer(
+    believed: dict[int, int], meanwhile: dict[int, int], phantom: int, missed: int
+) -> None:
+    async def sampled() -> Truth:
+        fleet = Fleet(Options(Path(), 1, 1.0, 2, 1, 16, 100), SYNCED, 1)
+        for engine, count in zip(fleet.engines, (3, 2), strict=True):
+            engine.active = count
+        truth = Truth(fleet)
+        player: Any = TellsLoads(fleet, believed, meanwhile)
+        await truth._sample(player)
+        for engine in fleet.engines:
+            engine.close()
+        return truth
+
+    truth = asyncio.run(sampled())
+    assert (truth.phantom, truth.missed, truth.samples) == (phantom, missed, 1)
+
+
+def test_a_service_that_cannot_start_ends_the_run(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(port: int) -> list[str]:
+        raise ServiceError("no such program")
+
+    monkeypatch.setattr("loadtest.scale.service_command", fails)
+    assert main(["--trace", str(trace), "--selectors", "1", "--modes", SYNCED]) == 1
+    assert "no such program" in capsys.readouterr().err
