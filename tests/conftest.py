@@ -4,13 +4,17 @@ A run of the suite draws the same examples each time, so that green means green 
 nothing is random, nothing is remembered from an earlier run, and no example is late. `--explore`
 is the other run, for finding things: fresh examples every time, many more of them. What it finds
 is mended and becomes an `@example` of its test.
+
+With LEAN_SELECTOR_FORM set to `compiled` or `pure` nothing runs unless that is the form under test.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lean_selector.form import form
 from loadtest.reference import NotInstalled, interpreter
 
 EXPLORE_TIMES = 20  # as many examples in an exploring run
@@ -36,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    wanted = os.environ.get("LEAN_SELECTOR_FORM")
+    if wanted and form() != wanted:
+        raise pytest.UsageError(
+            f"LEAN_SELECTOR_FORM={wanted}, and what would be tested is {form()}"
+        )
     # Before any test is imported: what its `@settings(...)` leaves open comes from the profile.
     settings.load_profile("explore" if config.getoption("--explore") else "repeatable")
 

@@ -15,6 +15,8 @@ from lean_selector.core.selection.records import PinnedWorker, Placement, Select
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.sessions.table import SessionTables
 
 BLOCK_SIZE = 4
 
@@ -47,7 +49,10 @@ class Sources:
 
 
 class DrivenSelector:
-    """A Selector, its clock, what it told its peers, and the answers of requests that waited."""
+    """A Selector, its clock, what it told its peers, and the answers of requests that waited.
+
+    `sessions` among the settings may be the tables themselves.
+    """
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("use_kv_events", False)
@@ -55,8 +60,15 @@ class DrivenSelector:
         self.told: list[tuple[str, str]] = []
         self.answers: dict[str, Placement | SelectorError] = {}
         self.sources = Sources()
+        tables = settings.pop("sessions", None)
+        if isinstance(tables, SessionSettings):
+            tables = SessionTables(tables)
         self.selector = Selector(
-            RouterSettings(**settings), self.sources, random.Random(7), events=self
+            RouterSettings(**settings),
+            self.sources,
+            random.Random(7),
+            events=self,
+            sessions=tables,
         )
 
     # What the selector tells its peers.
@@ -131,7 +143,7 @@ class DrivenSelector:
         """POST /reservations."""
         partition = self.selector.ready_partition(*key)
         prompt = prompt_of(hashes or [], isl_tokens)
-        self.selector.reserve(partition, name, *rank, prompt, prefill, self.now)
+        self.selector.bookings.reserve(partition, name, *rank, prompt, prefill, self.now)
 
     def placed(self, name: str) -> tuple[int, int]:
         outcome = self.answers[name]

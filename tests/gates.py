@@ -1,22 +1,26 @@
 """Both services' HTTP applications in process: requests go in as the reader hands them over."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from lean_selector.core.selection.dialect import API_1_6
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source
 from lean_selector.core.trackers import Trackers
-from lean_selector.http1.header_block import HeaderBlock
-from lean_selector.http1.protocol import PendingReply
+from lean_selector.http1.header_block import block_of
+from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import JSON, encode_response
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService
+from lean_selector.services.selection_16 import SelectionService16
 from lean_selector.services.service_state import ServiceState
 from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.wire.worker_details import SourceCondition
 
 NOW = 1000.0
 
@@ -31,6 +35,12 @@ class NoEngines:
         pass
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]:
+        return []
+
+    def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
+        return []
+
+    def listeners(self, endpoint: str) -> Sequence[tuple[int, int]]:
         return []
 
 
@@ -53,18 +63,41 @@ class Turns:
         return turns
 
 
-def selection_gate() -> Gate:
+def selection_service(**settings: Any) -> SelectionService:
     """The selection service without engines; nothing is registered."""
     engines = NoEngines()
-    selector = Selector(RouterSettings(use_kv_events=False), engines, random.Random(7))
-    service = SelectionService(
-        selector,
+    return SelectionService(
+        Selector(RouterSettings(use_kv_events=False, **settings), engines, random.Random(7)),
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
         clock=lambda: NOW,
     )
-    return Gate((*service.routes(), *BusyThresholdService(selector, lambda: NOW).routes()))
+
+
+def selection_gate(
+    lines: Callable[[Request, Exception, str], bytes] | None = None,
+    service: SelectionService | None = None,
+) -> Gate:
+    """The routes of that service, or of a new one, and those of its busy thresholds."""
+    service = selection_service() if service is None else service
+    thresholds = BusyThresholdService(service.selector, lambda: NOW)
+    return Gate((*service.routes(), *thresholds.routes()), lines=lines)
+
+
+def selection_gate_16() -> Gate:
+    """The same in the dialect of 1.6."""
+    engines = NoEngines()
+    settings = RouterSettings(use_kv_events=False, dialect=API_1_6)
+    service = SelectionService16(
+        Selector(settings, engines, random.Random(7)),
+        dump=lambda: encode_response(200, b"{}"),
+        sources=engines,
+        state=ServiceState(),
+        clock=lambda: NOW,
+    )
+    thresholds = BusyThresholdService(service.selector, lambda: NOW)
+    return Gate((*service.routes(), *thresholds.routes()))
 
 
 def slot_tracker_gate() -> Gate:
@@ -81,7 +114,7 @@ def request(
     query: bytes | None = None,
 ) -> Request:
     fields = {b"content-type": content_type, b"accept": accept}
-    block = HeaderBlock(
+    block = block_of(
         {name: value for name, value in fields.items() if value is not None}, False, False
     )
     target = path.encode() if isinstance(path, str) else path

@@ -1,9 +1,26 @@
-"""Waiting on a loop for what has no event to set; `tests.running_service` waits without one."""
+"""Stories on the service's own kind of loop, and waiting there for what has no event to set.
+
+`tests.running_service` waits without a loop.
+"""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
 
 DEADLINE_S = 20.0  # generous: nothing here is expected to take a second
+
+
+def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A story as a test."""
+
+    @functools.wraps(story)
+    def test(*args: object, **kwargs: object) -> None:
+        uvloop.run(story(*args, **kwargs))
+
+    return test
 
 
 async def until(

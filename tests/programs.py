@@ -1,7 +1,10 @@
-"""Programs that some tests hold the service against, and that no Python package brings."""
+"""Programs that some tests hold the service against."""
 
 import os
 import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -12,9 +15,16 @@ _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/
 def program(name: str, package: str) -> str:
     """Its path. Where it is missing, CI fails, and a developer is told what to install."""
     path = shutil.which(name, path=_PATH)
-    if path is None:
-        message = f"{name} is missing: apt-get install {package}"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-    return path
+    return _missing(f"{name} is missing: apt-get install {package}") if path is None else path
+
+
+def python_program(name: str, package: str) -> str:
+    """The same of a program that a Python package of the extra [test] brings."""
+    path = shutil.which(name, path=str(Path(sys.executable).parent))
+    return _missing(f"{name} is missing: pip install {package}") if path is None else path
+
+
+def _missing(message: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)

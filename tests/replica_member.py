@@ -175,9 +175,12 @@ class Member:
 
 
 @contextmanager
-def mesh(*members: tuple[str, Path | None], flags: Sequence[str] = ()) -> Iterator[list[Member]]:
+def mesh(
+    *members: tuple[str, Path | None], flags: Sequence[str] = (), everywhere: Sequence[str] = ()
+) -> Iterator[list[Member]]:
     """Members (kind, python of the reference) that know all others, worker 7 registered with each.
 
+    `flags` are those of ours, `everywhere` those that a reference is given, too.
     Who cannot hear whom is for the caller to know: nothing is waited for.
     """
     ports = [free_port() for _ in members]
@@ -186,9 +189,8 @@ def mesh(*members: tuple[str, Path | None], flags: Sequence[str] = ()) -> Iterat
         running = []
         for (kind, python), port, own in zip(members, ports, endpoints, strict=True):
             others = [endpoint for endpoint in endpoints if endpoint != own]
-            member = Member(
-                kind, *(() if python else flags), python=python, peers=others, sync_port=port
-            )
+            told = (*everywhere, *(() if python else flags))
+            member = Member(kind, *told, python=python, peers=others, sync_port=port)
             running.append(stack.enter_context(member))
             running[-1].register()
         yield running

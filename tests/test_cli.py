@@ -9,6 +9,7 @@ import pytest
 
 from lean_selector import __version__
 from lean_selector.cli import main, slot_tracker_main
+from lean_selector.form import form
 from tests.running_service import RunningService, free_port
 
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
@@ -33,7 +34,10 @@ def test_version_and_help_are_printed_to_stdout(
     capsys: pytest.CaptureFixture[str], run: object, name: str
 ) -> None:
     assert callable(run)
-    for flag, expected in (("--version", f"{name} {__version__}\n"), ("--help", "--port")):
+    for flag, expected in (
+        ("--version", f"{name} {__version__} ({form()})\n"),
+        ("--help", "--port"),
+    ):
         with pytest.raises(SystemExit) as caught:
             run([flag])
         assert caught.value.code == 0

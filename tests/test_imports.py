@@ -78,35 +78,79 @@ sys.exit(" ".join(children[child] for child, status in ended if status) or 0)
 # -- who may import whom --------------------------------------------------------------------------
 
 LEAVES = "core"
-CORE = {LEAVES, "core.index", "core.load", "core.replication", "core.selection", "core.trackers"}
+CORE = {
+    *(LEAVES, "core.index", "core.load", "core.health", "core.replication"),
+    *("core.selection", "core.sessions", "core.trackers"),
+}
 ROOMS: dict[str, set[str]] = {
     # commands
     "__main__": {"cli"},
     "slot_tracker": {"cli"},
-    "cli": {"process", "demo"},
+    "cli": {"process", "demo", "doctor", "recipes", "form"},
     "demo": {"demo", "publisher", "wire", *CORE},
+    # the selector inside another program, and what stands there for Dynamo's names
+    "compat": {"bindings"},
+    "bindings": {
+        *("bindings", "client.aio", "client.sync", "client", "process", "services", "sockets"),
+        *("wire", *CORE),
+    },
+    "doctor": {"doctor", "discovery", "sockets", "outbound", "wire", *CORE},
     # wiring
-    "process": {"process", "services", "sockets", "observing", "http1", "wire", "tasks", *CORE},
+    "process": {
+        "form",
+        "process",
+        "gateway",
+        "discovery",
+        "outbound",
+        "prompts",
+        "services",
+        "route",
+        "access_logs",
+        "sockets",
+        "observing",
+        "http1",
+        "wire",
+        "tasks",
+        *CORE,
+    },
+    # doors for gateways
+    "route": {"route", "prompts", "services", "outbound", "http1", "wire", *CORE},
+    "access_logs": {"access_logs", "observing", *CORE},
+    # the door in front of the workers
+    "gateway": {"gateway", "prompts", "outbound", "http1", "observing", "wire", *CORE},
     # what speaks HTTP, what waits for other sockets, what users import
-    "services": {"services", "observing", "http1", "wire", *CORE},
-    "sockets": {"sockets", "wire", "tasks", *CORE},
+    "services": {"services", "openapi", "observing", "http1", "wire", *CORE},
+    "discovery": {"discovery", "outbound", "wire", "tasks", *CORE},
+    "sockets": {"sockets", "outbound", "wire", "tasks", *CORE},
+    "prompts": {"prompts", "outbound", "wire", "tasks", *CORE},
     "client.aio": {"client.aio", "client", "wire", *CORE},
     "client.sync": {"client.sync", "client", "wire", *CORE},
     "client": {"client", "wire", *CORE},
     "publisher": {"wire", *CORE},
+    # what is said of the routes, once somebody asks
+    "openapi": {"openapi", "wire", *CORE},
     # what only observes, what speaks HTTP/1.1 and nothing else, what travels
     "observing": {"observing", "tasks", *CORE},
     "http1": {"http1"},
+    "outbound": {"outbound"},
     "wire": {"wire", *CORE},
     # the state machines
     "core.trackers": {"core.replication", "core.load", LEAVES},
-    "core.selection": {"core.selection", "core.replication", "core.index", "core.load", LEAVES},
+    "core.selection": {
+        *("core.selection", "core.health", "core.replication", "core.index", "core.load"),
+        *("core.sessions", LEAVES),
+    },
     "core.replication": {"core.replication", "core.load", LEAVES},
+    "core.health": {"core.health", LEAVES},
+    "core.index": {"core.index", "core.load", LEAVES},
+    "core.sessions": {"core.sessions", LEAVES},
     "core.load": {"core.load", LEAVES},
-    "core.index": {"core.index", LEAVES},
     LEAVES: {LEAVES},
     # watches whatever runs beside the requests
     "tasks": set(),
+    # whether it is compiled, and the files to run it with
+    "form": set(),
+    "recipes": set(),
 }
 
 
@@ -146,7 +190,8 @@ def modules_imported(module: str) -> set[str]:
     known = {*MODULES, *PACKAGES}
     found = set()
     for name in imported(module):
-        if name.split(".")[0] == "lean_selector":
+        # The package's other names are imported when they are first used.
+        if name.split(".")[0] == "lean_selector" and name != "lean_selector.__version__":
             found.add(name if name in known else name.rpartition(".")[0])
     return found - {module}
 
@@ -161,11 +206,13 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_their_types() -> 
 
 
 SERVICES = {"selector", "slot_tracker"}
+INSIDE = {"gateway": "selector"}  # what has one of them in its own process
 
 
 def service_of(name: str) -> str | None:
     """The one service that a module of `process`, or a name in one, wires or configures."""
     stem = name.removeprefix("lean_selector.process.").split(".")[0].removesuffix("_config")
+    stem = INSIDE.get(stem, stem)
     return stem if room_of(name) == "process" and stem in SERVICES else None
 
 
@@ -178,7 +225,9 @@ def test_what_wires_one_service_is_not_imported_by_the_other_or_by_what_both_sha
 
 
 def test_each_service_has_its_wiring_and_its_configuration() -> None:
-    assert sorted(filter(None, map(service_of, MODULES))) == sorted(2 * [*SERVICES])
+    assert sorted(filter(None, map(service_of, MODULES))) == sorted(
+        2 * [*SERVICES, *INSIDE.values()]
+    )
 
 
 def test_only_observing_modules_that_know_no_http() -> None:
@@ -197,7 +246,7 @@ TREES = {module: ast.parse(path_of(module).read_text(encoding="utf-8")) for modu
 FLAGS = "lean_selector.process."
 SHAPES_AMONG_FLAGS = {
     *(FLAGS + "options", FLAGS + "service_options"),
-    *(FLAGS + "selector_config", FLAGS + "slot_tracker_config"),
+    *(FLAGS + "selector_config", FLAGS + "slot_tracker_config", FLAGS + "gateway_config"),
 }
 
 

@@ -37,7 +37,8 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
 
 def commands(script: str) -> Iterator[list[str]]:
     """The commands of a shell block, a list of words each, `&&` between two or not."""
-    for line in script.replace("\\\n", " ").split("\n") if "'" not in script else [script]:
+    script = script.replace("\\\n", " ")
+    for line in script.split("\n") if "'" not in script else [script]:
         yield from _commands_of(line)
 
 

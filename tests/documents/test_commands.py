@@ -1,11 +1,15 @@
 """The commands that documents print start, and name only flags that there are."""
 
+import argparse
 import re
+import shlex
 import sys
 from subprocess import run
 
 import pytest
 
+from lean_selector.doctor.command import add_arguments as add_check_arguments
+from lean_selector.process.gateway_config import GATEWAY_OPTIONS
 from lean_selector.process.options import Option
 from lean_selector.process.selector_config import SELECTOR_OPTIONS
 from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
@@ -13,18 +17,26 @@ from tests.documents.pages import OURS, blocks, commands
 from tests.running_service import RunningService, free_port
 
 MODULES = {"lean-selector": "lean_selector", "lean-slot-tracker": "lean_selector.slot_tracker"}
+COMMANDS = {"check", "gateway"}
 STARTS = sorted(
     {
-        " ".join(command)
+        shlex.join(command)
         for text in OURS.values()
         for language, content in blocks(text)
         if language == "sh"
         for command in commands(content)
-        if command[0] in MODULES
+        if command[0] in MODULES and not COMMANDS.intersection(command[1:2])
     }
 )
 # Those of other programs, of `demo`, and of the load tests.
 OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
+OTHER_FLAGS |= {"--reference"}  # of loadtest/versus.py
+OTHER_FLAGS |= {"--probe", "--json", "--ca-file", "--worker-token-file"}  # of `check`
+OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
+OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of Dynamo 1.6 alone
+OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy
+OTHER_FLAGS |= {"--enable-cache-report", "--enable-prompt-tokens-details"}  # of engines
+OTHER_FLAGS |= {"--default-chat-template-kwargs"}
 
 
 def test_there_are_commands_to_start() -> None:
@@ -34,7 +46,7 @@ def test_there_are_commands_to_start() -> None:
 @pytest.mark.parametrize("line", STARTS)
 def test_every_printed_command_line_starts_a_service(line: str) -> None:
     """On ports of its own, for those printed may be taken."""
-    program, *flags = line.split()
+    program, *flags = shlex.split(line)
     kept = []
     for flag in flags:
         if flag == "9092":
@@ -52,7 +64,7 @@ def test_every_printed_command_line_starts_a_service(line: str) -> None:
     sorted({flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}),
 )
 def test_flags_named_in_the_documents_exist(flag: str) -> None:
-    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS)
+    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS, *GATEWAY_OPTIONS)
     assert flag in {option.flag for option in options} | OTHER_FLAGS
 
 
@@ -63,11 +75,20 @@ FLAG_ROWS = {
 
 
 def test_the_page_of_flags_has_every_option_and_no_other() -> None:
-    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS)
+    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS, *GATEWAY_OPTIONS)
     assert set(FLAG_ROWS) == {option.flag for option in options}
 
 
-@pytest.mark.parametrize("option", SELECTOR_OPTIONS, ids=lambda option: option.flag)
+ONLY_OF_THE_GATEWAY = [
+    option
+    for option in GATEWAY_OPTIONS
+    if option.flag not in {each.flag for each in SELECTOR_OPTIONS}
+]
+
+
+@pytest.mark.parametrize(
+    "option", [*SELECTOR_OPTIONS, *ONLY_OF_THE_GATEWAY], ids=lambda option: option.flag
+)
 def test_the_page_of_flags_names_environment_and_default(option: Option) -> None:
     _, flag, env, default, _, _ = (cell.strip() for cell in FLAG_ROWS[option.flag].split("|"))
     assert flag == f"`{option.flag}`"
@@ -83,3 +104,11 @@ def test_help_names_every_option(module: str) -> None:
     options = SELECTOR_OPTIONS if module == "lean_selector" else SLOT_TRACKER_OPTIONS
     said = run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60)
     assert [option.flag for option in options if option.flag not in said.stdout] == []
+
+
+def test_the_options_that_the_page_of_the_check_lists_are_those_that_it_has() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_check_arguments(parser)
+    page = OURS["docs/guide/check.md"]
+    listed = set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE))
+    assert listed == {name for action in parser._actions for name in action.option_strings}

@@ -10,6 +10,11 @@ from tests.documents.pages import OURS, Request, blocks, commands, request_of
 from tests.running_service import RunningService
 
 MODULES = {8092: "lean_selector", 8091: "lean_selector.slot_tracker"}
+# Pages that speak of a service that was started otherwise.
+FLAGS = {
+    "docs/reference/http-api-16.md": ("--api", "1.6"),
+    "docs/guide/sessions.md": ("--session-affinity-ttl-secs", "600", "--use-kv-events", "false"),
+}
 # Pages whose examples go on where another page's first request has led.
 BEGIN_WITH_A_WORKER = {"docs/guide/load-shedding.md"}
 
@@ -47,7 +52,7 @@ def test_every_example_answers_as_printed(page: str) -> None:
 
         def send(request: Request) -> Any:
             if request.port not in services:
-                service = RunningService(module=MODULES[request.port])
+                service = RunningService(*FLAGS.get(page, ()), module=MODULES[request.port])
                 services[request.port] = running.enter_context(service)
             status, said = services[request.port].request(
                 request.method, request.path, raw=request.body, headers=request.headers

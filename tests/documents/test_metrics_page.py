@@ -3,6 +3,7 @@
 import re
 
 from tests.documents.pages import OURS
+from tests.gateway.running_gateway import RunningGateway
 from tests.prometheus_tools import scrape
 from tests.running_service import RunningService, free_port
 
@@ -12,11 +13,19 @@ NAMED = re.findall(r"`((?:\.\.\.|lean_selector|dynamo)_[a-z0-9_]+)`", PAGE)
 
 
 def families() -> set[str]:
-    flags = ("--replica-sync-bind", f"tcp://127.0.0.1:{free_port()}")
+    port = free_port()
+    flags = (
+        *("--replica-sync-bind", f"tcp://127.0.0.1:{port}"),
+        *("--replica-sync-discover", f"dns:localhost:{port}"),
+    )
+    sessions = ("--session-affinity-ttl-secs", "60")
     found: set[str] = set()
-    for module in ("lean_selector", "lean_selector.slot_tracker"):
-        with RunningService(*flags, module=module) as service:
+    selector = (*sessions, "--lifecycle-from", f"syslog:127.0.0.1:{free_port()}")
+    for module, more in (("lean_selector", selector), ("lean_selector.slot_tracker", ())):
+        with RunningService(*flags, *more, module=module) as service:
             found |= set(re.findall(r"^# TYPE (\S+) ", scrape(service.port), re.M))
+    with RunningGateway("http://127.0.0.1:1") as gateway:
+        found |= set(re.findall(r"^# TYPE (\S+) ", scrape(gateway.api_port), re.M))
     return {name for name in found if not name.startswith("process_")}
 
 

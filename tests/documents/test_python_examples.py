@@ -8,6 +8,8 @@ to first token.
 import ast
 import asyncio
 import inspect
+import subprocess
+import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from lean_selector.client import KvPushRouter, KvRouter
 from tests.client.fleet import MODEL, Fleet
 from tests.documents.pages import OURS, blocks
+from tests.documents.test_ray_examples import RAY_EXAMPLES
 from tests.running_service import RunningService
 
 FIRST = """\
@@ -162,7 +165,36 @@ assert local == [14643705804678351452, 16777012769546811212]
 assert sequence_hashes(local) == [14643705804678351452, 4945711292740353085]
 assert block_hashes([1, 2, 3, 4], 4, lora_name="adapter") != local[:1]
 """
+IN_PROCESS = """\
+import asyncio
+from lean_selector import SelectionService
+
+async def main():
+    service = SelectionService()  # or RemoteSelectionService("http://localhost:8092")
+    await service.upsert_worker({
+        "worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000", "block_size": 16,
+        "kv_events_endpoints": {0: "tcp://worker-1:5557"}, "max_num_batched_tokens": 8192,
+    })
+    prompt = {"model_name": "llama", "token_ids": list(range(40))}
+    chosen = await service.select_and_reserve({**prompt, "selection_id": "request-1"})
+    print(chosen["worker_id"], chosen["dp_rank"], chosen["endpoint"])
+    await service.prefill_complete("request-1")   # at the first token
+    service.add_output_block("request-1")         # whenever block_size more tokens are there
+    await service.free_reservation("request-1")   # at the end
+    await service.shutdown_async()
+
+asyncio.run(main())
+"""
+SHIM = """\
+from lean_selector import compat
+
+compat.install()  # or compat.install("unix:/run/lean-selector.sock")
+from dynamo.llm import SelectionService
+"""
 EXAMPLES = [
+    IN_PROCESS,
+    SHIM,
+    *RAY_EXAMPLES,
     FIRST,
     AUTOMATIC,
     MANUAL,
@@ -283,6 +315,27 @@ def test_the_slot_tracker(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_hashes() -> None:
     exec(code(HASHES), {})
+
+
+def test_the_selector_inside_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(code(IN_PROCESS), {})
+    assert capsys.readouterr().out == "1 0 http://worker-1:8000\n"
+
+
+def test_the_same_in_front_of_a_service(capsys: pytest.CaptureFixture[str]) -> None:
+    remote = IN_PROCESS.replace("SelectionService", "RemoteSelectionService", 1)
+    remote = remote.replace("SelectionService()", 'RemoteSelectionService("http://localhost:8092")')
+    with RunningService() as service:
+        exec(code(remote, _8092=f"http://127.0.0.1:{service.port}"), {})
+        assert capsys.readouterr().out == "1 0 http://worker-1:8000\n"
+        assert service.get("/loads")[1][0]["loads"][0]["active_requests"] == 0
+
+
+def test_the_shim() -> None:
+    """In a process of its own: it changes what can be imported."""
+    program = SHIM + "print(SelectionService.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("lean_selector.bindings.in_process\n", "")
 
 
 def test_every_example_of_a_document_is_one_of_these() -> None:

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.services.selection import SelectionService
+import lean_selector
+from lean_selector.core.trackers import Trackers
 from lean_selector.services.slot_tracker import SlotTrackerService
 from tests.documents.pages import OURS, PAGES, ROOT
+from tests.gates import selection_service
 from tests.running_service import RunningService
 
+PACKAGE = Path(lean_selector.__file__).parent  # an installed one stands elsewhere than its tests
 TEXTS = {
     **PAGES,
     **{
-        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-        for part in ("lean_selector", "tests", "loadtest", "deploy", ".ci")
-        for path in sorted((ROOT / part).rglob("*"))
+        str(path.relative_to(part.parent)): path.read_text(encoding="utf-8")
+        for part in (PACKAGE, *(ROOT / name for name in ("tests", "loadtest", "deploy", ".ci")))
+        for path in sorted(part.rglob("*"))
         if path.suffix in {".py", ".md", ".yml", ".lua", ".sh", ""} and path.is_file()
     },
     "CHANGELOG.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
@@ -130,7 +133,7 @@ def test_the_readme_is_short() -> None:
 def test_files_named_in_the_documents_exist(page: str) -> None:
     """`core/selection/cost.py` is one of the package, `loadtest/versus.py` one of the project."""
     named = set(re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+\.(?:py|md|json|yml|lua))`", OURS[page]))
-    homes = (ROOT, ROOT / "lean_selector", ROOT / "docs")
+    homes = (ROOT, PACKAGE, PACKAGE.parent, ROOT / "docs")
     assert sorted(n for n in named if not any((home / n).exists() for home in homes)) == []
 
 
@@ -156,9 +159,9 @@ def test_the_methods_of_each_route_are_those_that_are_allowed(page: str) -> None
 @pytest.mark.parametrize("page", sorted(ROUTE_PAGES))
 def test_no_route_is_missing(page: str) -> None:
     if ROUTE_PAGES[page] == "lean_selector":
-        routes = SelectionService.__new__(SelectionService).routes()
+        routes = selection_service().routes()
     else:
-        routes = SlotTrackerService.__new__(SlotTrackerService).routes()
+        routes = SlotTrackerService(Trackers()).routes()
     assert [path for method, path, _ in routes if f"`{method} {path}`" not in OURS[page]] == []
 
 

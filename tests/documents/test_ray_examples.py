@@ -1,0 +1,152 @@
+"""The Python examples of the page on Ray, run as printed.
+
+Only addresses are changed, and clusters are kept small. What needs Ray runs where it is installed.
+"""
+
+import ast
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lean_selector import RemoteSelectionService
+from tests.client.fleet import Fleet
+from tests.ray.ray_programs import needs_ray, output_of
+from tests.running_service import free_port
+
+HOOK = """\
+import ray
+
+ray.init(runtime_env={"worker_process_setup_hook": "lean_selector.compat.install"})
+"""
+HOOK_WITH_URL = """\
+import ray
+
+ray.init(
+    runtime_env={
+        "worker_process_setup_hook": "lean_selector.compat.install",
+        "env_vars": {"LEAN_SELECTOR_URL": "unix:/run/lean-selector.sock"},  # or "http://selector:8092"
+    }
+)
+"""
+SELECT_THEN_RESERVE = """\
+import uuid
+
+import httpx
+from lean_selector import RemoteSelectionService
+
+async def ask(selector: RemoteSelectionService, http: httpx.AsyncClient, prompt: list[int]):
+    request_id = str(uuid.uuid4())
+    request = {"model_name": "model-name", "token_ids": prompt}
+    chosen = await selector.select(request)                                              # 1
+    body = {"model": "model-name", "prompt": prompt, "max_tokens": 20, "stream": True}
+    rank = {"x-data-parallel-rank": str(chosen["dp_rank"])}
+    url = chosen["endpoint"] + "/v1/completions"
+    lines: list[str] = []
+    async with http.stream("POST", url, json=body, headers=rank) as answer:              # 2
+        answer.raise_for_status()
+        places = ("worker_id", "dp_rank", "effective_prefill_tokens")
+        booking = {"selection_id": request_id, **request, **{at: chosen[at] for at in places}}
+        await selector.create_reservation(booking)                                       # 3
+        try:
+            async for line in answer.aiter_lines():
+                if not lines:
+                    await selector.prefill_complete(request_id)                          # 4
+                lines.append(line)
+        finally:
+            await selector.free_reservation(request_id)
+    return lines
+"""
+INGRESS = """\
+import httpx
+from ray import serve
+from starlette.requests import Request
+from lean_selector import RemoteSelectionService
+
+@serve.deployment(num_replicas=2)
+class Ingress:
+    def __init__(self, url: str) -> None:
+        self.selector = RemoteSelectionService(url)
+        self.http = httpx.AsyncClient(timeout=None)
+
+    async def __call__(self, request: Request) -> list[str]:
+        return await ask(self.selector, self.http, await request.json())
+
+serve.run(Ingress.bind("http://localhost:8092"))
+"""
+RAY_EXAMPLES = [HOOK, HOOK_WITH_URL, SELECT_THEN_RESERVE, INGRESS]
+SMALL = "num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False"
+PROMPT = list(range(1, 41))
+
+
+def test_select_then_reserve() -> None:
+    names: dict[str, Any] = {}
+    exec(
+        compile(SELECT_THEN_RESERVE, "<document>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT),
+        names,
+    )
+
+    async def main(fleet: Fleet) -> None:
+        selector = RemoteSelectionService(fleet.endpoint)
+        async with httpx.AsyncClient() as http:
+            asked = (names["ask"](selector, http, PROMPT) for _ in range(20))
+            answers = await asyncio.gather(*asked)
+        assert all("data: [DONE]" in answer for answer in answers)
+        await selector.shutdown_async()
+
+    with Fleet(2, block_size=16) as fleet:
+        asyncio.run(main(fleet))
+        assert sum(len(worker.requests) for worker in fleet.workers.values()) == 20
+        assert fleet.total() == (0, 0, 0)
+
+
+def run(*parts: str) -> str:
+    """A program with Ray, of these parts."""
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        program = Path(folder) / "program.py"
+        program.write_text("\n".join(parts).replace("ray.init(", f"ray.init({SMALL}, ", 1))
+        return output_of([str(program)], Path(folder))
+
+
+SEEN = """
+@ray.remote(num_cpus=0.1)
+def seen():
+    from dynamo.llm import SelectionService
+    return [kind.__module__ for kind in SelectionService.__mro__[:-1]]
+print(*ray.get(seen.remote()))
+ray.shutdown()
+"""
+DRIVER = """
+import asyncio
+async def main():
+    async with httpx.AsyncClient(timeout=120) as http:
+        url = "http://127.0.0.1:{port}/"
+        asked = (http.post(url, json=[1 + n % 7] * 40) for n in range(100))
+        print(sum("[DONE]" in answer.text for answer in await asyncio.gather(*asked)))
+asyncio.run(main())
+serve.shutdown()
+"""
+
+
+@pytest.mark.ray
+@needs_ray
+def test_every_process_of_the_cluster_finds_the_class() -> None:
+    assert "lean_selector.bindings.in_process" in run(HOOK, SEEN).split()
+    assert "lean_selector.bindings.remote" in run(HOOK_WITH_URL, SEEN).split()
+
+
+@pytest.mark.ray
+@needs_ray
+def test_an_ingress_of_two_replicas_before_one_selector() -> None:
+    with Fleet(2, block_size=16) as fleet:
+        port = free_port()
+        start = "import ray\nray.init()\nfrom ray import serve\n"
+        start += f"serve.start(http_options={{'host': '127.0.0.1', 'port': {port}}})"
+        ingress = INGRESS.replace("http://localhost:8092", fleet.endpoint)
+        output = run(start, SELECT_THEN_RESERVE, ingress, DRIVER.replace("{port}", str(port)))
+        assert "100" in output.splitlines()  # Ray adds lines of its own
+        assert sum(len(worker.requests) for worker in fleet.workers.values()) == 100
+        assert fleet.total() == (0, 0, 0)
