@@ -6,7 +6,6 @@ that all routes share in `bodies`. What a dialect adds stands in `selection` (1.
 document's) and `selection_16`. Spec: selection.md, selection_16.md.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -58,7 +57,7 @@ from lean_selector.services.worker_health import WORKERS_FIELDS, ejected_workers
 from lean_selector.services.worker_records import WorkerRecords
 from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.scalars import f32
+from lean_selector.wire.scalars import check_finite
 from lean_selector.wire.selection import (
     Change,
     ErrorBody,
@@ -301,12 +300,9 @@ class SelectionHandlers(ReplicaHandlers):
         constraints = body.routing_constraints
         if not isinstance(constraints, UnsetType):
             request.required_taints = frozenset(constraints.required_taints)
-            request.preferred_taints = {
-                name: f32(weight) for name, weight in constraints.preferred_taints.items()
-            }
+            request.preferred_taints = constraints.weights()
         if body.priority_jump is not None:
-            if not math.isfinite(body.priority_jump):
-                raise BadRequest(f"priority_jump: expected a number, got {body.priority_jump}")
+            check_finite("priority_jump", body.priority_jump)
             request.priority_jump = body.priority_jump
         if body.strict_priority is not None:
             request.strict_priority = body.strict_priority

@@ -4,6 +4,7 @@ JSON carries hashes as signed 64-bit integers; inside, a list of hashes is `byte
 little-endian (the same bit pattern signed or unsigned). Conversion happens here and nowhere else.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from lean_selector.core.errors import BadRequest
 from lean_selector.core.limits import U64_MAX
 from lean_selector.wire.integer_text import packed_signed, packer
 
@@ -24,6 +26,13 @@ def check_u64(name: str, value: int) -> None:
     """Raises msgspec.ValidationError beyond 2**64 - 1."""
     if value > U64_MAX:
         raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.{name}`")
+
+
+def check_finite(name: str, value: float) -> None:
+    """Raises BadRequest for an infinity and for what is no number: JSON cannot say either, but
+    MessagePack and Python can."""
+    if not math.isfinite(value):
+        raise BadRequest(f"{name}: expected a number, got {value}")
 
 
 def unpack_signed(hashes: bytes) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ of the core.
 Unknown fields are ignored, `null` counts as absent for the optional ones.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,7 +15,14 @@ from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.scalars import U32, NonNegative, check_u64, f32, f32_shortest
+from lean_selector.wire.scalars import (
+    U32,
+    NonNegative,
+    check_finite,
+    check_u64,
+    f32,
+    f32_shortest,
+)
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 from lean_selector.wire.worker_health import EjectedWorker
 
@@ -48,6 +56,9 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             if value is not None:
                 check_u64(name, value)
         if self.kv_transfer_preferred_weight is not None:
+            if not math.isfinite(self.kv_transfer_preferred_weight):
+                got = self.kv_transfer_preferred_weight
+                raise ValueError(f"kv_transfer_preferred_weight: expected a number, got {got}")
             weight = f32(self.kv_transfer_preferred_weight)
             self.kv_transfer_preferred_weight = f32_shortest(weight)
 
@@ -131,6 +142,13 @@ class WorkerPatch(Change, kw_only=True):
 class RoutingConstraints(msgspec.Struct):
     required_taints: list[str] = []
     preferred_taints: dict[str, float] = {}  # single precision
+
+    def weights(self) -> dict[str, float]:
+        """Of the preferred taints, rounded to single precision. Raises BadRequest naming one that
+        is no finite number."""
+        for name, weight in self.preferred_taints.items():
+            check_finite(f"routing_constraints.preferred_taints.{name}", weight)
+        return {name: f32(weight) for name, weight in self.preferred_taints.items()}
 
 
 class Pinned(msgspec.Struct):

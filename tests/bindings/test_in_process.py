@@ -132,6 +132,23 @@ def test_a_jump_that_is_no_number_is_refused(jump: float) -> None:
     run(story())
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
+    async def story() -> None:
+        service = SelectionService()
+        with pytest.raises(ValueError, match=r"^kv_transfer_preferred_weight: expected a number"):
+            await service.upsert_worker(worker(kv_transfer_preferred_weight=weight))
+        assert service.list_workers() == []
+        await service.upsert_worker(worker())
+        constraints = {"preferred_taints": {"a": weight}}
+        with pytest.raises(ValueError, match=r"^routing_constraints\.preferred_taints\.a: "):
+            await service.select_and_reserve(ask("a", routing_constraints=constraints))
+        assert rows(service) == {FIRST: (0, 0, 0)}
+        await service.shutdown_async()
+
+    run(story())
+
+
 # -- waiting --------------------------------------------------------------------------------------
 
 

@@ -138,3 +138,43 @@ def test_bad_bodies_are_refused_as_in_json(
     got, _, answer = send(service, path, body)
     assert got == status
     assert words in answer["error"]
+
+
+INFINITY, NO_NUMBER = float("inf"), float("nan")
+BEYOND_JSON = [
+    *(
+        pytest.param({"routing_constraints": {"preferred_taints": {"b": 1.0, "a": value}}}, id=key)
+        for value, key in ((NO_NUMBER, "nan"), (INFINITY, "inf"), (-INFINITY, "-inf"))
+    ),
+    {"priority_jump": NO_NUMBER},
+    {"priority_jump": -INFINITY},
+    *(
+        {"router_config_override": {name: value}}
+        for name in (
+            "router_temperature",
+            "prefill_load_scale",
+            "overlap_score_weight",
+            "shared_cache_multiplier",
+        )
+        for value in (NO_NUMBER, INFINITY)
+    ),
+    {"router_config_override": {"overlap_score_credit": NO_NUMBER}},
+]
+SAID = {"overlap_score_weight": "prefill_load_scale"}  # the term that it sets, as in the reference
+
+
+@pytest.mark.parametrize("more", BEYOND_JSON)
+def test_numbers_that_json_cannot_say_are_refused_by_name(
+    service: RunningService, more: dict[str, Any]
+) -> None:
+    (name, value), *_ = more.items()
+    status, _, answer = send(service, "/select_and_reserve", {**PROMPT, **more})
+    if name == "router_config_override":
+        (name,) = value
+        assert status in (400, 422)
+    else:
+        assert status == 400
+    assert SAID.get(name, name) in answer["error"]
+    if name == "routing_constraints":
+        assert "preferred_taints.a" in answer["error"]
+    assert service.get("/loads")[1][0]["loads"][0]["active_requests"] == 0

@@ -4,7 +4,7 @@ Names and defaults follow spec selection.md section 7. Ranges are checked where 
 command line and the request decoder), so everything below may trust them.
 """
 
-import math
+import sys
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ from lean_selector.core.sessions.settings import SessionSettings
 # What a block found on a lower tier is worth, in device blocks, where nothing else is said.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
+LARGEST = sys.float_info.max
 
 
 # Who of those parked goes first: the first that came, the last, or who has the least to prefill.
@@ -87,8 +88,8 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
         problems = [
             f"{name}: must be {range_text}, got {value}"
             for name, value, top, range_text in (
-                ("prefill_load_scale", self._scale(), math.inf, "at least 0.0"),
-                ("router_temperature", self.router_temperature, math.inf, "at least 0.0"),
+                ("prefill_load_scale", self._scale(), LARGEST, "finite, at least 0.0"),
+                ("router_temperature", self.router_temperature, LARGEST, "finite, at least 0.0"),
                 (
                     "shared_cache_multiplier",
                     self.shared_cache_multiplier,
