@@ -24,17 +24,49 @@ T = TypeVar("T")
 ANSWERS_WITHIN_S = 10.0
 
 
+class _Context(zmq.asyncio.Context):
+    """Keeps its sockets. pyzmq's own has weak references alone, which are cleared before anybody
+    hears that he is garbage: then it would close none of them, and wait for all."""
+
+    kept: list[zmq.asyncio.Socket] = []
+    looked_through_at: int = 64
+
+    def __init__(self, io_threads: int) -> None:
+        super().__init__(io_threads=io_threads)
+        self.kept = []
+
+    def socket(self, *kind: Any, **more: Any) -> zmq.asyncio.Socket:
+        made = super().socket(*kind, **more)
+        if len(self.kept) >= self.looked_through_at:
+            self.kept = [each for each in self.kept if not each.closed]
+            self.looked_through_at = 64 + 2 * len(self.kept)
+        self.kept.append(made)
+        return made
+
+
+# Those whose sockets may be open. A context that the collector finds with open ones waits for them
+# for ever, and it may find both together: so nothing of them is garbage before it was destroyed.
+_open: set["Running"] = set()
+
+
 class Running:
-    """From its making, on the running loop, to `stopped`. Raises StartError."""
+    """From its making, on the running loop, to `stopped`. Raises StartError.
+
+    A loop that was closed without a word to its tasks takes this with it: what it left open is
+    closed when its user goes, or when the next one begins.
+    """
 
     def __init__(self, config: SelectorConfig) -> None:
+        for other in list(_open):
+            other.destroy_after_its_loop()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._context = zmq.asyncio.Context(io_threads=1)
+        self._context = _Context(io_threads=1)
+        _open.add(self)
         try:
             self.parts = SelectorParts(config, self._context)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._destroy()
             raise
         self.parts.start()
         self._stopping: asyncio.Task[None] | None = None
@@ -105,7 +137,7 @@ class Running:
     def stop(self) -> None:
         """Refuse those who wait, and end what listens; once, however often it is called."""
         if self._loop.is_closed():
-            self._context.destroy(linger=0)
+            self._destroy()
         elif self._stopping is None:
             self._next_tick.cancel()
             self.parts.refuse_new()
@@ -122,8 +154,13 @@ class Running:
             raise
         self._destroy()  # before who waits for us goes on: its port is free then
 
+    def destroy_after_its_loop(self) -> None:
+        if self._loop.is_closed():
+            self._destroy()
+
     def _destroy(self) -> None:
         self._context.destroy(linger=0)
+        _open.discard(self)
 
     async def stopped(self) -> None:
         self.stop()
@@ -135,4 +172,4 @@ class Running:
         try:
             self._loop.call_soon_threadsafe(self.stop)
         except RuntimeError:  # the loop is closed
-            self._context.destroy(linger=0)
+            self._destroy()

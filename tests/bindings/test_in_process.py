@@ -392,6 +392,37 @@ for _ in range(2):
     assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n" * 2, "")
 
 
+@pytest.mark.parametrize(
+    "end", ["loop.close()", "service.me = service, loop; loop.close()", "pass"]
+)
+def test_a_loop_that_leaves_its_tasks_behind_hangs_no_collection(end: str) -> None:
+    program = f"""
+import asyncio, gc
+from lean_selector import KvEventPublisher, SelectionService
+engines = [KvEventPublisher(kv_block_size=4, endpoint="tcp://127.0.0.1:*") for _ in range(4)]
+def one(pause):
+    async def main():
+        service = SelectionService()
+        for number, engine in enumerate(engines):
+            named = {{"worker_id": number, "replay_endpoint": engine.endpoint}}
+            heard = {{"kv_events_endpoints": {{0: engine.endpoint}}}}
+            await service.upsert_worker({worker()!r} | named | heard)
+        await asyncio.sleep(pause)
+        return service
+    loop = asyncio.new_event_loop()
+    service = loop.run_until_complete(main())
+    {end}
+for pause in (0, 0.05) * 5:
+    one(pause)
+    gc.collect()
+print("collected")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
+    assert (done.returncode, done.stdout) == (0, "collected\n"), done.stderr
+
+
 @pytest.mark.parametrize("ending", ["service.shutdown()", "del service"])
 @pytest.mark.parametrize("moment", ["none is begun", "all shake hands", "all are there"])
 def test_a_loop_that_ends_takes_any_number_of_connections_along(moment: str, ending: str) -> None:
