@@ -4,7 +4,7 @@ Names and defaults follow spec selection.md section 7. Ranges are checked where 
 command line and the request decoder), so everything below may trust them.
 """
 
-import sys
+import math
 from typing import Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from lean_selector.core.sessions.settings import SessionSettings
 # What a block found on a lower tier is worth, in device blocks, where nothing else is said.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
-LARGEST = sys.float_info.max
+LARGEST = math.nextafter(math.inf, 0.0)
 
 
 # Who of those parked goes first: the first that came, the last, or who has the least to prefill.
