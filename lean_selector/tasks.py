@@ -1,13 +1,18 @@
-"""Tasks that nobody awaits, watched: one that fails is logged, counted and begun again.
+"""Whatever runs beside the requests, watched: what fails is logged and counted, and tasks that are
+to run for good are begun again.
 
 Without this a task that raises is a task that is gone: what it did just stops, and nothing says so.
+The same of a callback of the loop, of a thread, and of a finaliser.
 """
 
 import asyncio
 import logging
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 log = logging.getLogger("lean_selector.tasks")
 
@@ -17,8 +22,14 @@ AGAIN_FIRST_S = 0.1
 AGAIN_LIMIT_S = 30.0
 
 # How often a task failed since the process began, by name. Names are few: they name what the task
-# does, not for whom.
+# does, not for whom. CALLBACK and so on are for those that have none.
 failures: Counter[str] = Counter()
+CALLBACK = "callback of the loop"
+TASK = "task without a name"
+THREAD = "thread"
+FINALISER = "finaliser"
+
+T = TypeVar("T")
 
 
 def supervise(
@@ -59,6 +70,57 @@ async def _supervised(
 
 
 def _failed(name: str, again: bool) -> None:
+    failed(name, "it is begun again" if again else "it has ended")
+
+
+def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
+    """Log and count a failure: `error`, or the exception that is being handled."""
     failures[name] += 1
-    outcome = "it is begun again" if again else "it has ended"
-    log.critical("task failed: %s; %s", name, outcome, exc_info=True, extra={"task": name})
+    told = True if error is None else error
+    log.critical("task failed: %s; %s", name, outcome, exc_info=told, extra={"task": name})
+
+
+def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Run `work` once, in a task that its owner need not look at: what it raises is logged and
+    counted. It may be awaited all the same. Keep it, the loop does not."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(_look_at)
+    return task
+
+
+def _look_at(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        failed(task.get_name(), "it has ended", error)
+
+
+# -- what has no task of its own, or none that anybody watches ------------------------------------
+
+
+def watch_process(loop: asyncio.AbstractEventLoop) -> None:
+    """From here on, what callbacks of `loop`, tasks that nobody awaits, threads and finalisers
+    raise is logged and counted as well. For a process that is ours; inside another program these
+    are its own to watch."""
+    loop.set_exception_handler(_told_by_the_loop)
+    threading.excepthook = _told_by_a_thread
+    sys.unraisablehook = _told_by_a_finaliser
+
+
+def _told_by_the_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    name = TASK if "task" in context or "future" in context else CALLBACK
+    error = context.get("exception")
+    outcome = str(context.get("message") or "no message")
+    if error is None:  # as for a task that is dropped while it waits
+        failures[name] += 1
+        log.critical("task failed: %s; %s", name, outcome, extra={"task": name})
+    else:
+        failed(name, outcome, error)
+
+
+def _told_by_a_thread(told: threading.ExceptHookArgs) -> None:
+    if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
+        which = "unknown" if told.thread is None else told.thread.name
+        failed(THREAD, f"{which} has ended", told.exc_value)
+
+
+def _told_by_a_finaliser(told: "sys.UnraisableHookArgs") -> None:
+    failed(FINALISER, told.err_msg or "its exception goes to nobody", told.exc_value)

@@ -92,7 +92,7 @@ ROOMS: dict[str, set[str]] = {
     "compat": {"bindings"},
     "bindings": {
         *("bindings", "client.aio", "client.sync", "client", "process", "services", "sockets"),
-        *("wire", *CORE),
+        *("wire", "tasks", *CORE),
     },
     "doctor": {"doctor", "discovery", "sockets", "outbound", "wire", *CORE},
     # wiring
@@ -114,10 +114,10 @@ ROOMS: dict[str, set[str]] = {
         *CORE,
     },
     # doors for gateways
-    "route": {"route", "prompts", "services", "outbound", "http1", "wire", *CORE},
+    "route": {"route", "prompts", "services", "outbound", "http1", "wire", "tasks", *CORE},
     "access_logs": {"access_logs", "observing", *CORE},
     # the door in front of the workers
-    "gateway": {"gateway", "prompts", "outbound", "http1", "observing", "wire", *CORE},
+    "gateway": {"gateway", "prompts", "outbound", "http1", "observing", "wire", "tasks", *CORE},
     # what speaks HTTP, what waits for other sockets, what users import
     "services": {"services", "openapi", "observing", "http1", "wire", *CORE},
     "discovery": {"discovery", "outbound", "wire", "tasks", *CORE},

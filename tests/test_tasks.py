@@ -1,12 +1,107 @@
-"""Tasks that nobody awaits: what becomes of one that fails."""
+"""What runs beside the requests: what becomes of it when it fails, and that it is seen to."""
 
+import ast
 import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
 
+import lean_selector
 from lean_selector import tasks
-from lean_selector.tasks import failures, supervise
+from lean_selector.tasks import failures, supervise, watched
+
+ROOT = Path(lean_selector.__file__).parent
+
+# What begins work that goes on beside its caller.
+STARTS = {
+    *("create_task", "ensure_future", "run_coroutine_threadsafe", "TaskGroup"),
+    *("run_in_executor", "to_thread", "submit", "ThreadPoolExecutor", "ProcessPoolExecutor"),
+    *("Thread", "Timer", "Process", "start_new_thread"),
+}
+# Where that is not left to `supervise` and `watched`: who sees how it ends.
+ALLOWED = {
+    ("tasks.py", "supervise", "create_task"): "the task logs, counts and begins again itself",
+    ("tasks.py", "watched", "create_task"): "_look_at sees to each of them",
+    # tasks with an owner
+    ("process/host.py", "HttpServer.serve", "create_task"): (
+        "the tick: serve waits for its end, which stops the service, and raises what it raised"
+    ),
+    ("gateway/placing.py", "Placing.begin", "create_task"): (
+        "whatever it raises is logged in _place, and answered with 500; the errand cancels it"
+    ),
+    ("gateway/remote_chooser.py", "RemoteChooser.choose", "ensure_future"): (
+        "choose awaits it; where choose is cancelled, _undo looks at how it ended"
+    ),
+    ("http1/listener.py", "Listener._accept_some", "create_task"): (
+        "_opened looks at it, and tells the loop's handler of what is not the client's doing"
+    ),
+    ("bindings/remote.py", "RemoteSelectionService._booked", "create_task"): (
+        "awaited; where that is cancelled, Side.take_back waits for it and looks at how it ended"
+    ),
+    ("bindings/running.py", "Running.in_time.begin", "create_task"): (
+        "how it ended is carried to who waits in another loop, by `tell`"
+    ),
+    ("client/aio/driver.py", "Driver._book", "create_task"): (
+        "awaited; where that is cancelled, the release waits for it and looks at how it ended"
+    ),
+    ("client/aio/driver.py", "Driver._spawn", "create_task"): (
+        "in the user's process: their errors are handled, and the loop's own handler tells others"
+    ),
+    (
+        "demo/command.py",
+        "Demo._traffic",
+        "create_task",
+    ): "_watch waits for them, and raises for them",
+    # threads
+    ("observing/log_writer.py", "LineWriter.__init__", "Thread"): (
+        "no error of the descriptor ends it, and a line that it cannot write nobody would read"
+    ),
+    ("sockets/resolver.py", "Resolver._start", "Thread"): "whatever it raises is its result",
+    ("sockets/peer_fetch.py", "PeerFetch.__init__", "Thread"): "whatever it raises is its result",
+    ("discovery/srv_records.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
+    ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
+        "in the engine's process: errors of readers are handled, and Python prints any other"
+    ),
+    ("discovery/file_finder.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
+    ("services/openapi_routes.py", "OpenApiRoutes._answer", "run_in_executor"): (
+        "_tell logs what it raised, and answers 500"
+    ),
+    ("prompts/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (
+        "its work is begun in `tokens`"
+    ),
+    ("prompts/local_tokenizer.py", "LocalTokenizer.tokens", "run_in_executor"): (
+        "awaited; whatever it raises is made a NotTokenized"
+    ),
+}
+
+
+def begun(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """What a source begins beside itself: in which function, and with which call."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            called = ast.unparse(child.func).rpartition(".")[2]
+            if called in STARTS:
+                yield ".".join(inside), called
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from begun(child, (*inside, child.name))
+        else:
+            yield from begun(child, inside)
+
+
+def test_nothing_is_begun_that_can_end_unseen() -> None:
+    """A new place uses `supervise` or `watched`, or says here who sees how it ends."""
+    found = [
+        (str(path.relative_to(ROOT)), *where)
+        for path in ROOT.rglob("*.py")
+        for where in begun(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert [place for place in found if place not in ALLOWED] == []
+    assert len(found) == len(set(found)), "two in one function: who sees how each ends?"
+    assert ALLOWED.keys() - set(found) == set(), "these are no more"
 
 
 def test_a_task_that_fails_is_logged_counted_and_begun_again(
@@ -81,3 +176,92 @@ def test_a_task_that_is_cancelled_ends_and_is_no_failure() -> None:
 
     assert uvloop.run(cancelled())
     assert failures["a fourth test"] == 0
+
+
+def test_a_task_that_is_watched_is_logged_and_counted_when_it_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        raise RuntimeError("a bug")
+
+    async def story() -> None:
+        task = watched("a fifth test", work())
+        await asyncio.wait({task})
+
+    uvloop.run(story())
+    assert failures["a fifth test"] == 1
+    assert "task failed: a fifth test; it has ended" in caplog.text
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_task_that_is_watched_may_be_awaited_and_be_cancelled() -> None:
+    async def answer() -> int:
+        return 42
+
+    async def story() -> int:
+        waiting = watched("a sixth test", asyncio.Event().wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return await watched("a sixth test", answer())
+
+    assert uvloop.run(story()) == 42
+    assert failures["a sixth test"] == 0
+
+
+WHAT_NOBODY_WATCHES = """
+import asyncio, gc, logging, threading
+import uvloop
+from lean_selector.tasks import failures, watch_process
+
+class Resource:
+    def __del__(self):
+        raise RuntimeError("of the finaliser")
+
+async def fails():
+    raise RuntimeError("of the task")
+
+def exits():
+    raise SystemExit
+
+async def story():
+    loop = asyncio.get_running_loop()
+    watch_process(loop)
+    loop.call_soon({}.__getitem__, "of the callback")
+    loop.call_later(0.001, {}.__getitem__, "of the timer")
+    for target in ({}.__getitem__, exits):
+        args = ("of the thread",) if target is not exits else ()
+        thread = threading.Thread(target=target, args=args, name="worker")
+        thread.start()
+        thread.join()
+    task = asyncio.create_task(fails())
+    await asyncio.wait({task})
+    del task
+    Resource()
+    gc.collect()
+    loop.call_exception_handler({"message": "no exception at all"})
+    while failures["callback of the loop"] < 3:
+        await asyncio.sleep(0.001)
+
+logging.basicConfig(format="%(message)s")
+uvloop.run(story())
+print(sorted(failures.items()))
+"""
+
+
+def test_what_callbacks_threads_finalisers_and_forgotten_tasks_raise_is_logged_and_counted() -> (
+    None
+):
+    """In a process of its own: these hooks are the process's."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHAT_NOBODY_WATCHES], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "[('callback of the loop', 3), ('finaliser', 1), "
+        "('task without a name', 1), ('thread', 1)]\n"
+    )
+    for of in ("callback", "timer", "thread", "task", "finaliser"):
+        assert f"of the {of}" in done.stderr
+    assert "task failed: thread; worker has ended" in done.stderr
+    assert "no exception at all" in done.stderr

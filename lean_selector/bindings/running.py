@@ -16,6 +16,7 @@ import zmq.asyncio
 from lean_selector.process.host import TICK_S
 from lean_selector.process.selector import SelectorParts
 from lean_selector.process.selector_config import SelectorConfig
+from lean_selector.tasks import watched
 
 T = TypeVar("T")
 
@@ -142,7 +143,7 @@ class Running:
             self._next_tick.cancel()
             self.parts.refuse_new()
             self.parts.begin_no_links()
-            self._stopping = self._loop.create_task(self._close(), name="selection service stop")
+            self._stopping = watched("selection service stop", self._close())
             # Also where the loop ends before its first step.
             self._stopping.add_done_callback(lambda _: self._destroy())
 

@@ -11,6 +11,7 @@ from lean_selector.client.aio.service_connection import ServiceConnection
 from lean_selector.client.errors import ClientError, NotFound, ServiceRefused
 from lean_selector.client.exchanges import Call
 from lean_selector.client.transport import BOOKING_GRACE_S
+from lean_selector.tasks import watched
 
 # Output blocks that wait to be told. Of a service that is away for longer they are lost; what they
 # weigh ends with their requests.
@@ -37,7 +38,7 @@ class Side:
             return
         self._untold.append((selection_id, call))
         if self._telling is None or self._telling.done():
-            self._telling = asyncio.get_running_loop().create_task(self._tell())
+            self._telling = watched("telling the service", self._tell())
 
     async def _tell(self) -> None:
         while self._untold:
@@ -60,7 +61,7 @@ class Side:
     def take_back(self, booking: asyncio.Task[Any] | None, selection_id: object) -> None:
         """Free what a booking may have left, once it is known what became of it; None: it is."""
         if isinstance(selection_id, str):
-            task = asyncio.get_running_loop().create_task(self._taken_back(booking, selection_id))
+            task = watched("taking back a booking", self._taken_back(booking, selection_id))
             self._undoing.add(task)
             task.add_done_callback(self._undoing.discard)
 

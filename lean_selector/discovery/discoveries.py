@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Final
 
 from lean_selector.discovery.asking import Asking
@@ -129,7 +130,12 @@ class Discoveries:
         """Call it in the running loop."""
         for _, run in self._finders:
             self._tasks.append(supervise("discovery", run))
-        self._tasks.append(supervise("discovery looks", self._look))
+        rosters = (self.workers, self.peers)
+        self._tasks += [
+            supervise("discovery looks", partial(self._look, roster.look))
+            for roster in rosters
+            if roster is not None
+        ]
 
     async def close(self) -> None:
         """Nothing is found or asked any more; what was registered stays."""
@@ -141,13 +147,9 @@ class Discoveries:
                 self._asking.end(known)
             await self._asking.close()
 
-    async def _look(self) -> None:
+    async def _look(self, look: Callable[[float], None]) -> None:
         while True:
-            now = time.monotonic()
-            if self.workers is not None:
-                self.workers.look(now)
-            if self.peers is not None:
-                self.peers.look(now)
+            look(time.monotonic())
             await asyncio.sleep(LOOK_S)
 
     # -- seen from outside ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ from lean_selector.http1.reader import Request
 from lean_selector.http1.response import encode_response
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.tasks import watched
 
 HOLDS_S: Final = 2.0
 TIMEOUT_S: Final = 2.0
@@ -38,7 +39,7 @@ class ModelList:
         if self._known is not None and self._clock() < self._until:
             return encode_response(200, self._known)
         if self._asking is None:
-            self._asking = asyncio.get_running_loop().create_task(self._ask())
+            self._asking = watched("list of models", self._ask())
         reply = PendingReply()
 
         def told(asked: "asyncio.Task[bytes | None]") -> None:

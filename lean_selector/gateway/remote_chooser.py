@@ -19,6 +19,7 @@ from lean_selector.gateway.remote_fleet import RemoteFleet
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.gateway.selector_answers import ChosenWorker, Told
 from lean_selector.gateway.selector_link import SelectorAway, SelectorLink
+from lean_selector.tasks import watched
 
 if TYPE_CHECKING:
     from lean_selector.prompts.routed import Routed
@@ -113,7 +114,7 @@ class RemoteChooser:
         self, method: str, path: str, body: bytes = b"", after: "asyncio.Task[None] | None" = None
     ) -> "asyncio.Task[None]":
         """In the background, `after` something else that it is told."""
-        task = asyncio.get_running_loop().create_task(self._told(method, path, body, after))
+        task = watched("telling the selector", self._told(method, path, body, after))
         if len(self._telling) >= _MOST_ENDS:
             task.cancel()
             self.lost_ends += 1

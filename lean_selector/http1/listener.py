@@ -16,6 +16,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from lean_selector.http1.connections import Connections
@@ -264,13 +265,19 @@ class Listener:
                 self._loop.connect_accepted_socket(self._new_protocol, accepted)
             )
             self._opening.add(task)
-            task.add_done_callback(self._opened)
+            task.add_done_callback(partial(self._opened, accepted))
         return True
 
-    def _opened(self, task: "asyncio.Task[object]") -> None:
+    def _opened(self, accepted: socket.socket, task: "asyncio.Task[object]") -> None:
         self._opening.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.debug("a connection could not be opened", extra={"error": str(task.exception())})
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError):  # the client's, who is gone
+            log.debug("a connection could not be opened", extra={"error": str(error)})
+        elif error is not None:
+            with contextlib.suppress(RuntimeError):  # a transport has it
+                accepted.close()
+            message = "a connection could not be opened"
+            self._loop.call_exception_handler({"message": message, "exception": error})
 
     def _starve(self, error: OSError) -> None:
         """No descriptor or no memory is left: say so once, and come back later."""

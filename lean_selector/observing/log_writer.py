@@ -71,14 +71,15 @@ class LineWriter:
 
     def _write_all(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest:
-            try:
-                written = os.write(self._descriptor, rest)
-                rest = rest[written:]
-            except BlockingIOError:  # whoever shares the pipe may have set it so
-                select.select((), (self._descriptor,), ())
-            except OSError:
-                return  # nobody will read it: the log is no reason to stop
+        try:
+            while rest:
+                try:
+                    written = os.write(self._descriptor, rest)
+                    rest = rest[written:]
+                except BlockingIOError:  # whoever shares the pipe may have set it so
+                    select.select((), (self._descriptor,), ())
+        except (OSError, ValueError):
+            return  # nobody will read it: the log is no reason to stop
 
 
 class QueuedLines(logging.Handler):

@@ -121,8 +121,9 @@ class LoopLag:
         self._call_later(LAG_EVERY_S, self._on_time)
 
     def _on_time(self) -> None:
-        self.histogram.add(max(0.0, self._clock() - self._due))
+        late_s = self._clock() - self._due
         self.start()
+        self.histogram.add(max(0.0, late_s))
 
 
 class Family:
@@ -297,7 +298,7 @@ def process_families(
         Family(
             "lean_selector_task_failures_total",
             "counter",
-            "Background tasks that failed and were begun again or ended, each with a log line.",
+            "What failed beside the requests, each with a log line: tasks, callbacks, threads.",
             lambda: [(labels(task=task), count) for task, count in sorted(failures.items())],
         ),
         Family(

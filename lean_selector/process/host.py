@@ -28,10 +28,15 @@ from lean_selector.http1.response import date_header
 from lean_selector.observing import logs
 from lean_selector.process.service_options import Listen
 from lean_selector.services.observation import Observation
+from lean_selector.tasks import failed, failures, watch_process
 
 log = logging.getLogger("lean_selector.server")
 
 TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
+# One tick that fails is a bug that the next may not meet. So many in a row, in some 10 s, are a
+# service that neither times out nor expires any more: it stops as when told to, with status 1, and
+# whoever runs it begins it again.
+MOST_TICKS_LOST = 20
 DRAIN_LOOK_S = 0.05
 # For handshakes under way when a stop begins. It costs a newcomer of that time a second.
 LAST_CALL_S = 0.05
@@ -53,7 +58,12 @@ def run(
     log.info("configuration", extra={"form": form(), **logs.flat(config)})
     for warning in warnings:
         log.warning(warning)
-    uvloop.run(serve(log_state))
+    uvloop.run(_under_watch(serve(log_state)))
+
+
+async def _under_watch(service: Coroutine[object, object, None]) -> None:
+    watch_process(asyncio.get_running_loop())
+    await service
 
 
 def new_zmq_context() -> zmq.asyncio.Context:
@@ -147,16 +157,16 @@ class HttpServer:
         """Serves until a signal; then drains for at most `drain_s`, or until a second signal.
 
         `tick` runs about every TICK_S; `refuse_new` when the stop begins; `close` at its end.
+        A tick that fails MOST_TICKS_LOST times in a row is a signal, too; what it raised the last
+        time is then raised at the end.
         """
         gc.collect()
         gc.freeze()  # what start-up made stays: no collection need look at it again
+        failures.setdefault("tick", 0)  # from the first scrape on
         ticking = asyncio.create_task(self._tick(tick))
+        ticking.add_done_callback(lambda _: self._stop.set())
         try:
-            stopping = asyncio.create_task(self._stop.wait())
-            await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if ticking.done():
-                ticking.result()
+            await self._stop.wait()
             for listener in self._listeners:
                 listener.stop_inviting()
             refuse_new()
@@ -165,6 +175,8 @@ class HttpServer:
             ticking.cancel()
             self.abort()
             await close()
+        if ticking.done() and not ticking.cancelled():
+            ticking.result()
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
@@ -197,11 +209,20 @@ class HttpServer:
             now = time.monotonic()
 
     async def _tick(self, tick: Callable[[float], None]) -> None:
+        lost = 0
         while True:
-            now = time.monotonic()
-            date_header.set(time.time())
-            self.sweep(now)
-            tick(now)
+            try:
+                now = time.monotonic()
+                date_header.set(time.time())
+                self.sweep(now)
+                tick(now)
+                lost = 0
+            except Exception:
+                lost += 1
+                is_last = lost >= MOST_TICKS_LOST
+                failed("tick", "the service stops" if is_last else "the next one is due")
+                if is_last:
+                    raise
             await asyncio.sleep(TICK_S)
 
     def _log_refusals(self) -> None:

@@ -19,6 +19,7 @@ from lean_selector.prompts.routed import Routed
 from lean_selector.route.answers import error_of, refusal, worker_headers
 from lean_selector.services.gate import Route
 from lean_selector.services.replies import Answer, LaterReply
+from lean_selector.tasks import watched
 from lean_selector.wire.selection import SelectAndReserveRequest
 
 _ID: Final = re.compile(rb"[!#-~]{1,256}")  # what a line of an access log can name
@@ -65,7 +66,7 @@ class RouteDoor:
         pending = LaterReply()
         path = "/" + param.decode("latin-1")
         work = self._route(path, bytes(request.body), reservation_id, pending)
-        task = asyncio.get_running_loop().create_task(work, name="route")
+        task = watched("route", work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         pending.on_disconnect = lambda: _give_up(task)

@@ -113,14 +113,19 @@ class KvSubscriptions:
             self._start(rank)
 
     def _look(self) -> None:
-        """At all sources, some in each turn."""
-        if not self._to_look:
-            self._to_look.extend(self._listeners)
-        now = time.monotonic()
-        for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
-            listener = self._listeners.get(self._to_look.popleft())
-            if listener is not None:
-                listener.look(now)
+        """At all sources, some in each turn; those after one that fails, too."""
+        try:
+            if not self._to_look:
+                self._to_look.extend(self._listeners)
+            now = time.monotonic()
+            for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
+                listener = self._listeners.get(self._to_look.popleft())
+                if listener is not None:
+                    listener.look(now)
+        finally:
+            self._look_again()
+
+    def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
         if self._to_look:
             self._next_look = loop.call_soon(self._look)

@@ -156,12 +156,14 @@ class Links:
     def _next_turn(self) -> None:
         self._is_reading = False
         self._read_s = 0.0
-        for _ in range(len(self._put_off)):
-            if not self.may_read():
-                break
-            self._put_off.popleft()()
-        if self._put_off:
-            self._await_turn()
+        try:
+            for _ in range(len(self._put_off)):
+                if not self.may_read():
+                    break
+                self._put_off.popleft()()
+        finally:  # also behind one that fails
+            if self._put_off:
+                self._await_turn()
 
     # connections that may be lost
 
@@ -175,13 +177,18 @@ class Links:
         self._watched.pop(connection, None)
 
     def _look(self) -> None:
-        """At all that are watched, some in each turn."""
-        if not self._to_look:
-            self._to_look.extend(self._watched)
-        for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
-            connection = self._to_look.popleft()
-            if connection in self._watched and not connection.look():
-                self._watched.pop(connection, None)
+        """At all that are watched, some in each turn; those after one that fails, too."""
+        try:
+            if not self._to_look:
+                self._to_look.extend(self._watched)
+            for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
+                connection = self._to_look.popleft()
+                if connection in self._watched and not connection.look():
+                    self._watched.pop(connection, None)
+        finally:
+            self._look_again()
+
+    def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
         if self._to_look:
             loop.call_soon(self._look)

@@ -18,6 +18,7 @@ from lean_selector.outbound.answer import OutboundAnswer
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.outbound.url import url_at
 from lean_selector.sockets.poll_settings import PollSettings
+from lean_selector.tasks import watched
 
 MOST_AT_ONCE: Final = 64
 JITTER: Final = 0.1  # of the interval, to either side
@@ -119,7 +120,7 @@ class WorkerPolls:
         return _LOOKS_EVERY_S
 
     def _begin(self, worker_id: int) -> None:
-        task = asyncio.create_task(self._poll(worker_id))
+        task = watched("worker poll", self._poll(worker_id))
         self._running[worker_id] = task
         task.add_done_callback(lambda _: self._ended(worker_id))
 

@@ -204,10 +204,10 @@ class ZmqConnection:
         self.abort()
         return False
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "too much waited") -> None:
         """Nothing more is brought, and the connection counts as lost."""
         if not self.lost.done():
-            self.lost.set_result("too much waited")
+            self.lost.set_result(reason)
         self.abort()
 
     def abort(self) -> None:
@@ -230,14 +230,15 @@ class ZmqConnection:
     def _read_on(self) -> None:
         self._is_put_off = False
         began = time.perf_counter()
-        if not self._links.may_read():
-            more = self._plain is not None
-        else:
-            more = self._take(_MESSAGES_PER_READ)
-            self._links.has_read(began)
-        if more:
-            self._is_put_off = True
-            self._links.put_off(self._read_on)
+        more = self._plain is not None
+        try:
+            if self._links.may_read():
+                more = self._take(_MESSAGES_PER_READ)
+                self._links.has_read(began)
+        finally:  # the descriptor does not tell again of what is behind a message that fails
+            if more:
+                self._is_put_off = True
+                self._links.put_off(self._read_on)
 
     def _take(self, most: int) -> bool:
         """Bring at most so many messages; True when there may be more."""
@@ -254,10 +255,10 @@ class ZmqConnection:
                     frames.append(frame.bytes)
             except zmq.Again:
                 return False
-            except zmq.ZMQError:
-                if self._socket is None or self._socket.closed:  # with its context
-                    return False
-                raise
+            except zmq.ZMQError as error:
+                if self._socket is not None and not self._socket.closed:  # with its context
+                    self.give_up(error_text(error))
+                return False
             self._on_message(frames)
         return True
 

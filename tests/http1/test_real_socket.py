@@ -501,3 +501,21 @@ def test_taking_a_path_leaves_nothing_beside_it(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="too long"):
         UnixPath(str(tmp_path / ("s" * 200))).take()
     assert os.listdir(tmp_path) == ["s"]
+
+
+def test_a_connection_that_a_bug_keeps_from_opening_is_told_to_the_loop() -> None:
+    failed: list[object] = []
+
+    async def story(server: Server) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+        del server.protocols  # so that making one fails
+        await server.connect()
+        await until(lambda: failed)
+        server.protocols = []
+        reader, writer = await server.connect()
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+
+    run(story)
+    assert [type(error) for error in failed] == [AttributeError]

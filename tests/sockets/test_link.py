@@ -525,3 +525,88 @@ async def test_what_only_a_process_of_its_own_reaches_says_so() -> None:
     async with Heard("inproc://a") as heard:
         await until(lambda: heard.link.error)
         assert heard.link.error == "inproc reaches nobody outside of this process"
+
+
+class Losable:
+    """A connection that is looked at; it can be lost, and looking can fail."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.looks = 0
+        self._fails = fails
+
+    def look(self) -> bool:
+        self.looks += 1
+        if self._fails:
+            raise RuntimeError("a bug")
+        return True
+
+
+@told
+async def test_a_connection_that_cannot_be_looked_at_keeps_nobody_from_being_looked_at() -> None:
+    failed: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    links, broken, sound = Links(), Losable(fails=True), Losable()
+    links.watch(broken)
+    links.watch(sound)
+    await until(lambda: sound.looks >= 2 and broken.looks >= 2)
+    assert {str(error) for error in failed} == {"a bug"}
+    links.unwatch(broken)
+    links.unwatch(sound)
+
+
+@told
+async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
+    failed: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    read: list[str] = []
+
+    def fails() -> None:
+        raise RuntimeError("a bug")
+
+    links = Links()
+    links.put_off(fails)
+    links.put_off(lambda: read.append("the next"))
+    await until(lambda: read)
+    assert len(failed) == 1
+
+
+@told
+async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_more_comes() -> None:
+    failed: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    brought: list[Message] = []
+
+    def on_message(message: Message) -> None:
+        brought.append(message)
+        if len(brought) == 1:
+            raise RuntimeError("a bug")
+
+    async with publisher() as pub:
+        links = Links()
+        connection = zmq_connection.ZmqConnection(
+            links,
+            zmq.SUB,
+            lambda made: made.setsockopt(zmq.SUBSCRIBE, b""),
+            on_message,
+            max_message_bytes=MAX_BYTES,
+        )
+        address: Address = (socket.AF_INET, ("127.0.0.1", port_of(pub)))
+        await connection.open(address)
+        assert await pub.recv() == b"\x01"
+        with monkeypatched_read(links):
+            for number in range(5):
+                await pub.send_multipart([b"", str(number).encode()])
+        await until(lambda: len(brought) == 5)
+        assert len(failed) == 1
+        connection.abort()
+
+
+@contextlib.contextmanager
+def monkeypatched_read(links: Links) -> Iterator[None]:
+    """Nothing is read meanwhile: what comes then stands in one queue."""
+    links._read_s = 1e9
+    yield
+    links._read_s = 0.0

@@ -1,0 +1,43 @@
+"""The sources of all workers together: what one does to the others."""
+
+import asyncio
+
+import pytest
+import zmq.asyncio
+
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.workers import Source
+from lean_selector.sockets import kv_subscriptions
+from lean_selector.sockets.kv_listener import KvListener
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.links import Links
+from tests.on_loop import on_loop, until
+
+
+@on_loop
+async def test_a_source_that_cannot_be_looked_at_keeps_no_other_from_being_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    looked_at: dict[int, int] = {1: 0, 2: 0}
+
+    def look(listener: KvListener, now: float) -> None:
+        worker_id = listener.ingest.worker_id
+        looked_at[worker_id] += 1
+        if worker_id == 1:
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(KvListener, "look", look)
+    monkeypatch.setattr(kv_subscriptions, "LOOK_EVERY_S", 0.001)
+    context = zmq.asyncio.Context()
+    subscriptions = KvSubscriptions(Links(context))
+    partition = Partition("m", "t", 4, False, KvIndex(4))
+    for worker_id in looked_at:
+        subscriptions.subscribe(partition, worker_id, 0, Source("tcp://127.0.0.1:1", None))
+    await until(lambda: min(looked_at.values()) >= 3)
+    await subscriptions.close()
+    context.destroy(linger=0)
+    assert {str(error) for error in failed} == {"a bug"}
