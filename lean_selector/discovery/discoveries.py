@@ -184,7 +184,7 @@ class Discoveries:
             ],
             [_shown(known, now) for known in sorted(self.workers or (), key=_key)],
             [
-                DiscoveredPeer(each.endpoint, each.state, _left_s(each.leaves_at, now))
+                DiscoveredPeer(each.endpoint, each.state, _left_s(each.leaves_at, now), each.error)
                 for each in (self.peers.known() if self.peers is not None else ())
             ],
         )

@@ -36,11 +36,12 @@ class Mesh(Protocol):
 class KnownPeer:
     """One place, and what it is to us."""
 
-    __slots__ = ("leaves_at", "place", "state")
+    __slots__ = ("error", "leaves_at", "place", "state")
 
-    def __init__(self, place: Place, state: str) -> None:
+    def __init__(self, place: Place) -> None:
         self.place: Final = place
-        self.state = state
+        self.state = ITSELF
+        self.error: str | None = None  # why it is no peer, or is not caught up from
         self.leaves_at: float | None = None  # monotonic; while nobody names it
 
     @property
@@ -59,9 +60,12 @@ class PeerRoster:
         http_port: int,
         grace_s: float,
         is_own_address: Callable[[str], bool] | None = None,
+        refusal: Callable[[str], str | None] = lambda endpoint: None,
     ) -> None:
         """This replica publishes on `own_port` and is advertised as `own_endpoint`. Others are
-        asked for their snapshots on `http_port`, where no other is found."""
+        asked for their snapshots on `http_port`, where no other is found, unless `refusal(url)`
+        has a reason against it."""
+        self._refusal = refusal
         self._mesh = mesh
         self._own_port = own_port
         self._own_endpoint = own_endpoint
@@ -84,7 +88,8 @@ class PeerRoster:
         for place in sorted(named):
             known = self._known.get(place)
             if known is None:
-                self._known[place] = KnownPeer(place, self._joined(place))
+                known = self._known[place] = KnownPeer(place)
+                self._join(known)
             else:
                 known.leaves_at = None
         for known in self._known.values():
@@ -105,26 +110,30 @@ class PeerRoster:
                 del self._known[known.place]
                 if known.state == REGISTERED:
                     self._mesh.deregister_peer(known.endpoint)
-        urls = [
-            f"http://{Place(known.place.host, self._http_port)}"
-            for known in self.known()
-            if known.state in (REGISTERED, KNOWN)
-        ]
+        urls = [url for known in self.known() if (url := self._url(known)) is not None]
         if urls != self._urls:
             self._urls = urls
             self._mesh.catch_up_from(urls)
 
-    def _joined(self, place: Place) -> str:
-        endpoint = f"tcp://{place}"
+    def _url(self, known: KnownPeer) -> str | None:
+        """Where its snapshot is asked for, if it is."""
+        if known.state not in (REGISTERED, KNOWN):
+            return None
+        url = f"http://{Place(known.place.host, self._http_port)}"
+        known.error = self._refusal(url)
+        return url if known.error is None else None
+
+    def _join(self, known: KnownPeer) -> None:
+        place, endpoint = known.place, known.endpoint
         if endpoint == self._own_endpoint:
-            return ITSELF
+            return
         if place.port == self._own_port and self._is_own_address(place.host):
-            return ITSELF
+            return
         try:
-            return REGISTERED if self._mesh.register_peer(endpoint) else KNOWN
+            known.state = REGISTERED if self._mesh.register_peer(endpoint) else KNOWN
         except SelectorError as error:
             log.warning("discovered peer %s: %s", endpoint, error.message)
-            return REFUSED
+            known.state, known.error = REFUSED, error.message
 
 
 def is_own_address_here(host: str) -> bool:

@@ -50,9 +50,12 @@ class Roster:
         use_kv_events: bool,
         on_new: Callable[[KnownWorker], None],
         on_gone: Callable[[KnownWorker], None],
+        refusal: Callable[[str], str | None] = lambda endpoint: None,
     ) -> None:
         """`register` and `remove` raise SelectorError. `on_new` hears of workers whose engines are
-        to be asked, `on_gone` of all that are forgotten."""
+        to be asked, `on_gone` of all that are forgotten. `refusal(endpoint)`: why a worker there is
+        neither asked nor registered."""
+        self._refusal = refusal
         self._catalog = catalog
         self._register = register
         self._remove = remove
@@ -129,9 +132,14 @@ class Roster:
             if known.id_by(entry) != known.worker_id:
                 self._withdraw(known)
             known.takes(entry)
-        if is_new or changed:
-            self._settle(known)
-        if (is_new or changed) and not self._is_complete(known):
+        if not is_new and not changed:
+            return
+        refusal = self._refusal(key)
+        if refusal is not None:
+            self._refuse(known, refusal)
+            return
+        self._settle(known)
+        if not self._is_complete(known):
             self._on_new(known)
 
     def _is_complete(self, known: KnownWorker) -> bool:
@@ -158,18 +166,21 @@ class Roster:
                 return
             self._register(spec)
         except (SelectorError, ValueError) as error:
-            reason = error.message if isinstance(error, SelectorError) else str(error)
-            if known.error != reason:
-                log.warning("discovered worker %s: %s", known.key, reason)
-            known.error = reason
-            if known.spec is None:
-                known.state = State.REFUSED
+            self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return
         what = "changed" if known.spec is not None else "registered"
         known.spec, known.state = spec, State.REGISTERED
         known.error = None
         self.registrations += 1
         self._tell(what, known)
+
+    def _refuse(self, known: KnownWorker, reason: str) -> None:
+        """What is said of it now is not registered; what was registered before stays."""
+        if known.error != reason:
+            log.warning("discovered worker %s: %s", known.key, reason)
+        known.error = reason
+        if known.spec is None:
+            known.state = State.REFUSED
 
     def _is_taken(self, known: KnownWorker) -> bool:
         """Somebody else has its id or its endpoint."""

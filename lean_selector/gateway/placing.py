@@ -20,6 +20,7 @@ from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.peeked_model import peeked_model
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.gateway.worker_connection import WorkerConnection
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.connecting import Resolve, connected, reason
 from lean_selector.prompts.fleet import UnknownModel
 from lean_selector.prompts.prompts import Prompts
@@ -51,9 +52,11 @@ class Placing:
         resolve: Resolve,
         tls: Callable[[], ssl.SSLContext],
         look: Callable[[], None],
+        allowed: AllowedEndpoints | None = None,
     ) -> None:
         """`tls` is asked for where a worker's URL is https, and may raise OSError; `look` brings
-        the directory up to date."""
+        the directory up to date; `allowed` says which workers are connected to."""
+        self._allowed = allowed
         self._prompts = prompts
         self._chooser = chooser
         self._rotation = rotation
@@ -143,5 +146,10 @@ class Placing:
         self._counts.connections_made += 1
         context = self._tls() if endpoint.url.is_secure else None
         return await connected(
-            self._resolve, endpoint.url, context, CONNECT_S, lambda: WorkerConnection(endpoint)
+            self._resolve,
+            endpoint.url,
+            context,
+            CONNECT_S,
+            lambda: WorkerConnection(endpoint),
+            self._allowed,
         )

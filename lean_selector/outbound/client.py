@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Final
 
 from lean_selector import __version__
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.answer import OutboundAnswer
 from lean_selector.outbound.connecting import Resolve as Resolve
 from lean_selector.outbound.connecting import SocketAddress as SocketAddress
@@ -33,9 +34,16 @@ class OutboundClient:
     """From the loop's thread only. Keeps nothing between two requests but its token and trust."""
 
     def __init__(
-        self, resolve: Resolve, *, token: TokenFile | None = None, trust: Trust | None = None
+        self,
+        resolve: Resolve,
+        *,
+        token: TokenFile | None = None,
+        trust: Trust | None = None,
+        allowed: AllowedEndpoints | None = None,
     ) -> None:
-        """`token` goes with every request; `trust` says who is believed over TLS."""
+        """`token` goes with every request; `trust` says who is believed over TLS, `allowed` where
+        a request may go at all."""
+        self._allowed = allowed
         self._resolve = resolve
         self._token = token
         self._trust = Trust() if trust is None else trust
@@ -144,7 +152,9 @@ class OutboundClient:
         to = Url(url)
         request = self._head(method, to, len(body), headers) + body
         context = self._trust.context() if to.is_secure else None
-        exchange = await connected(self._resolve, to, context, timeout_s, lambda: Exchange(request))
+        exchange = await connected(
+            self._resolve, to, context, timeout_s, lambda: Exchange(request), self._allowed
+        )
         try:
             await exchange.head()
             yield exchange

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.url import Url
 
 # (ip, port), or more of IPv6; with the family. As `sockets.resolver` gives them.
@@ -25,11 +26,16 @@ async def connected(
     context: ssl.SSLContext | None,
     timeout_s: float,
     new_protocol: Callable[[], P],
+    allowed: AllowedEndpoints | None = None,
 ) -> P:
-    """`new_protocol` on a connection to `to`. One address that is silent leaves some time to the
-    others. Raises OSError."""
+    """`new_protocol` on a connection to `to`, if it is `allowed`. One address that is silent leaves
+    some time to the others. Raises OSError."""
     ends = time.monotonic() + timeout_s
+    if allowed is not None:
+        allowed.check(to.origin)
     addresses = await resolve(to.host, to.port)
+    if allowed is not None:
+        addresses = allowed.among(to.origin, addresses)
     failure: Exception = OSError("the name has no addresses")
     for at, address in enumerate(addresses):
         share_s = max(0.0, ends - time.monotonic()) / (len(addresses) - at)

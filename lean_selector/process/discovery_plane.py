@@ -15,6 +15,7 @@ from lean_selector.discovery.peer_roster import PeerRoster
 from lean_selector.discovery.roster import Roster, Workers
 from lean_selector.discovery.target_shapes import Target
 from lean_selector.discovery.targets import peer_target_of, target_of
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
@@ -65,6 +66,7 @@ def find_workers(
     clock: Callable[[], float],
     engines: OutboundClient,
     use_kv_events: bool,
+    allowed: AllowedEndpoints | None = None,
 ) -> None:
     """The workers behind `targets` are registered and removed as over HTTP."""
     roster = Roster(
@@ -76,6 +78,7 @@ def find_workers(
         use_kv_events=use_kv_events,
         on_new=lambda known: asking.begin(known),
         on_gone=lambda known: asking.end(known),
+        refusal=_refusal_of(allowed),
     )
     asking = Asking(
         lambda base: ask_engine(engines, base), roster.heard, roster.failed, config.refresh_s
@@ -89,12 +92,24 @@ def find_peers(
     config: PeerDiscovery,
     finder: FinderConfig,
     plane: ReplicaPlane,
+    allowed: AllowedEndpoints | None,
 ) -> None:
     """The peers behind `targets` join and leave the mesh as over HTTP."""
     port = plane.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
-    roster = PeerRoster(plane, own_port, plane.advertise, config.http_port, finder.grace_s)
+    roster = PeerRoster(
+        plane,
+        own_port,
+        plane.advertise,
+        config.http_port,
+        finder.grace_s,
+        refusal=_refusal_of(allowed),
+    )
     discoveries.find_peers(targets, roster)
+
+
+def _refusal_of(allowed: AllowedEndpoints | None) -> Callable[[str], str | None]:
+    return (lambda endpoint: None) if allowed is None else allowed.refusal
 
 
 def _api_client(finder: FinderConfig, resolve: Resolve) -> tuple[str, OutboundClient]:

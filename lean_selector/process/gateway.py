@@ -32,7 +32,9 @@ from lean_selector.observing.load_metrics import Families
 from lean_selector.outbound.client import Resolve
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
+from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.engine_access import engine_client
+from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.gateway_config import GatewayConfig
 from lean_selector.process.host import HttpServer, StartError, new_zmq_context, observation, run
 from lean_selector.process.prompt_plane import prompts_of
@@ -70,12 +72,13 @@ class Choice(Protocol):
 
 def run_gateway(config: GatewayConfig) -> None:
     """Runs the gateway until it is told to stop. Raises StartError."""
-    run(
-        config,
-        config.listen,
-        lambda log_state: _gateway(config, log_state),
-        config.selector.warnings,
-    )
+    selector = config.selector
+    warnings = selector.warnings
+    if config.beside is None:  # else nobody can register anything here
+        has_allowed = bool(selector.allowed_endpoints)
+        exposed = exposure_warnings(selector.listen.host, has_tokens=False, has_allowed=has_allowed)
+        warnings = [*warnings, *exposed]
+    run(config, config.listen, lambda log_state: _gateway(config, log_state), warnings)
 
 
 async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
@@ -90,7 +93,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         choice = _Beside(config, config.beside, rotation, directory)
     token, trust = _access(config)
     counts = Counts()
-    client = engine_client(config.selector.engines, choice.resolve)
+    allowed = allowed_of(config.selector.allowed_endpoints)
+    client = engine_client(config.selector.engines, choice.resolve, allowed)
     prompts = prompts_of(config.prompts, choice.fleet, client)
     placing = Placing(
         prompts,
@@ -101,6 +105,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         choice.resolve,
         trust.context,
         choice.look,
+        allowed,
     )
     door = Door(
         placing,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from lean_selector.outbound.url import Url
+from lean_selector.process.endpoint_options import check_given
 from lean_selector.process.options import Option, integer, number, or_none, path, resolve
 from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
 from lean_selector.process.selector_config import SELECTOR_OPTIONS, SelectorConfig, selector_config
@@ -113,6 +114,7 @@ def gateway_config(
             Url(url)
         except ValueError as error:
             parser.error(str(error))
+    check_given(parser, values, "", args.workers)
     beside = values["selector"]
     if beside is not None and args.discover is not None:
         parser.error("--discover is the selector's: give it to the one at --selector")

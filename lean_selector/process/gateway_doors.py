@@ -4,13 +4,12 @@ Imported only where one of them is asked for.
 """
 
 import time
+from collections.abc import Callable
 
 from lean_selector.observing.load_metrics import Families
-from lean_selector.outbound.client import Resolve
+from lean_selector.outbound.client import OutboundClient
 from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_plane import AccessLogPlane
-from lean_selector.process.discovery_config import EngineAccess
-from lean_selector.process.engine_access import engine_client
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.prompts.fleet import CatalogFleet
 from lean_selector.prompts.prompts import Prompts
@@ -28,15 +27,13 @@ class GatewayDoors:
         service: SelectionService,
         access_logs: AccessLogConfig | None,
         prompts: PromptSettings | None,
-        engines: EngineAccess,
-        resolve: Resolve,
+        new_client: Callable[[], OutboundClient],
     ) -> None:
-        """Raises StartError; then nothing is open."""
+        """`new_client` makes what asks engines. Raises StartError; then nothing is open."""
         selector = service.selector
         self._prompts: Prompts | None = None
         if prompts is not None:
-            client = engine_client(engines, resolve)
-            self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), client)
+            self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), new_client())
         self._logs: AccessLogPlane | None = None
         if access_logs is not None:
             self._logs = AccessLogPlane(access_logs, selector, time.monotonic)

@@ -32,8 +32,10 @@ from lean_selector.observing.metrics import AnyFamily
 from lean_selector.observing.selection_cache_metrics import selection_cache_families
 from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.observing.session_metrics import session_families
+from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.engine_access import engine_client
 from lean_selector.process.expiry_sweep import ExpirySweep
+from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.routed_expiry import RoutedExpiry
@@ -64,7 +66,11 @@ if TYPE_CHECKING:
 
 def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
-    run(config, config.listen, lambda log_state: _selector(config, log_state), config.warnings)
+    exposed = exposure_warnings(
+        config.listen.host, has_tokens=False, has_allowed=bool(config.allowed_endpoints)
+    )
+    warnings = [*config.warnings, *exposed]
+    run(config, config.listen, lambda log_state: _selector(config, log_state), warnings)
 
 
 async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
@@ -104,7 +110,12 @@ def doors_of(config: SelectorConfig, parts: "SelectorParts") -> "GatewayDoors | 
         state=ServiceState(),
         call_later=asyncio.get_running_loop().call_later,
     )
-    return GatewayDoors(service, config.access_logs, config.prompts, config.engines, parts.resolve)
+    return GatewayDoors(
+        service,
+        config.access_logs,
+        config.prompts,
+        lambda: engine_client(config.engines, parts.resolve, parts.allowed),
+    )
 
 
 def selector_app(
@@ -150,7 +161,8 @@ class SelectorParts:
     def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
         """`context` has no socket yet."""
         loop = asyncio.get_running_loop()
-        links = self._links = Links(context)
+        allowed = self.allowed = allowed_of(config.allowed_endpoints)
+        links = self._links = Links(context, allowed=allowed)
         self.resolve = links.resolver.resolve
         self.subscriptions = subscriptions = KvSubscriptions(links, config.kv_source_grace_s)
         sweeps = IndexSweeps()
@@ -196,6 +208,7 @@ class SelectorParts:
             thresholds=config.busy,
             on_discarded=log_discarded,
             sessions=_session_tables(config, plane),
+            check_worker=worker_check(allowed),
         )
         self.sessions: PeerSessions | None = None
         if config.router.sessions is not None:
@@ -227,7 +240,7 @@ class SelectorParts:
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.polls is not None:
-            client = engine_client(config.engines, links.resolver.resolve)
+            client = engine_client(config.engines, links.resolver.resolve, allowed)
             self._polls = polls = WorkerPolls(
                 selector.catalog, selector.health, client, config.polls, random.Random()
             )
@@ -312,11 +325,12 @@ def _finding(
             config.finder,
             selector,
             time.monotonic,
-            engine_client(config.engines, resolve),
+            engine_client(config.engines, resolve, links.allowed),
             config.router.use_kv_events,
+            links.allowed,
         )
     if peers is not None and plane is not None:
-        discovery_plane.find_peers(finding, others, peers, config.finder, plane)
+        discovery_plane.find_peers(finding, others, peers, config.finder, plane, links.allowed)
     return finding
 
 

@@ -23,6 +23,7 @@ from lean_selector.process.discovery_options import (
     finder_of,
     worker_discovery_of,
 )
+from lean_selector.process.endpoint_options import ALLOW_OPTION, check_peer_flags
 from lean_selector.process.health_options import HEALTH_OPTIONS, ejection_of, polls_of
 from lean_selector.process.options import Option, integer, number, resolve, urls
 from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
@@ -59,6 +60,7 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     finder: FinderConfig
     discover: WorkerDiscovery | None
     engines: EngineAccess
+    allowed_endpoints: list[str]
     device_blocks_per_rank: int
     lower_tier_blocks_per_rank: int
     busy: BusyThreshold
@@ -99,6 +101,7 @@ SELECTOR_OPTIONS = (
         " is a warning",
     ),
     *REPLICA_OPTIONS,
+    ALLOW_OPTION,
     *WORKER_OPTIONS,
     Option(
         "--device-blocks-per-rank",
@@ -126,6 +129,7 @@ def selector_config(
 ) -> SelectorConfig:
     """The configuration of `lean-selector`."""
     values = resolve(parser, SELECTOR_OPTIONS, args, environ)
+    check_peer_flags(parser, values)
     router, warnings = router_of(parser, values, args)
     router["ejection"] = ejection_of(values)
     check_dialect(parser, values, args)
@@ -144,6 +148,7 @@ def selector_config(
             "finder": finder_of(values),
             "discover": worker_discovery_of(values),
             "engines": engine_access_of(values),
+            "allowed_endpoints": values["allow_endpoint"],
             "device_blocks_per_rank": values["device_blocks_per_rank"],
             "lower_tier_blocks_per_rank": values["lower_tier_blocks_per_rank"],
             "busy": busy_of(values),

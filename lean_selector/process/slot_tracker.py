@@ -11,7 +11,9 @@ from lean_selector.observing import logs
 from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.observing.load_metrics import replica_families, tracker_families
+from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
+from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
@@ -29,12 +31,20 @@ MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 def run_slot_tracker(config: SlotTrackerConfig) -> None:
     """Runs the slot tracker until it is told to stop. Raises StartError."""
-    run(config, config.listen, lambda log_state: _slot_tracker(config, log_state))
+    run(
+        config,
+        config.listen,
+        lambda log_state: _slot_tracker(config, log_state),
+        exposure_warnings(
+            config.listen.host, has_tokens=False, has_allowed=bool(config.allowed_endpoints)
+        ),
+    )
 
 
 async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:
     context = new_zmq_context()
-    links = Links(context)
+    allowed = allowed_of(config.allowed_endpoints)
+    links = Links(context, allowed=allowed)
 
     # What the plane asks; it does so only once all is made, the trackers below too.
     def lookup(model_name: str, tenant_id: str) -> Tracker | None:
@@ -124,7 +134,7 @@ def _finding(
     finding, _, targets = discovery_plane.discoveries_of(
         config.finder, links.resolver.resolve, None, peers
     )
-    discovery_plane.find_peers(finding, targets, peers, config.finder, plane)
+    discovery_plane.find_peers(finding, targets, peers, config.finder, plane, links.allowed)
     return finding
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from lean_selector.process.discovery_config import FinderConfig
 from lean_selector.process.discovery_options import finder_of
+from lean_selector.process.endpoint_options import ALLOW_OPTION, check_peer_flags
 from lean_selector.process.options import resolve
 from lean_selector.process.service_options import (
     EXPIRY_OPTION,
@@ -23,6 +24,7 @@ SLOT_TRACKER_OPTIONS = (
     port_option(8091),
     *LISTEN_OPTIONS,
     *REPLICA_OPTIONS,
+    ALLOW_OPTION,
     EXPIRY_OPTION,
 )
 
@@ -34,18 +36,21 @@ class SlotTrackerConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: ReplicaConfig | None
     finder: FinderConfig
     reservation_expiry_s: float
+    allowed_endpoints: list[str]
 
 
 def slot_tracker_config(
     parser: argparse.ArgumentParser, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> SlotTrackerConfig:
     values = resolve(parser, SLOT_TRACKER_OPTIONS, args, environ)
+    check_peer_flags(parser, values)
     return msgspec.convert(
         {
             "listen": listen_of(values),
             "replica": replica_of(parser, values),
             "finder": finder_of(values),
             "reservation_expiry_s": values["reservation_expiry_secs"],
+            "allowed_endpoints": values["allow_endpoint"],
         },
         SlotTrackerConfig,
     )

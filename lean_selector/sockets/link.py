@@ -244,6 +244,9 @@ class Link:
 
     async def _addresses(self) -> list[Address]:
         scheme, _, rest = self.endpoint.partition("://")
+        allowed = self._links.allowed
+        if allowed is not None:
+            allowed.check(self.endpoint)
         if scheme == "ipc":
             path = os.fsencode(rest)
             return [(socket.AF_UNIX, b"\0" + path[1:] if path.startswith(b"@") else path)]
@@ -257,5 +260,7 @@ class Link:
         if numeric(host) is None:
             self._to(LinkState.RESOLVING)
         addresses = await self._links.resolver.resolve(host, int(port))
+        if allowed is not None:
+            addresses = allowed.among(self.endpoint, addresses)
         self._to(LinkState.CONNECTING)
         return addresses

@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.sockets.resolver import Resolver
 
 # What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a
@@ -93,8 +94,11 @@ class Links:
         context: zmq.asyncio.Context | None = None,
         resolver: Resolver | None = None,
         waiting: Waiting | None = None,
+        allowed: AllowedEndpoints | None = None,
     ) -> None:
-        """`context` has no socket yet; without one it is pyzmq's own of the process."""
+        """`context` has no socket yet; without one it is pyzmq's own of the process. `allowed`:
+        what is connected to; None: everything."""
+        self.allowed = allowed
         self.context = context or zmq.asyncio.Context.instance()
         limit = self.context.get(zmq.SOCKET_LIMIT)
         self.context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, limit))

@@ -134,7 +134,9 @@ class ReplicaSync:
         self._on_missed = on_missed
         self._on_session = on_session
         topics = [TOPIC] if on_session is None else [TOPIC, SESSION_TOPIC]
-        self._links = ReplicaLinks(links or Links(context), topics, self._handle, on_connected)
+        links = links or Links(context)
+        self._allowed = links.allowed
+        self._links = ReplicaLinks(links, topics, self._handle, on_connected)
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent | SessionEvent] = deque()
@@ -272,6 +274,9 @@ class ReplicaSync:
             raise BadRequest("peer endpoint matches this replica's advertised endpoint")
         if endpoint in self._links:
             return False
+        refusal = None if self._allowed is None else self._allowed.refusal(endpoint)
+        if refusal is not None:
+            raise BadRequest(f"endpoint: {refusal}")
         if len(self._links) >= MAX_PEERS:
             raise Conflict(f"no more than {MAX_PEERS} replica peers")
         try:

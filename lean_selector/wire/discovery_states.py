@@ -30,8 +30,10 @@ class DiscoveredPeer(msgspec.Struct, frozen=True):
     """A peer that a discovery names, or named until a moment ago."""
 
     endpoint: str
-    state: str  # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "itself"
+    # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"
+    state: str
     leaves_in_s: float | None
+    last_error: str | None  # why it was refused, or is not caught up from
 
 
 class DiscoveryReport(msgspec.Struct, frozen=True):

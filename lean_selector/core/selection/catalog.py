@@ -93,14 +93,17 @@ class Catalog:
         new_partition: Callable[[PartitionKey, int, bool], Partition],
         on_dropped: Callable[[Partition, list[Reservation]], None],
         on_discarded: Callable[[Partition], None] = lambda partition: None,
+        check: Callable[[WorkerSpec], None] = lambda spec: None,
     ) -> None:
-        """`on_dropped` hears of the reservations that went with a rank, `on_discarded` of recovered
-        partitions whose blocks are dropped for their block size (D3)."""
+        """`check` raises BadRequest for what is not to be registered. `on_dropped` hears of the
+        reservations that went with a rank, `on_discarded` of recovered partitions whose blocks are
+        dropped for their block size (D3)."""
         self._settings = settings
         self._sources = sources
         self._new_partition = new_partition
         self._on_dropped = on_dropped
         self._on_discarded = on_discarded
+        self._check = check
         self.workers: dict[int, Worker] = {}
         self.revision = 0  # grows whenever what `workers` shows changes
         # Every model and tenant that ever had a worker here, while there are not too many.
@@ -135,6 +138,7 @@ class Catalog:
     def upsert(self, spec: WorkerSpec) -> Worker:
         """Registers a worker, or replaces its record whole, also across partitions."""
         self._check_limits(spec)
+        self._check(spec)
         return self._install(spec)
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
@@ -160,6 +164,7 @@ class Catalog:
         worker = self._known(worker_id)
         spec = msgspec.structs.replace(worker.spec, **changes)
         self._check_limits(spec)
+        self._check(spec)
         return self._install(spec)
 
     def remove(self, worker_id: int) -> Worker:

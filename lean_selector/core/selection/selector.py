@@ -69,9 +69,11 @@ class Selector:
         thresholds: BusyThreshold = OFF,
         on_discarded: Callable[[Partition], None] = lambda partition: None,
         sessions: SessionTables | None = None,
+        check_worker: Callable[[WorkerSpec], None] = lambda spec: None,
     ) -> None:
-        """`thresholds` hold for every model that is not given its own; `on_discarded` is the
-        catalog's; `sessions` are those of the settings unless given, and known to no peer."""
+        """`thresholds` hold for every model that is not given its own; `on_discarded` and
+        `check_worker` are the catalog's; `sessions` are those of the settings unless given, and
+        known to no peer."""
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.ledgers = Ledgers(settings.reservation_expiry_s, events)
@@ -87,6 +89,7 @@ class Selector:
             new_partition=self._new_partition,
             on_dropped=self._forget_ended,
             on_discarded=on_discarded,
+            check=check_worker,
         )
         self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)

@@ -1,0 +1,225 @@
+"""Which endpoints we connect to: patterns of `--allow-endpoint`, and what they are held against.
+
+A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/operations.md says
+it for users). An endpoint's host is an address or a name. An address, however it is spelled, is
+judged by the networks among the patterns; a name by the names, and where none of them has it, the
+addresses that it resolves to are judged when we connect, and those that are judged are those that
+are connected to. What cannot be read for sure matches nothing.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+FLAG: Final = "--allow-endpoint"
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_LOCAL: Final = ("ipc", "inproc")  # a path or a name, no host
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
+_NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_GLOB: Final = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
+_PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_AUTHORITY: Final = re.compile(r"(?P<host>\[[^\[\]]*\]|[^\[\]:]*)(?::(?P<port>[0-9]{1,5}))?")
+_PORT_MAX: Final = 0xFFFF
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+# Family and socket address, as resolvers give them: (ip, port, ...).
+A = TypeVar("A", bound=tuple[int, tuple[Any, ...] | bytes])
+
+
+class NotAllowed(OSError):
+    """No connection is tried; the message is one clear line."""
+
+
+class _Pattern:
+    """One pattern. Raises ValueError, saying what is wrong with it."""
+
+    def __init__(self, text: str) -> None:
+        self.text: Final = text
+        scheme, separator, rest = text.strip().partition("://")
+        if not separator or not rest:
+            raise ValueError(f"`{text}` is not SCHEME://HOST:PORT")
+        self.scheme: Final = scheme.lower()
+        if self.scheme != "*" and _SCHEME.fullmatch(self.scheme) is None:
+            raise ValueError(f"`{text}` has no valid scheme")
+        self.is_local: Final = self.scheme in _LOCAL
+        self.network: Network | None = None
+        self.name: re.Pattern[str] | None = None  # None with no network: any host, or any path
+        self.ports = range(_PORT_MAX + 1)
+        if self.is_local:
+            self.name = None if rest == "*" else _glob(rest, "[^/]*")
+            return
+        host, colon, port = rest.rpartition(":")
+        if not colon or not host or host.endswith(":"):
+            raise ValueError(f"`{text}` has no port: a number, a range such as 5557-5564, or *")
+        self.ports = _ports(text, port)
+        self._read_host(text, host.lower())
+
+    def _read_host(self, text: str, host: str) -> None:
+        if host == "*":
+            return
+        if host.startswith("[") or "/" in host or not set(host) - set("0123456789."):
+            try:
+                self.network = ipaddress.ip_network(host.replace("[", "").replace("]", ""))
+            except ValueError as error:
+                raise ValueError(f"`{text}`: {error}") from None
+            if ("[" in host) != (self.network.version == 6):
+                raise ValueError(f"`{text}`: IPv6, and only that, stands in brackets")
+            return
+        host = host.removesuffix(".")
+        if _GLOB.fullmatch(host) is None:
+            raise ValueError(f"`{text}` has no valid host: a name, a network, or *")
+        if not set(host) - set("0123456789.*"):
+            raise ValueError(f"`{text}`: name addresses by their network, such as 10.0.0.0/8")
+        self.name = _glob(host, "[^.]*")
+
+    def has_port(self, scheme: str, port: int) -> bool:
+        return self.scheme in (scheme, "*") and port in self.ports
+
+    def has_name(self, name: str) -> bool:
+        """Any host is, where the pattern names none."""
+        if self.name is not None:
+            return self.name.fullmatch(name) is not None
+        return self.network is None
+
+    def has_address(self, address: IpAddress) -> bool:
+        if self.network is not None:
+            return address.version == self.network.version and address in self.network
+        return self.name is None
+
+
+class _Target:
+    """An endpoint, taken apart. Raises ValueError for what is none for sure."""
+
+    __slots__ = ("address", "name", "port", "scheme")
+
+    def __init__(self, endpoint: str) -> None:
+        scheme, separator, rest = endpoint.partition("://")
+        if not separator:  # of a worker: where we would send HTTP
+            scheme, rest = "http", endpoint
+        self.scheme: Final = scheme.lower()
+        self.port = 0
+        self.address: IpAddress | None = None
+        self.name = rest
+        if _SCHEME.fullmatch(self.scheme) is None:
+            raise ValueError("no scheme")
+        if self.scheme in _LOCAL:
+            if "\0" in rest or {".", ".."} & set(rest.split("/")) or "//" in rest:
+                raise ValueError("a path that leads elsewhere")
+            return
+        authority = rest if self.scheme == "tcp" else re.split(r"[/?#]", rest, maxsplit=1)[0]
+        found = _AUTHORITY.fullmatch(authority)
+        if found is None:
+            raise ValueError("no host and port")
+        port = found["port"] or _DEFAULT_PORTS.get(self.scheme)
+        if port is None or int(port) > _PORT_MAX:
+            raise ValueError("no port")
+        self.port = int(port)
+        self.name = found["host"].lower().removesuffix(".")
+        self.address = _address(self.name)
+        if self.address is None and _NAME.fullmatch(self.name) is None:
+            raise ValueError("no host")
+
+
+class AllowedEndpoints:
+    """What the patterns allow. None of them allows nothing."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        """Raises ValueError, naming the pattern and what is wrong with it."""
+        self._patterns: Final = [_Pattern(text) for text in patterns]
+
+    def refusal(self, endpoint: str) -> str | None:
+        """Why an endpoint is not connected to, in one line; None where it is, or where that is
+        known only when its name is resolved."""
+        try:
+            target = _Target(endpoint)
+        except ValueError:
+            target = None
+        if target is not None:
+            if target.address is not None:
+                if self._has_address(target, target.address):
+                    return None
+            elif self._has_name(target) or self._networks(target):
+                return None
+        return f"`{endpoint}` is not allowed by {FLAG}"
+
+    def check(self, endpoint: str) -> None:
+        """Raise NotAllowed where `refusal` has a reason."""
+        reason = self.refusal(endpoint)
+        if reason is not None:
+            raise NotAllowed(reason)
+
+    def among(self, endpoint: str, addresses: Sequence[A]) -> list[A]:
+        """Those of `addresses`, which `endpoint` resolves to, that may be connected to; never
+        empty. Raises NotAllowed."""
+        self.check(endpoint)
+        target = _Target(endpoint)
+        if target.address is None and self._has_name(target):
+            return list(addresses)
+        allowed: list[A] = []
+        refused: list[A] = []
+        for each in addresses:
+            address = _address(str(each[1][0]))
+            is_allowed = address is not None and self._has_address(target, address)
+            (allowed if is_allowed else refused).append(each)
+        if not allowed:
+            found = ", ".join(str(each[1][0]) for each in refused[:3]) or "no address"
+            raise NotAllowed(f"`{endpoint}` is {found}, which is not allowed by {FLAG}")
+        return allowed
+
+    def _has_name(self, target: _Target) -> bool:
+        return any(
+            each.has_name(target.name) for each in self._patterns if self._concerns(each, target)
+        )
+
+    def _has_address(self, target: _Target, address: IpAddress) -> bool:
+        return any(
+            each.has_address(address) for each in self._patterns if self._concerns(each, target)
+        )
+
+    def _networks(self, target: _Target) -> bool:
+        """Whether some pattern judges the addresses of the target's name."""
+        return any(
+            each.network is not None for each in self._patterns if self._concerns(each, target)
+        )
+
+    @staticmethod
+    def _concerns(pattern: _Pattern, target: _Target) -> bool:
+        if pattern.is_local or target.scheme in _LOCAL:
+            return pattern.scheme == target.scheme
+        return pattern.has_port(target.scheme, target.port)
+
+
+def _glob(text: str, star: str) -> re.Pattern[str]:
+    return re.compile(star.join(re.escape(part) for part in text.split("*")))
+
+
+def _ports(text: str, port: str) -> range:
+    if port == "*":
+        return range(_PORT_MAX + 1)
+    found = _PORTS.fullmatch(port)
+    if found is None:
+        raise ValueError(f"`{text}`: the port is a number, a range such as 5557-5564, or *")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if not first <= last <= _PORT_MAX:
+        raise ValueError(f"`{text}`: there are no ports {port}")
+    return range(first, last + 1)
+
+
+def _address(host: str) -> IpAddress | None:
+    """The address that `host` is, in whatever spelling the system takes; None for a name."""
+    text = host[1:-1] if host.startswith("[") else host
+    try:
+        found: IpAddress = ipaddress.ip_address(text)
+    except ValueError:
+        if re.fullmatch(r"[0-9a-fx.]+", text) is None:
+            return None
+        try:  # 127.1, 0x7f000001, 017700000001
+            return ipaddress.IPv4Address(socket.inet_aton(text))
+        except OSError:
+            return None
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        return found.ipv4_mapped
+    return found

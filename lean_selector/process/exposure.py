@@ -1,0 +1,25 @@
+"""Who can reach us, as far as the address that we bind tells."""
+
+import ipaddress
+
+
+def is_beyond_loopback(host: str) -> bool:
+    """Whether others than this machine reach what is bound to `host`, the text of --host; a name
+    but `localhost` counts as if they did."""
+    if host.lower().rstrip(".") == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True
+
+
+def exposure_warnings(host: str, *, has_tokens: bool, has_allowed: bool) -> list[str]:
+    """What a stranger could make a service do that is bound to `host`. `has_tokens`: who registers
+    must have one; `has_allowed`: endpoints are held against a list."""
+    if has_tokens or has_allowed or not is_beyond_loopback(host):
+        return []
+    return [
+        f"whoever reaches --host {host} can register workers and peers, and so make this process "
+        "connect to any endpoint: give --auth-token-file or --allow-endpoint, or bind 127.0.0.1"
+    ]

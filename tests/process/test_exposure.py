@@ -1,0 +1,38 @@
+"""Who is reached by others, and what that is warned of."""
+
+import pytest
+
+from lean_selector.process.exposure import exposure_warnings, is_beyond_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "is_beyond"),
+    [
+        ("0.0.0.0", True),
+        ("::", True),
+        ("[::]", True),
+        ("", True),
+        ("10.0.0.1", True),
+        ("engine.example", True),
+        ("127.0.0.1", False),
+        ("127.8.8.8", False),
+        ("::1", False),
+        ("[::1]", False),
+        ("localhost", False),
+        ("LocalHost.", False),
+    ],
+)
+def test_only_loopback_is_reached_by_nobody_else(host: str, is_beyond: bool) -> None:
+    assert is_beyond_loopback(host) is is_beyond
+
+
+def test_a_warning_is_for_those_who_close_nothing() -> None:
+    def warns(
+        host: str = "0.0.0.0", *, has_tokens: bool = False, has_allowed: bool = False
+    ) -> bool:
+        return bool(exposure_warnings(host, has_tokens=has_tokens, has_allowed=has_allowed))
+
+    assert warns()
+    assert not warns(has_tokens=True)
+    assert not warns(has_allowed=True)
+    assert not warns("127.0.0.1")

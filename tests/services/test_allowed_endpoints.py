@@ -1,0 +1,300 @@
+"""`--allow-endpoint` on every road by which somebody else's word makes a service connect out."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.child_service import ChildService, plain_environment
+from tests.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.gateway.running_gateway import RunningGateway
+from tests.openai_worker import OpenAiWorker
+from tests.running_service import RunningService, free_port, wait_until
+
+# What is registered may be in this network only; no connection is made to what is refused, so
+# nothing listens there.
+ALLOWED = "*://127.0.0.0/8:*"
+INSIDE = "tcp://127.0.0.1:9"
+OUTSIDE = "tcp://198.51.100.1:5557"
+QUICK = ("--discover-interval-secs", "0.05", "--discover-refresh-secs", "0.1")
+
+
+def worker(**fields: object) -> dict[str, object]:
+    return {
+        "worker_id": 7,
+        "endpoint": "http://127.0.0.1:9",
+        "block_size": BLOCK_SIZE,
+        "kv_events_endpoint": INSIDE,
+        "replay_endpoint": INSIDE,
+        **fields,
+    }
+
+
+@pytest.fixture(scope="module", params=["1.3", "1.6"])
+def service(request: pytest.FixtureRequest) -> Iterator[RunningService]:
+    port = str(free_port())
+    flags = ("--replica-sync-port", port, "--allow-endpoint", ALLOWED)
+    with RunningService("--api", request.param, *flags) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("endpoint", "http://198.51.100.1:8000", "endpoint"),
+        ("endpoint", "198.51.100.1:8000", "endpoint"),
+        ("endpoint", "http://127.0.0.1@198.51.100.1", "endpoint"),
+        ("kv_events_endpoint", OUTSIDE, "kv_events_endpoint"),
+        ("kv_events_endpoint", "tcp://*:5557", "kv_events_endpoint"),
+        ("kv_events_endpoint", "ipc:///run/engine", "kv_events_endpoint"),
+        ("kv_events_endpoint", "127.0.0.1:5557:5557", "kv_events_endpoint"),
+        ("kv_events_endpoints", {"0": INSIDE, "1": OUTSIDE}, "kv_events_endpoints[1]"),
+        ("replay_endpoint", OUTSIDE, "replay_endpoint"),
+    ],
+)
+def test_no_registration_and_no_change_names_an_endpoint_that_is_not_allowed(
+    service: RunningService, field: str, value: Any, named: str
+) -> None:
+    endpoint = value if isinstance(value, str) else max(value.values())
+    refusal = {"error": f"{named}: `{endpoint}` is not allowed by --allow-endpoint"}
+    assert service.post("/workers", worker(**{field: value})) == (400, refusal)
+    assert service.get("/workers") == (200, [])
+    assert service.get("/kv_sources") == (200, [])
+    status, registered = service.post("/workers", worker())
+    assert (status, registered["lifecycle"]) == (201, "schedulable")
+    try:
+        change = {field: value, "max_num_batched_tokens": 5}
+        assert service.request("PATCH", "/workers/7", change) == (400, refusal)
+        assert service.post("/workers", worker(**{field: value})) == (400, refusal)
+        assert service.get("/workers") == (200, [registered])
+        sources = service.get("/kv_sources")[1]
+        assert [source["endpoint"] for source in sources] == [INSIDE]
+    finally:
+        assert service.request("DELETE", "/workers/7")[0] == 200
+
+
+def test_the_ports_of_further_ranks_are_judged_as_well() -> None:
+    with RunningService("--allow-endpoint", "http://*:*, tcp://*:9-10") as service:
+        ranks = {"0": INSIDE, "1": INSIDE, "2": INSIDE}
+        body = worker(kv_events_endpoints=ranks, kv_events_endpoint=None, data_parallel_size=3)
+        refusal = "replay_endpoint: `tcp://127.0.0.1:11` is not allowed by --allow-endpoint"
+        assert service.post("/workers", body) == (400, {"error": refusal})
+        body = worker(replay_endpoint=None, replay_endpoints={"0": OUTSIDE})
+        refusal = f"replay_endpoints[0]: `{OUTSIDE}` is not allowed by --allow-endpoint"
+        assert service.post("/workers", body) == (400, {"error": refusal})
+
+
+@pytest.mark.parametrize("module", ["lean_selector", "lean_selector.slot_tracker"])
+def test_no_peer_is_registered_that_is_not_allowed(module: str) -> None:
+    flags = ("--replica-sync-port", str(free_port()), "--allow-endpoint", ALLOWED)
+    with RunningService(*flags, module=module) as service:
+        for endpoint in (OUTSIDE, "tcp://eth0;127.0.0.1:5557", "ipc:///run/peer"):
+            status, answer = service.post("/replica_sync/register_peer", {"endpoint": endpoint})
+            assert status == 400
+            assert answer == {"error": f"endpoint: `{endpoint}` is not allowed by --allow-endpoint"}
+        assert service.get("/replica_sync/peers") == (200, [])
+        assert service.post("/replica_sync/register_peer", {"endpoint": INSIDE})[0] == 201
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "fault"),
+    [
+        (
+            ["lean_selector"],
+            ["--replica-sync-port", "9092", "--replica-sync-peers", f"{INSIDE},{OUTSIDE}"],
+            f"--replica-sync-peers: `{OUTSIDE}` is not allowed by --allow-endpoint",
+        ),
+        (
+            ["lean_selector.slot_tracker"],
+            ["--replica-sync-port", "9092", "--replica-sync-peers", OUTSIDE],
+            f"--replica-sync-peers: `{OUTSIDE}` is not allowed by --allow-endpoint",
+        ),
+        (
+            ["lean_selector", "gateway", "http://198.51.100.1:8000"],
+            [],
+            "`http://198.51.100.1:8000` is not allowed by --allow-endpoint",
+        ),
+        (
+            ["lean_selector"],
+            ["--allow-endpoint", "198.51.100.0/24"],
+            "is not SCHEME://HOST:PORT",
+        ),
+    ],
+)
+def test_what_flags_name_and_do_not_allow_ends_the_start(
+    command: list[str], flags: list[str], fault: str
+) -> None:
+    start = [sys.executable, "-m", *command, "--allow-endpoint", ALLOWED, *flags]
+    ended = subprocess.run(start, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert fault in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+# -- what is found --------------------------------------------------------------------------------
+
+
+def test_a_found_worker_that_is_not_allowed_is_shown_as_refused_and_never_asked(
+    tmp_path: Path,
+) -> None:
+    listed = tmp_path / "workers.json"
+    with FakeEngine() as engine, FakeEngine() as other, FakeEngine() as elsewhere:
+        rows = [
+            {"endpoint": engine.url},
+            {"endpoint": other.url},
+            {"endpoint": elsewhere.url, "kv_events_endpoint": OUTSIDE},
+        ]
+        listed.write_text(json.dumps(rows))
+        ports = [f"http://127.0.0.1:{each.port}" for each in (engine, elsewhere)]
+        flags = ("--discover", f"file:{listed}", *QUICK, "--allow-endpoint", "tcp://127.0.0.1:*")
+        with RunningService(*flags, "--allow-endpoint", ",".join(ports)) as service:
+            wait_until(lambda: _is(service, engine.url, "registered"), "one is registered")
+            error = f"`{other.url}` is not allowed by --allow-endpoint"
+            assert _states(service)[other.url] == ("refused", error)
+            wait_until(lambda: _is(service, elsewhere.url, "refused"), "the third has told all")
+            error = f"kv_events_endpoint: `{OUTSIDE}` is not allowed by --allow-endpoint"
+            assert _states(service)[elsewhere.url] == ("refused", error)
+            asked = engine.asked.total()
+            wait_until(lambda: engine.asked.total() > asked, "engines are asked again")
+            assert not other.asked
+            assert [each["endpoint"] for each in service.get("/workers")[1]] == [engine.url]
+
+
+def _states(service: RunningService) -> dict[str, tuple[str, str | None]]:
+    """Of each found worker: how far it has come, and why not further."""
+    workers = service.get("/discovery")[1]["workers"]
+    return {each["endpoint"]: (each["state"], each["last_error"]) for each in workers}
+
+
+def _is(service: RunningService, endpoint: str, state: str) -> bool:
+    return _states(service).get(endpoint, ("", None))[0] == state
+
+
+def test_a_found_peer_that_is_not_allowed_is_shown_as_refused() -> None:
+    own, port = free_port(), free_port()
+    flags = (
+        *("--replica-sync-port", str(own)),
+        *("--replica-sync-discover", f"dns:localhost:{port}"),
+        *("--discover-interval-secs", "0.05", "--allow-endpoint", "*://10.0.0.0/8:*"),
+    )
+    with RunningService(*flags, module="lean_selector.slot_tracker") as service:
+        wait_until(lambda: bool(service.get("/discovery")[1]["peers"]), "it is found")
+        for peer in service.get("/discovery")[1]["peers"]:
+            refusal = f"endpoint: `{peer['endpoint']}` is not allowed by --allow-endpoint"
+            assert (peer["state"], peer["last_error"]) == ("refused", refusal)
+        assert service.get("/replica_sync/peers") == (200, [])
+
+
+def test_a_found_peer_is_not_caught_up_from_where_its_url_is_not_allowed() -> None:
+    own, port = free_port(), free_port()
+    flags = (
+        *("--replica-sync-port", str(own)),
+        *("--replica-sync-discover", f"dns:localhost:{port}"),
+        *("--discover-interval-secs", "0.05", "--allow-endpoint", "tcp://*:*"),
+    )
+    with RunningService(*flags) as service:
+        wait_until(lambda: bool(service.get("/discovery")[1]["peers"]), "it is found")
+        for peer in service.get("/discovery")[1]["peers"]:
+            assert peer["state"] == "registered"
+            assert peer["last_error"].endswith("is not allowed by --allow-endpoint")
+
+
+# -- names that resolve to what is not allowed ----------------------------------------------------
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[tuple[int, list[object]]]:
+    """A port of this machine, and who connected to it."""
+    seen: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    seen.append(server.accept()[1])
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield server.getsockname()[1], seen
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_name_is_connected_to_only_at_addresses_that_are_allowed() -> None:
+    """`localhost` may be registered, for it might be in the network; it is not."""
+    flags = ("--allow-endpoint", "*://10.0.0.0/8:*", "--worker-health-interval-secs", "0.05")
+    with (
+        listener() as (http, http_seen),
+        listener() as (events, events_seen),
+        RunningService(*flags, "--replica-sync-port", str(free_port())) as service,
+    ):
+        endpoint = f"tcp://localhost:{events}"
+        body = worker(
+            endpoint=f"http://localhost:{http}",
+            kv_events_endpoint=endpoint,
+            replay_endpoint=endpoint,
+        )
+        assert service.post("/workers", body)[0] == 201
+        assert service.post("/replica_sync/register_peer", {"endpoint": endpoint})[0] == 201
+        words = "which is not allowed by --allow-endpoint"
+
+        def source() -> Any:
+            return service.get("/kv_sources")[1][0]
+
+        wait_until(lambda: words in (source()["last_error"] or ""), "the source tells why")
+
+        def peer() -> Any:
+            return service.get("/replica_sync/peers?detail=true")[1]["peers"][0]
+
+        wait_until(lambda: words in (peer()["last_error"] or ""), "the peer tells why")
+
+        def polled() -> Any:
+            health = service.get("/workers?detail=true")[1][0]["health"]
+            return json.dumps(health)
+
+        wait_until(lambda: words in polled(), "the poll tells why")
+        assert not http_seen
+        assert not events_seen
+
+
+# -- the gateway ----------------------------------------------------------------------------------
+
+
+def test_the_gateway_connects_to_no_worker_that_is_not_allowed_whatever_its_selector_says() -> None:
+    with OpenAiWorker() as outside, RunningService("--use-kv-events", "false") as selector:
+        body = {"worker_id": 1, "model_name": "m", "endpoint": outside.url, "block_size": 16}
+        assert selector.post("/workers", body)[0] == 201
+        where = ("--selector", f"http://127.0.0.1:{selector.port}")
+        with RunningGateway(*where, "--allow-endpoint", "*://10.0.0.0/8:*") as gateway:
+            words = f"`{outside.url}` is not allowed by --allow-endpoint"
+
+            def is_told() -> bool:
+                answer = gateway.chat("hello")
+                assert answer.status in (404, 502, 503)
+                return words in answer.body.decode()
+
+            wait_until(is_told, "the client is told why nobody serves it")
+            assert "connect to any endpoint" not in gateway.log()
+
+
+# -- the warning ----------------------------------------------------------------------------------
+
+
+def test_who_can_be_made_to_connect_anywhere_is_warned_at_the_start() -> None:
+    for flags in ((), ("--allow-endpoint", ALLOWED)):
+        port = free_port()
+        command = [sys.executable, "-m", "lean_selector.slot_tracker", "--port", str(port), *flags]
+        child = ChildService(command, port, env=plain_environment())
+        try:
+            wait_until(lambda: "listening" in child.log(), "it is up")  # noqa: B023
+            assert ("connect to any endpoint" in child.log()) is not bool(flags)
+        finally:
+            child.stop()
