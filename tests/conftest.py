@@ -6,6 +6,7 @@ is the other run, for finding things: fresh examples every time, many more of th
 is mended and becomes an `@example` of its test.
 
 With LEAN_SELECTOR_FORM set to `compiled` or `pure` nothing runs unless that is the form under test.
+Tests of what is never compiled (tests/one_form.py) have the mark `one_form`.
 """
 
 import os
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from lean_selector.form import form
 from loadtest.reference import NotInstalled, interpreter
+from tests.one_form import MARK, is_of_one_form
 
 EXPLORE_TIMES = 20  # as many examples in an exploring run
 
@@ -49,10 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("explore" if config.getoption("--explore") else "repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_of_one_form(item.path):
+            item.add_marker(MARK)
+    if config.getoption("--explore"):
+        _draw_more(items)
+
+
+def _draw_more(items: list[pytest.Item]) -> None:
     """A test's own `max_examples` beats a profile's, so in an exploring run it is multiplied."""
-    if not config.getoption("--explore"):
-        return
     grown: set[object] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or item.obj in grown:

@@ -1,0 +1,43 @@
+"""What the compiled run of continuous integration leaves out, and why: nothing of it is compiled.
+
+All other tests run on both forms (D38). What is named here is a folder or a file of `tests/`; the
+reason stands beside it. Who looks for what is compiled finds it in `setup.py`.
+"""
+
+from pathlib import Path
+
+MARK = "one_form"
+TESTS = Path(__file__).parent
+ONE_FORM = {
+    "client": "the client library is not compiled; its calls on a service are also those of"
+    " tests/bindings and tests/services",
+    "demo": "the demo is not compiled",
+    "deploy/test_manifests.py": "reads manifests; what they start is started from the image too",
+    "deploy/test_recipes.py": "reads files",
+    "deploy/test_unit.py": "reads a unit; what it lets through is asked of the system",
+    "doctor": "the examination of a fleet is not compiled",
+    "documents/test_commands.py": "reads pages, and command lines, which are not compiled",
+    "documents/test_python_examples.py": "examples of the client library",
+    "loadtest": "load generators are not of the package; the compiled form has its own comparison",
+    "openapi/test_schemathesis.py": "the document is not compiled; what no form may fail at is in"
+    " tests/properties/test_no_input_is_a_failure.py",
+    "prompts": "reading prompts of text is not compiled",
+    "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
+    " tests/route, and what it reads of them in tests/access_logs",
+    "test_lowest_versions.py": "a script of continuous integration",
+    "test_property_runs.py": "how tests draw",
+    "test_side_by_side.py": "a script of continuous integration",
+}
+# It uses compiled modules, so it runs on both forms, wherever it stands.
+EXCEPT = {
+    "client/test_leaks.py": "a storm of calls and cancellations on the compiled service",
+}
+
+
+def is_of_one_form(test: Path) -> bool:
+    """Whether the compiled run leaves this file out."""
+    if not test.is_relative_to(TESTS):
+        return False
+    path = test.relative_to(TESTS)
+    names = {str(path), *(str(folder) for folder in path.parents)}
+    return bool(names & ONE_FORM.keys()) and str(path) not in EXCEPT
