@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
 
@@ -35,7 +35,7 @@ class RunningService:
         self._flags = flags
         self._env = plain_environment(**(env or {}))
 
-    def __enter__(self) -> "RunningService":
+    def __enter__(self) -> Self:
         self._start()
         try:
             wait_until(self._is_up, "the service is up")
@@ -45,9 +45,11 @@ class RunningService:
         return self
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", self._module, "--port", str(self.port), *self._flags]
-        self._child = ChildService(command, self.port, env=self._env)
+        self._child = ChildService(self._command(), self.port, env=self._env)
         self.process = self._child.process
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", self._module, "--port", str(self.port), *self._flags]
 
     def _is_up(self) -> bool:
         if self.process.poll() is not None:
@@ -57,6 +59,9 @@ class RunningService:
             self._child.stop()
             self.port = free_port()  # somebody was faster
             self._start()
+        return self.is_healthy()
+
+    def is_healthy(self) -> bool:
         return self._child.is_healthy()
 
     def log(self) -> str:

@@ -314,11 +314,11 @@ WAITING_OR_CLOCKED = {
     *("time", "datetime", "os", "sys", "logging", "threading", "subprocess", "multiprocessing"),
     *("pathlib", "tempfile", "secrets", "uuid", "http", "urllib.request", "prometheus_client"),
 }
+OF_THE_LOOP = {f"lean_selector.http1.{name}" for name in ("protocol", "listener", "tls")}
 PURE = [
     module
     for module in MODULES
-    if part_of(module) in ("core", "http1")
-    and module not in ("lean_selector.http1.protocol", "lean_selector.http1.listener")
+    if part_of(module) in ("core", "http1") and module not in OF_THE_LOOP
 ]
 # A parser, the names of statuses, and the layout of a date: nothing that waits.
 MAY = {

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 from lean_selector.http1.header_block import HeaderBlocks
 from lean_selector.http1.limits import HttpError, Limits
+from lean_selector.http1.tls_counts import TlsCounts
 
 # A gateway opens some hundreds: enough for a fleet of them, and below a descriptor limit of 2**16,
 # of which KV events take two or three for each worker rank.
@@ -31,7 +32,7 @@ def plain_refusal(error: HttpError) -> bytes:
 class Timeouts:
     """Seconds, to the precision of the sweep."""
 
-    __slots__ = ("idle_s", "linger_s", "quiet_s", "read_s", "write_s")
+    __slots__ = ("handshake_s", "idle_s", "linger_s", "quiet_s", "read_s", "write_s")
 
     def __init__(
         self,
@@ -40,7 +41,9 @@ class Timeouts:
         write_s: float = 30.0,  # a client that takes nothing of what is written to it
         linger_s: float = 5.0,  # a client that goes on sending after its last answer
         quiet_s: float = 1.0,  # as idle_s and linger_s, while the server drains
+        handshake_s: float = 10.0,  # a TLS handshake, from its connection to its end
     ) -> None:
+        self.handshake_s = handshake_s
         self.idle_s = idle_s
         self.read_s = read_s
         self.write_s = write_s
@@ -68,6 +71,7 @@ class Connections:
         "accepted",
         "bodies_refused",
         "call_soon",
+        "greeting",
         "header_blocks",
         "held_bytes",
         "is_draining",
@@ -81,6 +85,7 @@ class Connections:
         "refusal",
         "refused",
         "timeouts",
+        "tls",
         "told",
     )
 
@@ -102,6 +107,7 @@ class Connections:
         self.refusal = refusal
         self.header_blocks: HeaderBlocks = {}
         self.open: set[Connection] = set()
+        self.greeting: set[Connection] = set()  # in their TLS handshake, each a place in `open`
         self.told: set[Connection] = set()  # refused, and reading why
         self.held_bytes = 0  # the sum over `open`
         self.now = 0.0  # monotonic seconds at the last sweep
@@ -113,13 +119,14 @@ class Connections:
         self.accept_failures = 0  # the listeners': no descriptor or no memory was left
         self.refused = 0
         self.bodies_refused = 0
+        self.tls = TlsCounts()
 
     def admit(self, connection: Connection) -> None:
         """A new one: it joins `open`, or is refused because they are too many."""
         if self.is_over:
             connection.abort()
             return
-        if len(self.open) < self.max_connections:
+        if len(self.open) + len(self.greeting) < self.max_connections:
             self.accepted += 1
             self.open.add(connection)
             return
@@ -130,8 +137,20 @@ class Connections:
         else:
             connection.abort()
 
+    def greet(self, connection: Connection) -> None:
+        """A new one whose TLS handshake begins. Some beyond the limit may finish it, because only
+        then can they be told that they are too many."""
+        if self.is_over:
+            connection.abort()
+        elif len(self.open) + len(self.greeting) < self.max_connections + _MAX_TOLD:
+            self.greeting.add(connection)
+        else:
+            self.refused += 1
+            connection.abort()
+
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
+        """It is closed, or its handshake is over."""
+        self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)
 
@@ -162,7 +181,7 @@ class Connections:
         sweep before them.
         """
         self.now = now
-        for connection in (*self.open, *self.told):
+        for connection in (*self.open, *self.told, *self.greeting):
             connection.expire(now)
 
     def start_draining(self) -> None:
@@ -177,5 +196,5 @@ class Connections:
     def abort(self) -> None:
         """Drop all connections at once, unsent answers included, and any that is still to come."""
         self.is_over = True
-        for connection in (*self.open, *self.told):
+        for connection in (*self.open, *self.told, *self.greeting):
             connection.abort()

@@ -135,6 +135,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     server = HttpServer(door, front, config.listen, "gateway", StreamingProtocol)
     await api.start()
     await server.start()
+    server.on_reload += api.on_reload
     choice.start()
 
     def tick(now: float) -> None:

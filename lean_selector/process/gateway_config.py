@@ -125,7 +125,7 @@ def gateway_config(
     megabytes = values["max_body_mb"]
     assert isinstance(megabytes, int)
     return GatewayConfig(
-        listen=msgspec.convert(listen_of(values), Listen),
+        listen=msgspec.convert(listen_of(parser, values), Listen),
         workers=list(dict.fromkeys(args.workers)),
         selector=_selector(parser, args, environ, values),
         beside=None if beside is None else str(beside),

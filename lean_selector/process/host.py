@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -26,9 +27,12 @@ from lean_selector.http1.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http1.protocol import App, HttpProtocol
 from lean_selector.http1.response import date_header
 from lean_selector.observing import logs
-from lean_selector.process.service_options import Listen
+from lean_selector.process.service_options import Listen, TlsFiles
 from lean_selector.services.observation import Observation
 from lean_selector.tasks import failed, failures, watch_process
+
+if TYPE_CHECKING:
+    from lean_selector.process.server_tls import ServerTls
 
 log = logging.getLogger("lean_selector.server")
 
@@ -111,6 +115,9 @@ class HttpServer:
         self._new_protocol = protocol
         self._listeners: list[Listener] = []
         self._refusals = 0, 0  # that the log knows of
+        # Called on SIGHUP, which otherwise ends the process: fill it before `serve`.
+        self.on_reload: list[Callable[[], object]] = []
+        self._tls: ServerTls | None = None
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -119,12 +126,17 @@ class HttpServer:
         date_header.set(time.time())
         self.connections.sweep(time.monotonic())
         listen = self._listen
+        tcp_protocol: Callable[[], asyncio.Protocol] = self._protocol
+        if listen.tls is not None:
+            self._tls = self._server_tls(listen.tls)
+            self.on_reload.append(self._tls.reload)
+            tcp_protocol = self._tls.new_connection
         try:
             tcp = tcp_socket(listen.host, listen.port)
         except OSError as error:
             raise StartError(f"{os_reason(error)}: {listen.host}:{listen.port}") from None
         port = tcp.getsockname()[1]
-        self._listeners.append(Listener(tcp, self._protocol, self.connections))
+        self._listeners.append(Listener(tcp, tcp_protocol, self.connections))
         if listen.uds is not None:
             path = UnixPath(listen.uds)
             try:
@@ -138,7 +150,17 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         fields = {"service": self._name, "version": __version__, "host": listen.host, "port": port}
+        if listen.tls is not None:
+            fields["tls"] = "on" if listen.tls.client_ca is None else "mutual"
         log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
+
+    def _server_tls(self, files: TlsFiles) -> "ServerTls":
+        from lean_selector.process.server_tls import ServerTls
+
+        try:
+            return ServerTls(files, self.connections, self._protocol)
+        except ValueError as error:
+            raise StartError(str(error)) from None
 
     def _protocol(self) -> HttpProtocol:
         return self._new_protocol(self._app, self.connections)
@@ -147,6 +169,10 @@ class HttpServer:
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
+
+    def _on_hangup(self) -> None:
+        for reload in self.on_reload:
+            reload()
 
     async def serve(
         self,
@@ -160,6 +186,8 @@ class HttpServer:
         A tick that fails MOST_TICKS_LOST times in a row is a signal, too; what it raised the last
         time is then raised at the end.
         """
+        if self.on_reload:
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         gc.collect()
         gc.freeze()  # what start-up made stays: no collection need look at it again
         failures.setdefault("tick", 0)  # from the first scrape on
@@ -180,10 +208,12 @@ class HttpServer:
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
-        """Time-outs of connections, and the log of those who were refused: for `serve`, and for
-        whoever runs a second server beside it."""
+        """Time-outs of connections, the log of those who were refused, and TLS files that changed:
+        for `serve`, and for whoever runs a second server beside it."""
         self.connections.sweep(now)
         self._log_refusals()
+        if self._tls is not None:
+            self._tls.look(now)
 
     def abort(self) -> None:
         """At once: nobody connects any more, and who is connected is dropped."""
@@ -201,7 +231,9 @@ class HttpServer:
                 for listener in self._listeners:
                     listener.close()
             self.connections.sweep(now)
-            if not self.connections.open and all(each.is_done for each in self._listeners):
+            connections = self.connections
+            is_empty = not connections.open and not connections.greeting
+            if is_empty and all(each.is_done for each in self._listeners):
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_LOOK_S):

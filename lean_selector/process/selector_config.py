@@ -139,7 +139,7 @@ def selector_config(
         warnings.append("--indexer-peers has no effect while KV events are off")
     return msgspec.convert(
         {
-            "listen": listen_of(values),
+            "listen": listen_of(parser, values),
             "router": router,
             "indexer_peers": values["indexer_peers"],
             "recovery_timeout_s": values["recovery_timeout_secs"],

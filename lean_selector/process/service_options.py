@@ -26,12 +26,21 @@ from lean_selector.process.options import (
 )
 
 
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service shows over TLS, and whom it lets in; paths of PEM files."""
+
+    cert: str
+    key: str
+    client_ca: str | None  # None: clients need no certificate
+
+
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how a service is reached, and how it leaves."""
 
     host: str
     port: int
     uds: str | None
+    tls: TlsFiles | None  # on the port; never on the UNIX socket
     drain_s: float
     max_connections: int
     log_level: str
@@ -61,6 +70,22 @@ def port_option(default: int) -> Option:
 LISTEN_OPTIONS = (
     Option("--host", text, "0.0.0.0", "address to bind", metavar="ADDRESS"),
     Option("--uds", path, None, "listen on this UNIX socket too (mode 0660)", metavar="PATH"),
+    Option(
+        "--tls-cert",
+        path,
+        None,
+        "speak TLS on the port, with this certificate and its chain (PEM); read again when it "
+        "changes, and on SIGHUP",
+        metavar="PATH",
+    ),
+    Option("--tls-key", path, None, "the key of that certificate (PEM)", metavar="PATH"),
+    Option(
+        "--tls-client-ca",
+        path,
+        None,
+        "let in only clients with a certificate of these authorities (PEM)",
+        metavar="PATH",
+    ),
     Option("--drain-secs", number(0.0), 5.0, "how long a stop may take"),
     Option(
         "--max-connections",
@@ -171,11 +196,26 @@ def replica_of(
     }
 
 
-def listen_of(values: Mapping[str, object]) -> dict[str, object]:
+def tls_of(
+    parser: argparse.ArgumentParser, values: Mapping[str, object]
+) -> dict[str, object] | None:
+    """None while the port speaks no TLS."""
+    cert, key, client_ca = values["tls_cert"], values["tls_key"], values["tls_client_ca"]
+    if cert is None and key is None and client_ca is None:
+        return None
+    for flag, value in (("--tls-cert", cert), ("--tls-key", key)):
+        if value is None:
+            others = [f for f, v in (("--tls-cert", cert), ("--tls-key", key)) if v is not None]
+            parser.error(f"{(others or ['--tls-client-ca'])[0]} requires {flag}")
+    return {"cert": cert, "key": key, "client_ca": client_ca}
+
+
+def listen_of(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> dict[str, object]:
     return {
         "host": values["host"],
         "port": values["port"],
         "uds": values["uds"],
+        "tls": tls_of(parser, values),
         "drain_s": values["drain_secs"],
         "max_connections": values["max_connections"],
         "log_level": values["log_level"],

@@ -46,7 +46,7 @@ def slot_tracker_config(
     check_peer_flags(parser, values)
     return msgspec.convert(
         {
-            "listen": listen_of(values),
+            "listen": listen_of(parser, values),
             "replica": replica_of(parser, values),
             "finder": finder_of(values),
             "reservation_expiry_s": values["reservation_expiry_secs"],

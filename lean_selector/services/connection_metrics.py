@@ -6,6 +6,7 @@ from lean_selector.observing.metrics import Family
 
 
 def connection_families(connections: Connections) -> Families:
+    tls = connections.tls
     return [
         Family(
             "lean_selector_http_connections",
@@ -42,5 +43,34 @@ def connection_families(connections: Connections) -> Families:
             "counter",
             "Connections closed with 503 because all together held too many bytes.",
             lambda: [("", connections.bodies_refused)],
+        ),
+        Family(
+            "lean_selector_tls_handshakes_total",
+            "counter",
+            "TLS handshakes that ended well; nothing while TLS is off.",
+            lambda: [("", tls.completed)] if tls.is_on else [],
+        ),
+        Family(
+            "lean_selector_tls_handshake_failures_total",
+            "counter",
+            "TLS handshakes that failed, by reason.",
+            lambda: [
+                (f'{{reason="{reason}"}}', count)
+                for reason, count in tls.failures.items()
+                if tls.is_on
+            ],
+        ),
+        Family(
+            "lean_selector_tls_reloads_total",
+            "counter",
+            "Times that the files of TLS were read again: used, or refused and the last ones kept.",
+            lambda: (
+                [
+                    ('{outcome="ok"}', tls.reloads),
+                    ('{outcome="refused"}', tls.reload_failures),
+                ]
+                if tls.is_on
+                else []
+            ),
         ),
     ]

@@ -1,0 +1,332 @@
+"""TLS as the services have it: their files, what is refused, and real processes that speak it."""
+
+import http.client
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lean_selector.process.server_tls import server_context
+from lean_selector.process.service_options import TlsFiles
+from tests.certificates import HOST, Authority, Files
+from tests.running_service import RunningService, free_port, wait_until
+from tests.tls_service import TlsService, ask, shown_by
+
+OURS, STRANGERS = Authority(), Authority()
+WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://w:1", "block_size": 4}
+PROMPT = {"model_name": "m", "token_ids": list(range(16))}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path, OURS, OURS.issue(HOST))
+
+
+# -- files that are refused ------------------------------------------------------------------------
+
+
+def _other_key(files: Files) -> str:
+    files.key.write_bytes(OURS.issue(HOST).private_key_pem.bytes())
+    return f"--tls-key: {files.key} is not the key of the certificate in {files.cert}"
+
+
+def _no_cert(files: Files) -> str:
+    files.cert.unlink()
+    return f"--tls-cert: {files.cert}: No such file or directory"
+
+
+def _no_key(files: Files) -> str:
+    files.key.unlink()
+    return f"--tls-key: {files.key}: No such file or directory"
+
+
+def _cert_is_text(files: Files) -> str:
+    files.cert.write_text("hello")
+    return f"--tls-cert: {files.cert} holds no certificates in PEM"
+
+
+def _key_is_text(files: Files) -> str:
+    files.key.write_text("hello")
+    return f"--tls-key: {files.key} holds no private key in PEM"
+
+
+def _locked_key(files: Files) -> str:
+    files.key.write_text(ENCRYPTED)
+    return f"--tls-key: {files.key}: a key with a passphrase is not supported"
+
+
+def _ca_is_text(files: Files) -> str:
+    files.ca.write_text("hello")
+    return f"--tls-client-ca: {files.ca} holds no certificates in PEM"
+
+
+# Of nobody: made for this test, with the passphrase `x`.
+ENCRYPTED = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAg8yu5BaPH00wICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEAQIEENISAkithS7Ua9esU6sLnz8EgZCn
+kIK59+N+WdnOCo6X1oOYDyiQ4kd9fX0JGWbXyQibCHxHczwh2RbP1Kou5U3hhMXz
+HuXuzZ4j0xRRqEuYR6EReMFoPEy1g18v3PXVRnGWRzqxXpP5V85zcNozgcI24Vkb
+BwGITy36O5Tp39JVez6kEoBMkMMlYHf4pxYlsIFsA54rCyo5vlRdVnFxPje0X+w=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [_other_key, _no_cert, _no_key, _cert_is_text, _key_is_text, _locked_key, _ca_is_text],
+)
+def test_files_that_do_not_fit_are_named_with_their_flag(
+    files: Files, spoil: Callable[[Files], str]
+) -> None:
+    said = spoil(files)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - compared as a whole
+        server_context(TlsFiles(cert=str(files.cert), key=str(files.key), client_ca=str(files.ca)))
+    assert str(refused.value) == said
+
+
+@pytest.mark.parametrize("module", ["lean_selector", "lean_selector.slot_tracker"])
+def test_a_wrong_pair_is_no_start(files: Files, module: str) -> None:
+    said = _other_key(files)
+    flags = ["--port", "0", "--tls-cert", str(files.cert), "--tls-key", str(files.key)]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [("--tls-cert", "--tls-key"), ("--tls-key", "--tls-cert"), ("--tls-client-ca", "--tls-cert")],
+)
+def test_a_flag_that_needs_another_says_so(given: str, missing: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lean_selector", given, "x.pem"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"lean-selector: error: {given} requires {missing}\n"
+
+
+# -- what the services do over it ------------------------------------------------------------------
+
+
+def test_the_life_of_a_request_and_a_large_dump_over_tls(files: Files) -> None:
+    with TlsService(files, OURS, "--use-kv-events", "false", "--router-ttl-secs", "600") as service:
+        connection = service.connection()
+        assert ask(connection, "POST", "/workers", WORKER)[0] == 201
+        status, chosen = ask(
+            connection, "POST", "/select_and_reserve", {"reservation_id": "a", **PROMPT}
+        )
+        assert (status, chosen["worker_id"]) == (200, 1)
+        assert ask(connection, "POST", "/reservations/a/prefill_complete")[0] == 200
+        assert ask(connection, "POST", "/reservations/a/output_block", {})[0] == 200
+        assert ask(connection, "DELETE", "/reservations/a") == (200, {"status": "ok"})
+        assert ask(connection, "DELETE", "/reservations/a")[0] == 404
+        prompt = {"model_name": "m", "token_ids": list(range(400_000))}
+        assert (
+            ask(connection, "POST", "/select_and_reserve", {"reservation_id": "b", **prompt})[0]
+            == 200
+        )
+        status, dump = ask(connection, "GET", "/dump")
+        assert status == 200
+        assert len(str(dump)) > 5_000_000
+        assert ask(connection, "GET", "/health") == (200, {"status": "ok"})
+        status, metrics = ask(connection, "GET", "/metrics")
+        assert 'lean_selector_tls_handshake_failures_total{reason="not_tls"} 0' in metrics
+        connection.close()
+
+
+def test_the_slot_tracker_speaks_it_too_and_the_unix_socket_does_not(
+    files: Files, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s")
+    module = "lean_selector.slot_tracker"
+    with TlsService(files, OURS, "--uds", path, module=module) as service:
+        assert service.get("/health")[0] == 200
+        with closing(_UnixConnection(path)) as beside:
+            assert ask(beside, "GET", "/health")[0] == 200
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
+
+
+def test_the_gateway_speaks_it_on_both_of_its_ports(files: Files) -> None:
+    with _Gateway(files, OURS, "--worker-health-interval-secs", "none") as gateway:
+        assert gateway.get("/v1/models")[0] == 503  # no worker has told its model
+
+
+class _Gateway(TlsService):
+    """In front of a worker that is away; whether it is up is seen at its selector's port."""
+
+    _selector_port = 0
+
+    def _command(self) -> list[str]:
+        python, m, module, *flags = super()._command()
+        self._selector_port = free_port()
+        port = ["--selector-port", str(self._selector_port)]
+        return [python, m, module, "gateway", "http://127.0.0.1:9", *flags, *port]
+
+    def is_healthy(self) -> bool:
+        port, self.port = self.port, self._selector_port
+        try:
+            return super().is_healthy()
+        finally:
+            self.port = port
+
+
+def test_a_stop_answers_what_is_parked_and_what_still_comes(files: Files) -> None:
+    with TlsService(files, OURS, "--queue-threshold", "0.1") as service:
+        kept, parked = service.connection(), service.connection()
+        worker = {**WORKER, "max_num_batched_tokens": 16, "total_kv_blocks": 100}
+        assert (
+            ask(kept, "POST", "/workers", {**worker, "kv_events_endpoint": "tcp://127.0.0.1:9"})[0]
+            == 201
+        )
+        assert ask(kept, "POST", "/select_and_reserve", {"reservation_id": "a", **PROMPT})[0] == 200
+        answers: list[tuple[int, object]] = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(ask(parked, "POST", "/select", PROMPT))
+        )
+        waiting.start()
+        wait_until(
+            lambda: _sample(ask(kept, "GET", "/metrics")[1], "dynamo_queued_requests") == 1,
+            "a request waits",
+        )
+        service.process.send_signal(signal.SIGTERM)
+        waiting.join(20.0)
+        assert [status for status, _ in answers] == [503]
+        kept.request("GET", "/health")
+        last = kept.getresponse()
+        assert (last.status, last.headers["connection"]) == (200, "close")
+        assert service.stop()[0] == 0
+
+
+def _sample(metrics: str, name: str) -> float:
+    return sum(
+        float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(name)
+    )
+
+
+# -- who is let in ---------------------------------------------------------------------------------
+
+
+def test_a_service_lets_in_who_has_a_certificate_and_speaks_tls_1_2(files: Files) -> None:
+    client_ca = ("--tls-client-ca", str(files.ca))
+    with TlsService(files, OURS, *client_ca, own=OURS.issue("gateway.test")) as service:
+        for context in (OURS.client(), OURS.client(STRANGERS.issue("gateway.test"))):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(service.connection(context), "GET", "/health")
+        old = OURS.client(OURS.issue("gateway.test"))
+        old.set_ciphers("DEFAULT:@SECLEVEL=0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(service.connection(old), "GET", "/health")
+        with closing(http.client.HTTPConnection(HOST, service.port, timeout=20.0)) as plain:
+            assert ask(plain, "GET", "/health")[0] == 400
+        text = str(service.get("/metrics")[1])
+        failed = "lean_selector_tls_handshake_failures_total"
+        assert f'{failed}{{reason="client_certificate"}} 2' in text
+        assert f'{failed}{{reason="version_or_cipher"}} 1' in text
+        assert f'{failed}{{reason="not_tls"}} 1' in text
+        wait_until(lambda: "TLS handshakes failed" in service.log(), "it is logged")
+        status, log = service.stop()
+        assert (status, "Traceback" in log) == (0, False)
+        assert log.count("TLS handshakes failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("issuer", "name", "expired"),
+    [(STRANGERS, HOST, False), (OURS, "elsewhere.test", False), (OURS, HOST, True)],
+    ids=["another authority's", "another name", "expired"],
+)
+def test_a_client_refuses_a_service_with_a_wrong_certificate(
+    tmp_path: Path, issuer: Authority, name: str, expired: bool
+) -> None:
+    files = Files(tmp_path, issuer, issuer.issue(name, expired=expired))
+    path = str(tmp_path / "s")
+    flags = ("--tls-cert", str(files.cert), "--tls-key", str(files.key), "--uds", path)
+    with _BesideTls(path, *flags) as service:
+        connection = http.client.HTTPSConnection(
+            HOST, service.port, timeout=20.0, context=OURS.client()
+        )
+        with closing(connection), pytest.raises(ssl.SSLCertVerificationError):
+            connection.request("GET", "/health")
+
+
+class _BesideTls(RunningService):
+    """Whether it is up is seen on its UNIX socket."""
+
+    def __init__(self, path: str, *flags: str) -> None:
+        super().__init__(*flags, module="lean_selector.slot_tracker")
+        self._path = path
+
+    def is_healthy(self) -> bool:
+        try:
+            with closing(_UnixConnection(self._path)) as beside:
+                return ask(beside, "GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+
+# -- files that change -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["when the files change", "on SIGHUP"])
+def test_new_files_are_for_new_connections(files: Files, how: str) -> None:
+    with TlsService(files, OURS) as service:
+        kept = service.connection()
+        assert ask(kept, "GET", "/health")[0] == 200
+        shown = shown_by(kept)
+        if how == "on SIGHUP":
+            before = [os.stat(path) for path in (files.cert, files.key)]
+            service.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: "the TLS files were read again" in service.log(), "they are read")
+            assert [os.stat(path) for path in (files.cert, files.key)] == before
+        else:
+            files.write(OURS.issue(HOST))
+
+            def is_new() -> bool:
+                newcomer = service.connection()
+                assert ask(newcomer, "GET", "/health")[0] == 200
+                other = shown_by(newcomer) != shown
+                newcomer.close()
+                return other
+
+            wait_until(is_new, "the new certificate is shown")
+        assert ask(kept, "GET", "/health")[0] == 200
+        assert shown_by(kept) == shown
+
+
+def test_a_broken_pair_leaves_the_old_one_and_says_why(files: Files) -> None:
+    with TlsService(files, OURS) as service:
+        right = files.key.read_bytes()
+        said = _other_key(files)
+        wait_until(lambda: said in service.log(), "the log says why")
+        assert service.get("/health")[0] == 200
+        metrics = str(service.get("/metrics")[1])
+        assert 'lean_selector_tls_reloads_total{outcome="refused"} 1' in metrics
+        files.key.write_bytes(right)
+        wait_until(lambda: "the TLS files were read again" in service.log(), "they fit again")
+        assert service.get("/health")[0] == 200
