@@ -99,6 +99,7 @@ ROOMS: dict[str, set[str]] = {
     "process": {
         "form",
         "process",
+        "access",
         "gateway",
         "discovery",
         "outbound",
@@ -114,12 +115,18 @@ ROOMS: dict[str, set[str]] = {
         *CORE,
     },
     # doors for gateways
-    "route": {"route", "prompts", "services", "outbound", "http1", "wire", "tasks", *CORE},
+    "route": {
+        *("route", "prompts", "services", "access", "outbound", "http1", "wire", "tasks"),
+        *CORE,
+    },
     "access_logs": {"access_logs", "observing", *CORE},
     # the door in front of the workers
-    "gateway": {"gateway", "prompts", "outbound", "http1", "observing", "wire", "tasks", *CORE},
+    "gateway": {
+        *("gateway", "prompts", "access", "outbound", "http1", "observing", "wire", "tasks"),
+        *CORE,
+    },
     # what speaks HTTP, what waits for other sockets, what users import
-    "services": {"services", "openapi", "observing", "http1", "wire", *CORE},
+    "services": {"services", "access", "openapi", "observing", "http1", "wire", *CORE},
     "discovery": {"discovery", "outbound", "wire", "tasks", *CORE},
     "sockets": {"sockets", "outbound", "wire", "tasks", *CORE},
     "prompts": {"prompts", "outbound", "wire", "tasks", *CORE},
@@ -129,6 +136,8 @@ ROOMS: dict[str, set[str]] = {
     "publisher": {"wire", *CORE},
     # what is said of the routes, once somebody asks
     "openapi": {"openapi", "wire", *CORE},
+    # who may come in
+    "access": {"access", "outbound", "http1"},
     # what only observes, what speaks HTTP/1.1 and nothing else, what travels
     "observing": {"observing", "tasks", *CORE},
     "http1": {"http1"},
@@ -320,8 +329,10 @@ PURE = [
     for module in MODULES
     if part_of(module) in ("core", "http1") and module not in OF_THE_LOOP
 ]
-# A parser, the names of statuses, and the layout of a date: nothing that waits.
+# A parser, the names of statuses, the layout of a date, and a key that is drawn once and decides
+# nothing that anybody sees: nothing that waits.
 MAY = {
+    "lean_selector.http1.credentials": {"os"},
     "lean_selector.http1.header_block": {"httptools"},
     "lean_selector.http1.reader": {"httptools"},
     "lean_selector.http1.response": {"http"},

@@ -151,7 +151,7 @@ class Errand(Receiver):
         lines = request_lines(
             request.section,
             without_codings=reads,
-            without_authorization=self._token is not None,
+            drops_authorization=self._token is not None,
         )
         parts = [
             b"%b %b%b HTTP/1.1\r\n" % (request.method, request.path, query),

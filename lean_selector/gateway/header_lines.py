@@ -30,7 +30,7 @@ _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 
 
 def request_lines(
-    section: bytes, *, without_codings: bool = False, without_authorization: bool = False
+    section: bytes, *, without_codings: bool = False, drops_authorization: bool = False
 ) -> bytes:
     """Of a request's section (`1.1 CRLF name: value CRLF ... CRLF CRLF`) what the worker is sent:
     each line behind its CRLF."""
@@ -39,9 +39,14 @@ def request_lines(
     lines = _NOT_TO_WORKER.sub(b"", lines)
     if without_codings:
         lines = _CODINGS.sub(b"", lines)
-    if without_authorization:
+    if drops_authorization:
         lines = _AUTHORIZATION.sub(b"", lines)
     return _without(lines, named) if named else lines
+
+
+def without_authorization(section: bytes) -> bytes:
+    """A request's section without such lines: they were for us."""
+    return _AUTHORIZATION.sub(b"", section)
 
 
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:

@@ -3,8 +3,9 @@
 Owns the framing: where a request begins and ends, and every limit on its size. httptools (llhttp)
 judges the header section; it is shown each distinct one once, for clients repeat theirs but for
 the lines that name one request: its length, its trace, its id. Those are cut out, and a section
-whose remainder is known needs no second judgement. Follows RFC 9112; limits and statuses as spec
-selection.md 1.1 and slot_tracker.md 1.2 record them.
+whose remainder is known needs no second judgement. `authorization` is cut out before anything is
+remembered, and known again by its connection alone (`credentials`). Follows RFC 9112; limits and
+statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
 
 Request smuggling needs two parties that disagree on where a request ends. Refused with 400 or
 501, and the connection then closes: content-length beside transfer-encoding, any second
@@ -18,6 +19,7 @@ import re
 from typing import Final
 
 from lean_selector.http1.body import ChunkedBody, SizedBody
+from lean_selector.http1.credentials import UNUSABLE, CredentialLine, has_credentials
 from lean_selector.http1.header_block import (
     CHUNKED,
     HeaderBlock,
@@ -52,11 +54,13 @@ _MAX_REMEMBERED_BLOCK_BYTES = 2048
 class Request:
     """One request as the client sent it. `path` and `query` are raw; the body is not kept if too
     large. `section` is the head behind `HTTP/`: the version, and the header lines with their ends.
+    `credential` is the digest of its bearer token, `credentials.UNUSABLE`, or None.
     """
 
     __slots__ = (
         "body",
         "body_too_large",
+        "credential",
         "headers",
         "keep_alive",
         "method",
@@ -73,6 +77,7 @@ class Request:
         body: bytes | bytearray,
         headers: HeaderBlock,
         section: bytes = b"",
+        credential: bytes | None = None,
     ) -> None:
         self.method = method
         self.path = path
@@ -80,6 +85,7 @@ class Request:
         self.body = body
         self.headers = headers
         self.section = section
+        self.credential = credential
         self.keep_alive = headers.keep_alive
         self.body_too_large = False
 
@@ -117,6 +123,7 @@ class RequestReader:
     __slots__ = (
         "_blocks",
         "_body",
+        "_credentials",
         "_head",
         "_limits",
         "_max_body_bytes",
@@ -137,6 +144,7 @@ class RequestReader:
         self._max_head_bytes = limits.max_head_bytes
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
+        self._credentials: CredentialLine | None = None  # once a request had such a line
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
         self.has_unread_input = False
@@ -207,23 +215,27 @@ class RequestReader:
                 self._fail(HttpError(414, "request target too long"))
                 return
             section = data[version_at:end]
-            block = self._blocks.get(section)
+            credentials = self._credentials
+            rest = section if credentials is None else credentials.rest_of(section)
+            block = self._blocks.get(rest)
             if block is None:
-                block = self._judge(section)
+                block = self._judge(rest)
                 if block is None:
                     return
+                credentials = self._credentials
+            credential = None if credentials is None else credentials.credential
             method, path, query = line.group(1, 2, 3)
             if path[0] != 0x2F:
                 path = _origin_form(path)
             length = block.content_length
             at = end + length
             if end <= at <= size and length <= self._max_body_bytes:
-                request = Request(method, path, query, data[end:at], block, section)
+                request = Request(method, path, query, data[end:at], block, section, credential)
                 requests.append(request)
                 if not request.keep_alive:
                     self.is_finished = True
             else:
-                request = Request(method, path, query, b"", block, section)
+                request = Request(method, path, query, b"", block, section, credential)
                 at = self._begin_body(request, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
@@ -241,15 +253,33 @@ class RequestReader:
                 if len(names) == 1 and varied.traceparent is None:
                     self._remember(text, varied)  # a length comes again, an id does not
                 return varied
-        block = parse_header_block(text)
-        if isinstance(block, HttpError):
-            self._fail(block)
-            return None
-        if len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
+        if has_credentials(text):
+            return self._judge_rest(text)
+        block = self._parse(text)
+        if block is not None and len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
             if not names:
                 self._remember(text, block)
             elif _each_stands_once(names, text):
                 self._remember(shape, block)
+        return block
+
+    def _judge_rest(self, text: bytes) -> HeaderBlock | None:
+        """The same of a section with credentials: only what is left without them is remembered."""
+        credentials = self._credentials
+        # What was known is cut out of this one already: then it has two.
+        is_second = credentials is not None and credentials.credential is not None
+        self._credentials = credentials = CredentialLine(text)
+        rest = text if is_second else credentials.rest_of(text)
+        if rest is text:
+            credentials.credential = UNUSABLE
+            return self._parse(text)
+        return self._blocks.get(rest) or self._judge(rest)
+
+    def _parse(self, text: bytes) -> HeaderBlock | None:
+        block = parse_header_block(text)
+        if isinstance(block, HttpError):
+            self._fail(block)
+            return None
         return block
 
     def _remember(self, key: bytes | tuple[bytes, ...], block: HeaderBlock) -> None:

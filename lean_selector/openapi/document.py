@@ -38,6 +38,16 @@ _OF_BODIES: Final = {
     415: "the content-type is another",
     422: "the body is JSON, and not of this shape",
 }
+OPEN: Final = "open"  # the role of whoever has no token
+_LEAST: Final = "read"  # every token's
+_NO_ROLES: Final[dict[tuple[str, str], str]] = {}
+_REFUSALS: Final = {401: "no token, or one that is not known", 403: "the token's role is too small"}
+_SCHEME: Final = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "A token of --auth-token-file. Of its roles each holds the ones before it: read,"
+    " write, admin.",
+}
 _ABOUT: Final = """\
 Every error is `{"error": "..."}` and names what was wrong. Answers are MessagePack where `accept`
 names it; bodies with a prompt may be. Unknown fields are ignored. HEAD is answered as GET.
@@ -48,15 +58,24 @@ def document(
     title: str,
     routes: Iterable[tuple[str, str]],
     described: Mapping[tuple[str, str], RouteDescription],
+    roles: Mapping[tuple[str, str], str] = _NO_ROLES,
+    *,
+    asks_tokens: bool = False,
 ) -> dict[str, Any]:
     """`routes` are methods and path templates, in the order shown. One that is not described is
-    shown as such."""
+    shown as such. `roles` are those of tokens, OPEN for a route of everybody; where the service
+    `asks_tokens` they are also its security."""
     kept = {route: described.get(route, _undescribed(route)) for route in routes}
     shapes = _Shapes(kept.values())
     paths: dict[str, dict[str, Any]] = {}
     for (method, template), about in kept.items():
         path = template.replace("*}", "}")
         operation = _operation(method, path, about, shapes)
+        role = roles.get((method, template))
+        if role is not None:
+            operation["x-role"] = role
+            if asks_tokens and role != OPEN:
+                _secure(operation, role)
         paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -72,9 +91,27 @@ def document(
         "components": {
             "schemas": shapes.named,
             "responses": {
-                str(status): _error([text], shapes) for status, text in CONNECTION_ERRORS.items()
+                **(_refusals(shapes) if asks_tokens else {}),
+                **{str(each): _error([text], shapes) for each, text in CONNECTION_ERRORS.items()},
             },
+            **({"securitySchemes": {"token": _SCHEME}} if asks_tokens else {}),
         },
+    }
+
+
+def _secure(operation: dict[str, Any], role: str) -> None:
+    operation["security"] = [{"token": [role]}]
+    responses = operation["responses"]
+    for status in _REFUSALS if role != _LEAST else [401]:
+        responses[str(status)] = {"$ref": f"#/components/responses/{status}"}
+    operation["responses"] = dict(sorted(responses.items()))
+
+
+def _refusals(shapes: "_Shapes") -> dict[str, Any]:
+    line = {"description": "RFC 6750", "schema": {"type": "string"}}
+    return {
+        str(status): {**_error([text], shapes), "headers": {"www-authenticate": line}}
+        for status, text in _REFUSALS.items()
     }
 
 

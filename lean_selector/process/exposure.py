@@ -15,10 +15,15 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, has_tokens: bool, has_allowed: bool) -> list[str]:
-    """What a stranger could make a service do that is bound to `host`. `has_tokens`: who registers
+    """What a stranger could make a service do that is bound to `host`. `has_tokens`: who calls
     must have one; `has_allowed`: endpoints are held against a list."""
-    if has_tokens or has_allowed or not is_beyond_loopback(host):
+    if has_tokens or not is_beyond_loopback(host):
         return []
+    if has_allowed:
+        return [
+            f"whoever reaches --host {host} can call every route: give --auth-token-file, or bind "
+            "127.0.0.1"
+        ]
     return [
         f"whoever reaches --host {host} can register workers and peers, and so make this process "
         "connect to any endpoint: give --auth-token-file or --allow-endpoint, or bind 127.0.0.1"

@@ -11,11 +11,14 @@ from typing import Protocol
 
 import zmq.asyncio
 
+from lean_selector.access.roles import OPEN
+from lean_selector.access.token_file import AccessTokens
 from lean_selector.gateway.choosing import Chooser
 from lean_selector.gateway.core_chooser import CoreChooser
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.directory import Directory, Row
 from lean_selector.gateway.door import Door, http_refusal
+from lean_selector.gateway.door_guard import guarded
 from lean_selector.gateway.families import gateway_families
 from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.placing import Placing
@@ -32,6 +35,7 @@ from lean_selector.observing.load_metrics import Families
 from lean_selector.outbound.client import Resolve
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
+from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.engine_access import engine_client
 from lean_selector.process.exposure import exposure_warnings
@@ -59,7 +63,13 @@ class Choice(Protocol):
 
     def look(self) -> None: ...
 
-    def app(self, connections: Connections, log_state: logs.LogState, more: Families) -> App: ...
+    def app(
+        self,
+        connections: Connections,
+        log_state: logs.LogState,
+        more: Families,
+        tokens: AccessTokens | None,
+    ) -> App: ...
 
     def start(self) -> None: ...
 
@@ -73,16 +83,19 @@ class Choice(Protocol):
 def run_gateway(config: GatewayConfig) -> None:
     """Runs the gateway until it is told to stop. Raises StartError."""
     selector = config.selector
-    warnings = selector.warnings
-    if config.beside is None:  # else nobody can register anything here
-        has_allowed = bool(selector.allowed_endpoints)
-        exposed = exposure_warnings(selector.listen.host, has_tokens=False, has_allowed=has_allowed)
-        warnings = [*warnings, *exposed]
+    exposed = exposure_warnings(
+        config.listen.host,
+        has_tokens=config.listen.auth_token_file is not None,
+        # Beside a selector nobody can register anything here.
+        has_allowed=bool(selector.allowed_endpoints) or config.beside is not None,
+    )
+    warnings = [*selector.warnings, *exposed]
     run(config, config.listen, lambda log_state: _gateway(config, log_state), warnings)
 
 
 async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     loop, now = asyncio.get_running_loop(), time.monotonic()
+    tokens = tokens_of(config.listen)
     context = new_zmq_context()
     rotation = Rotation(config.selector.router.ejection, now)
     directory = Directory(config.workers, rotation)
@@ -127,12 +140,15 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     front = Connections(loop.call_soon, limits, max_connections=most, refusal=http_refusal)
     behind = Connections(loop.call_soon, Limits(), max_connections=most)
     api = HttpServer(
-        choice.app(behind, log_state, gateway_families(counts, rotation)),
+        choice.app(behind, log_state, gateway_families(counts, rotation), tokens),
         behind,
         config.selector.listen,
         "lean-selector",
     )
-    server = HttpServer(door, front, config.listen, "gateway", StreamingProtocol)
+    app = door if tokens is None else guarded(door, tokens, counts)
+    server = HttpServer(app, front, config.listen, "gateway", StreamingProtocol)
+    if tokens is not None:
+        server.watch(tokens.look)
     await api.start()
     await server.start()
     server.on_reload += api.on_reload
@@ -205,8 +221,16 @@ class _Within:
             if worker.spec.endpoint
         ]
 
-    def app(self, connections: Connections, log_state: logs.LogState, more: Families) -> App:
-        return selector_app(self._config, self._parts, connections, log_state, self._doors, more)
+    def app(
+        self,
+        connections: Connections,
+        log_state: logs.LogState,
+        more: Families,
+        tokens: AccessTokens | None,
+    ) -> App:
+        return selector_app(
+            self._config, self._parts, connections, log_state, self._doors, more, tokens
+        )
 
     def start(self) -> None:
         self._parts.start()
@@ -242,12 +266,19 @@ class _Beside:
     def look(self) -> None:
         pass
 
-    def app(self, connections: Connections, log_state: logs.LogState, more: Families) -> App:
-        routes = (("GET", "/health", plain(lambda: OK)),)
+    def app(
+        self,
+        connections: Connections,
+        log_state: logs.LogState,
+        more: Families,
+        tokens: AccessTokens | None,
+    ) -> App:
+        routes = (("GET", "/health", OPEN, plain(lambda: OK)),)
         return observed(
             routes,
             lambda meters: [*connection_families(connections), *more],
             observation("gateway", self._listen, log_state),
+            tokens=tokens,
         )
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -117,6 +118,7 @@ class HttpServer:
         self._refusals = 0, 0  # that the log knows of
         # Called on SIGHUP, which otherwise ends the process: fill it before `serve`.
         self.on_reload: list[Callable[[], object]] = []
+        self._looks: list[Callable[[], object]] = []
         self._tls: ServerTls | None = None
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -170,6 +172,12 @@ class HttpServer:
             self._stop_now.set()
         self._stop.set()
 
+    def watch(self, look: Callable[[bool], object]) -> None:
+        """`look` at a file that may have changed: about every TICK_S, and on SIGHUP with True,
+        which says that it has. Before `serve`."""
+        self._looks.append(partial(look, False))
+        self.on_reload.append(partial(look, True))
+
     def _on_hangup(self) -> None:
         for reload in self.on_reload:
             reload()
@@ -208,12 +216,14 @@ class HttpServer:
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
-        """Time-outs of connections, the log of those who were refused, and TLS files that changed:
+        """Time-outs of connections, the log of those who were refused, and files that changed:
         for `serve`, and for whoever runs a second server beside it."""
         self.connections.sweep(now)
         self._log_refusals()
         if self._tls is not None:
             self._tls.look(now)
+        for look in self._looks:
+            look()
 
     def abort(self) -> None:
         """At once: nobody connects any more, and who is connected is dropped."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
+from lean_selector.access.token_file import AccessTokens
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.replication.records import ReplicaEvent
@@ -32,6 +33,7 @@ from lean_selector.observing.metrics import AnyFamily
 from lean_selector.observing.selection_cache_metrics import selection_cache_families
 from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.observing.session_metrics import session_families
+from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.engine_access import engine_client
 from lean_selector.process.expiry_sweep import ExpirySweep
@@ -67,7 +69,9 @@ if TYPE_CHECKING:
 def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
     exposed = exposure_warnings(
-        config.listen.host, has_tokens=False, has_allowed=bool(config.allowed_endpoints)
+        config.listen.host,
+        has_tokens=config.listen.auth_token_file is not None,
+        has_allowed=bool(config.allowed_endpoints),
     )
     warnings = [*config.warnings, *exposed]
     run(config, config.listen, lambda log_state: _selector(config, log_state), warnings)
@@ -76,14 +80,17 @@ def run_selector(config: SelectorConfig) -> None:
 async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     """The selector, served over HTTP."""
     loop = asyncio.get_running_loop()
+    tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = SelectorParts(config, context)
     doors = doors_of(config, parts)
     connections = Connections(
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
-    app = selector_app(config, parts, connections, log_state, doors)
+    app = selector_app(config, parts, connections, log_state, doors, tokens=tokens)
     server = HttpServer(app, connections, config.listen)
+    if tokens is not None:
+        server.watch(tokens.look)
     await server.start()
     parts.start()
 
@@ -125,8 +132,10 @@ def selector_app(
     log_state: logs.LogState,
     doors: "GatewayDoors | None",
     more: Sequence[AnyFamily] = (),
+    tokens: AccessTokens | None = None,
 ) -> App:
-    """The selector's API; `more` are metrics of what else runs in this process."""
+    """The selector's API; `more` are metrics of what else runs in this process, `tokens` those that
+    are asked for."""
     is_16 = config.router.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if doors is None else doors.routes())),
@@ -147,6 +156,7 @@ def selector_app(
         observation("selector", config.listen, log_state, "selector_16" if is_16 else "selector"),
         config.overload_status,
         refusal_lines_16 if is_16 else refusal_lines,
+        tokens,
     )
 
 

@@ -46,6 +46,7 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     log_format: str
     access_log: bool
+    auth_token_file: str | None  # None: whoever connects may do everything
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +109,14 @@ LISTEN_OPTIONS = (
         metavar="FORMAT",
     ),
     Option("--access-log", boolean, False, "log every request", metavar="BOOL"),
+    Option(
+        "--auth-token-file",
+        path,
+        None,
+        "ask every request but /health and /ready for a bearer token of this file: a line for each,"
+        " `ROLE TOKEN`, ROLE one of read, write, admin; read again when it changes and on SIGHUP",
+        metavar="FILE",
+    ),
 )
 
 REPLICA_OPTIONS = (
@@ -221,4 +230,5 @@ def listen_of(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> 
         "log_level": values["log_level"],
         "log_format": values["log_format"],
         "access_log": values["access_log"],
+        "auth_token_file": values["auth_token_file"],
     }

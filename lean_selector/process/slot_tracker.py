@@ -11,6 +11,7 @@ from lean_selector.observing import logs
 from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.observing.load_metrics import replica_families, tracker_families
+from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.exposure import exposure_warnings
@@ -36,12 +37,15 @@ def run_slot_tracker(config: SlotTrackerConfig) -> None:
         config.listen,
         lambda log_state: _slot_tracker(config, log_state),
         exposure_warnings(
-            config.listen.host, has_tokens=False, has_allowed=bool(config.allowed_endpoints)
+            config.listen.host,
+            has_tokens=config.listen.auth_token_file is not None,
+            has_allowed=bool(config.allowed_endpoints),
         ),
     )
 
 
 async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:
+    tokens = tokens_of(config.listen)
     context = new_zmq_context()
     allowed = allowed_of(config.allowed_endpoints)
     links = Links(context, allowed=allowed)
@@ -87,11 +91,14 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
                 *discovery_families(finding),
             ],
             observation("slot_tracker", config.listen, log_state),
+            tokens=tokens,
         ),
         connections,
         config.listen,
         name="lean-slot-tracker",
     )
+    if tokens is not None:
+        server.watch(tokens.look)
     await server.start()
     if plane is not None:
         plane.start()

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
+from lean_selector.access.roles import WRITE
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.selection.records import Selection
 from lean_selector.http1.reader import Request
@@ -53,7 +54,7 @@ class RouteDoor:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def routes(self) -> tuple[Route, ...]:
-        return (("POST", "/route/{path*}", self._answer),)
+        return (("POST", "/route/{path*}", WRITE, self._answer),)
 
     def _answer(self, request: Request, param: bytes | None) -> Answer:
         assert param is not None

@@ -33,7 +33,7 @@ def with_access_log(
     app: App, routes: tuple[Route, ...], clock: Callable[[], float] = perf_counter
 ) -> App:
     """`app` with a line for every answer, at the time of the answer."""
-    table: RouteTable[str] = RouteTable([(method, path, path) for method, path, _ in routes])
+    table: RouteTable[str] = RouteTable([(method, path, path) for method, path, *_ in routes])
 
     def logged(request: Request) -> bytes | PendingReply:
         started = clock()

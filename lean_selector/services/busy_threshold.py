@@ -7,6 +7,7 @@ switches off. The rules are in `core.load.busy_limits`.
 import time
 from collections.abc import Callable
 
+from lean_selector.access.roles import ADMIN, READ
 from lean_selector.core.selection.selector import Selector
 from lean_selector.services.bodies import BadQuery, Query
 from lean_selector.services.gate import Route, plain, with_body, with_query
@@ -25,9 +26,9 @@ class BusyThresholdService:
 
     def routes(self) -> tuple[Route, ...]:
         return (
-            ("POST", "/busy_threshold", with_body(ThresholdRequest, self.change)),
-            ("GET", "/busy_threshold", plain(self.list)),
-            ("DELETE", "/busy_threshold", with_query(self.switch_off, _FIELDS)),
+            ("POST", "/busy_threshold", ADMIN, with_body(ThresholdRequest, self.change)),
+            ("GET", "/busy_threshold", READ, plain(self.list)),
+            ("DELETE", "/busy_threshold", ADMIN, with_query(self.switch_off, _FIELDS)),
         )
 
     def list(self) -> Thresholds:

@@ -15,9 +15,10 @@ import msgspec
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import status_of
-from lean_selector.http1.router import Match, MethodNotAllowed, RouteTable
+from lean_selector.http1.router import Match, MethodNotAllowed, NotFound, RouteTable
 from lean_selector.observing.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.services.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
+from lean_selector.services.guard import Guard
 from lean_selector.services.media_types import is_json
 from lean_selector.services.replies import (
     INTERNAL_ERROR,
@@ -29,11 +30,11 @@ from lean_selector.services.replies import (
     reply,
     sent,
 )
+from lean_selector.services.routes import Endpoint as Endpoint
+from lean_selector.services.routes import Route as Route
 from lean_selector.wire.busy import OverloadBody
 from lean_selector.wire.prompt_fields import PromptFields
 
-Endpoint = Callable[[Request, bytes | None], Answer]
-Route = tuple[str, str, Endpoint]  # method, path template, what answers
 T = TypeVar("T")
 
 _log = logging.getLogger("lean_selector.http")
@@ -57,18 +58,22 @@ class Gate:
         routes: Iterable[Route],
         overload_status: int = 503,
         lines: Callable[[Request, Exception, str], bytes] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """`overload_status` answers what is shed because all workers are busy; `lines` are header
-        lines for the answer to a request of this route that failed so."""
+        lines for the answer to a request of this route that failed so. With a `guard` each route
+        is for whoever has its role."""
+        given = tuple(routes) if guard is None else guard.routes(tuple(routes))
         metered = [
             (method, path, (endpoint, RouteMeter(method, path)))
-            for method, path, endpoint in routes
+            for method, path, _, endpoint in given
         ]
         self._table: RouteTable[tuple[Endpoint, RouteMeter]] = RouteTable(metered)
         self._unrouted = RouteMeter("", "none")
         self.meters = [*(meter for _, _, (_, meter) in metered), self._unrouted]
         self._overload_status = overload_status
         self._lines = lines
+        self._guard = guard
 
     def __call__(self, request: Request) -> Answer:
         started = _clock()
@@ -82,13 +87,9 @@ class Gate:
             if not isinstance(answer, bytes):
                 _meter_later(answer, meter, started)
                 return answer
-        elif isinstance(found, MethodNotAllowed):
-            meter = self._unrouted
-            allow = b"allow: %b\r\n" % found.allow
-            answer = error_reply(request, 405, "method not allowed", allow)
         else:
             meter = self._unrouted
-            answer = error_reply(request, 404, "route not found")
+            answer = self._unrouted_answer(request, found)
         # RouteMeter.add, spelled out: a quarter of a microsecond, and a call would double it
         seconds = _clock() - started
         if seconds <= FASTEST_S:
@@ -101,6 +102,16 @@ class Gate:
             status = status_of(answer)
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
+
+    def _unrouted_answer(self, request: Request, found: MethodNotAllowed | NotFound) -> bytes:
+        if self._guard is not None:
+            refused = self._guard.unrouted(request)
+            if refused is not None:
+                return refused
+        if isinstance(found, MethodNotAllowed):
+            allow = b"allow: %b\r\n" % found.allow
+            return error_reply(request, 405, "method not allowed", allow)
+        return error_reply(request, 404, "route not found")
 
     def _failed(self, request: Request, meter: RouteMeter, error: Exception) -> bytes:
         """The answer to a request that a handler did not take."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from lean_selector.access.roles import READ
 from lean_selector.observing.metrics import CONTENT_TYPE, Exposition, exposition_text
 from lean_selector.services.gate import Route
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
@@ -29,7 +30,9 @@ class MetricsAnswers:
 
     def routes(self) -> tuple[Route, ...]:
         # Not `plain`: this text has no other form.
-        return (("GET", "/metrics", lambda request, param: self._sliced.answer(at_once=False)),)
+        return (
+            ("GET", "/metrics", READ, lambda request, param: self._sliced.answer(at_once=False)),
+        )
 
     def _parts(self) -> Iterator[bytes]:
         pieces = exposition_text(self._families())

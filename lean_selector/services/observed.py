@@ -6,12 +6,14 @@ the same for every service, which adds the families of its own.
 
 from collections.abc import Callable, Sequence
 
+from lean_selector.access.token_file import AccessTokens
 from lean_selector.http1.protocol import App
 from lean_selector.http1.reader import Request
 from lean_selector.observing.load_metrics import Families
 from lean_selector.observing.metrics import LoopLag, RouteMeter, http_families, process_families
 from lean_selector.services.access_log import with_access_log
 from lean_selector.services.gate import Gate, Route
+from lean_selector.services.guard import Guard
 from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.observation import Observation
 from lean_selector.services.openapi_routes import OpenApiRoutes
@@ -23,14 +25,16 @@ def observed(
     observation: Observation,
     overload_status: int = 503,
     lines: Callable[[Request, Exception, str], bytes] | None = None,
+    tokens: AccessTokens | None = None,
 ) -> App:
     """The application for `routes`; `families_of` gets the meters of all of them. `lines` are the
-    gate's."""
+    gate's; `tokens` are those that are asked for, if any are."""
     families: Families = []
     metrics = MetricsAnswers(lambda: families, observation.call_soon)
     routes = (*routes, *metrics.routes())
-    routes = (*routes, *OpenApiRoutes(observation.document, routes).routes())
-    gate = Gate(routes, overload_status, lines)
+    described = OpenApiRoutes(observation.document, routes, asks_tokens=tokens is not None)
+    routes = (*routes, *described.routes())
+    gate = Gate(routes, overload_status, lines, None if tokens is None else Guard(tokens))
     lag = LoopLag(observation.call_later)
     families += [
         *families_of(gate.meters),

@@ -7,6 +7,7 @@ a thread, for it takes longer than others should wait.
 import asyncio
 import logging
 
+from lean_selector.access.roles import NAMES, READ
 from lean_selector.http1.response import JSON, encode_response
 from lean_selector.services.gate import Route, plain
 from lean_selector.services.replies import INTERNAL_ERROR, LaterReply
@@ -17,14 +18,20 @@ _log = logging.getLogger("lean_selector.http")
 class OpenApiRoutes:
     """`document`: its name in `openapi.services`; `routes`: all that it tells of but this one."""
 
-    def __init__(self, document: str, routes: tuple[Route, ...]) -> None:
+    def __init__(
+        self, document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False
+    ) -> None:
         self._document = document
-        self._routes = [(method, path) for method, path, _ in (*routes, *self.routes())]
+        self._asks_tokens = asks_tokens
+        self._roles = {
+            (method, path): NAMES.get(role, "open")
+            for method, path, role, _ in (*routes, *self.routes())
+        }
         self._text = b""
         self._waiting: list[LaterReply] = []
 
     def routes(self) -> tuple[Route, ...]:
-        return (("GET", "/openapi.json", plain(self._answer)),)
+        return (("GET", "/openapi.json", READ, plain(self._answer)),)
 
     def _answer(self) -> bytes | LaterReply:
         if self._text:
@@ -40,7 +47,9 @@ class OpenApiRoutes:
         """In a thread."""
         from lean_selector.openapi.services import service_document
 
-        return service_document(self._document, self._routes)
+        return service_document(
+            self._document, list(self._roles), self._roles, asks_tokens=self._asks_tokens
+        )
 
     def _tell(self, work: "asyncio.Future[bytes]") -> None:
         waiting, self._waiting = self._waiting, []

@@ -5,6 +5,7 @@ Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decisi
 
 from typing import Final, Protocol
 
+from lean_selector.access.roles import ADMIN, READ
 from lean_selector.core.errors import Conflict, NotFound
 from lean_selector.services.bodies import DETAIL, Query, wants_detail
 from lean_selector.services.gate import Route, plain, with_body, with_query
@@ -39,14 +40,20 @@ class ReplicaHandlers:
 
     def replica_routes(self) -> tuple[Route, ...]:
         return (
-            ("POST", "/replica_sync/register_peer", with_body(PeerRequest, self.register_peer)),
+            (
+                "POST",
+                "/replica_sync/register_peer",
+                ADMIN,
+                with_body(PeerRequest, self.register_peer),
+            ),
             (
                 "POST",
                 "/replica_sync/deregister_peer",
+                ADMIN,
                 with_body(PeerRequest, self.deregister_peer),
             ),
-            ("GET", "/replica_sync/peers", with_query(self.list_peers, DETAIL)),
-            ("GET", "/replica_sync/snapshot", plain(lambda: self._switched_on().snapshot())),
+            ("GET", "/replica_sync/peers", READ, with_query(self.list_peers, DETAIL)),
+            ("GET", "/replica_sync/snapshot", READ, plain(lambda: self._switched_on().snapshot())),
         )
 
     def register_peer(self, body: PeerRequest) -> Reply:

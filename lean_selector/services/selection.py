@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
+from lean_selector.access.roles import ADMIN, READ, WRITE
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
@@ -51,6 +52,7 @@ class SelectionService(SelectionHandlers):
             (
                 "POST",
                 "/workers",
+                ADMIN,
                 warning_of_fields(
                     BODY_FIELDS["/workers"], with_body(WorkerRequest, self.register, 201)
                 ),
@@ -58,22 +60,24 @@ class SelectionService(SelectionHandlers):
             (
                 "PATCH",
                 "/workers/{worker_id}",
+                ADMIN,
                 warning_of_fields(
                     BODY_FIELDS["/workers/{worker_id}"],
                     with_param_and_body(worker_id_param, WorkerPatch, self.patch),
                 ),
             ),
-            ("POST", "/select", with_body(SelectRequest, self.select)),
+            ("POST", "/select", WRITE, with_body(SelectRequest, self.select)),
             (
                 "POST",
                 "/select_and_reserve",
+                WRITE,
                 with_body(SelectAndReserveRequest, self.select_and_reserve),
             ),
-            ("POST", "/reservations", with_body(ReservationRequest, self.reserve, 201)),
-            ("GET", "/loads", with_query(self.loads)),
-            ("POST", "/potential_loads", with_body(ProjectionRequest, self.potential_loads)),
-            ("POST", "/overlap_scores", with_body(ProjectionRequest, self.overlap_scores)),
-            ("GET", "/dump", plain(self.dump)),
+            ("POST", "/reservations", WRITE, with_body(ReservationRequest, self.reserve, 201)),
+            ("GET", "/loads", READ, with_query(self.loads)),
+            ("POST", "/potential_loads", READ, with_body(ProjectionRequest, self.potential_loads)),
+            ("POST", "/overlap_scores", READ, with_body(ProjectionRequest, self.overlap_scores)),
+            ("GET", "/dump", READ, plain(self.dump)),
             *self.shared_routes(),
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
+from lean_selector.access.roles import ADMIN, READ, WRITE
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
@@ -60,6 +61,7 @@ class SelectionService16(SelectionHandlers):
             (
                 "POST",
                 "/workers",
+                ADMIN,
                 warning_of_fields(
                     BODY_FIELDS_16["/workers"], with_body(WorkerRequest16, self.register, 201)
                 ),
@@ -67,24 +69,32 @@ class SelectionService16(SelectionHandlers):
             (
                 "PATCH",
                 "/workers/{worker_id}",
+                ADMIN,
                 warning_of_fields(
                     BODY_FIELDS_16["/workers/{worker_id}"],
                     with_param_and_body(worker_id_param, WorkerPatch16, self.patch),
                 ),
             ),
-            ("POST", "/select", with_body(SelectRequest16, self.select)),
+            ("POST", "/select", WRITE, with_body(SelectRequest16, self.select)),
             (
                 "POST",
                 "/select_and_reserve",
+                WRITE,
                 with_body(SelectAndReserveRequest16, self.select_and_reserve),
             ),
-            ("POST", "/reservations", with_body(ReservationRequest16, self.reserve, 201)),
-            ("GET", "/loads", with_query(self.loads)),
-            ("POST", "/potential_loads", with_body(ProjectionRequest16, self.potential_loads)),
-            ("POST", "/overlap_scores", with_body(ProjectionRequest16, self.overlap_scores)),
+            ("POST", "/reservations", WRITE, with_body(ReservationRequest16, self.reserve, 201)),
+            ("GET", "/loads", READ, with_query(self.loads)),
+            (
+                "POST",
+                "/potential_loads",
+                READ,
+                with_body(ProjectionRequest16, self.potential_loads),
+            ),
+            ("POST", "/overlap_scores", READ, with_body(ProjectionRequest16, self.overlap_scores)),
             (
                 "GET",
                 "/dump",
+                READ,
                 with_query(lambda query: self.dump(detail=wants_detail(query)), DETAIL),
             ),
             *self.shared_routes(),

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
+from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
 from lean_selector.core.errors import BadRequest, NotFound, SelectorError, Unavailable
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
@@ -122,33 +123,42 @@ class SelectionHandlers(ReplicaHandlers):
     def shared_routes(self) -> tuple[Route, ...]:
         """The routes whose bodies and answers are the same in every dialect."""
         return (
-            ("GET", "/health", plain(lambda: OK)),
-            ("GET", "/ready", plain(self.ready)),
-            ("GET", "/workers", with_query(self.workers, WORKERS_FIELDS)),
-            ("DELETE", "/workers/{worker_id}", with_param(worker_id_param, self.remove)),
+            ("GET", "/health", OPEN, plain(lambda: OK)),
+            ("GET", "/ready", OPEN, plain(self.ready)),
+            ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
+            ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
             (
                 "POST",
                 "/workers/{worker_id}/report",
+                WRITE,
                 with_param_and_body(worker_id_param, WorkerReport, self.report),
             ),
             (
                 "DELETE",
                 "/reservations/{reservation_id}",
+                WRITE,
                 with_param_and_optional_body(reservation_id_param, Ending, self.free),
             ),
             (
                 "POST",
                 "/reservations/{reservation_id}/prefill_complete",
+                WRITE,
                 with_param(reservation_id_param, self.prefill_complete),
             ),
             (
                 "POST",
                 "/reservations/{reservation_id}/output_block",
+                WRITE,
                 with_param_and_body(reservation_id_param, OutputBlockRequest, self.output_block),
             ),
-            ("GET", "/kv_sources", with_query(self.kv_sources)),
+            ("GET", "/kv_sources", READ, with_query(self.kv_sources)),
             *self.replica_routes(),
-            ("GET", "/replica_sync/sessions", plain(lambda: self._switched_on().session_list())),
+            (
+                "GET",
+                "/replica_sync/sessions",
+                READ,
+                plain(lambda: self._switched_on().session_list()),
+            ),
         )
 
     # -- what a dialect says otherwise ---------------------------------------------------------

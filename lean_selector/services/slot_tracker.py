@@ -8,6 +8,7 @@ both families of peer routes (decision D18).
 import time
 from collections.abc import Callable
 
+from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http1.response import encode_response
@@ -41,19 +42,29 @@ class SlotTrackerService(ReplicaHandlers):
 
     def routes(self) -> tuple[Route, ...]:
         return (
-            ("GET", "/health", plain(lambda: encode_response(200, b"", b""))),
-            ("POST", "/register", with_body(RegisterRequest, self.register, 201)),
-            ("POST", "/unregister", with_body(UnregisterRequest, self.unregister)),
-            ("GET", "/workers", with_query(self.workers)),
-            ("POST", "/add", with_body(AddRequest, self.add, 201)),
-            ("POST", "/prefill_complete", with_body(LifecycleRequest, self.prefill_complete)),
-            ("POST", "/free", with_body(LifecycleRequest, self.free)),
-            ("GET", "/loads", with_query(self.loads)),
-            ("POST", "/potential_loads", with_body(PotentialLoadsRequest, self.potential_loads)),
+            ("GET", "/health", OPEN, plain(lambda: encode_response(200, b"", b""))),
+            ("POST", "/register", ADMIN, with_body(RegisterRequest, self.register, 201)),
+            ("POST", "/unregister", ADMIN, with_body(UnregisterRequest, self.unregister)),
+            ("GET", "/workers", READ, with_query(self.workers)),
+            ("POST", "/add", WRITE, with_body(AddRequest, self.add, 201)),
+            (
+                "POST",
+                "/prefill_complete",
+                WRITE,
+                with_body(LifecycleRequest, self.prefill_complete),
+            ),
+            ("POST", "/free", WRITE, with_body(LifecycleRequest, self.free)),
+            ("GET", "/loads", READ, with_query(self.loads)),
+            (
+                "POST",
+                "/potential_loads",
+                READ,
+                with_body(PotentialLoadsRequest, self.potential_loads),
+            ),
             *self.replica_routes(),
-            ("POST", "/register_peer", with_body(PeerUrlRequest, self.register_peer)),
-            ("POST", "/deregister_peer", with_body(PeerUrlRequest, self.deregister_peer)),
-            ("GET", "/peers", with_query(self.list_peers, DETAIL)),
+            ("POST", "/register_peer", ADMIN, with_body(PeerUrlRequest, self.register_peer)),
+            ("POST", "/deregister_peer", ADMIN, with_body(PeerUrlRequest, self.deregister_peer)),
+            ("GET", "/peers", READ, with_query(self.list_peers, DETAIL)),
         )
 
     def register(self, body: RegisterRequest) -> Standing:

@@ -279,7 +279,7 @@ def scrape(workers: int, ranks: int) -> None:
         *http_families(service.gate.meters),
         *process_families("selector", __version__, lag, lambda: 0, lambda: 0),
     ]
-    ((_, _, ask),) = MetricsAnswers(lambda: families, due.append).routes()
+    ((_, _, _, ask),) = MetricsAnswers(lambda: families, due.append).routes()
     slices: list[list[float]] = []
     size = 0
     for _ in range(20):

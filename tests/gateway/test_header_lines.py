@@ -41,7 +41,7 @@ def test_what_belongs_to_one_connection_is_not_sent_on() -> None:
     )
     assert request_lines(text) == kept + auth + codings + last
     assert request_lines(text, without_codings=True) == kept + auth + last
-    assert request_lines(text, without_authorization=True) == kept + codings + last
+    assert request_lines(text, drops_authorization=True) == kept + codings + last
     assert request_id_of(text) == b"mine"
 
 

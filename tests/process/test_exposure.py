@@ -27,12 +27,12 @@ def test_only_loopback_is_reached_by_nobody_else(host: str, is_beyond: bool) -> 
 
 
 def test_a_warning_is_for_those_who_close_nothing() -> None:
-    def warns(
+    def warnings(
         host: str = "0.0.0.0", *, has_tokens: bool = False, has_allowed: bool = False
-    ) -> bool:
-        return bool(exposure_warnings(host, has_tokens=has_tokens, has_allowed=has_allowed))
+    ) -> str:
+        return "; ".join(exposure_warnings(host, has_tokens=has_tokens, has_allowed=has_allowed))
 
-    assert warns()
-    assert not warns(has_tokens=True)
-    assert not warns(has_allowed=True)
-    assert not warns("127.0.0.1")
+    assert "connect to any endpoint: give --auth-token-file or --allow-endpoint" in warnings()
+    assert not warnings(has_tokens=True)
+    assert "can call every route: give --auth-token-file" in warnings(has_allowed=True)
+    assert not warnings("127.0.0.1")

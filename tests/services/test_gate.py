@@ -5,6 +5,7 @@ import logging
 import msgspec
 import pytest
 
+from lean_selector.access.roles import READ
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, NotFound
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.observing.metrics import RouteMeter
@@ -45,22 +46,23 @@ class Handlers:
     def gate(self) -> Gate:
         return Gate(
             [
-                ("GET", "/plain", plain(lambda: "plain")),
-                ("POST", "/plain", plain(lambda: "made", 201)),
-                ("GET", "/query", with_query(self.query)),
-                ("GET", "/id/{worker_id}", with_param(worker_id_param, lambda value: value)),
-                ("POST", "/named", with_body(Named, lambda body: body.name, 201)),
+                ("GET", "/plain", READ, plain(lambda: "plain")),
+                ("POST", "/plain", READ, plain(lambda: "made", 201)),
+                ("GET", "/query", READ, with_query(self.query)),
+                ("GET", "/id/{worker_id}", READ, with_param(worker_id_param, lambda value: value)),
+                ("POST", "/named", READ, with_body(Named, lambda body: body.name, 201)),
                 (
                     "POST",
                     "/id/{worker_id}",
+                    READ,
                     with_param_and_body(
                         worker_id_param, Named, lambda value, body: [value, body.name]
                     ),
                 ),
-                ("GET", "/chosen", plain(lambda: Reply(202, "chosen"))),
-                ("GET", "/later", plain(lambda: self.later)),
-                ("GET", "/fail", plain(self.fail)),
-                ("POST", "/prompt", with_body(PromptFields, self.fail_with)),
+                ("GET", "/chosen", READ, plain(lambda: Reply(202, "chosen"))),
+                ("GET", "/later", READ, plain(lambda: self.later)),
+                ("GET", "/fail", READ, plain(self.fail)),
+                ("POST", "/prompt", READ, with_body(PromptFields, self.fail_with)),
             ],
             overload_status=529,
         )

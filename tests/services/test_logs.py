@@ -42,7 +42,9 @@ def events(log: str) -> list[str]:
 
 def start(*flags: str, module: str = "lean_selector") -> RunningService:
     own = ("--use-kv-events", "false") if module == "lean_selector" else ()
-    return RunningService(*own, "--log-format", "json", *flags, module=module)
+    # On loopback, where no warning is due.
+    own = (*own, "--host", "127.0.0.1", "--log-format", "json")
+    return RunningService(*own, *flags, module=module)
 
 
 def let_it_tick(service: RunningService) -> None:

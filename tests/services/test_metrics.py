@@ -397,7 +397,7 @@ class Loop:
 
 def metrics(families: list[Family], loop: Loop) -> Callable[[], PendingReply]:
     """What asks for a scrape."""
-    ((_, _, endpoint),) = MetricsAnswers(lambda: families, loop.call_soon, loop.clock).routes()
+    ((_, _, _, endpoint),) = MetricsAnswers(lambda: families, loop.call_soon, loop.clock).routes()
 
     def ask() -> PendingReply:
         reply = endpoint(gates.request("GET", "/metrics"), None)

@@ -1,0 +1,1 @@
+"""Who may come in: roles, the tokens that have them, and what is said to others."""

@@ -1,0 +1,95 @@
+"""The file of tokens, one `ROLE TOKEN` a line: read at the start, and again when it changes.
+
+Of a token nothing is kept but its digest (`http1.credentials`), and no message holds one.
+"""
+
+import logging
+import re
+from hmac import compare_digest
+from typing import Final
+
+from lean_selector.access.roles import NAMES, OPEN, ROLES, Role
+from lean_selector.http1.credentials import digest_of
+from lean_selector.outbound.watched_file import WatchedFile
+
+log = logging.getLogger("lean_selector.access")
+
+# Somebody without a token has each of them compared, which is some 0.2 us.
+MOST_TOKENS: Final = 256
+_MOST_BYTES: Final = 1 << 20
+_TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
+
+
+class AccessTokens:
+    """The tokens of now, and whose role each is. While a file cannot be used, the last ones hold.
+
+    `seen` are the digests of tokens that have come in, and their roles: for those who ask at every
+    request. It is emptied in place when the tokens change.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError or ValueError, in one clear line, where there are no tokens at first."""
+        self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
+        self._complains = False
+        self._roles = _roles_of(path, self._file.read()[0])
+        self.seen: dict[bytes | None, Role] = {}
+
+    def role_of(self, credential: bytes | None) -> Role:
+        """Of the digest of a token that came in; OPEN for one that nobody has been given.
+
+        Every known digest is looked at, each in the same time, whichever it is.
+        """
+        if credential is None:
+            return OPEN
+        found = OPEN
+        for digest, role in self._roles.items():
+            if compare_digest(digest, credential):
+                found = role
+        if found != OPEN:
+            self.seen[credential] = found
+        return found
+
+    def look(self, again: bool = False) -> None:
+        """Take over what the file holds now, if it has changed; or in any case, `again`."""
+        if again:
+            self._file.forget()
+        try:
+            text, is_new = self._file.read()
+            if is_new:
+                self._roles = _roles_of(self._file.path, text)
+                self.seen.clear()
+                log.info("tokens were read again", extra={"tokens": len(self._roles)})
+            self._complains = False
+        except (OSError, ValueError) as error:
+            if again or not self._complains:
+                log.warning("the last tokens are used: %s", error)
+            self._complains = True
+
+
+def _roles_of(path: str, text: bytes) -> dict[bytes, Role]:
+    """By the digest of the token. Raises ValueError, naming the line."""
+    roles: dict[bytes, Role] = {}
+    lines: dict[bytes, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith(b"#"):
+            continue
+        where = f"{path}, line {number}"
+        if words[0] not in ROLES:  # which may be a token: it is not repeated
+            raise ValueError(f"{where}: the first word is none of {', '.join(NAMES.values())}")
+        if len(words) != 2:
+            raise ValueError(f"{where}: expected a role and one token, and nothing else")
+        if _TOKEN.fullmatch(words[1]) is None:
+            raise ValueError(
+                f"{where}: the token has characters other than letters, digits and -._~+/, with ="
+                " at its end"
+            )
+        digest = digest_of(words[1])
+        if digest in roles:
+            raise ValueError(f"{where}: the same token as on line {lines[digest]}")
+        roles[digest], lines[digest] = ROLES[words[0]], number
+    if not roles:
+        raise ValueError(f"{path} holds no tokens: expected lines `ROLE TOKEN`")
+    if len(roles) > MOST_TOKENS:
+        raise ValueError(f"{path} holds {len(roles)} tokens: at most {MOST_TOKENS} can be served")
+    return roles

@@ -1,0 +1,36 @@
+"""The gateway's door where tokens are asked for: nobody gets to a worker without one.
+
+Listing models needs `read`, everything else `write`, for it makes a worker work. The token is for
+us, so no worker is sent it. Refusals have OpenAI's shape.
+"""
+
+from collections.abc import Callable
+
+from lean_selector.access.refusals import refusal_of
+from lean_selector.access.roles import READ, WRITE
+from lean_selector.access.token_file import AccessTokens
+from lean_selector.gateway.counts import Counts
+from lean_selector.gateway.header_lines import without_authorization
+from lean_selector.gateway.refusals import refusal
+from lean_selector.http1.pending_reply import PendingReply
+from lean_selector.http1.reader import Request
+
+Door = Callable[[Request], bytes | PendingReply]
+
+
+def guarded(door: Door, tokens: AccessTokens, counts: Counts) -> Door:
+    """The same door for those who have a token."""
+
+    def app(request: Request) -> bytes | PendingReply:
+        role = tokens.role_of(request.credential)
+        needed = READ if request.path == b"/v1/models" and request.method == b"GET" else WRITE
+        if role < needed:
+            refused = refusal_of(request.credential, role, needed)
+            counts.answers[refused.status] += 1
+            code = "invalid_api_key" if refused.status == 401 else "insufficient_permissions"
+            return refusal(refused.status, refused.text, code, refused.line)
+        if request.credential is not None:
+            request.section = without_authorization(request.section)
+        return door(request)
+
+    return app

@@ -1,0 +1,12 @@
+"""What a service declares of each of its routes."""
+
+from collections.abc import Callable
+
+from lean_selector.access.roles import Role
+from lean_selector.http1.reader import Request
+from lean_selector.services.replies import Answer
+
+Endpoint = Callable[[Request, bytes | None], Answer]
+# Method, path template, whose it is where tokens are asked for, what answers. There is no default
+# for the role: whoever adds a route has to say it.
+Route = tuple[str, str, Role, Endpoint]

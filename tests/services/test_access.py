@@ -1,0 +1,233 @@
+"""Services that ask for tokens: nothing but /health and /ready answers without one."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running_service import DEADLINE_S, RunningService, wait_until
+
+TOKENS = {"read": "r-0123456789", "write": "w-0123456789", "admin": "a-0123456789"}
+RANKS = ["open", *TOKENS]
+OPEN_PATHS = {"/health", "/ready"}
+SERVICES = {
+    "selector": ("lean_selector", ("--prompts", "off", "--use-kv-events", "false")),
+    "selector_16": ("lean_selector", ("--api", "1.6")),
+    "slot_tracker": ("lean_selector.slot_tracker", ()),
+}
+
+
+def token_file(folder: Path) -> Path:
+    path = folder / "tokens"
+    lines = ["# who may what", *(f"{role} {token}" for role, token in TOKENS.items())]
+    path.write_text("\n".join(lines))
+    return path
+
+
+class Client:
+    """Asks a service, over TCP or its UNIX socket, on one connection for all requests."""
+
+    def __init__(self, port: int, path: str | None = None) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        if path is not None:
+            self._connection.sock = socket.socket(socket.AF_UNIX)
+            self._connection.sock.settimeout(DEADLINE_S)
+            self._connection.sock.connect(path)
+
+    def ask(
+        self, method: str, target: str, token: str | None = None, body: object = None
+    ) -> tuple[int, str | None, bytes]:
+        """Status, `www-authenticate`, body."""
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        content = None if body is None else json.dumps(body)
+        if content is not None:
+            headers["Content-Type"] = "application/json"
+        self._connection.request(method, target, content, headers)
+        answer = self._connection.getresponse()
+        return answer.status, answer.getheader("www-authenticate"), answer.read()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@pytest.fixture(scope="module", params=list(SERVICES))
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RunningService, Path]]:
+    module, flags = SERVICES[request.param]
+    folder = tmp_path_factory.mktemp("access")
+    with RunningService(
+        *("--auth-token-file", str(token_file(folder)), "--uds", str(folder / "socket")),
+        *flags,
+        module=module,
+    ) as running:
+        yield running, folder / "socket"
+
+
+@pytest.fixture(params=["tcp", "uds"])
+def client(
+    request: pytest.FixtureRequest, service: tuple[RunningService, Path]
+) -> Iterator[Client]:
+    running, path = service
+    with closing(Client(running.port, str(path) if request.param == "uds" else None)) as client:
+        yield client
+
+
+def operations(client: Client) -> list[tuple[str, str, str, Any]]:
+    """Method, target, role and an example of a body, of every route of the document."""
+    status, _, text = client.ask("GET", "/openapi.json", TOKENS["read"])
+    assert status == 200
+    document = json.loads(text)
+    assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    found = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            target = path
+            for parameter in operation.get("parameters", []):
+                if parameter["in"] == "path":
+                    target = target.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
+            media = operation.get("requestBody", {}).get("content", {})
+            example = media.get("application/json", {}).get("example")
+            role = operation["x-role"]
+            security = [] if role == "open" else [{"token": [role]}]
+            assert operation.get("security", []) == security
+            responses = operation["responses"].keys()
+            assert ("401" in responses) == (role != "open")
+            assert ("403" in responses) == (role in ("write", "admin"))
+            found.append((method.upper(), target, role, example))
+    assert len(found) > 15
+    return found
+
+
+def test_every_route_of_the_document_asks_for_its_role(client: Client) -> None:
+    routes = operations(client)
+    assert {target for _, target, role, _ in routes if role == "open"} <= OPEN_PATHS
+    for method, target, role, body in routes:
+        if role == "open":
+            assert client.ask(method, target)[0] in (200, 503)
+            continue
+        status, challenge, text = client.ask(method, target, None, body)
+        assert (status, challenge) == (401, 'Bearer realm="lean-selector"'), (method, target)
+        assert json.loads(text) == {"error": "a bearer token is required"}
+        for wrong in ("nonsense", TOKENS["admin"] + "x", TOKENS["admin"][:-1], ""):
+            status, challenge, text = client.ask(method, target, wrong, body)
+            assert (status, challenge) == (
+                401,
+                'Bearer realm="lean-selector", error="invalid_token"',
+            ), (method, target)
+        for given, token in TOKENS.items():
+            status, challenge, text = client.ask(method, target, token, body)
+            if RANKS.index(given) >= RANKS.index(role):
+                assert status not in (401, 403), (method, target, given)
+                assert challenge is None
+            else:
+                assert (status, challenge) == (
+                    403,
+                    f'Bearer realm="lean-selector", error="insufficient_scope", scope="{role}"',
+                ), (method, target, given)
+                fault = f"the token's role is {given}, and this needs {role}"
+                assert json.loads(text) == {"error": fault}
+
+
+def test_nobody_without_a_token_learns_which_routes_there_are(client: Client) -> None:
+    for method, target in (
+        ("GET", "/"),
+        ("GET", "/nothing"),
+        ("PUT", "/workers"),
+        ("DELETE", "/health"),
+        ("OPTIONS", "/loads"),
+        ("GET", "/workers/1/report"),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+        ("GET", "/%68ealth"),
+        ("TRACE", "/metrics"),
+    ):
+        assert client.ask(method, target)[0] == 401
+        assert client.ask(method, target, "nonsense")[0] == 401
+        assert client.ask(method, target, TOKENS["read"])[0] in (404, 405)
+
+
+def test_head_asks_for_what_get_asks_for(client: Client) -> None:
+    assert client.ask("HEAD", "/health")[0] == 200
+    status, challenge, text = client.ask("HEAD", "/workers")
+    assert (status, challenge, text) == (401, 'Bearer realm="lean-selector"', b"")
+    assert client.ask("HEAD", "/workers", TOKENS["read"])[0] == 200
+
+
+def test_refusals_are_counted_by_their_route(service: tuple[RunningService, Path]) -> None:
+    running, _ = service
+    with closing(Client(running.port)) as client:
+        for token in (None, "nonsense"):
+            assert client.ask("GET", "/loads", token)[0] == 401
+        metrics = client.ask("GET", "/metrics", TOKENS["read"])[2].decode()
+    line = 'lean_selector_http_requests_total{method="GET",route="/loads",status="401"} '
+    (count,) = [each.removeprefix(line) for each in metrics.splitlines() if each.startswith(line)]
+    assert float(count) >= 2
+
+
+# -- the file while the service runs ---------------------------------------------------------------
+
+
+def flags(path: Path) -> tuple[str, ...]:
+    return ("--auth-token-file", str(path), "--log-format", "json")
+
+
+def test_a_file_that_is_replaced_is_read_again(tmp_path: Path) -> None:
+    path = token_file(tmp_path)
+    with RunningService(*flags(path)) as running, closing(Client(running.port)) as client:
+        assert client.ask("GET", "/workers", TOKENS["read"])[0] == 200
+        new = tmp_path / "new"
+        new.write_text("read another-token\n")
+        os.replace(new, path)
+        wait_until(
+            lambda: client.ask("GET", "/workers", "another-token")[0] == 200, "the new token"
+        )
+        assert client.ask("GET", "/workers", TOKENS["read"])[0] == 401
+        assert "tokens were read again" in running.log()
+
+
+def test_sighup_has_it_read_and_a_broken_one_leaves_the_tokens(tmp_path: Path) -> None:
+    path = token_file(tmp_path)
+    with RunningService(*flags(path)) as running, closing(Client(running.port)) as client:
+        path.write_text("read very-secret\nvery-secret-too\n")
+        running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "the last tokens are used" in running.log(), "the complaint")
+        assert client.ask("GET", "/workers", TOKENS["read"])[0] == 200
+        assert client.ask("GET", "/workers", "very-secret")[0] == 401
+        log = running.log()
+        assert f"{path}, line 2: the first word is none of read, write, admin" in log
+        assert "very-secret" not in log
+        assert not [token for token in TOKENS.values() if token in log]
+
+
+@pytest.mark.parametrize("module", ["lean_selector", "lean_selector.slot_tracker"])
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("read very-secret\nvery-secret", "line 2: the first word is none of read, write, admin"),
+        (None, "No such file or directory (os error 2)"),
+    ],
+    ids=["broken", "missing"],
+)
+def test_a_file_that_is_broken_at_the_start_ends_it(
+    tmp_path: Path, module: str, text: str | None, complaint: str
+) -> None:
+    path = tmp_path / "tokens"
+    if text is not None:
+        path.write_text(text)
+    running = RunningService("--auth-token-file", str(path), module=module)
+    with pytest.raises(AssertionError) as caught, running:
+        pass
+    said = str(caught.value)
+    assert "--auth-token-file: " in said
+    assert complaint in said
+    assert str(path) in said
+    assert "very-secret" not in said
+    assert running.process.wait() != 0
