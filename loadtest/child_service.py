@@ -8,6 +8,7 @@ is of the product, has an asynchronous one (`lean_selector.demo.service_process`
 import contextlib
 import ctypes
 import fcntl
+import functools
 import http.client
 import itertools
 import os
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -35,13 +37,32 @@ _libc = ctypes.CDLL(None)
 
 # Runs at the same time begin at different places.
 _candidates = itertools.cycle(random.sample(range(*PORTS), PORTS[1] - PORTS[0]))
+# And what one of them has taken is no other's, also before it is bound and while who had it starts
+# anew: the byte of that number is locked in a file, for so many of the last ports of each process.
+TAKEN = Path(tempfile.gettempdir()) / f"lean-selector-ports-{os.getuid()}"
+KEPT = 500
+_taken: deque[int] = deque()
+_lock = threading.Lock()
+
+
+@functools.cache
+def _taken_file() -> int:
+    """Never closed: that would let go of all."""
+    return os.open(TAKEN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def free_port() -> int:
-    """A port that nothing has, and that the system will not give to anyone by itself."""
-    for _ in range(*PORTS):
-        with contextlib.suppress(ServiceError):
-            return check_port(next(_candidates))
+    """A port that nothing has, that the system will not give to anyone by itself, and that no other
+    process gets here for a while."""
+    with _lock:
+        for _ in range(*PORTS):
+            port = next(_candidates)
+            with contextlib.suppress(ServiceError, BlockingIOError):
+                fcntl.lockf(_taken_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+                _taken.append(port)
+                if len(_taken) > KEPT:
+                    fcntl.lockf(_taken_file(), fcntl.LOCK_UN, 1, _taken.popleft())
+                return check_port(port)
     raise OSError(f"no free port from {PORTS[0]} to {PORTS[1]}")
 
 
