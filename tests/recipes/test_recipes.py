@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -38,8 +39,11 @@ class Fleet:
         )
         self.selector.port = places.selector_port
         ports = [worker.port for worker in self.workers]
+        self.name = gateway
         self.gateway: Gateway = GATEWAYS[gateway](folder, places, ports)
         self._stack = ExitStack()
+        self._lines_before: Counter[str] = Counter()
+        self._served_before = [0, 0]
 
     def __enter__(self) -> "Fleet":
         with ExitStack() as stack:
@@ -53,6 +57,12 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def begin(self) -> None:
+        """From here on the next test counts."""
+        self.wait_until_free()
+        self._lines_before, self._served_before = Counter(), [0, 0]
+        self._lines_before, self._served_before = Counter(self.lines()), self.served()
 
     def wait_until_found(self, count: int = 2) -> None:
         wait_until(
@@ -83,7 +93,8 @@ class Fleet:
             scrape(self.selector.port),
             re.M,
         )
-        return {result: int(count) for result, count in found if int(count)}
+        every = Counter({result: int(count) for result, count in found})
+        return dict(every - self._lines_before)
 
     def ask(
         self, body: object, path: str = CHAT, headers: dict[str, str] | None = None
@@ -100,8 +111,8 @@ class Fleet:
     def served(self) -> list[int]:
         """Completions that each worker was asked for."""
         return [
-            sum("completions" in request["line"] for request in worker.seen()["requests"])
-            for worker in self.workers
+            sum("completions" in request["line"] for request in worker.seen()["requests"]) - before
+            for worker, before in zip(self.workers, self._served_before, strict=True)
         ]
 
 
@@ -116,22 +127,40 @@ def gateway(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def kind(request: pytest.FixtureRequest) -> str:
-    name = request.param
-    assert isinstance(name, str)
-    return name
+# Those over UNIX sockets first, for the tests that take these alone: pytest groups by the index.
+UNIX = [(gateway, "unix") for gateway in GATEWAYS]
+BOTH = [*UNIX, *((gateway, "tcp") for gateway in GATEWAYS)]
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, gateway: str, kind: str) -> Iterator[Fleet]:
-    with Fleet(tmp_path, gateway, kind) as fleet:
+@pytest.fixture(params=BOTH, ids="-".join)
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """Of a test that kills something."""
+    with Fleet(tmp_path, *request.param) as fleet:
         yield fleet
 
 
+@pytest.fixture(scope="module", params=BOTH, ids="-".join)
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("f"), *request.param) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def peaceful(running: Fleet) -> Fleet:
+    """Shared by the tests that leave it as it was."""
+    running.begin()
+    return running
+
+
+on_unix = pytest.mark.parametrize("running", UNIX, ids="-".join, indirect=True)
+
+
 def test_a_conversation_stays_with_the_worker_that_has_it_cached_and_ends_free(
-    fleet: Fleet,
+    peaceful: Fleet,
 ) -> None:
+    fleet = peaceful
     for number in range(2):
         before = fleet.served()
         text = f"{number}, a conversation " * 20
@@ -145,7 +174,8 @@ def test_a_conversation_stays_with_the_worker_that_has_it_cached_and_ends_free(
     assert fleet.lines() == {"freed": 8}
 
 
-def test_what_needs_no_choice_passes_through(fleet: Fleet) -> None:
+def test_what_needs_no_choice_passes_through(peaceful: Fleet) -> None:
+    fleet = peaceful
     connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
     with closing(connection):
         connection.request("GET", "/v1/models")
@@ -155,6 +185,59 @@ def test_what_needs_no_choice_passes_through(fleet: Fleet) -> None:
     assert fleet.lines() == {}
 
 
+@on_unix
+def test_a_body_that_is_no_request_is_refused_in_openais_words(peaceful: Fleet) -> None:
+    fleet = peaceful
+    status, headers, body = fleet.ask(b"{not json")
+    assert (status, headers["content-type"]) == (400, "application/json")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    # What no worker knows is answered by one: it knows best.
+    status, _, body = fleet.ask({**chat("hello"), "model": "other"})
+    assert (status, "other" in json.loads(body)["error"]["message"]) == (404, True)
+    assert fleet.loads() == 0
+
+
+@on_unix
+def test_long_prompts_are_routed_too(peaceful: Fleet) -> None:
+    fleet = peaceful
+    text = "a long prompt, and longer still. " * 6_000  # 200 kB
+    for _ in range(3):
+        assert fleet.ask(chat(text, max_tokens=1))[0] == 200
+        fleet.wait_until_free()
+    assert sorted(fleet.served()) == [0, 3]
+    assert fleet.lines() == {"freed": 3}
+
+
+@on_unix
+def test_a_body_beyond_what_the_gateway_holds_does_no_harm(peaceful: Fleet) -> None:
+    fleet = peaceful
+    # HAProxy balances by itself what its buffers cannot hold.
+    size, expected = (600_000, 200) if fleet.name == "haproxy" else (9_000_000, 413)
+    assert fleet.ask(chat("x" * size))[0] == expected
+    assert (fleet.loads(), "freed" in fleet.lines()) == (0, False)
+    assert fleet.ask(chat("hello"))[0] == 200
+    fleet.wait_until_free()
+
+
+def test_whoever_hangs_up_frees_and_is_held_against_no_worker(peaceful: Fleet) -> None:
+    fleet = peaceful
+    for number in range(6):
+        body = chat(f"{number}", stream=True, max_tokens=2_000, fake={"stall_after": 1})
+        connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", CHAT, json.dumps(body))
+            if number % 2:
+                connection.getresponse().read(1)
+            else:
+                wait_until(lambda: fleet.loads() > 0, "it is booked")
+        fleet.wait_until_free()
+    lines = fleet.lines()
+    lines.pop("other", None)  # HAProxy tells of scripts that it gave up
+    assert lines == {"freed": 6}
+    workers = fleet.selector.get("/workers?detail=true")[1]
+    assert [worker["health"]["state"] for worker in workers] == ["in_service"] * 2
+
+
 def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_client(
     fleet: Fleet,
 ) -> None:
@@ -162,11 +245,16 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
     nowhere = {"x-gateway-destination-endpoint": "127.0.0.1:1", "x-data-parallel-rank": "7"}
     with ExitStack() as stack:
         # Several at a time: who counts connections or requests has none to tell workers apart by.
-        for number in range(8):
-            connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
-            stack.enter_context(closing(connection))
+        connections = [
+            stack.enter_context(
+                closing(http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60))
+            )
+            for _ in range(8)
+        ]
+        for number, connection in enumerate(connections):
             body = json.dumps(chat(f"{number}", max_tokens=200, stream=True))
             connection.request("POST", CHAT, body, nowhere)
+        for connection in connections:
             answer = connection.getresponse()
             assert answer.status == 200
             answer.read(1)
@@ -199,57 +287,6 @@ def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None
         assert fleet.served() == [0, 0]
         wait_until(lambda: fleet.lines() != {}, "the line of a request that was shed")
         assert fleet.lines() == {"unknown": 1}
-
-
-def test_a_body_that_is_no_request_is_refused_in_openais_words(
-    tmp_path: Path, gateway: str
-) -> None:
-    with Fleet(tmp_path, gateway, "unix") as fleet:
-        status, headers, body = fleet.ask(b"{not json")
-        assert (status, headers["content-type"]) == (400, "application/json")
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
-        # What no worker knows is answered by one: it knows best.
-        status, _, body = fleet.ask({**chat("hello"), "model": "other"})
-        assert (status, "other" in json.loads(body)["error"]["message"]) == (404, True)
-        assert fleet.loads() == 0
-
-
-def test_long_prompts_are_routed_too(tmp_path: Path, gateway: str) -> None:
-    with Fleet(tmp_path, gateway, "unix") as fleet:
-        text = "a long prompt, and longer still. " * 6_000  # 200 kB
-        for _ in range(3):
-            assert fleet.ask(chat(text, max_tokens=1))[0] == 200
-            fleet.wait_until_free()
-        assert sorted(fleet.served()) == [0, 3]
-        assert fleet.lines() == {"freed": 3}
-
-
-def test_a_body_beyond_what_the_gateway_holds_does_no_harm(tmp_path: Path, gateway: str) -> None:
-    with Fleet(tmp_path, gateway, "unix") as fleet:
-        # HAProxy balances by itself what its buffers cannot hold.
-        size, expected = (600_000, 200) if gateway == "haproxy" else (9_000_000, 413)
-        assert fleet.ask(chat("x" * size))[0] == expected
-        assert (fleet.loads(), "freed" in fleet.lines()) == (0, False)
-        assert fleet.ask(chat("hello"))[0] == 200
-        fleet.wait_until_free()
-
-
-def test_whoever_hangs_up_frees_and_is_held_against_no_worker(fleet: Fleet) -> None:
-    for number in range(6):
-        body = chat(f"{number}", stream=True, max_tokens=2_000, fake={"stall_after": 1})
-        connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
-        with closing(connection):
-            connection.request("POST", CHAT, json.dumps(body))
-            if number % 2:
-                connection.getresponse().read(1)
-            else:
-                wait_until(lambda: fleet.loads() > 0, "it is booked")
-        fleet.wait_until_free()
-    lines = fleet.lines()
-    lines.pop("other", None)  # HAProxy tells of scripts that it gave up
-    assert lines == {"freed": 6}
-    workers = fleet.selector.get("/workers?detail=true")[1]
-    assert [worker["health"]["state"] for worker in workers] == ["in_service"] * 2
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="who is not root cannot start nginx as another user")
