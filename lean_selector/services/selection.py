@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.access.roles import ADMIN, READ, WRITE
+from lean_selector.access.roles import READ
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
@@ -25,11 +25,12 @@ from lean_selector.core.selection.records import (
     SelectionRequest,
 )
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.services.bodies import Query, worker_id_param
-from lean_selector.services.gate import Route, plain, with_body, with_param_and_body, with_query
-from lean_selector.services.helpful_headers import BODY_FIELDS, warning_of_fields
+from lean_selector.services.bodies import Query
+from lean_selector.services.gate import Route, plain
+from lean_selector.services.helpful_headers import BODY_FIELDS
 from lean_selector.services.selection_handlers import SHUTDOWN as SHUTDOWN
 from lean_selector.services.selection_handlers import SelectionHandlers
+from lean_selector.services.selection_routes import Bodies, dialect_routes
 from lean_selector.services.worker_health import detail_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.prompt_fields import PromptFields
@@ -43,40 +44,23 @@ from lean_selector.wire.selection import (
 )
 from lean_selector.wire.worker_details import SourceCondition
 
+BODIES = Bodies(
+    BODY_FIELDS,
+    registration=WorkerRequest,
+    change=WorkerPatch,
+    select=SelectRequest,
+    select_and_reserve=SelectAndReserveRequest,
+    reservation=ReservationRequest,
+    projection=ProjectionRequest,
+)
+
 
 class SelectionService(SelectionHandlers):
     """The routes and handlers of the 1.3 dialect."""
 
     def routes(self) -> tuple[Route, ...]:
         return (
-            (
-                "POST",
-                "/workers",
-                ADMIN,
-                warning_of_fields(
-                    BODY_FIELDS["/workers"], with_body(WorkerRequest, self.register, 201)
-                ),
-            ),
-            (
-                "PATCH",
-                "/workers/{worker_id}",
-                ADMIN,
-                warning_of_fields(
-                    BODY_FIELDS["/workers/{worker_id}"],
-                    with_param_and_body(worker_id_param, WorkerPatch, self.patch),
-                ),
-            ),
-            ("POST", "/select", WRITE, with_body(SelectRequest, self.select)),
-            (
-                "POST",
-                "/select_and_reserve",
-                WRITE,
-                with_body(SelectAndReserveRequest, self.select_and_reserve),
-            ),
-            ("POST", "/reservations", WRITE, with_body(ReservationRequest, self.reserve, 201)),
-            ("GET", "/loads", READ, with_query(self.loads)),
-            ("POST", "/potential_loads", READ, with_body(ProjectionRequest, self.potential_loads)),
-            ("POST", "/overlap_scores", READ, with_body(ProjectionRequest, self.overlap_scores)),
+            *dialect_routes(self, BODIES),
             ("GET", "/dump", READ, plain(self.dump)),
             *self.shared_routes(),
         )

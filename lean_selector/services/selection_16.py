@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.access.roles import ADMIN, READ, WRITE
+from lean_selector.access.roles import READ
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
@@ -27,10 +27,11 @@ from lean_selector.core.selection.records import (
     WorkerLoad,
 )
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.services.bodies import DETAIL, Query, wants_detail, worker_id_param
-from lean_selector.services.gate import Route, with_body, with_param_and_body, with_query
-from lean_selector.services.helpful_headers import BODY_FIELDS_16, warning_of_fields
+from lean_selector.services.bodies import DETAIL, Query, wants_detail
+from lean_selector.services.gate import Route, with_query
+from lean_selector.services.helpful_headers import BODY_FIELDS_16
 from lean_selector.services.selection_handlers import SelectionHandlers
+from lean_selector.services.selection_routes import Bodies, dialect_routes
 from lean_selector.services.worker_health import health_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.prompt_fields import PromptFields
@@ -52,53 +53,29 @@ from lean_selector.wire.selection_16 import (
 )
 from lean_selector.wire.worker_details import SourceCondition
 
+BODIES = Bodies(
+    BODY_FIELDS_16,
+    registration=WorkerRequest16,
+    change=WorkerPatch16,
+    select=SelectRequest16,
+    select_and_reserve=SelectAndReserveRequest16,
+    reservation=ReservationRequest16,
+    projection=ProjectionRequest16,
+)
+
 
 class SelectionService16(SelectionHandlers):
     """The routes and handlers of the 1.6 dialect."""
 
     def routes(self) -> tuple[Route, ...]:
         return (
-            (
-                "POST",
-                "/workers",
-                ADMIN,
-                warning_of_fields(
-                    BODY_FIELDS_16["/workers"], with_body(WorkerRequest16, self.register, 201)
-                ),
-            ),
-            (
-                "PATCH",
-                "/workers/{worker_id}",
-                ADMIN,
-                warning_of_fields(
-                    BODY_FIELDS_16["/workers/{worker_id}"],
-                    with_param_and_body(worker_id_param, WorkerPatch16, self.patch),
-                ),
-            ),
-            ("POST", "/select", WRITE, with_body(SelectRequest16, self.select)),
-            (
-                "POST",
-                "/select_and_reserve",
-                WRITE,
-                with_body(SelectAndReserveRequest16, self.select_and_reserve),
-            ),
-            ("POST", "/reservations", WRITE, with_body(ReservationRequest16, self.reserve, 201)),
-            ("GET", "/loads", READ, with_query(self.loads)),
-            (
-                "POST",
-                "/potential_loads",
-                READ,
-                with_body(ProjectionRequest16, self.potential_loads),
-            ),
-            ("POST", "/overlap_scores", READ, with_body(ProjectionRequest16, self.overlap_scores)),
-            (
-                "GET",
-                "/dump",
-                READ,
-                with_query(lambda query: self.dump(detail=wants_detail(query)), DETAIL),
-            ),
+            *dialect_routes(self, BODIES),
+            ("GET", "/dump", READ, with_query(self._dump_of, DETAIL)),
             *self.shared_routes(),
         )
+
+    def _dump_of(self, query: Query) -> object:
+        return self.dump(detail=wants_detail(query))
 
     def record(self, worker: Worker) -> object:
         return WorkerRecord16.of(worker)

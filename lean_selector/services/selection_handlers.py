@@ -1,5 +1,5 @@
-"""What both dialects of the selection service do alike: workers, lifecycle calls, inspection, and
-requests that wait.
+"""What both dialects of the selection service do alike: lifecycle calls, inspection, and requests
+that wait. Workers are `worker_handlers`'.
 
 Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
 that all routes share in `bodies`. What a dialect adds stands in `selection` (1.3, the source
@@ -7,16 +7,14 @@ document's) and `selection_16`. Spec: selection.md, selection_16.md.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
+from lean_selector.access.roles import READ, WRITE
 from lean_selector.core.errors import BadRequest, NotFound, SelectorError, Unavailable
-from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -39,8 +37,6 @@ from lean_selector.core.sessions.table import check_session_id
 from lean_selector.services.bodies import (
     Query,
     reservation_id_param,
-    wants_detail,
-    worker_id_param,
 )
 from lean_selector.services.gate import (
     Route,
@@ -50,40 +46,23 @@ from lean_selector.services.gate import (
     with_param_and_optional_body,
     with_query,
 )
-from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
-from lean_selector.services.registration_warnings import registration_warnings
-from lean_selector.services.replies import Answer, LaterReply, Reply, Standing
+from lean_selector.services.peer_routes import OK, Plane
+from lean_selector.services.replies import Answer, LaterReply, Standing
 from lean_selector.services.service_state import ServiceState
-from lean_selector.services.worker_health import WORKERS_FIELDS, ejected_workers
-from lean_selector.services.worker_records import WorkerRecords
-from lean_selector.wire.answer_forms import JsonText
+from lean_selector.services.worker_handlers import KvSources, WorkerHandlers
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import check_finite
 from lean_selector.wire.selection import (
-    Change,
     ErrorBody,
     OutputBlockRequest,
-    Readiness,
-    Registration,
     SelectFields,
 )
-from lean_selector.wire.worker_details import SourceCondition
-from lean_selector.wire.worker_health import Ending, WorkerReport
+from lean_selector.wire.worker_health import Ending
 
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
 
 # What a placement is told as.
 Shape = Callable[[Placement], object]
-
-
-class KvSources(Protocol):
-    """Where the KV events come from."""
-
-    def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
-
-    def listeners(self, endpoint: str) -> Sequence[RankKey]: ...
-
-    def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> Sequence[SourceCondition]: ...
 
 
 class Timer(Protocol):
@@ -92,7 +71,7 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
-class SelectionHandlers(ReplicaHandlers):
+class SelectionHandlers(WorkerHandlers):
     """The handlers, and what they act on."""
 
     def __init__(
@@ -109,30 +88,16 @@ class SelectionHandlers(ReplicaHandlers):
     ) -> None:
         """`call_later` is needed only when waiting in the queue is limited. `bare_dump` is the dump
         as 1.6 has it."""
-        super().__init__(plane)
-        self.selector = selector
-        self._records = WorkerRecords(selector.catalog, self.record)
-        self._state = state
+        super().__init__(selector, sources, state, plane, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
-        self._sources = sources
-        self._clock = clock
         self._call_later = call_later
         self._default_terms: Terms = selector.terms
 
     def shared_routes(self) -> tuple[Route, ...]:
         """The routes whose bodies and answers are the same in every dialect."""
         return (
-            ("GET", "/health", OPEN, plain(lambda: OK)),
-            ("GET", "/ready", OPEN, plain(self.ready)),
-            ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
-            ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
-            (
-                "POST",
-                "/workers/{worker_id}/report",
-                WRITE,
-                with_param_and_body(worker_id_param, WorkerReport, self.report),
-            ),
+            *self.worker_routes(),
             (
                 "DELETE",
                 "/reservations/{reservation_id}",
@@ -163,63 +128,11 @@ class SelectionHandlers(ReplicaHandlers):
 
     # -- what a dialect says otherwise ---------------------------------------------------------
 
-    def record(self, worker: Worker) -> object:
-        """A worker as the API shows it."""
-        raise NotImplementedError
-
-    def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        """The same with how it is at this moment."""
-        raise NotImplementedError
-
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
     ) -> Prompt:
         """The prompt of a route that matches it against the index."""
         raise NotImplementedError
-
-    # -- workers -------------------------------------------------------------------------------
-
-    def ready(self) -> Reply:
-        schedulable = self.selector.catalog.schedulable_count()
-        ready = schedulable > 0 and not self._state.is_draining
-        recovering = True if self._state.is_recovering else UNSET
-        ejected = ejected_workers(self.selector.catalog)
-        body = Readiness(ready, schedulable, self._records.all(), recovering, ejected)
-        return Reply(200 if ready else 503, body)
-
-    def register(self, body: Registration) -> JsonText | Reply:
-        return self._shown(201, self.selector.upsert_worker(body.spec(), self._clock()))
-
-    def patch(self, worker_id: int, body: Change) -> JsonText | Reply:
-        worker = self.selector.patch_worker(worker_id, body.changes(), self._clock())
-        return self._shown(200, worker)
-
-    def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
-        """A worker as it stands now, and what is probably wrong with it."""
-        record = self._records.one(worker)
-        listens = self.selector.settings.use_kv_events
-        warnings = registration_warnings(worker.spec, self._sources.listeners, listens=listens)
-        return Reply(status, record, warnings) if warnings else record
-
-    def remove(self, worker_id: int) -> object:
-        return self.record(self.selector.remove_worker(worker_id, self._clock()))
-
-    def workers(self, query: Query) -> JsonText | list[object]:
-        model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
-        if not wants_detail(query):
-            return self._records.matching(model_name, tenant_id)
-        now = self._clock()
-        return [
-            self.detail(each, self._sources.conditions(each.spec.worker_id, each.sources), now)
-            for each in self.selector.catalog.matching(model_name, tenant_id)
-        ]
-
-    def report(self, worker_id: int, body: WorkerReport) -> Standing:
-        ttft_s = None if body.ttft_ms is None else body.ttft_ms / 1000.0
-        self.selector.health.report(
-            worker_id, body.dp_rank, body.outcome, self._clock(), ttft_s, body.cached_tokens
-        )
-        return OK
 
     # -- requests that choose ------------------------------------------------------------------
 
