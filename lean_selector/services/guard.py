@@ -9,7 +9,7 @@ from lean_selector.access.roles import OPEN, READ, Role
 from lean_selector.access.token_file import AccessTokens
 from lean_selector.http1.reader import Request
 from lean_selector.services.replies import Answer, error_reply
-from lean_selector.services.routes import Endpoint, Route
+from lean_selector.services.routes import Abridged, Endpoint, Route
 
 
 class Guard:
@@ -19,11 +19,25 @@ class Guard:
         self._tokens = tokens
 
     def routes(self, routes: tuple[Route, ...]) -> tuple[Route, ...]:
-        """The same, guarded; those that are open to everybody are left as they are."""
+        """The same, guarded; those that are open to everybody are left as they are, or abridged."""
         return tuple(
-            (method, path, role, endpoint if role == OPEN else self._guarded(endpoint, role))
+            (method, path, role, self._behind(role, endpoint))
             for method, path, role, endpoint in routes
         )
+
+    def _behind(self, role: Role, endpoint: Endpoint) -> Endpoint:
+        if role != OPEN:
+            return self._guarded(endpoint, role)
+        return self._abridged(endpoint) if isinstance(endpoint, Abridged) else endpoint
+
+    def _abridged(self, endpoint: Abridged) -> Endpoint:
+        tokens = self._tokens
+
+        def answer(request: Request, param: bytes | None) -> Answer:
+            knows = tokens.role_of(request.credential) >= READ
+            return (endpoint.whole if knows else endpoint.brief)(request, param)
+
+        return answer
 
     def unrouted(self, request: Request) -> bytes | None:
         """The answer to a request of no route, so that nobody without a token learns which there

@@ -7,6 +7,21 @@ from lean_selector.http1.reader import Request
 from lean_selector.services.replies import Answer
 
 Endpoint = Callable[[Request, bytes | None], Answer]
+
+
+class Abridged:
+    """An endpoint of everybody's that, where tokens are asked for, tells whoever has none less."""
+
+    __slots__ = ("brief", "whole")
+
+    def __init__(self, whole: Endpoint, brief: Endpoint) -> None:
+        self.whole = whole
+        self.brief = brief
+
+    def __call__(self, request: Request, param: bytes | None) -> Answer:
+        return self.whole(request, param)
+
+
 # Method, path template, whose it is where tokens are asked for, what answers. There is no default
 # for the role: whoever adds a route has to say it.
 Route = tuple[str, str, Role, Endpoint]

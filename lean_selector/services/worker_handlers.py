@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
 from lean_selector.core.rank_bits import RankKey
@@ -26,13 +26,14 @@ from lean_selector.services.gate import (
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
 from lean_selector.services.registration_warnings import registration_warnings
 from lean_selector.services.replies import Reply, Standing
+from lean_selector.services.routes import Abridged
 from lean_selector.services.service_state import ServiceState
 from lean_selector.services.worker_health import WORKERS_FIELDS, ejected_workers
 from lean_selector.services.worker_records import WorkerRecords
 from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.selection import Change, Readiness, Registration
 from lean_selector.wire.worker_details import SourceCondition
-from lean_selector.wire.worker_health import WorkerReport
+from lean_selector.wire.worker_health import EjectedWorker, WorkerReport
 
 
 class KvSources(Protocol):
@@ -67,7 +68,7 @@ class WorkerHandlers(ReplicaHandlers):
         """The routes whose bodies and answers are the same in every dialect."""
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
-            ("GET", "/ready", OPEN, plain(self.ready)),
+            ("GET", "/ready", OPEN, Abridged(plain(self.ready), plain(self.ready_in_brief))),
             ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
             ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
             (
@@ -91,11 +92,19 @@ class WorkerHandlers(ReplicaHandlers):
     # -- the handlers --------------------------------------------------------------------------
 
     def ready(self) -> Reply:
+        return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
+
+    def ready_in_brief(self) -> Reply:
+        """Without a word on any worker."""
+        return self._ready(UNSET, UNSET)
+
+    def _ready(
+        self, workers: JsonText | UnsetType, ejected: list[EjectedWorker] | UnsetType
+    ) -> Reply:
         schedulable = self.selector.catalog.schedulable_count()
         ready = schedulable > 0 and not self._state.is_draining
         recovering = True if self._state.is_recovering else UNSET
-        ejected = ejected_workers(self.selector.catalog)
-        body = Readiness(ready, schedulable, self._records.all(), recovering, ejected)
+        body = Readiness(ready, schedulable, workers, recovering, ejected)
         return Reply(200 if ready else 503, body)
 
     def register(self, body: Registration) -> JsonText | Reply:

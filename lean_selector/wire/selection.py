@@ -278,6 +278,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     schedulable_workers: int
-    workers: JsonText  # a list of WorkerRecord
+    # A list of WorkerRecord; not for whoever has no token, where tokens are asked for.
+    workers: JsonText | UnsetType = UNSET
     recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
     ejected: list[EjectedWorker] | UnsetType = UNSET  # only while there are some

@@ -154,6 +154,26 @@ def test_nobody_without_a_token_learns_which_routes_there_are(client: Client) ->
         assert client.ask(method, target, TOKENS["read"])[0] in (404, 405)
 
 
+def test_ready_names_no_worker_to_whoever_has_no_token(
+    service: tuple[RunningService, Path], client: Client
+) -> None:
+    running, _ = service
+    if client.ask("GET", "/ready", TOKENS["read"])[0] == 404:  # the slot tracker has none
+        assert client.ask("GET", "/ready")[0] == 401
+        return
+    worker = {"worker_id": 1, "endpoint": "http://worker-1:8000", "block_size": 16}
+    with closing(Client(running.port)) as registrar:
+        assert registrar.ask("POST", "/workers", TOKENS["admin"], worker)[0] == 201
+    for token in (None, "nonsense"):
+        status, _, text = client.ask("GET", "/ready", token)
+        body = json.loads(text)
+        assert body.keys() == {"ready", "schedulable_workers"}
+        assert status == (200 if body["ready"] else 503)
+    for token in TOKENS.values():
+        body = json.loads(client.ask("GET", "/ready", token)[2])
+        assert [each["worker_id"] for each in body["workers"]] == [1]
+
+
 def test_head_asks_for_what_get_asks_for(client: Client) -> None:
     assert client.ask("HEAD", "/health")[0] == 200
     status, challenge, text = client.ask("HEAD", "/workers")
