@@ -3,13 +3,17 @@
 A run of the suite draws the same examples each time, so that green means green wherever it is run:
 nothing is random, nothing is remembered from an earlier run, and no example is late. `--explore`
 is the other run, for finding things: fresh examples every time, many more of them. What it finds
-is mended and becomes an `@example` of its test.
+is mended and becomes an `@example` of its test. `--long` is the same for those that play random
+requests against a reference.
 
 With LEAN_SELECTOR_FORM set to `compiled` or `pure` nothing runs unless that is the form under test.
 Tests of what is never compiled (tests/one_form.py) have the mark `one_form`.
 """
 
 import os
+import random
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--explore",
         action="store_true",
         help=f"property tests draw fresh examples, {EXPLORE_TIMES} times as many as otherwise",
+    )
+    parser.addoption(
+        "--long",
+        metavar="MINUTES",
+        nargs="?",
+        type=float,
+        const=10.0,
+        default=0.0,
+        help="whoever plays a seed against a reference goes on with fresh ones for so long (10)",
     )
 
 
@@ -78,6 +91,22 @@ def _draw_more(items: list[pytest.Item]) -> None:
 
 def _more(own: settings) -> settings:
     return settings(own, max_examples=EXPLORE_TIMES * own.max_examples)
+
+
+Rounds = Callable[[int], Iterator[int]]
+
+
+@pytest.fixture
+def rounds(pytestconfig: pytest.Config) -> Rounds:
+    """From a test's own seed to those that it plays: that one, and fresh ones in a long run."""
+
+    def seeds(own: int) -> Iterator[int]:
+        yield own
+        until = time.monotonic() + 60.0 * pytestconfig.getoption("--long")
+        while time.monotonic() < until:
+            yield random.SystemRandom().randrange(2**32)
+
+    return seeds
 
 
 def _reference(version: str) -> Path:

@@ -6,118 +6,60 @@ such place cites its decision. Choices among equals are drawn by each service fo
 ours says that ranks tie the request is pinned to one of them.
 """
 
-import functools
-import json
 import random
 from collections.abc import Callable
-from typing import Any
 
-from lean_selector.publisher import KvEventPublisher
-from loadtest.child_service import JSON, ChildService
-from tests.recorded_cases import replay
-from tests.running_service import wait_until
+from tests.side_by_side import BLOCK_SIZE, SideBySide, engine
 
-BLOCK_SIZE = 4
 IDS = [f"s{number}" for number in range(12)] + ["", "a/b", "ä"]
 SESSIONS = ["", "one", "two", "three", "ä" * 128, "x" * 257]
 # Of each worker what may change, and its ranks. The first of each group is never removed, because a
 # partition without workers is another thing here (D3).
 GROUPS: dict[str, list[int]] = {"default": [1, 2, 3], "g": [11, 12]}
 RANKS = {1: 1, 2: 1, 3: 3, 11: 1, 12: 2}
-
-Answer = tuple[int, Any]
+ENGINES = (1, 2)  # the workers that publish, where there are events
 
 
 class Play:
-    """One seed's operations. `differences` says what was answered differently, with its request."""
+    """One seed's operations, on both sides."""
 
-    def __init__(
-        self, seed: int, theirs: ChildService, ours: ChildService, *, has_events: bool
-    ) -> None:
+    def __init__(self, seed: int, pair: SideBySide, *, has_events: bool) -> None:
         self._rng = random.Random(seed)
-        self._services = theirs, ours
-        self.differences: list[str] = []
-        self.compared = 0
+        self._pair = pair
+        self._both = pair.ask
         self._size = dict(RANKS)
         self._booked: dict[str, tuple[str, int, int]] = {}  # id -> group, worker, rank
         self._ids = list(IDS)
         self._chains = [self._chain() for _ in range(5)]
-        self._publishers = {
-            worker_id: KvEventPublisher(
-                worker_id=worker_id, kv_block_size=BLOCK_SIZE, endpoint="tcp://127.0.0.1:*"
-            )
-            for worker_id in ((1, 2) if has_events else ())
-        }
+        self._engines = ENGINES if has_events else ()
         self._has_events = has_events
-        self._stored: set[tuple[int, int]] = set()  # worker, engine hash
 
     def run(self, operations: int) -> None:
-        try:
-            for group in GROUPS:
-                for worker_id in GROUPS[group]:
-                    self._register(group, worker_id)
-            self._settle()
-            for worker_id in self._publishers:
-                self._hear(worker_id)
-            kinds: list[tuple[Callable[[], None], int]] = [
-                (self._select, 22),
-                (self._select_and_reserve, 22),
-                (self._replay, 14),
-                (self._reserve, 12),
-                (self._lifecycle, 16),
-                (self._look, 6),
-                (self._project, 4),
-                (self._change_worker, 3),
-                (self._remove_worker, 2),
-                (self._err, 4),
-                *([(self._store, 4)] if self._has_events else []),
-            ]
-            calls, weights = zip(*kinds, strict=True)
-            for _ in range(operations):
-                self._rng.choices(calls, weights)[0]()
-        finally:
-            for publisher in self._publishers.values():
-                publisher.close()
-
-    # -- asking --------------------------------------------------------------------------------
-
-    def _ask(self, service: ChildService, method: str, path: str, body: object) -> tuple[int, str]:
-        content = None if body is None else json.dumps(body).encode()
-        status, text = service.request(method, path, content, JSON if content else {})
-        return status, text.decode()
-
-    def _both(self, method: str, path: str, body: object = None) -> Answer:
-        """Theirs, after ours was compared with it."""
-        theirs, ours = (self._ask(each, method, path, body) for each in self._services)
-        self.compared += 1
-        recorded = {"method": method, "status": theirs[0], "response_body": theirs[1]}
-        if replay.differs(recorded, *ours):
-            self.differences.append(
-                f"{method} {path} {json.dumps(body)}\n  theirs {theirs}\n  ours   {ours}"
-            )
-        try:
-            return theirs[0], json.loads(theirs[1])
-        except ValueError:
-            return theirs[0], theirs[1]  # plain text, of a bad path or query
+        for group in GROUPS:
+            for worker_id in GROUPS[group]:
+                self._register(group, worker_id)
+        self._settle()
+        for worker_id in self._engines:
+            self._hear(worker_id)
+        kinds: list[tuple[Callable[[], None], int]] = [
+            (self._select, 22),
+            (self._select_and_reserve, 22),
+            (self._replay, 14),
+            (self._reserve, 12),
+            (self._lifecycle, 16),
+            (self._look, 6),
+            (self._project, 4),
+            (self._change_worker, 3),
+            (self._remove_worker, 2),
+            (self._err, 4),
+            *([(self._store, 4)] if self._has_events else []),
+        ]
+        calls, weights = zip(*kinds, strict=True)
+        for _ in range(operations):
+            self._rng.choices(calls, weights)[0]()
 
     def _settle(self) -> None:
-        """Registrations are answered before they have effect there; here they have (D10)."""
-        ranks = sorted(
-            (worker_id, rank)
-            for group in GROUPS
-            for worker_id in GROUPS[group]
-            for rank in range(self._size[worker_id])
-        )
-
-        def is_settled() -> bool:
-            _, text = self._ask(self._services[0], "GET", "/loads", None)
-            return ranks == sorted(
-                (row["worker_id"], row["dp_rank"])
-                for entry in json.loads(text)
-                for row in entry["loads"]
-            )
-
-        wait_until(is_settled, "the reference shows the ranks")
+        self._pair.take({"do": "settle"})
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -131,8 +73,8 @@ class Play:
             "data_parallel_size": size,
             **more,
         }
-        if worker_id in self._publishers:
-            body["kv_events_endpoint"] = self._publishers[worker_id].endpoint
+        if worker_id in self._engines:
+            body["kv_events_endpoint"] = engine(worker_id)
             body["router_hint_worker_type"] = "decode"
             if worker_id == 1:  # one alone, for of several equals either may be named
                 body["router_hint_source_control_endpoints"] = {"0": "tcp://w1:5600"}
@@ -172,14 +114,13 @@ class Play:
         sizes, self._size[worker_id] = dict(self._size), 0
         self._settle()
         self._lost(worker_id, set(range(8)))
-        self._stored = {each for each in self._stored if each[0] != worker_id}
         for _ in range(self._rng.randrange(3)):
             self._replay()
             self._select()
         self._size[worker_id] = sizes[worker_id]
         self._register(group, worker_id)
         self._settle()
-        if worker_id in self._publishers:
+        if worker_id in self._engines:
             self._hear(worker_id)
 
     def _lost(self, worker_id: int, ranks: set[int]) -> None:
@@ -264,18 +205,11 @@ class Play:
 
     def _without_ties(self, body: dict[str, object]) -> dict[str, object]:
         """The same, pinned to one of the ranks that are equally good, if several are."""
-        asked = {**body, "explain": True}
-        status, text = self._ask(self._services[1], "POST", "/select", asked)
-        if status != 200:
+        tied = self._pair.tied(body)
+        if not tied:
             return body
-        explanation = json.loads(text)["explain"]
-        if explanation["tied_ranks"] < 2:
-            return body
-        rows = [row for row in explanation["ranks"] if row["filtered"] is None]
-        least = min(row["cost"] for row in rows)
-        row = self._rng.choice([row for row in rows if row["cost"] == least])
-        pin = {"worker_id": row["worker_id"], "dp_rank": row["dp_rank"]}
-        return {**body, "pinned_worker": pin}
+        worker_id, dp_rank = self._rng.choice(tied)
+        return {**body, "pinned_worker": {"worker_id": worker_id, "dp_rank": dp_rank}}
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -292,7 +226,7 @@ class Play:
         group = self._group()
         body = self._without_ties(self._choice(group))
         if self._rng.random() < 0.1:
-            self._unnamed(body, group)
+            self._pair.take({"do": "unnamed", "body": body})
             return
         selection_id = body["selection_id"] = self._rng.choice(self._ids)
         status, answer = self._both("POST", "/select_and_reserve", body)
@@ -302,25 +236,6 @@ class Play:
             # attempt to book a worker under it.
             again = {"selection_id": selection_id, "routing_group": group, "token_ids": []}
             self._both("POST", "/reservations", {**again, "worker_id": GROUPS[group][0]})
-
-    def _unnamed(self, body: dict[str, object], group: str) -> None:
-        """Each service draws an id, and is told to free its own."""
-        ids = []
-        answers = []
-        for service in self._services:
-            status, text = self._ask(service, "POST", "/select_and_reserve", body)
-            answer = json.loads(text)
-            ids.append(answer.pop("selection_id", None))
-            for action in answer.get("kv_hint", {}).get("actions", []):
-                action.pop("message_id", None)
-            answer.get("kv_hint", {}).pop("message_id", None)
-            answers.append((status, replay.canonical(json.dumps(answer))))
-        self.compared += 1
-        if answers[0] != answers[1]:
-            self.differences.append(f"unnamed {json.dumps(body)}\n  {answers}")
-        for service, selection_id in zip(self._services, ids, strict=True):
-            if selection_id is not None:
-                self._ask(service, "DELETE", f"/reservations/{selection_id}", None)
 
     def _replay(self) -> None:
         group = self._group()
@@ -400,36 +315,23 @@ class Play:
 
     def _store(self) -> None:
         """An engine stores the beginning of a prompt."""
-        worker_id = self._rng.choice(list(self._publishers))
+        worker_id = self._rng.choice(self._engines)
         chain = self._rng.randrange(len(self._chains))
         blocks = self._rng.randrange(1, 11)
-        self._publish(worker_id, chain, blocks)
-
-    def _publish(self, worker_id: int, chain: int, blocks: int) -> None:
-        hashes = [1000 * (chain + 1) + position for position in range(blocks)]
-        tokens = self._chains[chain][: blocks * BLOCK_SIZE]
-        self._publishers[worker_id].publish_stored(None, tokens, None, hashes)
-        self._stored |= {(worker_id, each) for each in hashes}
-        for service in self._services:
-            holds = functools.partial(self._holds, service, worker_id, tokens, blocks)
-            wait_until(holds, "the blocks are indexed")
+        self._pair.take(
+            {
+                "do": "publish",
+                "engine": worker_id,
+                "event": "stored",
+                "hashes": [1000 * (chain + 1) + position for position in range(blocks)],
+                "tokens": self._chains[chain][: blocks * BLOCK_SIZE],
+                "blocks": blocks,
+            }
+        )
 
     def _hear(self, worker_id: int) -> None:
-        """A worker that came back is listened to: what is published until then is lost."""
         tokens = self._chain()[:BLOCK_SIZE]
-
-        def is_heard() -> bool:
-            name = [self._rng.getrandbits(60)]
-            self._publishers[worker_id].publish_stored(None, tokens, None, name)
-            return all(self._holds(each, worker_id, tokens, 1) for each in self._services)
-
-        wait_until(is_heard, "the publisher is heard")
-
-    def _holds(self, service: ChildService, worker_id: int, tokens: list[int], blocks: int) -> bool:
-        _, text = self._ask(service, "POST", "/overlap_scores", {"token_ids": tokens})
-        rows = json.loads(text)["workers"]
-        found = [row["device_blocks"] for row in rows if row["worker_id"] == worker_id]
-        return max(found, default=0) >= blocks
+        self._pair.take({"do": "hear", "engine": worker_id, "tokens": tokens})
 
 
 def _quoted(selection_id: str) -> str:
