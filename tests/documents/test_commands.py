@@ -31,6 +31,7 @@ STARTS = sorted(
 # Those of other programs, of `demo`, and of the load tests.
 OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
 OTHER_FLAGS |= {"--reference"}  # of loadtest/versus.py
+OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
 OTHER_FLAGS |= {"--probe", "--json", "--ca-file", "--worker-token-file"}  # of `check`
 OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
 OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of Dynamo 1.6 alone

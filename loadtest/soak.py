@@ -1,0 +1,346 @@
+"""A long life under bad conditions: lifecycles by the million, and everything around them failing.
+
+    python -m loadtest.soak [--lifecycles 10_000_000 | --seconds 90] [--python PYTHON]
+
+Runs one selector with the flags of production, two peers (a second selector, a slot tracker),
+engines that publish KV events, clients that behave and clients that do not, peers that speak
+nonsense, and injects faults one after the other. Prints a table; exit status 1 when a verdict in it
+fails. With `--seconds`, a run for a machine that others use too, times and memory decide nothing.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from loadtest.soaking.faults import Faults, continue_all
+from loadtest.soaking.fleet import Fleet, Layout, Program, SoakError, ended_in_order
+from loadtest.soaking.lanes import Report
+from loadtest.soaking.mischief import Mischief
+from loadtest.soaking.preload import Preload, Unavailable
+from loadtest.soaking.rogues import Rogues
+from loadtest.soaking.verdict import Outcome, holds, stalls, table
+from loadtest.soaking.watch import Late
+
+MARKS = (0.1, 0.5, 1.0)  # of the run: when memory is noted
+MARK_SAMPLES = 10
+SAMPLE_S = 1.0
+PRINT_S = 30.0
+DRAIN_S = 180.0
+# Copies of what a killed peer had reserved go that long after the expiry, and then some.
+COPIES_S = 60.0 + 60.0
+STATE_MB = 4
+FAULT_PAUSE_S = 2.0
+
+T = TypeVar("T")
+
+
+class Sampler:
+    """What the clients that behave have come to, and the memory of the measured process."""
+
+    def __init__(self, fleet: Fleet, lanes: Program, goal: int | None, seconds: float) -> None:
+        self.report = Report()
+        self.samples: list[tuple[int, float]] = []
+        self.marks: list[tuple[int, float]] = []
+        self._fleet, self._lanes = fleet, lanes
+        self._goal, self._seconds = goal, seconds
+        self._began = time.monotonic()
+
+    def share(self) -> float:
+        """How much of the run is done."""
+        if self._goal is not None:
+            return self.report.lifecycles / self._goal
+        return (time.monotonic() - self._began) / self._seconds
+
+    def _mark(self) -> None:
+        recent = [mb for _, mb in self.samples[-MARK_SAMPLES:]]
+        self.marks.append((self.report.lifecycles, statistics.median(recent)))
+
+    async def run(self, injecting: asyncio.Task[None]) -> None:
+        """Until the run is done: by time, also until each kind of fault was injected. Raises
+        SoakError when somebody ended that should not."""
+        told_at = self._began
+        while not self.report.ended and not (self.share() >= 1.0 and injecting.done()):
+            await asyncio.sleep(SAMPLE_S)
+            if injecting.done():
+                injecting.result()
+            self._fleet.check()
+            self.report = last(self._lanes.output, Report) or self.report
+            self.samples.append((self.report.lifecycles, self._fleet.measured.rss_mb()))
+            if len(self.marks) < len(MARKS) - 1 and self.share() >= MARKS[len(self.marks)]:
+                self._mark()
+            if time.monotonic() - told_at >= PRINT_S:
+                told_at += PRINT_S
+                report = self.report
+                print(
+                    f"{time.monotonic() - self._began:6.0f} s: {report.lifecycles:,} lifecycles, "
+                    f"{report.lost} lost, {report.wrong} wrong, {self.samples[-1][1]:.1f} MB",
+                    flush=True,
+                )
+        self._mark()
+
+
+def last(path: Path, kind: type[T]) -> T | None:
+    """The last whole line of a file, as JSON."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 32_768))
+        lines = file.read().split(b"\n")[:-1]
+    return msgspec.json.decode(lines[-1], type=kind) if lines else None
+
+
+def all_lines(path: Path, kind: type[T]) -> list[T]:
+    """Each whole line, as JSON."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [msgspec.json.decode(line, type=kind) for line in lines]
+
+
+class Soak:
+    """One run. `folder` takes its files; `state` the measured process' state, if anywhere."""
+
+    def __init__(self, args: argparse.Namespace, fleet: Fleet, faults: Faults) -> None:
+        self._args, self._fleet, self._faults = args, fleet, faults
+        self._rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
+        self._problem = ""
+
+    async def run(self) -> Outcome:
+        args, fleet = self._args, self._fleet
+        port = str(fleet.ports[0])
+        await self._rogues.begin(fleet.names_hosts)
+        mischief = Mischief(fleet.ports[0], args.mischief_rate, args.seed, self._rogues.sources)
+        probe = fleet.program("watch", "probe", port)
+        control = fleet.program("watch", "control", str(fleet.measured.pid), beside_measured=True)
+        own = ["--seed", str(args.seed)]
+        goal = [] if args.seconds else ["--lifecycles", str(args.lifecycles)]
+        lanes = fleet.program("lanes", port, "--uds", fleet.uds, *goal, *own)
+        second = ["--tolerant", "--pause", "0.05", "--lanes", "2", "--prefix", "b-"]
+        beside = fleet.program("lanes", str(fleet.ports[1]), *second, *own)
+        began, pid = time.monotonic(), fleet.measured.pid
+        sampler = Sampler(fleet, lanes, None if args.seconds else args.lifecycles, args.seconds)
+        stop = asyncio.Event()
+        others = [asyncio.create_task(each.run(stop)) for each in (mischief, self._rogues)]
+        injecting = asyncio.create_task(
+            self._faults.run(lambda: sampler.share() >= 1.0, args.fault_pause, args.faults)
+        )
+        try:
+            await sampler.run(injecting)
+            await injecting
+            seconds = time.monotonic() - began
+            stop.set()
+            await asyncio.gather(*others)
+            for program in (lanes, beside):
+                ended_in_order(program.process, DRAIN_S)
+                fleet.programs.remove(program)
+            fleet.check()
+            await self._faults.settle()
+            left = await self._loads_left()
+        except Exception as error:
+            self._problem, left, seconds = f"{type(error).__name__}: {error}", [], 0.0
+            if not isinstance(error, SoakError):
+                raise
+        finally:
+            stop.set()
+            injecting.cancel()
+            await asyncio.gather(injecting, *others, return_exceptions=True)
+            continue_all(fleet)
+            self._rogues.close()
+        watch = probe.output, control.output
+        return self._outcome(sampler, lanes, beside, watch, mischief, left, seconds, pid)
+
+    async def _loads_left(self) -> list[str]:
+        """What is not zero when everything was freed, or had the time to expire."""
+        fleet = self._fleet
+        deadline = time.monotonic() + self._args.expiry + COPIES_S
+        while left := [*_loads(fleet), *_reservations(fleet)]:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.5)
+        return left
+
+    def _outcome(
+        self,
+        sampler: Sampler,
+        lanes: Program,
+        beside: Program,
+        watch: tuple[Path, Path],
+        mischief: Mischief,
+        left: list[str],
+        seconds: float,
+        pid: int,
+    ) -> Outcome:
+        measured, args = self._fleet.measured, self._args
+        survived = measured.child.process.poll() is None and measured.pid == pid
+        lates = [all_lines(path, Late) for path in watch]
+        failures, late_turns = -1, -1
+        with contextlib.suppress(OSError, SoakError):
+            failures = int(measured.metric("lean_selector_task_failures_total"))
+            late_turns = _late_turns(measured.metrics())
+        status = measured.child.stop(15, DRAIN_S)
+        log = measured.child.log()
+        (self._fleet.folder / "measured.log").write_text(log)
+        return Outcome(
+            machine=_machine(),
+            form=_form(args.python),
+            seconds=seconds,
+            report=last(lanes.output, Report) or sampler.report,
+            beside=last(beside.output, Report) or Report(),
+            stalls=stalls(lates[0], lates[1], self._faults.stops, self._faults.times),
+            rss_mb=sampler.marks,
+            faults=[each for each in self._faults.injected.values() if each.done or each.skipped],
+            acts=dict(mischief.acts),
+            nonsense=dict(self._rogues.sent),
+            acts_wrong=mischief.wrong[:20],
+            loads=left,
+            survived=survived,
+            status=status,
+            task_failures=failures,
+            tracebacks=log.count("Traceback (most recent call last)"),
+            late_turns=late_turns,
+            judges_times=not args.seconds,
+            problem=self._problem,
+        )
+
+
+def _loads(fleet: Fleet) -> Iterator[str]:
+    for name, service in (("measured", fleet.measured), ("second", fleet.second)):
+        for model in service.call("GET", "/loads"):
+            for row in model["loads"]:
+                told = {key: row[key] for key in row if key not in ("worker_id", "dp_rank")}
+                if any(told.values()):
+                    yield f"{name}, worker {row['worker_id']}: {told}"
+
+
+def _reservations(fleet: Fleet) -> Iterator[str]:
+    live = fleet.measured.metric("lean_selector_reservations")
+    if live:
+        yield f"measured: {live:.0f} reservations"
+
+
+def _late_turns(metrics: str) -> int:
+    """Of its loop, later than 50 ms, as it counts them itself."""
+    found = dict(
+        re.findall(r'^lean_selector_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', metrics, re.M)
+    )
+    return int(float(found["+Inf"]) - float(found["0.05"]))
+
+
+def _machine() -> str:
+    model = platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        model = found[1] if found else model
+    return f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs of {model}, Linux"
+
+
+def _form(python: str) -> str:
+    """What the measured process runs. Raises SoakError."""
+    command = [python, "-P", "-m", "lean_selector", "--version"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SoakError(f"--python {python}: {error}") from None
+    if done.returncode:
+        raise SoakError(f"--python {python} has no lean-selector: {done.stderr.strip()[-200:]}")
+    return done.stdout.strip()
+
+
+def _keeps_state(python: str) -> bool:
+    command = [python, "-P", "-m", "lean_selector", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "--state-dir" in done.stdout
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of STATE_MB of its own. Raises Unavailable where we may not mount one."""
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", f"size={STATE_MB}m", "soak", str(folder)]
+    try:
+        done = subprocess.run(options, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise Unavailable(f"no file system to fill: {error}") from None
+    if done.returncode:
+        raise Unavailable(f"no file system to fill: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def soak(args: argparse.Namespace) -> Outcome:
+    """Raises SoakError when it cannot begin."""
+    _form(args.python)
+    with contextlib.ExitStack() as stack:
+        folder = args.keep
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        preload, disk, why = None, None, ""
+        try:
+            preload = Preload(folder)
+            disk = stack.enter_context(small_disk(folder / "state"))
+        except Unavailable as error:
+            why = str(error)
+            print(f"skipped: {why}", flush=True)
+        if disk is not None and not _keeps_state(args.python):
+            disk, why = None, f"{args.python} has no --state-dir"
+        layout = Layout(
+            python=args.python,
+            engines=args.engines,
+            expiry_s=args.expiry,
+            engine_rate=args.engine_rate,
+            seed=args.seed,
+            pinned=args.pin,
+            state=None if disk is None else str(disk / "kept"),
+        )
+        fleet = stack.enter_context(Fleet(layout, folder, preload.environment if preload else {}))
+        return asyncio.run(Soak(args, fleet, Faults(fleet, preload, disk, why, args.seed)).run())
+
+
+def _arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--lifecycles", type=int, default=10_000_000)
+    length.add_argument("--seconds", type=float, default=0.0, help="times and memory do not decide")
+    parser.add_argument("--python", default=sys.executable, help="that runs the services")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--engine-rate", type=float, default=20.0, help="prompts a second of each")
+    parser.add_argument("--mischief-rate", type=float, default=20.0, help="acts a second")
+    parser.add_argument("--expiry", type=float, default=20.0, help="of reservations, in seconds")
+    parser.add_argument("--fault", action="append", dest="faults", default=[], help="only these")
+    parser.add_argument("--fault-pause", type=float, default=FAULT_PAUSE_S)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pin", action="store_true", help="one CPU for the measured process alone")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--keep", type=Path, help="a folder for the files of all processes")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    args = _arguments(words)
+    try:
+        outcome = soak(args)
+    except SoakError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 1
+    print(table(outcome))
+    for trouble in [*outcome.report.troubles, *outcome.acts_wrong]:
+        print(trouble)
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    return 0 if holds(outcome) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

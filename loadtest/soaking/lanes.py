@@ -1,0 +1,390 @@
+"""The clients of the soak that behave, a program of its own: whole lifecycles, every answer judged.
+
+    python -m loadtest.soaking.lanes PORT [--uds PATH] [--lifecycles N] [--pause S] [--tolerant] ...
+
+Each lane is a kept connection that lives a handful of lifecycles at a time: it selects and reserves
+for all of them in one write, completes their prefills, reports output blocks, frees them. Requests
+are prepared bytes, so that one core keeps a service of one core busy. Prints a line of JSON each
+second and at the end; SIGTERM lets those under way come to their end first. `--tolerant` is for a
+service that is killed meanwhile: what it lets down is no loss.
+"""
+
+import argparse
+import select
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+
+import msgspec
+
+from loadtest.soaking.answers import (
+    Malformed,
+    answer_at,
+    decode_done,
+    decode_placement,
+    decode_refusal,
+)
+from loadtest.soaking.prompts import FRESH_TOKENS, MODEL, families
+
+ANSWER_S = 60.0  # what takes longer is lost
+AGAIN_S = 0.5  # before a lane connects again that was let down
+BATCHES = 2_000  # of a connection, about; then the lane makes another
+DEPTHS = (1, 1, 1, 1, 4, 8, 16, 16)  # lifecycles at a time of the lanes over TCP
+UDS_DEPTHS = (1, 8)
+MOST_TROUBLES = 20
+ID_DIGITS = 12
+SELECT, PREFILL, OUTPUT, FREE = range(4)
+EXPECTED = {SELECT: (200, 503), PREFILL: (200,), OUTPUT: (200,), FREE: (200,)}
+
+
+class Report(msgspec.Struct):
+    """What a run came to so far. lost: requests without an answer; wrong: answers that are not
+    one of those expected; shed: selections refused because all workers were busy."""
+
+    at: float = 0.0
+    lifecycles: int = 0
+    requests: int = 0
+    answers: int = 0
+    lost: int = 0
+    wrong: int = 0
+    shed: int = 0
+    let_down: int = 0  # of a tolerant run: what a killed service left unanswered
+    connections: int = 0
+    slowest_s: float = 0.0  # from the write of a batch to the last of its answers
+    statuses: dict[str, int] = {}
+    troubles: list[str] = []
+    ended: bool = False
+
+
+class Book:
+    """What all lanes of a run share: numbers, requests, the tally."""
+
+    def __init__(self, seed: int, prefix: str, goal: int | None, tolerant: bool) -> None:
+        self.report = Report()
+        self.tolerant = tolerant
+        self.statuses: Counter[tuple[int, int]] = Counter()
+        self.known: dict[int, bytes] = {}  # the last good answer of each step but selection
+        self.draining = False
+        self._drawn = Random()
+        self._goal = goal
+        self._begun = 0
+        self._prefix = prefix.encode()
+        self._selects = [_select(prompt) for family in families(seed) for prompt in family]
+        self._fresh = FRESH_TOKENS.stop - FRESH_TOKENS.start
+
+    def begin(self, count: int) -> list[bytes]:
+        """Ids of that many lifecycles that shall begin now, or of as many as are left."""
+        if self.draining:
+            return []
+        left = count if self._goal is None else self._goal - self.report.lifecycles
+        if left <= 0:
+            self.draining = True
+        ids = [b"%s%012d" % (self._prefix, self._begun + at) for at in range(min(count, left))]
+        self._begun += len(ids)
+        return ids
+
+    def request(self, step: int, lifecycle: bytes) -> bytes:
+        if step == SELECT:
+            drawn = self._drawn.random
+            template = self._selects[int(drawn() * len(self._selects))]
+            return template % (lifecycle, FRESH_TOKENS.start + int(drawn() * self._fresh))
+        return _LATER[step] % lifecycle
+
+    def outputs(self) -> int:
+        return self._drawn.randrange(3)
+
+    def batches(self) -> int:
+        return self._drawn.randrange(BATCHES // 2, BATCHES * 3 // 2)
+
+    def trouble(self, text: str) -> None:
+        if len(self.report.troubles) < MOST_TROUBLES:
+            self.report.troubles.append(text)
+
+    def told(self, *, ended: bool = False) -> bytes:
+        report = self.report
+        names = ("select", "prefill", "output", "free")
+        report.statuses = {
+            f"{names[step]} {status}": count
+            for (step, status), count in sorted(self.statuses.items())
+        }
+        report.at, report.ended = time.monotonic(), ended
+        return msgspec.json.encode(report)
+
+
+def _select(prompt: list[int]) -> bytes:
+    """A selection's bytes with places for an id and for the last token, both of fixed length."""
+    tokens = ",".join(map(str, prompt)).encode()
+    body = b'{"reservation_id":"%%s","model_name":"%b","token_ids":[%b,%%d]}' % (
+        MODEL.encode(),
+        tokens,
+    )
+    length = len(body % (bytes(ID_DIGITS + 2), FRESH_TOKENS.start))
+    head = b"POST /select_and_reserve HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % length + body
+
+
+_LATER = {
+    PREFILL: b"POST /reservations/%b/prefill_complete HTTP/1.1\r\nhost: soak\r\n"
+    b"content-length: 0\r\n\r\n",
+    OUTPUT: b"POST /reservations/%b/output_block HTTP/1.1\r\nhost: soak\r\n"
+    b"content-type: application/json\r\ncontent-length: 2\r\n\r\n{}",
+    FREE: b"DELETE /reservations/%b HTTP/1.1\r\nhost: soak\r\n\r\n",
+}
+
+
+class Lane:
+    """One connection and the lifecycles on it, `depth` at a time. `address`: a port or a path."""
+
+    def __init__(self, book: Book, address: int | str, depth: int, pause_s: float) -> None:
+        self._book, self._address, self._depth = book, address, depth
+        self._pause_s = pause_s
+        self.due = 0.0  # when to go on, while nothing is under way
+        self._socket: socket.socket | None = None
+        self._live: list[bytes] = []  # lifecycles that this step asked for
+        self._outputs = 0
+        self._batches = 0
+        self._closing = False
+        self._received = b""
+        self._taken = 0  # answers of this step that were read
+        self.waits_since: float | None = None
+        self.step = FREE
+
+    @property
+    def is_done(self) -> bool:
+        return self._socket is None and self._book.draining
+
+    def fileno(self) -> int:
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def connect(self) -> None:
+        """Raises OSError. A local connection is made at once, or not at all."""
+        kind = socket.AF_INET if isinstance(self._address, int) else socket.AF_UNIX
+        made = socket.socket(kind)
+        made.settimeout(ANSWER_S)
+        where = ("127.0.0.1", self._address) if isinstance(self._address, int) else self._address
+        try:
+            made.connect(where)
+        except OSError:
+            made.close()
+            raise
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        if isinstance(self._address, int):
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._received, self._closing = made, b"", False
+        self._batches = self._book.batches()
+        self._book.report.connections += 1
+
+    def go_on(self) -> None:
+        """Begin the next lifecycles; none are left or the connection is old: close it."""
+        self._batches -= 1
+        ids = self._book.begin(self._depth) if self._batches > 0 else []
+        if ids:
+            self._ask(SELECT, ids)
+        else:
+            assert self._socket is not None
+            self._closing = True  # and whatever comes before the end was asked for by nobody
+            self.waits_since = time.monotonic()
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _ask(self, step: int, ids: list[bytes]) -> None:
+        assert self._socket is not None
+        book = self._book
+        self.step, self._live, self._taken = step, ids, 0
+        self._placed = list[bytes]()
+        self.waits_since = time.monotonic()
+        book.report.requests += len(ids)
+        self._socket.sendall(b"".join([book.request(step, each) for each in ids]))
+
+    def receive(self) -> bool:
+        """Read what is there; whether the connection has ended, which is closed then."""
+        assert self._socket is not None
+        try:
+            piece = self._socket.recv(1 << 18)
+        except OSError as error:
+            return self.lose(str(error))
+        if not piece:
+            if self._closing and not self._received:
+                self.close()
+                return True
+            return self.lose("the connection was closed")
+        self._received = self._received + piece if self._received else piece
+        try:
+            self._judge()
+        except (Malformed, msgspec.ValidationError, msgspec.DecodeError) as error:
+            return self.lose(f"{error}", wrong=1)
+        except OSError as error:
+            return self.lose(str(error))
+        return False
+
+    def _judge(self) -> None:
+        """Count the answers that have come; behind the last of a step, take the next."""
+        if self._closing or self.waits_since is None:
+            raise Malformed(f"nobody asked for {self._received[:120]!r}")
+        book, step, data = self._book, self.step, self._received
+        wanted = len(self._live) - self._taken
+        known = book.known.get(step)
+        if known is not None and not self._taken and data == known * wanted:
+            book.statuses[step, 200] += wanted
+            book.report.answers += wanted
+            self._placed = self._live
+        else:
+            at = 0
+            while self._taken < len(self._live) and (found := answer_at(data, at)):
+                status, begin, end = found
+                self._take(step, self._live[self._taken], status, data[begin:end])
+                if step != SELECT and status == 200:
+                    book.known[step] = data[at:end]
+                self._taken += 1
+                at = end
+            self._received = data[at:]
+            if self._taken < len(self._live):
+                return
+            if self._received:
+                raise Malformed(f"an answer more than was asked for: {self._received[:120]!r}")
+        self._received = b""
+        self._next(step)
+
+    def _take(self, step: int, lifecycle: bytes, status: int, body: bytes) -> None:
+        book = self._book
+        book.statuses[step, status] += 1
+        book.report.answers += 1
+        if status not in EXPECTED[step]:
+            book.report.wrong += not book.tolerant
+            book.trouble(f"{lifecycle.decode()}, step {step}: {status} {body[:200]!r}")
+        elif status == 503:
+            decode_refusal(body)
+            book.report.shed += 1
+        elif step != SELECT:
+            decode_done(body)
+            self._placed.append(lifecycle)
+        elif decode_placement(body).reservation_id != lifecycle.decode():
+            raise Malformed(f"{lifecycle!r} was answered {body!r}")
+        else:
+            self._placed.append(lifecycle)
+
+    def _next(self, step: int) -> None:
+        """All of a step have their answers: what was placed goes on."""
+        book, now = self._book, time.monotonic()
+        if self.waits_since is not None:
+            book.report.slowest_s = max(book.report.slowest_s, now - self.waits_since)
+        self.waits_since = None
+        ids = self._placed
+        if step == FREE or not ids:
+            book.report.lifecycles += len(ids) if step == FREE else 0
+            if self._pause_s:
+                self.due = now + self._pause_s
+            else:
+                self.go_on()
+            return
+        if step == SELECT:
+            self._outputs = book.outputs()
+            self._ask(PREFILL, ids)
+        elif self._outputs > 0:
+            self._outputs -= 1
+            self._ask(OUTPUT, ids)
+        else:
+            self._ask(FREE, ids)
+
+    def lose(self, why: str, wrong: int = 0) -> bool:
+        """The connection is of no use any more: what waits for an answer has lost it."""
+        report = self._book.report
+        unanswered = 0 if self._closing or self.waits_since is None else len(self._live)
+        unanswered -= min(unanswered, self._taken)
+        if self._book.tolerant:
+            report.let_down += unanswered
+        else:
+            report.lost += unanswered
+            report.wrong += wrong
+            # A connection that we keep and that is closed on us, without a request: no answer is
+            # lost, but nobody asked for that either.
+            report.wrong += not unanswered and not wrong
+            self._book.trouble(f"step {self.step}, {unanswered} unanswered: {why}")
+        self.close()
+        return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self.waits_since, self._live = None, None, []
+        self.due = time.monotonic() + (AGAIN_S if self._book.tolerant else 0.0)
+
+
+class Run:
+    """All lanes of a process, on one poll."""
+
+    def __init__(self, book: Book, lanes: list[Lane]) -> None:
+        self._book, self._lanes = book, lanes
+        self._poll = select.epoll()
+        self._of: dict[int, Lane] = {}
+
+    def play(self, every_s: float) -> Iterator[bytes]:
+        """Until all lanes have come to their end; yields what to print."""
+        told_at = time.monotonic() + every_s
+        self._look()
+        while not all(lane.is_done for lane in self._lanes):
+            for descriptor, _ in self._poll.poll(0.01):
+                lane = self._of[descriptor]
+                if lane.receive():
+                    del self._of[descriptor]  # closing it took it off the poll
+            self._look()
+            if time.monotonic() >= told_at:
+                told_at += every_s
+                yield self._book.told()
+        yield self._book.told(ended=True)
+
+    def _look(self) -> None:
+        """Lanes that rest and are due go on; those that wait for too long have lost."""
+        now = time.monotonic()
+        for lane in self._lanes:
+            if lane.waits_since is not None:
+                if now - lane.waits_since > ANSWER_S:
+                    self._of.pop(lane.fileno(), None)
+                    lane.lose(f"no answer within {ANSWER_S:.0f} s")
+            elif now >= lane.due and not lane.is_done:
+                self._begin(lane)
+
+    def _begin(self, lane: Lane) -> None:
+        try:
+            if lane.fileno() < 0:
+                lane.connect()
+                self._poll.register(lane, select.EPOLLIN)
+                self._of[lane.fileno()] = lane
+            lane.go_on()
+        except OSError as error:
+            self._of.pop(lane.fileno(), None)
+            lane.lose(f"cannot connect: {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("port", type=int)
+    parser.add_argument("--uds")
+    parser.add_argument("--lifecycles", type=int)
+    parser.add_argument("--prefix", default="s-", help="two characters, of the ids")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lanes", type=int, default=len(DEPTHS), help="over TCP")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between lifecycles")
+    parser.add_argument("--tolerant", action="store_true")
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between two lines")
+    args = parser.parse_args()
+    book = Book(args.seed, args.prefix, args.lifecycles, args.tolerant)
+    depths = [DEPTHS[at % len(DEPTHS)] for at in range(args.lanes)]
+    lanes = [Lane(book, args.port, depth, args.pause) for depth in depths]
+    if args.uds:
+        lanes += [Lane(book, args.uds, depth, args.pause) for depth in UDS_DEPTHS]
+
+    def drain(*_: object) -> None:
+        book.draining = True
+
+    signal.signal(signal.SIGTERM, drain)
+    for line in Run(book, lanes).play(args.every):
+        sys.stdout.write(line.decode() + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

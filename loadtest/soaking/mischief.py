@@ -1,0 +1,201 @@
+"""Clients of the soak that do not behave: they hang up, are slow, send garbage, never free.
+
+Those who wait for an answer all the same count what they got; nobody here is promised one but for
+what is said of each. Also the calls that look, and a control plane that changes its mind.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from random import Random
+
+from loadtest.soaking.answers import Malformed, answer_at
+from loadtest.soaking.prompts import MODEL
+
+ANSWER_S = 60.0
+LINGER_S = 2.0
+CHURNED = range(1_001, 1_009)  # workers of a model of their own, that come and go
+_LOOKS = ("/health", "/ready", "/loads", "/metrics", "/workers", "/kv_sources", "/dump", "/nowhere")
+_ODD_REQUESTS = (
+    b"GARBAGE\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"POST /select HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+    b"POST /select HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n",
+    b"POST /select HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+    b"GET /loads HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
+)
+_ODD_BODIES = (
+    b"",
+    b"{",
+    b"[]",
+    b'{"model_name":"soak","token_ids":[-1]}',
+    b'{"model_name":"soak","token_ids":"x"}',
+    b'{"model_name":"soak","token_ids":[' + b"[" * 5_000,
+    b'{"model_name":"soak","token_ids":[]}',
+    b"\xff\xfe\x00",
+)
+
+
+async def rest(stop: asyncio.Event, seconds: float) -> None:
+    """That long, or until `stop` is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+
+
+def _post(path: str, body: bytes, method: str = "POST") -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+class Mischief:
+    """`rate` acts a second against the service on `port`, drawn from a seed."""
+
+    def __init__(self, port: int, rate: float, seed: int, sources: list[str]) -> None:
+        """`sources`: where the workers that come and go are said to publish their events."""
+        self.acts: Counter[str] = Counter()
+        self.wrong = list[str]()  # where an answer was promised: what came in its place
+        self._port, self._rate, self._sources = port, rate, sources
+        self._drawn = Random(f"mischief/{seed}")
+        self._numbers = itertools.count()
+        self._kinds: list[Callable[[], Awaitable[None]]] = [
+            self._hang_up,
+            self._leave_behind_a_request,
+            self._never_free,
+            self._never_free,
+            self._be_slow,
+            self._read_nothing,
+            self._garbage,
+            self._odd_body,
+            self._look,
+            self._look,
+            self._change_workers,
+        ]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set; those under way come to their end."""
+        async with asyncio.TaskGroup() as group:
+            while not stop.is_set():
+                group.create_task(self._act(self._drawn.choice(self._kinds)))
+                await rest(stop, self._drawn.expovariate(self._rate))
+        for worker_id in CHURNED:
+            await self._answered(_post(f"/workers/{worker_id}", b"", "DELETE"), {200, 404})
+
+    async def _act(self, act: Callable[[], Awaitable[None]]) -> None:
+        self.acts[act.__name__.strip("_").replace("_", " ")] += 1
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(ANSWER_S):
+                await act()
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self._port)
+
+    def _selection(self) -> bytes:
+        tokens = [self._drawn.randrange(1 << 20) for _ in range(self._drawn.randrange(1, 400))]
+        name = f"never-freed-{next(self._numbers)}"
+        body = {"reservation_id": name, "model_name": MODEL, "token_ids": tokens}
+        return _post("/select_and_reserve", json.dumps(body).encode())
+
+    async def _answered(self, request: bytes, statuses: set[int]) -> None:
+        """Ask, and be answered with one of these, whole. What else comes is noted."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                reader, writer = await self._connection()
+                with contextlib.closing(writer):
+                    writer.write(request)
+                    data = b""
+                    while (found := answer_at(data, 0)) is None:
+                        piece = await reader.read(1 << 18)
+                        if not piece:
+                            self.wrong.append(f"{request[:60]!r}: closed after {data[:200]!r}")
+                            return
+                        data += piece
+            if found[0] not in statuses or found[2] != len(data):
+                self.wrong.append(f"{request[:60]!r}: {data[:200]!r}")
+        except (OSError, TimeoutError, Malformed) as error:
+            self.wrong.append(f"{request[:60]!r}: {type(error).__name__} {error}")
+
+    async def _hang_up(self) -> None:
+        """In the middle of a request."""
+        request = self._selection()
+        _, writer = await self._connection()
+        writer.write(request[: self._drawn.randrange(len(request))])
+        await asyncio.sleep(self._drawn.uniform(0.0, 0.1))
+        self._leave(writer)
+
+    async def _leave_behind_a_request(self) -> None:
+        """Without reading its answer: what it reserved is freed by nobody."""
+        _, writer = await self._connection()
+        writer.write(self._selection())
+        await asyncio.sleep(self._drawn.uniform(0.0, 0.01))
+        self._leave(writer)
+
+    def _leave(self, writer: asyncio.StreamWriter) -> None:
+        if self._drawn.random() < 0.5:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    async def _never_free(self) -> None:
+        await self._answered(self._selection(), {200, 503})
+
+    async def _be_slow(self) -> None:
+        """A request in small pieces is answered like any other."""
+        request = self._selection()
+        reader, writer = await self._connection()
+        with contextlib.closing(writer):
+            step = 1 + len(request) // 20
+            for at in range(0, len(request), step):
+                writer.write(request[at : at + step])
+                await asyncio.sleep(LINGER_S / 20)
+            if not (await reader.readline()).startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 ")):
+                self.wrong.append("a slow client got no answer")
+
+    async def _read_nothing(self) -> None:
+        """Long answers are asked for, many at a time, and stay unread."""
+        _, writer = await self._connection()
+        writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
+        await asyncio.sleep(LINGER_S)
+        self._leave(writer)
+
+    async def _garbage(self) -> None:
+        reader, writer = await self._connection()
+        with contextlib.closing(writer):
+            drawn = self._drawn
+            odd = drawn.choice([*_ODD_REQUESTS, drawn.randbytes(drawn.randrange(1, 4_000))])
+            writer.write(odd)
+            async with asyncio.timeout(LINGER_S):
+                while await reader.read(1 << 16):
+                    pass
+
+    async def _odd_body(self) -> None:
+        path = self._drawn.choice(("/select", "/select_and_reserve", "/reservations", "/workers"))
+        await self._answered(
+            _post(path, self._drawn.choice(_ODD_BODIES)), {400, 404, 413, 415, 422}
+        )
+
+    async def _look(self) -> None:
+        path = self._drawn.choice(_LOOKS)
+        await self._answered(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode(), {200, 404})
+
+    async def _change_workers(self) -> None:
+        """Workers whose events come from nowhere, or from where nonsense comes from."""
+        worker_id = self._drawn.choice(CHURNED)
+        if self._drawn.random() < 0.3:
+            request = _post(f"/workers/{worker_id}", b"", "DELETE")
+            await self._answered(request, {200, 404})
+            return
+        body = {
+            "worker_id": worker_id,
+            "model_name": "come-and-go",
+            "endpoint": f"http://127.0.0.1:{8_000 + worker_id}",
+            "block_size": 16,
+            "kv_events_endpoints": {"0": self._drawn.choice(self._sources)},
+            "replay_endpoint": self._drawn.choice(self._sources),
+        }
+        await self._answered(_post("/workers", json.dumps(body).encode()), {200, 201})

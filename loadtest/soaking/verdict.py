@@ -1,0 +1,171 @@
+"""What a soak came to, and whether it holds: figures in, a table and an exit status out."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from loadtest.soaking.faults import Injected
+from loadtest.soaking.lanes import Report
+from loadtest.soaking.watch import Late
+
+MOST_STALL_S = 0.050
+MOST_GROWTH = 0.03
+_AFTER_S = 0.25  # a stop of the process shows for that much longer: what came meanwhile is answered
+
+
+class Stalls(msgspec.Struct):
+    """Longest stalls in seconds. outside: not injected, less what the machine kept from the process
+    or the probe; raw: the same with that; injected: while the process was stopped by us."""
+
+    outside: float = 0.0
+    raw: float = 0.0
+    injected: float = 0.0
+    during: str = ""  # which faults were under way in the first of these, if any
+    answers_lost: int = 0  # of the probe
+
+
+def stalls(
+    probe: Iterable[Late],
+    control: Iterable[Late],
+    stops: Sequence[tuple[float, float]],
+    faults: Sequence[tuple[str, float, float]] = (),
+) -> Stalls:
+    """Tell apart whose stalls they are. Times are monotonic seconds."""
+    found = Stalls()
+    kept = sorted(control, key=lambda late: late.begin)
+    for late in probe:
+        if late.kind == "lost":
+            found.answers_lost += 1
+            continue
+        length = late.end - late.begin
+        if any(begin <= late.end and late.begin <= end + _AFTER_S for begin, end in stops):
+            found.injected = max(found.injected, length)
+            continue
+        woken = sum(
+            max(0.0, min(late.end, each.end) - max(late.begin, each.begin))
+            for each in kept
+            if each.kind == "woken"
+        )
+        starved = sum(
+            each.waited
+            for each in kept
+            if each.kind == "starved" and each.begin <= late.end and late.begin <= each.end
+        )
+        found.raw = max(found.raw, length)
+        net = length - max(woken, starved) - late.waited
+        if net > found.outside:
+            found.outside = net
+            met = [name for name, begin, end in faults if begin <= late.end and late.begin <= end]
+            found.during = ", ".join(met)
+    return found
+
+
+class Outcome(msgspec.Struct):
+    """All figures of a run. rss_mb: at the marks, by lifecycles done. acts, nonsense: what those
+    who do not behave did. late_turns: of its loop, by more than 50 ms, as it counts them."""
+
+    machine: str
+    form: str
+    seconds: float
+    report: Report
+    beside: Report
+    stalls: Stalls
+    rss_mb: list[tuple[int, float]]
+    faults: list[Injected]
+    acts: dict[str, int]
+    nonsense: dict[str, int]
+    acts_wrong: list[str]
+    loads: list[str]  # what was not zero at the end
+    survived: bool
+    status: int
+    task_failures: int
+    tracebacks: int
+    late_turns: int
+    judges_times: bool
+    problem: str = ""
+
+
+class Row(msgspec.Struct):
+    """holds: None for a figure that decides nothing."""
+
+    what: str
+    figure: str
+    holds: bool | None = None
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """The table."""
+    report, fell = outcome.report, outcome.stalls
+    count = len(outcome.rss_mb)
+    first = outcome.rss_mb[0][1] if count else 0.0
+    growth = max((abs(mb - first) / first for _, mb in outcome.rss_mb), default=0.0)
+    rate = report.lifecycles / max(outcome.seconds, 1e-9)
+    judged = outcome.judges_times
+    found = [
+        Row(
+            "lifecycles",
+            f"{report.lifecycles:,} in {outcome.seconds:,.0f} s ({rate:,.0f} a second)",
+        ),
+        Row("requests", f"{report.requests:,} on {report.connections:,} connections"),
+        Row("answers", f"{report.answers:,}", report.answers > 0),
+        Row("lost answers", f"{report.lost:,}", report.lost == 0),
+        Row("wrong answers", f"{report.wrong:,}", report.wrong == 0),
+        Row("refused while all workers were busy", f"{report.shed:,}"),
+        Row(
+            "beside, through the second selector",
+            f"{outcome.beside.lifecycles:,} lifecycles; "
+            f"{outcome.beside.let_down:,} calls let down by its kills",
+        ),
+        Row("those who misbehave", f"{sum(outcome.acts.values()):,} acts", not outcome.acts_wrong),
+        Row("nonsense on the sockets", f"{sum(outcome.nonsense.values()):,} times"),
+    ]
+    found += [
+        Row(f"resident memory at {done:,}", f"{mb:.1f} MB", None) for done, mb in outcome.rss_mb
+    ]
+    found += [
+        Row(
+            "its change from the first mark",
+            f"{100 * growth:.1f} %",
+            growth <= MOST_GROWTH if judged else None,
+        ),
+        Row(
+            "worst stall, not injected",
+            f"{1e3 * fell.outside:.0f} ms ({1e3 * fell.raw:.0f} ms with what the machine kept)"
+            f"{fell.during and f', during: {fell.during}'}",
+            fell.outside <= MOST_STALL_S if judged else None,
+        ),
+        Row("worst stall, injected", f"{1e3 * fell.injected:.0f} ms"),
+        Row("late turns of its loop (> 50 ms), by itself", f"{outcome.late_turns:,}"),
+        Row("answers that the probe did not get", f"{fell.answers_lost:,}", fell.answers_lost == 0),
+    ]
+    for fault in outcome.faults:
+        if fault.skipped:
+            found.append(Row(fault.name, f"skipped: {fault.skipped}"))
+        else:
+            told = f", but {'; '.join(fault.failed)}" if fault.failed else ", felt and healed"
+            found.append(Row(fault.name, f"{fault.done} times{told}", not fault.failed))
+    found += [
+        Row("load left at the end", "; ".join(outcome.loads) or "none", not outcome.loads),
+        Row("background tasks that failed", f"{outcome.task_failures}", outcome.task_failures == 0),
+        Row("tracebacks in its log", f"{outcome.tracebacks}", outcome.tracebacks == 0),
+        Row(
+            "the measured process",
+            f"{'survived' if outcome.survived else 'ended'}; status {outcome.status} of its stop",
+            outcome.survived and outcome.status == 0,
+        ),
+    ]
+    if outcome.problem:
+        found.append(Row("the soak itself", outcome.problem, False))
+    return found
+
+
+def table(outcome: Outcome) -> str:
+    """Markdown."""
+    words = {None: "", True: "holds", False: "FAILS"}
+    lines = [f"{outcome.machine}; {outcome.form}", "", "| | | |", "|---|---|---|"]
+    lines += [f"| {row.what} | {row.figure} | {words[row.holds]} |" for row in rows(outcome)]
+    return "\n".join(lines)
+
+
+def holds(outcome: Outcome) -> bool:
+    return all(row.holds is not False for row in rows(outcome))

@@ -1,0 +1,88 @@
+"""The soak: its judgement of answers and of stalls, and a short run of the whole."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.child_service import ROOT
+from loadtest.soaking.answers import Malformed, answer_at
+from loadtest.soaking.verdict import stalls
+from loadtest.soaking.watch import Late
+
+OK = b'HTTP/1.1 200 OK\r\ndate: x\r\ncontent-length:   15\r\n\r\n{"status":"ok"}'
+RUN_S = 240.0  # generous: it takes some fifteen seconds
+
+
+def test_an_answer_is_taken_where_it_begins_and_only_when_it_is_whole() -> None:
+    assert answer_at(OK + OK, len(OK)) == (200, 2 * len(OK) - 15, 2 * len(OK))
+    assert all(answer_at(OK[:cut], 0) is None for cut in range(len(OK)))
+
+
+@pytest.mark.parametrize("broken", [b"X" + OK, OK.replace(b"length", b"lenght"), OK[5:]])
+def test_what_begins_no_answer_is_malformed(broken: bytes) -> None:
+    with pytest.raises(Malformed):
+        answer_at(broken, 0)
+
+
+def test_a_stall_is_the_services_unless_the_machine_kept_it_or_we_stopped_it() -> None:
+    probe = [
+        Late("answer", 1.0, 1.2),  # its own
+        Late("answer", 2.0, 2.3),  # the control was not woken either
+        Late("answer", 3.0, 3.3),  # the process wanted a CPU
+        Late("answer", 4.0, 4.3, waited=0.29),  # the probe did
+        Late("answer", 5.0, 5.5),  # stopped
+    ]
+    control = [Late("woken", 1.9, 2.29), Late("starved", 3.0, 3.3, waited=0.28)]
+    found = stalls(probe, control, [(5.0, 5.4)], [("disk full", 0.9, 1.1)])
+    assert found.outside == pytest.approx(0.2)
+    assert found.during == "disk full"
+    assert found.raw == pytest.approx(0.3)
+    assert found.injected == pytest.approx(0.5)
+    assert found.answers_lost == 0
+
+
+def test_an_answer_that_the_probe_did_not_get_is_counted() -> None:
+    assert stalls([Late("lost", 1.0, 2.0, why="closed")], [], []).answers_lost == 1
+
+
+def _soak(tmp_path: Path, *words: str) -> tuple[int, str, dict[str, object]]:
+    """Exit status, what it printed, and its figures."""
+    result = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "loadtest.soak", "--seconds", "2", "--expiry", "2"]
+    done = subprocess.run(
+        [*command, "--engines", "2", "--fault-pause", "0.1", "--json", str(result), *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    figures = json.loads(result.read_text()) if result.exists() else {}
+    return done.returncode, done.stdout + done.stderr, figures
+
+
+def test_a_short_soak_loses_no_answer_and_leaves_no_load(tmp_path: Path) -> None:
+    faults = ["engine killed", "all workers busy", "descriptors exhausted"]
+    if shutil.which("cc"):
+        faults.append("wall clock stepped")
+    words = [word for fault in faults for word in ("--fault", fault)]
+    status, output, figures = _soak(tmp_path, *words)
+    assert status == 0, output
+    assert "FAILS" not in output
+    report = figures["report"]
+    assert isinstance(report, dict)
+    assert report["lifecycles"] > 0
+    assert report["requests"] == report["answers"]
+    injected = figures["faults"]
+    assert isinstance(injected, list)
+    assert {each["name"] for each in injected if each["done"]} == set(faults)
+
+
+def test_an_interpreter_without_the_service_is_refused_in_a_line(tmp_path: Path) -> None:
+    status, output, _ = _soak(tmp_path, "--python", "/bin/false")
+    assert status == 1
+    assert output.startswith("soak: --python /bin/false has no lean-selector")
