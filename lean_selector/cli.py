@@ -30,8 +30,8 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or with `gateway`, `demo`, `check` or `deploy` those; returns
-    the exit status."""
+    """Runs the selection service, or with `gateway`, `demo`, `check`, `keys` or `deploy` those;
+    returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lean_selector.recipes import main as deploy
 
         return deploy(arguments[1:])
+    if arguments[:1] == ["keys"]:
+        from lean_selector.curve.command import main as keys
+
+        return keys(arguments[1:])
     if arguments[:1] == ["gateway"]:
         return _gateway(arguments[1:])
     from lean_selector.process.selector_config import (
@@ -63,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lean-selector",
         "Answers which worker should serve a prompt, and keeps the books of what runs where. "
         "`lean-selector gateway` brings requests to workers, too; `lean-selector demo` shows it at "
-        "work, `lean-selector check` finds what is wrong, `lean-selector deploy` prints files to "
-        "run it with.",
+        "work, `lean-selector check` finds what is wrong, `lean-selector keys` makes keys to "
+        "encrypt with, `lean-selector deploy` prints files to run it with.",
         SELECTOR_OPTIONS,
         selector_config,
         run,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import zmq
@@ -25,6 +25,9 @@ from lean_selector.wire.published_events import (
     PublishedBatch,
     PublishedEvent,
 )
+
+if TYPE_CHECKING:
+    from lean_selector.curve.thread_gate import ThreadGate
 
 # The three limits below are vLLM's defaults (buffer_steps, hwm), so that a service finds the same
 # history and the same patience whichever engine it listens to.
@@ -183,14 +186,22 @@ class KvEventPublisher(_EventSink):
         endpoint: str = "tcp://*:5557",
         replay_endpoint: str | None = None,
         topic: str = "",
+        curve_secret_key_file: str | None = None,
+        curve_client_keys_file: str | None = None,
     ) -> None:
         """Bind the sockets; endpoints name the base port, to which dp_rank is added.
+
+        With curve_secret_key_file, a pair as `lean-selector keys` makes it, both sockets speak
+        nothing but CURVE, and services need its public key. curve_client_keys_file lists the public
+        keys of the services that are admitted, and is read again when it changes; without it all
+        are that know ours.
 
         component and enable_local_indexer have no effect: there is no runtime to join and no
         indexer inside the engine. worker_id is not sent either: the service knows a worker by
         the endpoint that was registered for it.
 
-        Raises ValueError for a bad block size or port, zmq.ZMQError when an address is taken.
+        Raises ValueError for a bad block size, port or key file, OSError for a file that cannot be
+        read, zmq.ZMQError when an address is taken.
         """
         super().__init__(kv_block_size)
         self.worker_id = worker_id
@@ -201,9 +212,20 @@ class KvEventPublisher(_EventSink):
         self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, consecutive numbers
         self._kept_bytes = 0
         self._replay: threading.Thread | None = None
+        self._gate: ThreadGate | None = None
+        if curve_client_keys_file is not None and curve_secret_key_file is None:
+            raise ValueError("curve_client_keys_file requires curve_secret_key_file")
         self._context = zmq.Context()
         try:
+            if curve_secret_key_file is not None:
+                from lean_selector.curve import thread_gate
+
+                self._gate = thread_gate.ThreadGate(
+                    self._context, curve_secret_key_file, curve_client_keys_file
+                )
             self._pub = self._context.socket(zmq.PUB)
+            if self._gate is not None:
+                self._gate.guard(self._pub)
             self._pub.set_hwm(PUB_SEND_HWM)
             self._pub.linger = LINGER_MS
             self._pub.bind(rank_endpoint(endpoint, dp_rank))
@@ -258,6 +280,8 @@ class KvEventPublisher(_EventSink):
         router.linger = 0  # a replay cut short by our end is asked for again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
         router.router_mandatory = True  # wait for a slow reader instead of dropping silently
+        if self._gate is not None:
+            self._gate.guard(router)
         router.bind(endpoint)
         self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
         name = f"kv-replay-{self.worker_id}-{self.data_parallel_rank}"
@@ -295,6 +319,8 @@ class KvEventPublisher(_EventSink):
         self._context.term()  # wakes the replay thread, and waits for its socket
         if self._replay is not None:
             self._replay.join()
+        if self._gate is not None:
+            self._gate.join()
 
     shutdown = close
 

@@ -86,7 +86,7 @@ ROOMS: dict[str, set[str]] = {
     # commands
     "__main__": {"cli"},
     "slot_tracker": {"cli"},
-    "cli": {"process", "demo", "doctor", "recipes", "form"},
+    "cli": {"process", "demo", "doctor", "curve", "recipes", "form"},
     "demo": {"demo", "publisher", "wire", *CORE},
     # the selector inside another program, and what stands there for Dynamo's names
     "compat": {"bindings"},
@@ -108,6 +108,7 @@ ROOMS: dict[str, set[str]] = {
         "route",
         "access_logs",
         "sockets",
+        "curve",
         "observing",
         "http1",
         "wire",
@@ -128,12 +129,12 @@ ROOMS: dict[str, set[str]] = {
     # what speaks HTTP, what waits for other sockets, what users import
     "services": {"services", "access", "openapi", "observing", "http1", "wire", *CORE},
     "discovery": {"discovery", "outbound", "wire", "tasks", *CORE},
-    "sockets": {"sockets", "outbound", "wire", "tasks", *CORE},
+    "sockets": {"sockets", "curve", "outbound", "wire", "tasks", *CORE},
     "prompts": {"prompts", "outbound", "wire", "tasks", *CORE},
     "client.aio": {"client.aio", "client", "wire", *CORE},
     "client.sync": {"client.sync", "client", "wire", *CORE},
     "client": {"client", "wire", *CORE},
-    "publisher": {"wire", *CORE},
+    "publisher": {"curve", "wire", *CORE},
     # what is said of the routes, once somebody asks
     "openapi": {"openapi", "wire", *CORE},
     # who may come in
@@ -141,6 +142,8 @@ ROOMS: dict[str, set[str]] = {
     # what only observes, what speaks HTTP/1.1 and nothing else, what travels
     "observing": {"observing", "tasks", *CORE},
     "http1": {"http1"},
+    # keys of encrypted sockets
+    "curve": {"curve", "outbound", "tasks"},
     "outbound": {"outbound"},
     "wire": {"wire", *CORE},
     # the state machines

@@ -24,6 +24,7 @@ from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
+from lean_selector.curve.gate import CurveGate
 from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.replies import Answer
@@ -32,7 +33,7 @@ from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.tasks import supervise
-from lean_selector.wire.peer_bodies import PeerState, PlaneState, PublisherState
+from lean_selector.wire.peer_bodies import CurveState, PeerState, PlaneState, PublisherState
 from lean_selector.wire.replica_snapshot import encode_snapshot
 from lean_selector.wire.session_frames import encode_session_list
 
@@ -46,6 +47,13 @@ COST_PAUSE = 5
 MEND_PAUSE_MAX_S = 60.0
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
+
+
+def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
+    if gate is None:
+        return msgspec.UNSET
+    public = gate.pair.public.decode()
+    return CurveState(public, len(gate.admitted()), gate.refused, gate.last_refused)
 
 
 class ReplicaPlane:
@@ -96,6 +104,11 @@ class ReplicaPlane:
         self.router_id = secrets.randbits(64) or 1
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
+        gate = None
+        if config.keys is not None:
+            from lean_selector.process.curve_plane import replica_gate
+
+            gate = replica_gate(context, config.keys)
         try:
             self.sync = ReplicaSync(
                 context,
@@ -108,6 +121,7 @@ class ReplicaPlane:
                 on_connected=self._connected,
                 on_missed=self._missed,
                 on_session=self._on_session if tells_sessions else None,
+                gate=gate,
             )
         except ReplicaSyncError as error:
             raise StartError(str(error)) from None
@@ -301,4 +315,5 @@ class ReplicaPlane:
             msgspec.UNSET
             if self._fates is None
             else {fate.name.lower(): count for fate, count in self._fates()},
+            _curve_state(self.sync.gate),
         )

@@ -172,7 +172,12 @@ class SelectorParts:
         """`context` has no socket yet."""
         loop = asyncio.get_running_loop()
         allowed = self.allowed = allowed_of(config.allowed_endpoints)
-        links = self._links = Links(context, allowed=allowed)
+        engine_keys = None
+        if config.engine_keys is not None:
+            from lean_selector.process.curve_plane import engine_client_keys
+
+            engine_keys = engine_client_keys(config.engine_keys)
+        links = self._links = Links(context, allowed=allowed, engine_keys=engine_keys)
         self.resolve = links.resolver.resolve
         self.subscriptions = subscriptions = KvSubscriptions(links, config.kv_source_grace_s)
         sweeps = IndexSweeps()

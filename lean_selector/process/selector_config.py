@@ -10,6 +10,8 @@ from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_options import ACCESS_LOG_OPTIONS, access_logs_of
+from lean_selector.process.curve_config import EngineKeys
+from lean_selector.process.curve_options import EVENTS_CURVE_OPTIONS, engine_keys_of
 from lean_selector.process.dialect_options import (
     DIALECT_OPTIONS,
     check_dialect,
@@ -61,6 +63,7 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     discover: WorkerDiscovery | None
     engines: EngineAccess
     allowed_endpoints: list[str]
+    engine_keys: EngineKeys | None
     device_blocks_per_rank: int
     lower_tier_blocks_per_rank: int
     busy: BusyThreshold
@@ -102,6 +105,7 @@ SELECTOR_OPTIONS = (
     ),
     *REPLICA_OPTIONS,
     ALLOW_OPTION,
+    *EVENTS_CURVE_OPTIONS,
     *WORKER_OPTIONS,
     Option(
         "--device-blocks-per-rank",
@@ -149,6 +153,7 @@ def selector_config(
             "discover": worker_discovery_of(values),
             "engines": engine_access_of(values),
             "allowed_endpoints": values["allow_endpoint"],
+            "engine_keys": engine_keys_of(parser, values),
             "device_blocks_per_rank": values["device_blocks_per_rank"],
             "lower_tier_blocks_per_rank": values["lower_tier_blocks_per_rank"],
             "busy": busy_of(values),

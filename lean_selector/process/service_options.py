@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
+from lean_selector.process.curve_config import ReplicaKeys
+from lean_selector.process.curve_options import REPLICA_CURVE_OPTIONS, replica_keys_of
 from lean_selector.process.discovery_config import PeerDiscovery
 from lean_selector.process.discovery_options import FINDER_OPTIONS, peer_discovery_of
 from lean_selector.process.options import (
@@ -57,6 +59,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[str]
     catch_up: list[str]  # HTTP URLs
     discover: PeerDiscovery | None  # peers besides
+    keys: ReplicaKeys | None  # None: nothing is encrypted
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -157,6 +160,7 @@ REPLICA_OPTIONS = (
         metavar="URLS",
         repeats=True,
     ),
+    *REPLICA_CURVE_OPTIONS,
     *FINDER_OPTIONS,
 )
 
@@ -179,6 +183,7 @@ def replica_of(
     port, bind = values["replica_sync_port"], values["replica_sync_bind"]
     advertise, peers = values["replica_sync_advertise"], values["replica_sync_peers"]
     assert isinstance(peers, list)
+    keys = replica_keys_of(parser, values, is_on=port is not None or bind is not None)
     if port is not None and bind is not None:
         parser.error("--replica-sync-port and --replica-sync-bind mean one socket: give only one")
     if port is None and bind is None:
@@ -202,6 +207,7 @@ def replica_of(
         "peers": peers,
         "catch_up": values["replica_sync_catch_up"],
         "discover": peer_discovery_of(values),
+        "keys": keys,
     }
 
 

@@ -27,6 +27,7 @@ def open_live(
         on_message,
         on_state,
         max_message_bytes=MAX_BATCH_BYTES,
+        curve=links.engine_keys,
     )
 
 
@@ -44,6 +45,7 @@ def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], N
         on_news,
         on_news,
         max_message_bytes=MAX_BATCH_BYTES,
+        curve=links.engine_keys,
         once=True,
     )
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
+from lean_selector.curve.client import CurveClient
 from lean_selector.sockets.links import MAX_BACKLOG_BYTES, Links
 from lean_selector.sockets.lookups import Address
 from lean_selector.sockets.resolver import numeric
@@ -79,10 +80,12 @@ class Link:
         max_message_bytes: int,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         once: bool = False,
+        curve: CurveClient | None = None,
     ) -> None:
         """`socket_type` is zmq's. `opening(socket)` is called before each attempt to connect: to
         subscribe, or to say what is to be sent. `once`: after one attempt, or one connection, the
-        link is closed; what has arrived can still be taken."""
+        link is closed; what has arrived can still be taken. With `curve` only servers with
+        one of its keys are spoken to."""
         # for good
         self.endpoint = endpoint
         self._links = links
@@ -93,6 +96,8 @@ class Link:
         self._max_message_bytes = max_message_bytes
         self._max_backlog_bytes = max_backlog_bytes
         self._once = once
+        self._curve = curve
+        self._server_key: bytes | None = None  # the one that was right last
         # from start() to close()
         self._task: asyncio.Task[None] | None = None
         self._connection: ZmqConnection | None = None
@@ -227,19 +232,27 @@ class Link:
         """A connection that has shaken hands, by the first address that has one."""
         error: Exception = OSError("the name has no addresses")
         for address in await self._addresses():
-            connection = self._connection = ZmqConnection(
-                self._links,
-                self._socket_type,
-                self._opening,
-                self._arrived,
-                max_message_bytes=self._max_message_bytes,
-            )
-            try:
-                await connection.open(address)
-            except (OSError, ConnectionFailed) as failed:
-                error = failed
-            else:
-                return connection
+            keys = None if self._curve is None else self._curve.candidates(self._server_key)
+            while True:
+                key = None if keys is None else keys.pop(0)
+                connection = self._connection = ZmqConnection(
+                    self._links,
+                    self._socket_type,
+                    self._opening,
+                    self._arrived,
+                    max_message_bytes=self._max_message_bytes,
+                    curve=self._curve,
+                    server_key=key,
+                )
+                try:
+                    await connection.open(address, more_keys=bool(keys))
+                except (OSError, ConnectionFailed) as failed:
+                    error = failed
+                    if not keys or not getattr(failed, "may_be_key", False):
+                        break
+                else:
+                    self._server_key = key
+                    return connection
         raise error
 
     async def _addresses(self) -> list[Address]:

@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from lean_selector.curve.client import CurveClient
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.sockets.resolver import Resolver
 
@@ -95,10 +96,12 @@ class Links:
         resolver: Resolver | None = None,
         waiting: Waiting | None = None,
         allowed: AllowedEndpoints | None = None,
+        engine_keys: CurveClient | None = None,
     ) -> None:
         """`context` has no socket yet; without one it is pyzmq's own of the process. `allowed`:
-        what is connected to; None: everything."""
+        what is connected to; None: everything. With `engine_keys` engines speak CURVE."""
         self.allowed = allowed
+        self.engine_keys = engine_keys
         self.context = context or zmq.asyncio.Context.instance()
         limit = self.context.get(zmq.SOCKET_LIMIT)
         self.context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, limit))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from lean_selector.curve.client import CurveClient
 from lean_selector.sockets.link import Link, LinkState
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_peer import Peer
@@ -34,11 +35,13 @@ class ReplicaLinks:
         topics: Sequence[bytes],
         on_message: Callable[[Message, float], Iterator[None] | None],
         on_connected: Callable[[], None],
+        curve: CurveClient | None = None,
     ) -> None:
         """`on_message(frames, now)` hears what begins with a topic, in order of each peer; where
         that takes long it returns the steps, and what the peer sent since waits for them.
         `on_connected()` hears that a subscription came, or came back."""
         self._links = links
+        self._curve = curve
         self._topics = topics
         self._on_message = on_message
         self._on_connected = on_connected
@@ -78,6 +81,7 @@ class ReplicaLinks:
             lambda: self._wake(link),
             lambda: self._note(link),
             max_message_bytes=MAX_MESSAGE_BYTES,
+            curve=self._curve,
         )
         self._peers[endpoint] = link
         self._states[endpoint] = "connecting", time.monotonic()

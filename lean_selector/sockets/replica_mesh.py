@@ -1,19 +1,12 @@
 """Replica sync on the network: one PUB bound here, and a link to the PUB of every peer.
 
-Owns the PUB, and the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in
-`replica_links`. Does not know what an event does: hands decoded events to `on_event`, and publishes
-those it is given.
+Owns the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in `replica_links`,
+the PUB in `replica_pub`. Does not know what an event does: hands decoded events to `on_event`, and
+publishes those it is given.
 
-The PUB is a zmq.asyncio one, but events leave through its own plain shadow, DONTWAIT. A PUB never
-has to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes and stays
-synchronous, and it costs a tenth of the awaitable send. What one turn of the loop brings is sent at
-its end, in the order of the calls: the answers go first, and libzmq's thread, which has to be woken
-through a pipe, is woken once.
-
-What libzmq drops for a peer that does not read cannot be counted message by message. With
-XPUB_NODROP a send that meets a full queue fails (EAGAIN), for all peers; it is then repeated
-without the option, which serves the others. From then on libzmq passes over the full queue silently
-until half of it is read, so `overflows` counts the beginnings of such losses, not what was lost.
+What one turn of the loop brings is sent at its end, in the order of the calls: the answers go
+first, and libzmq's thread, which has to be woken through a pipe, is woken once. `overflows` counts
+the beginnings of losses in the queues of peers, not what was lost (`replica_pub`).
 
 What was lost the receiver can tell: our events are numbered, and a heartbeat says every second how
 many there were, so that a loss shows also when nothing follows it (decision D24).
@@ -34,15 +27,17 @@ from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.replication.sequences import ReplicaSequences
 from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
+from lean_selector.curve.client import CurveClient
+from lean_selector.curve.gate import CurveGate
 from lean_selector.sockets.link import check_link
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_links import (
     MAX_EVENTS_PER_TURN,
-    MAX_MESSAGE_BYTES,
     MAX_TURN_S,
     ReplicaLinks,
 )
 from lean_selector.sockets.replica_peer import Peer
+from lean_selector.sockets.replica_pub import ReplicaPub
 from lean_selector.sockets.replica_warnings import DropWarnings, name_of
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
@@ -76,21 +71,22 @@ MAX_PEERS = 256
 # A loss at the end of a burst is seen that much later; costs a message of 60 bytes.
 HEARTBEAT_S = 1.0
 
-_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 5,
-    zmq.TCP_KEEPALIVE_INTVL: 5,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
-    zmq.HEARTBEAT_IVL: 5_000,
-    zmq.HEARTBEAT_TIMEOUT: 15_000,
-    zmq.HEARTBEAT_TTL: 15_000,
-}
-
 
 class ReplicaSyncError(Exception):
     """Replica sync cannot start; the message is one clear line."""
+
+
+def _bound(
+    context: zmq.asyncio.Context, bind: int | str, high_water_mark: int, gate: CurveGate | None
+) -> ReplicaPub:
+    endpoint = f"tcp://*:{bind}" if isinstance(bind, int) else bind
+    try:
+        return ReplicaPub(context, endpoint, high_water_mark, gate)
+    except zmq.ZMQError as error:
+        reason = zmq.strerror(error.errno or 0)
+        raise ReplicaSyncError(
+            f"failed to bind replica publisher to `{endpoint}`: {reason}"
+        ) from None
 
 
 class ReplicaSync:
@@ -101,7 +97,8 @@ class ReplicaSync:
     of what is published here. `advertise` is our own endpoint as peers see it, refused as a peer.
     `on_connected()` hears that a subscription came, or came back; `on_missed()` that `heard` has a
     gap more. `on_session` hears what peers tell of sessions, as `on_event`; None: they are not
-    listened to for that.
+    listened to for that. With a `gate`, which is ours to close, peers speak CURVE: those that it
+    admits are those that we believe.
     Raises ReplicaSyncError when it cannot be set up.
     """
 
@@ -119,6 +116,7 @@ class ReplicaSync:
         on_connected: Callable[[], None] = lambda: None,
         on_missed: Callable[[], None] = lambda: None,
         on_session: Callable[[SessionEvent, float], SessionVerdict] | None = None,
+        gate: CurveGate | None = None,
     ) -> None:
         self.published = 0
         self.overflows = 0
@@ -136,20 +134,16 @@ class ReplicaSync:
         topics = [TOPIC] if on_session is None else [TOPIC, SESSION_TOPIC]
         links = links or Links(context)
         self._allowed = links.allowed
-        self._links = ReplicaLinks(links, topics, self._handle, on_connected)
+        self.gate = gate
+        curve = None if gate is None else CurveClient(gate.pair, gate.admitted)
+        self._links = ReplicaLinks(links, topics, self._handle, on_connected, curve)
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent | SessionEvent] = deque()
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
-        self._pub = context.socket(zmq.PUB)
-        self._plain_pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub.underlying)
+        self._pub = _bound(context, bind, high_water_mark, gate)
         try:
-            for option, value in _OPTIONS.items():
-                self._pub.setsockopt(option, value)
-            self._pub.setsockopt(zmq.SNDHWM, high_water_mark)
-            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-            self._bind(f"tcp://*:{bind}" if isinstance(bind, int) else bind)
             for peer in peers:
                 try:
                     self.register_peer(peer)
@@ -158,27 +152,19 @@ class ReplicaSync:
                         f"invalid replica peer endpoint `{peer}`: {error.message}"
                     ) from None
         except BaseException:
-            self._pub.close(0)
+            self._pub.close()
             raise
-
-    def _bind(self, endpoint: str) -> None:
-        self._pub.setsockopt(zmq.IPV6, "[" in endpoint)
-        try:
-            self._pub.bind(endpoint)
-        except zmq.ZMQError as error:
-            reason = zmq.strerror(error.errno or 0)
-            raise ReplicaSyncError(
-                f"failed to bind replica publisher to `{endpoint}`: {reason}"
-            ) from None
 
     @property
     def bound_endpoint(self) -> str:
         """Where the PUB listens, with the port that the system chose if it was asked to."""
-        return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._pub.endpoint
 
     def start(self) -> None:
         """Begin to connect and to receive; call it in the running loop."""
         assert self._beating is None, "started twice"
+        if self.gate is not None:
+            self.gate.start()
         self._links.start()
         self._beating = supervise("replica heartbeat", self._beat)
 
@@ -189,7 +175,9 @@ class ReplicaSync:
             await asyncio.gather(self._beating, return_exceptions=True)
         await self._links.close()
         self._outbox.clear()
-        self._pub.close(0)
+        self._pub.close()
+        if self.gate is not None:
+            await self.gate.close()
 
     # publishing ---------------------------------------------------------------------------------
 
@@ -235,31 +223,19 @@ class ReplicaSync:
             self.refused += 1
             self._warnings.warn(time.monotonic(), "too big for peers", name_of(event))
             return
-        try:
-            self._plain_pub.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
-        except zmq.Again:
+        if not self._pub.send(topic, payload):
             self._warnings.warn(time.monotonic(), "queue of a peer is full", name_of(event))
             self.overflows += 1
-            self._send_to_others(topic)
-        # The second frame of a message always goes where the first went.
-        self._plain_pub.send(payload, zmq.DONTWAIT)
         self.published += 1
-
-    def _send_to_others(self, topic: bytes) -> None:
-        """To all peers but those whose queues are full."""
-        self._plain_pub.setsockopt(zmq.XPUB_NODROP, 0)
-        self._plain_pub.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
-        self._plain_pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     async def _beat(self) -> None:
         """Tell again and again how many events there were: a heartbeat may be lost as they are."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            try:
-                self._plain_pub.send(HEARTBEAT_TOPIC, zmq.SNDMORE | zmq.DONTWAIT)
-            except zmq.Again:
-                self._send_to_others(HEARTBEAT_TOPIC)
-            self._plain_pub.send(encode_heartbeat(self._router_id, self.sequence), zmq.DONTWAIT)
+            if self.gate is not None and self.gate.has_expelled():
+                log.info("a public key is no longer admitted: all peers connect anew")
+                await self._pub.begin_anew()
+            self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
 
     # peers --------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from lean_selector.curve.client import CurveClient
+from lean_selector.curve.zap import give_keys
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.lookups import Address
 
@@ -42,8 +44,13 @@ _OVERSIZE = 2
 _MESSAGES_PER_READ = 64
 
 _PROBE_S = 1.0  # for the reason of a failure
+# What ZMTP 3 begins with, signature and version; then come mechanism, side and filler. Who has told
+# so much is told all; who told of another mechanism, may be cut off first.
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+_GREETING_BYTES = 64
 
 _NOW = int(zmq.DONTWAIT)
+_OTHER_MECHANISM = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _EVENTS = (
     zmq.Event.CONNECTED
     | zmq.Event.CLOSED
@@ -56,7 +63,13 @@ _EVENTS = (
 
 
 class ConnectionFailed(Exception):
-    """There is no connection; the message is one clear line."""
+    """There is no connection; the message is one clear line. `may_be_key`: the server may have
+    another key than the one that was tried; `is_vague`: or be of another kind altogether."""
+
+    def __init__(self, message: str, *, may_be_key: bool = False, is_vague: bool = False) -> None:
+        super().__init__(message)
+        self.is_vague = is_vague
+        self.may_be_key = may_be_key
 
 
 class _Step(Enum):
@@ -76,7 +89,13 @@ class ZmqConnection:
         on_message: Callable[[Message], None],
         *,
         max_message_bytes: int,
+        curve: CurveClient | None = None,
+        server_key: bytes | None = None,
     ) -> None:
+        """With `curve` the server must have `server_key`."""
+        assert (curve is None) == (server_key is None)
+        self._curve = curve
+        self._server_key = server_key
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._links = links
         self._socket_type = socket_type
@@ -90,8 +109,9 @@ class ZmqConnection:
         self._descriptor: tuple[int, int] | None = None  # of the connection, and its inode
         self._is_put_off = False
 
-    async def open(self, address: Address) -> None:
-        """Returns when hands are shaken. Raises OSError or ConnectionFailed; then all is closed."""
+    async def open(self, address: Address, *, more_keys: bool = False) -> None:
+        """Returns when hands are shaken. `more_keys`: others are tried where it fails for the key.
+        Raises OSError or ConnectionFailed; then all is closed."""
         try:
             self._begin(address)
             try:
@@ -108,8 +128,8 @@ class ZmqConnection:
             self.abort()
             if self._step is _Step.CONNECTING:
                 await _raise_why(address)  # libzmq does not say
-            elif await _speaks_http(address):
-                raise ConnectionFailed("it speaks HTTP, not ZMQ") from None
+            elif not (more_keys and error.may_be_key):
+                await self._tell_more(error, address)
             raise error
         except BaseException:
             self.abort()
@@ -121,6 +141,20 @@ class ZmqConnection:
         assert self._socket is not None
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._read()
+
+    async def _tell_more(self, error: ConnectionFailed, address: Address) -> None:
+        """Raise ConnectionFailed with a better reason, where the other side gives one."""
+        if await _speaks_http(address):
+            raise ConnectionFailed("it speaks HTTP, not ZMQ") from None
+        if error.is_vague:  # who closes first, we or it, is a race
+            mechanism = await _mechanism_of(address)
+            if mechanism is not None and (mechanism == b"CURVE") is (self._curve is None):
+                raise ConnectionFailed(self._other_mechanism()) from None
+
+    def _other_mechanism(self) -> str:
+        if self._curve is None:
+            return "it asks for keys (CURVE), and none are given for it"
+        return "it does not encrypt, and keys are given for it"
 
     def _begin(self, address: Address) -> None:
         try:
@@ -137,6 +171,8 @@ class ZmqConnection:
                 plain.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
                 plain.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
             plain.setsockopt(zmq.IPV6, address[0] == socket.AF_INET6)
+            if self._curve is not None and self._server_key is not None:
+                give_keys(plain, self._curve.pair, self._server_key)
             self._monitor = made.get_monitor_socket(_EVENTS)
             plain.connect(_endpoint(address))
             self._opening(plain)
@@ -158,12 +194,22 @@ class ZmqConnection:
                 self._descriptor = value, os.fstat(value).st_ino
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._step = _Step.READY
+        elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL and value == _OTHER_MECHANISM:
+            raise ConnectionFailed(self._other_mechanism())
         elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
             raise ConnectionFailed("it does not speak ZMQ as we do")
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH and self._curve is not None:
+            raise ConnectionFailed(
+                f"it does not admit our public key {self._curve.pair.public.decode()}"
+            )
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             raise ConnectionFailed("it asks for credentials")
+        elif self._step is _Step.SHAKING_HANDS and self._curve is not None:
+            raise ConnectionFailed(
+                "it has no server key that we believe", may_be_key=True, is_vague=True
+            )
         else:
-            raise ConnectionFailed(self._step.value)
+            raise ConnectionFailed(self._step.value, is_vague=self._step is _Step.SHAKING_HANDS)
 
     def _end_monitor(self) -> None:
         """Look once more, then see to the connection by its descriptor.
@@ -192,6 +238,9 @@ class ZmqConnection:
     def look(self) -> bool:
         """False once the connection is lost; then `lost` is true."""
         if self._socket is None:
+            return False
+        if self._curve is not None and self._server_key not in self._curve.believed():
+            self.give_up("its server key is no longer believed")
             return False
         if self._descriptor is not None:
             number, inode = self._descriptor
@@ -303,6 +352,26 @@ async def _speaks_http(address: Address) -> bool:
             await loop.sock_sendall(probe, b"HEAD / HTTP/1.0\r\n\r\n")
             return (await loop.sock_recv(probe, 16)).startswith(b"HTTP/")
     return False
+
+
+async def _mechanism_of(address: Address) -> bytes | None:
+    """How a ZMQ socket there wants to be spoken to: NULL, PLAIN, CURVE. None: it does not say."""
+    loop = asyncio.get_running_loop()
+    family, where = address
+    probe = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with probe, contextlib.suppress(OSError):  # a time-out is one
+        async with asyncio.timeout(_PROBE_S):
+            await loop.sock_connect(probe, where)
+            await loop.sock_sendall(probe, _GREETING)
+            greeting = b""
+            while len(greeting) < _GREETING_BYTES:
+                data = await loop.sock_recv(probe, _GREETING_BYTES - len(greeting))
+                if not data:
+                    return None
+                greeting += data
+            if greeting[:1] == _GREETING[:1]:
+                return greeting[12:32].rstrip(b"\0")
+    return None
 
 
 def error_text(error: Exception) -> str:

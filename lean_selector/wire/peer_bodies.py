@@ -37,6 +37,15 @@ class PublisherState(msgspec.Struct, frozen=True):
     is_behind: bool  # something was missed, and not mended since
 
 
+class CurveState(msgspec.Struct, frozen=True):
+    """How replicas encrypt; public keys as Z85."""
+
+    public_key: str  # ours
+    peer_keys: int  # that are admitted now
+    refused: int  # handshakes of clients with another key
+    last_refused: str | None  # "KEY from ADDRESS"
+
+
 class PlaneState(msgspec.Struct, frozen=True):
     """GET /replica_sync/peers?detail=true."""
 
@@ -52,3 +61,4 @@ class PlaneState(msgspec.Struct, frozen=True):
     applied: dict[str, int]  # by kind of event
     dropped: dict[str, int]  # by reason
     catch_up: dict[str, int] | msgspec.UnsetType  # how many reservations met which fate
+    curve: CurveState | msgspec.UnsetType = msgspec.UNSET  # while keys are given

@@ -1,10 +1,12 @@
 """What replica sync costs: CPU per published and per applied event, ours beside the reference's.
 
-    python -m tests.bench.bench_replica_cost [--reference PYTHON] [--requests N] [--rounds N]
+    python -m tests.bench.bench_replica_cost [--reference PYTHON] [--curve] [--requests N]
+        [--rounds N]
 
 Publishing: the CPU of a selector per /select_and_reserve and DELETE, without replica sync and with
 it on and one peer reading, divided by the events. Applying: the CPU per event that a peer sends,
 beside that of accepting the same bookings over HTTP. CPU is that of all threads, from the kernel.
+With --curve both are measured once more, encrypted.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import socket
 import statistics
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,9 @@ from pathlib import Path
 import zmq
 
 from lean_selector.core.replication.records import EventKind
+from lean_selector.curve.command import write_pair
+from lean_selector.curve.keys import KeyPair, new_pair
+from lean_selector.curve.zap import give_keys
 from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.bookings import replica_event
 from tests.replica_member import MODEL, SCOPE, Member
@@ -92,9 +98,22 @@ def bookings(path: str, round_: int, count: int) -> list[bytes]:
     return sent
 
 
+class Keys:
+    """One pair for both sides; None: nothing is encrypted."""
+
+    pair: KeyPair | None = None
+    flags: tuple[str, ...] = ()
+
+    @classmethod
+    def make(cls, folder: str) -> None:
+        cls.pair = new_pair()
+        write_pair(f"{folder}/all", cls.pair)
+        cls.flags = ("--replica-sync-curve-secret-key-file", f"{folder}/all.key_secret")
+
+
 @contextmanager
 def running(python: Path | None, *, sync: bool, peers: list[str]) -> Iterator[Member]:
-    flags = [] if python else ["--log-level", "error"]
+    flags = [] if python else ["--log-level", "error", *(Keys.flags if sync else ())]
     member = Member("selector", *flags, python=python, peers=peers)
     if not sync:
         at = member._command.index("--replica-sync-port")
@@ -127,6 +146,8 @@ def published(python: Path | None, count: int, rounds: int) -> tuple[float, floa
         sub = context.socket(zmq.SUB)
         sub.linger, sub.rcvhwm, sub.rcvtimeo = 0, 0, 2000
         sub.subscribe(TOPIC)
+        if Keys.pair is not None:
+            give_keys(sub, Keys.pair, Keys.pair.public)
         sub.connect(on.endpoint)
         time.sleep(0.5)
         base, grown = [], []
@@ -147,6 +168,9 @@ def applied(python: Path | None, count: int, rounds: int) -> tuple[float, float]
     context = zmq.Context()
     pub = context.socket(zmq.PUB)
     pub.linger, pub.sndhwm = 0, 0
+    if Keys.pair is not None:
+        pub.curve_server = True
+        pub.curve_secretkey = Keys.pair.secret
     endpoint = f"tcp://127.0.0.1:{pub.bind_to_random_port('tcp://127.0.0.1')}"
     events_us, http_us = [], []
     with running(python, sync=True, peers=[endpoint]) as member:
@@ -200,14 +224,20 @@ def main() -> None:
     parser.add_argument(
         "--reference", type=Path, help="python of an environment with the reference"
     )
+    parser.add_argument("--curve", action="store_true", help="ours once more, encrypted")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     names: dict[str, Path | None] = {"ours": None}
     if args.reference is not None:
         names["reference"] = args.reference
+    if args.curve:
+        names["ours, encrypted"] = None
     grows: dict[str, float] = {}
+    folder = tempfile.TemporaryDirectory()
     for name, python in names.items():
+        if name == "ours, encrypted":
+            Keys.make(folder.name)
         base, grows[name] = published(python, args.requests, args.rounds)
         print(
             f"{name}: {base:.1f} us CPU per request without replica sync; "

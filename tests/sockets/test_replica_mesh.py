@@ -261,7 +261,7 @@ def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
         async with mesh() as made:
             a, b = made.replica(), made.replica()
             await b.connect_to(a)
-            plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.underlying)
+            plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.socket.underlying)
             plain.send_multipart([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
             plain.send_multipart([TOPIC, b"\xdd\xff\xff\xff\xff" + bytes(1000)])
             await until(lambda: b.sync.too_big == 2)
@@ -579,7 +579,7 @@ def test_close_drops_what_is_queued_for_a_peer() -> None:
 def test_the_publisher_sends_heartbeats_so_that_a_stuck_peer_is_cut_off() -> None:
     async def scenario() -> None:
         async with mesh() as made:
-            assert made.replica().sync._pub.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
+            assert made.replica().sync._pub.socket.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
 
     uvloop.run(scenario())
 

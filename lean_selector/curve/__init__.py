@@ -1,0 +1,1 @@
+"""Keys for ZeroMQ's CURVE: made, read from files, asked for and given at a handshake."""

@@ -1,0 +1,80 @@
+"""`lean-selector keys`: makes a key pair for CURVE."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from lean_selector.curve.keys import KeyPair, check_curve, new_pair
+
+_PUBLIC = """\
+#   ZeroMQ CURVE **Public** Certificate, made by `lean-selector keys`
+#   Give it to whoever is to admit, or to believe, the holder of the secret key.
+
+metadata
+curve
+    public-key = "{public}"
+"""
+_SECRET = """\
+#   ZeroMQ CURVE **Secret** Certificate, made by `lean-selector keys`
+#   DO NOT PROVIDE THIS FILE TO OTHERS.
+
+metadata
+curve
+    public-key = "{public}"
+    secret-key = "{secret}"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="path without ending: NAME.key is the public file, NAME.key_secret the secret one",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes both files, mode 0600, and prints the public key; 1 where that cannot be, with nothing
+    written."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector keys",
+        description="Makes a key pair for CURVE, the encryption of ZeroMQ, as "
+        "--replica-sync-curve-secret-key-file and its kin read it. Files that exist are not "
+        "touched.",
+    )
+    add_arguments(parser)
+    name = parser.parse_args(argv).name
+    try:
+        check_curve("keys")
+        pair = new_pair()
+        write_pair(name, pair)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        where = getattr(error, "filename", None) or name
+        sys.stderr.write(f"{parser.prog}: error: {where}: {reason or error}\n")
+        return 1
+    sys.stdout.write(pair.public.decode() + "\n")
+    return 0
+
+
+def write_pair(name: str, pair: KeyPair) -> None:
+    """NAME.key and NAME.key_secret, or neither. Raises OSError where one of them exists."""
+    public, secret = pair.public.decode(), pair.secret.decode()
+    written: list[str] = []
+    try:
+        for path, text in (
+            (f"{name}.key_secret", _SECRET.format(public=public, secret=secret)),
+            (f"{name}.key", _PUBLIC.format(public=public)),
+        ):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            written.append(path)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+    except BaseException:
+        for path in written:
+            os.unlink(path)
+        raise

@@ -1,0 +1,159 @@
+"""Files of keys: what is taken, what is refused and never cited, and what is read again."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from lean_selector.curve.client import CurveClient
+from lean_selector.curve.command import main
+from lean_selector.curve.keys import (
+    LOOK_EVERY_S,
+    BadKeys,
+    KeyList,
+    new_pair,
+    public_keys,
+    read_pair,
+)
+from lean_selector.curve.zap import zap_answer
+
+PAIR = new_pair()
+KEYS = [new_pair().public for _ in range(3)]
+
+
+def keys_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "lean_selector", "keys", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_makes_a_pair_that_we_and_pyzmq_read(tmp_path: Path) -> None:
+    name = str(tmp_path / "selector")
+    made = keys_command(name)
+    assert (made.returncode, made.stderr) == (0, "")
+    public = made.stdout.strip().encode()
+    pair = read_pair(f"{name}.key_secret")
+    assert pair.public == public == zmq.curve_public(pair.secret)
+    assert public_keys("it", Path(f"{name}.key").read_bytes()) == (public,)
+    assert zmq.auth.load_certificate(f"{name}.key_secret") == (public, pair.secret)
+    assert zmq.auth.load_certificate(f"{name}.key") == (public, None)
+    for path in (f"{name}.key_secret", f"{name}.key"):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert pair.secret.decode() not in made.stdout + repr(pair)
+
+
+@pytest.mark.parametrize("ending", ["key", "key_secret"])
+def test_the_command_touches_no_file_that_exists(
+    tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / f"selector.{ending}"
+    there.write_text("precious")
+    assert main([str(tmp_path / "selector")]) == 1
+    assert f"{there}: File exists" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == [there.name]
+    assert there.read_text() == "precious"
+
+
+def test_a_pair_of_pyzmq_is_read(tmp_path: Path) -> None:
+    public, secret = zmq.auth.create_certificates(tmp_path, "theirs")
+    pair = read_pair(str(secret))
+    assert (pair.public, pair.secret) == zmq.auth.load_certificate(secret)
+    assert public_keys("it", Path(public).read_bytes()) == (pair.public,)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "holds no secret-key"),
+        (b'curve\n    public-key = "%b"\n' % PAIR.public, "holds no secret-key"),
+        (b'    secret-key = "short"\n', "is no key of 40 characters"),
+        (b"\xff\xfe", "holds no text"),
+    ],
+)
+def test_what_is_no_pair_is_refused(tmp_path: Path, content: bytes, fault: str) -> None:
+    path = tmp_path / "pair"
+    path.write_bytes(content)
+    with pytest.raises(BadKeys, match=fault):
+        read_pair(str(path))
+
+
+def test_a_list_has_keys_with_words_behind_them_comments_and_certificates() -> None:
+    certificate = b'metadata\n    name = "b"\ncurve\n    public-key = "%b"\n' % KEYS[1]
+    text = b"# of all\n\n%b selector-a\n%b\n#%b\n%b\n" % (KEYS[0], certificate, KEYS[2], KEYS[0])
+    assert public_keys("it", text) == (KEYS[0], KEYS[1])
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"# nothing\n", "it holds no public key"),
+        (b"%b\n%b\n" % (KEYS[0], KEYS[1][:-1]), "it line 2 is no public key of 40 characters"),
+        (b"%b\n" % (b"~" * 40), "it line 1 is no public key"),
+        (b"%b\n" % (b"$" * 40), "it line 1 is no public key"),
+        (b'    secret-key = "%b"\n' % PAIR.secret, "it line 1 is a secret key"),
+        (b"\n".join(new_pair().public for _ in range(65)), "it holds 65 keys, more than 64"),
+    ],
+)
+def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, fault: str) -> None:
+    with pytest.raises(BadKeys, match=fault) as told:
+        public_keys("it", content)
+    assert PAIR.secret.decode() not in str(told.value)
+
+
+def test_a_list_is_read_again_and_while_it_is_bad_the_last_one_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, now = tmp_path / "keys", [0.0]
+    path.write_bytes(KEYS[0])
+    keys = KeyList(str(path), lambda: now[0])
+
+    def later(content: bytes) -> tuple[bytes, ...]:
+        path.with_suffix(".new").write_bytes(content)
+        os.replace(path.with_suffix(".new"), path)
+        now[0] += LOOK_EVERY_S
+        return keys()
+
+    assert keys() == (KEYS[0],)
+    assert later(KEYS[0] + b"\n" + KEYS[1]) == (KEYS[0], KEYS[1])
+    assert later(KEYS[1]) == (KEYS[1],)
+    assert later(b"half a k") == (KEYS[1],)
+    assert keys() == (KEYS[1],)
+    path.unlink()
+    now[0] += LOOK_EVERY_S
+    assert keys() == (KEYS[1],)
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert later(KEYS[2]) == (KEYS[2],)
+
+
+def test_the_key_that_was_right_last_is_tried_first() -> None:
+    client = CurveClient(PAIR, lambda: tuple(KEYS))
+    assert client.candidates(None) == KEYS
+    assert client.candidates(KEYS[2]) == [KEYS[2], KEYS[0], KEYS[1]]
+    assert client.candidates(PAIR.public) == KEYS
+
+
+def test_only_listed_keys_of_the_right_sockets_are_admitted() -> None:
+    refused: list[tuple[str, str]] = []
+
+    def status(key: bytes, domain: bytes = b"d", *, mechanism: bytes = b"CURVE") -> bytes:
+        request = [b"1.0", b"7", domain, b"10.0.0.1", b"", mechanism, z85.decode(key)]
+        admitted = (KEYS[0], KEYS[1])
+        answer = zap_answer(request, b"d", lambda: admitted, lambda *who: refused.append(who))
+        assert answer[:2] == [b"1.0", b"7"]
+        return answer[2]
+
+    assert [status(KEYS[0]), status(KEYS[1])] == [b"200", b"200"]
+    assert refused == []
+    assert status(KEYS[2]) == b"400"
+    assert status(KEYS[0], b"another") == b"400"
+    assert refused == [(KEYS[2].decode(), "10.0.0.1"), (KEYS[0].decode(), "10.0.0.1")]
+    assert status(KEYS[0], mechanism=b"NULL") == b"400"
+    anybody = zap_answer([b"1.0", b"1", b"d", b"", b"", b"CURVE", bytes(32)], b"d", None, print)
+    assert anybody[2] == b"200"
+    for odd in ([], [b"1.0"], [b"1.0", b"1", b"d", b"", b"", b"CURVE", b"short"]):
+        assert zap_answer(odd, b"d", None, print)[2] == b"400"

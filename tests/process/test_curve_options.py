@@ -1,0 +1,115 @@
+"""Keys by flag: what goes together, and files that end the start."""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from lean_selector.curve.command import write_pair
+from lean_selector.curve.keys import new_pair
+from lean_selector.process.curve_config import EngineKeys, ReplicaKeys
+from lean_selector.process.curve_plane import engine_client_keys, replica_gate
+from lean_selector.process.host import StartError
+from lean_selector.process.options import add_options
+from lean_selector.process.selector_config import (
+    SELECTOR_OPTIONS,
+    SelectorConfig,
+    selector_config,
+)
+from tests.running_service import free_port
+
+OF_REPLICA = "--replica-sync-curve-secret-key-file"
+OF_PEERS = "--replica-sync-curve-peer-keys-file"
+OF_SERVERS = "--kv-events-curve-server-keys-file"
+OF_US = "--kv-events-curve-secret-key-file"
+PAIR = new_pair()
+
+
+class Complaint(Exception):
+    pass
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise Complaint(message)
+
+
+def configured(*flags: str) -> SelectorConfig:
+    parser = Parser(allow_abbrev=False)
+    add_options(parser, SELECTOR_OPTIONS)
+    return selector_config(parser, parser.parse_args(flags), {})
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    write_pair(str(tmp_path / "a"), PAIR)
+    return str(tmp_path / "a")
+
+
+def test_without_flags_nothing_is_encrypted() -> None:
+    config = configured("--replica-sync-port", "9092")
+    assert config.engine_keys is None
+    assert config.replica is not None
+    assert config.replica.keys is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ((OF_REPLICA, "a"), f"{OF_REPLICA} requires --replica-sync-bind or --replica-sync-port"),
+        (("--replica-sync-port", "9092", OF_PEERS, "a"), f"{OF_PEERS} requires {OF_REPLICA}"),
+        ((OF_US, "a"), f"{OF_US} requires {OF_SERVERS}"),
+    ],
+)
+def test_half_of_the_flags_is_refused(flags: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(Complaint) as told:
+        configured(*flags)
+    assert str(told.value) == fault
+
+
+def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
+    async def story() -> None:
+        with zmq.asyncio.Context() as context:
+            keys = ReplicaKeys(secret_key_file=f"{name}.key_secret", peer_keys_file=None)
+            gate = replica_gate(context, keys)
+            assert gate.admitted() == (gate.pair.public,) == (PAIR.public,)
+            await gate.close()
+
+    asyncio.run(story())
+
+
+def test_without_a_pair_for_engines_one_is_made(name: str) -> None:
+    keys = EngineKeys(server_keys_file=f"{name}.key", secret_key_file=None)
+    one, other = engine_client_keys(keys), engine_client_keys(keys)
+    assert one.believed() == (PAIR.public,)
+    assert one.pair.public != other.pair.public
+
+
+def test_files_that_hold_no_keys_end_the_start_by_their_flag(name: str) -> None:
+    public, secret, missing = f"{name}.key", f"{name}.key_secret", f"{name}.none"
+    faults = []
+    for keys in (
+        EngineKeys(server_keys_file=missing, secret_key_file=None),
+        EngineKeys(server_keys_file=secret, secret_key_file=None),
+        EngineKeys(server_keys_file=public, secret_key_file=public),
+    ):
+        with pytest.raises(StartError) as told:
+            engine_client_keys(keys)
+        faults.append(str(told.value))
+    assert faults == [
+        f"{OF_SERVERS}: {missing}: No such file or directory",
+        f"{OF_SERVERS}: {secret} line 7 is a secret key: here belong public ones",
+        f"{OF_US}: {public} holds no secret-key, as `lean-selector keys` writes it",
+    ]
+
+
+def test_a_service_that_cannot_read_its_keys_ends_in_one_line(name: str) -> None:
+    flags = ["--port", "0", "--replica-sync-port", str(free_port()), OF_REPLICA, f"{name}.key"]
+    command = [sys.executable, "-m", "lean_selector", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert f"error: {OF_REPLICA}: {name}.key holds no secret-key" in ended.stderr

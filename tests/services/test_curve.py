@@ -1,0 +1,243 @@
+"""Keys at the services: who encrypts and is heard, keys that come and go, and what is told."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_selector.curve.command import write_pair
+from lean_selector.curve.keys import KeyPair, new_pair
+from lean_selector.publisher import KvEventPublisher
+from tests.recording_proxy import RecordingProxy
+from tests.replica_member import BOOKED, IDLE, Member
+from tests.running_service import RunningService, free_port, wait_until
+
+BLOCK_SIZE = 4
+TOKENS = [11, 12, 13, 14]
+SECRET = "an adapter that nobody else may read of"
+
+
+class Folder:
+    """Pairs by name, and lists of their public keys."""
+
+    def __init__(self, path: Path, *names: str) -> None:
+        self._path = path
+        self.pairs: dict[str, KeyPair] = {}
+        for name in names:
+            pair = self.pairs[name] = new_pair()
+            write_pair(str(path / name), pair)
+
+    def secret(self, name: str) -> str:
+        return str(self._path / f"{name}.key_secret")
+
+    def public(self, name: str) -> str:
+        return self.pairs[name].public.decode()
+
+    def list(self, file: str, *names: str) -> str:
+        """Writes it, in one step."""
+        path = self._path / file
+        text = "".join(f"{self.public(name)} {name}\n" for name in names)
+        path.with_suffix(".new").write_text(text)
+        os.replace(path.with_suffix(".new"), path)
+        return str(path)
+
+
+# -- engines --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine(secret: str | None = None, clients: str | None = None) -> Iterator[KvEventPublisher]:
+    """It has published one block; who wants that must ask for its replay."""
+    with KvEventPublisher(
+        kv_block_size=BLOCK_SIZE,
+        endpoint="tcp://127.0.0.1:*",
+        replay_endpoint="tcp://127.0.0.1:*",
+        curve_secret_key_file=secret,
+        curve_client_keys_file=clients,
+    ) as publisher:
+        store(publisher, 0)
+        yield publisher
+
+
+def store(publisher: KvEventPublisher, number: int) -> None:
+    publisher.publish_stored(
+        token_ids=TOKENS,
+        block_hashes=[100 + number],
+        parent_hash=99 + number if number else None,
+        lora_name=SECRET,
+    )
+
+
+def register(
+    service: RunningService, worker_id: int, events: str | None, replays: str | None
+) -> None:
+    body = {
+        "worker_id": worker_id,
+        "endpoint": f"http://127.0.0.1:{worker_id}",
+        "block_size": BLOCK_SIZE,
+        "kv_events_endpoint": events,
+        "replay_endpoint": replays,
+    }
+    status, worker = service.post("/workers", body)
+    assert (status, worker["lifecycle"]) == (201, "schedulable")
+
+
+def source(service: RunningService, worker_id: int) -> dict[str, Any]:
+    rows = service.get("/kv_sources")[1]
+    found: dict[str, Any] = next(row for row in rows if row["worker_id"] == worker_id)
+    return found
+
+
+def tells(service: RunningService, worker_id: int, words: str) -> bool:
+    row = source(service, worker_id)
+    return words in (row["last_error"] or "") and words in (row["problem"] or "")
+
+
+def is_live(service: RunningService, worker_id: int, batches: int) -> bool:
+    row = source(service, worker_id)
+    return bool(row["state"] in ("live", "idle") and row["replayed_batches"] >= batches)
+
+
+def port_of(endpoint: str | None) -> int:
+    assert endpoint is not None
+    return int(endpoint.rpartition(":")[2])
+
+
+def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_path: Path) -> None:
+    keys = Folder(tmp_path, "selector", "engine", "stranger")
+    us, them = keys.list("us", "selector"), keys.list("them", "engine")
+    nobody = keys.list("nobody", "stranger")
+    flags = (
+        *("--kv-events-curve-server-keys-file", them),
+        *("--kv-events-curve-secret-key-file", keys.secret("selector")),
+        *("--kv-source-grace-secs", "0"),
+    )
+    with (
+        RunningService(*flags) as service,
+        engine(keys.secret("engine"), us) as right,
+        engine(keys.secret("engine"), nobody) as refusing,
+        engine(keys.secret("stranger")) as wrong,
+        engine() as plain,
+    ):
+        for worker_id, each in enumerate((right, refusing, wrong, plain), 1):
+            register(service, worker_id, each.endpoint, each.replay_endpoint)
+        wait_until(lambda: is_live(service, 1, 1), "the first is heard, and replayed from")
+        store(right, 1)
+        wait_until(lambda: source(service, 1)["last_seq"] == 1, "what is new is heard")
+        words = f"it does not admit our public key {keys.public('selector')}"
+        wait_until(lambda: tells(service, 2, words), "the second refuses us")
+        words = "it has no server key that we believe"
+        wait_until(lambda: tells(service, 3, words), "the third is somebody else")
+        words = "it does not encrypt, and keys are given for it"
+        wait_until(lambda: tells(service, 4, words), "the fourth is plain")
+        # Rotation: a second key is believed, and admitted, beside the first.
+        keys.list("them", "engine", "stranger")
+        wait_until(lambda: is_live(service, 3, 1), "the third is believed")
+        keys.list("nobody", "stranger", "selector")
+        wait_until(lambda: is_live(service, 2, 1), "the second admits us")
+        assert is_live(service, 1, 1)
+        # And one that is taken out is believed no more.
+        keys.list("them", "engine")
+        words = "it has no server key that we believe"
+        wait_until(lambda: tells(service, 3, words), "the third is cut off")
+        assert is_live(service, 1, 1)
+
+
+def test_an_engine_that_asks_for_keys_is_not_heard_without_and_that_is_told(tmp_path: Path) -> None:
+    keys = Folder(tmp_path, "engine")
+    with (
+        RunningService("--kv-source-grace-secs", "0") as service,
+        engine(keys.secret("engine")) as encrypting,
+    ):
+        register(service, 1, encrypting.endpoint, encrypting.replay_endpoint)
+        words = "it asks for keys (CURVE), and none are given for it"
+        wait_until(lambda: tells(service, 1, words), "it is told why")
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False], ids=["encrypted", "plain"])
+def test_events_and_replays_can_be_read_on_the_wire_without_keys_alone(
+    tmp_path: Path, is_encrypted: bool
+) -> None:
+    keys = Folder(tmp_path, "engine")
+    flags = ("--kv-events-curve-server-keys-file", keys.list("them", "engine"))
+    secret = keys.secret("engine") if is_encrypted else None
+    with (
+        RunningService(*(flags if is_encrypted else ())) as service,
+        engine(secret) as publisher,
+        RecordingProxy(port_of(publisher.endpoint)) as events,
+        RecordingProxy(port_of(publisher.replay_endpoint)) as replays,
+    ):
+        register(service, 1, *(f"tcp://127.0.0.1:{each.port}" for each in (events, replays)))
+        wait_until(lambda: is_live(service, 1, 1), "it is replayed")
+        store(publisher, 1)
+        wait_until(lambda: source(service, 1)["last_seq"] == 1, "what is new is heard")
+        for proxy in (events, replays):
+            assert (SECRET.encode() in proxy.seen()) is not is_encrypted
+            assert (b"block_hashes" in proxy.seen() or b"BlockStored" in proxy.seen()) is not (
+                is_encrypted
+            )
+
+
+# -- replicas -------------------------------------------------------------------------------------
+
+
+def test_replicas_that_encrypt_catch_up_lose_who_is_expelled_and_mend_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    keys = Folder(tmp_path, "one", "other")
+    ports = free_port(), free_port()
+    flags = [
+        (
+            *("--replica-sync-curve-secret-key-file", keys.secret(name)),
+            *("--replica-sync-curve-peer-keys-file", keys.list(f"of {name}", "one", "other")),
+        )
+        for name in ("one", "other")
+    ]
+    with Member("tracker", *flags[0], sync_port=ports[0]) as one:
+        one.register()
+        one.add("before")
+        urls = ("--replica-sync-catch-up", f"http://127.0.0.1:{one.port}")
+        with Member(
+            "selector", *flags[1], *urls, peers=[one.endpoint], sync_port=ports[1]
+        ) as other:
+            other.register()
+            other.shows([BOOKED, (0, 0)])
+            one.free("before")
+            other.shows(IDLE)
+            other.hears(one)
+            curve = one.detail()["curve"]
+            assert curve == {
+                "public_key": keys.public("one"),
+                "peer_keys": 2,
+                "refused": 0,
+                "last_refused": None,
+            }
+            keys.list("of one", "one")
+            words = f"it does not admit our public key {keys.public('other')}"
+
+            def told() -> str:
+                return str(other.detail()["peers"][0]["last_error"])
+
+            wait_until(lambda: told() == words, "the other is expelled, and knows why")
+            expelled = f"{keys.public('other')} from 127.0.0.1"
+            wait_until(lambda: one.detail()["curve"]["last_refused"] == expelled, "so is it here")
+            one.add("unheard", 1)
+            keys.list("of one", "one", "other")
+            other.shows([(0, 0), BOOKED])  # by its snapshot
+            other.hears(one, [(0, 0), BOOKED])
+
+
+# -- a publisher's own files ----------------------------------------------------------------------
+
+
+def test_a_publisher_is_not_made_with_keys_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "empty"
+    path.touch()
+    anywhere = "tcp://127.0.0.1:*"
+    with pytest.raises(ValueError, match="curve_client_keys_file requires curve_secret_key_file"):
+        KvEventPublisher(kv_block_size=4, endpoint=anywhere, curve_client_keys_file="x")
+    with pytest.raises(ValueError, match="holds no secret-key"):
+        KvEventPublisher(kv_block_size=4, endpoint=anywhere, curve_secret_key_file=str(path))

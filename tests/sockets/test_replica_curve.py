@@ -1,0 +1,252 @@
+"""Replicas that encrypt: who hears whom with which keys, and why not, over real sockets."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+import pytest
+import uvloop
+import zmq.asyncio
+
+from lean_selector.core.replication.events import Verdict
+from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.curve.gate import CurveGate
+from lean_selector.curve.keys import KeyPair, new_pair
+from lean_selector.sockets import link, replica_mesh
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.replica_mesh import ReplicaSync
+from lean_selector.wire.replica_frames import TOPIC
+from tests.bookings import changed, replica_event
+from tests.on_loop import until
+from tests.recording_proxy import RecordingProxy
+
+SECRET = "the id of a request that nobody else may read"
+EVENT = replica_event(EventKind.ADD, "llama", "t1", 16, SECRET, 7, 0, 1)
+ANY_PORT = "tcp://127.0.0.1:*"
+_ROUTER_IDS = itertools.count(1)
+A, B, OTHER = new_pair(), new_pair(), new_pair()
+
+
+class Replica:
+    """A ReplicaSync with a context of its own, for a context has one gate. `peers` may change."""
+
+    def __init__(self, pair: KeyPair | None, *peers: KeyPair) -> None:
+        self.heard: list[ReplicaEvent] = []
+        self.peers = [each.public for each in peers]
+        self.router_id = next(_ROUTER_IDS)
+        self.context = zmq.asyncio.Context()
+        links = Links(self.context)
+        self.gate: CurveGate | None = None
+        if pair is not None:
+            self.gate = CurveGate(self.context, pair, lambda: tuple(self.peers), b"replicas")
+        self.sync = ReplicaSync(
+            self.context,
+            ANY_PORT,
+            [],
+            self._hear,
+            router_id=self.router_id,
+            links=links,
+            gate=self.gate,
+        )
+        self.sync.start()
+
+    @property
+    def port(self) -> int:
+        return int(self.sync.bound_endpoint.rpartition(":")[2])
+
+    def _hear(self, event: ReplicaEvent, now: float) -> Verdict:
+        self.heard.append(event)
+        return Verdict.APPLIED
+
+    def knows(self, other: "Replica") -> None:
+        assert self.sync.register_peer(other.sync.bound_endpoint)
+
+    async def hears(self, other: "Replica") -> None:
+        """Waits until something that the other publishes from now on arrives."""
+        marker = changed(EVENT, router_id=other.router_id, request_id=f"{next(_ROUTER_IDS)}")
+
+        def has_heard() -> bool:
+            other.sync.publish(marker)
+            return any(event.booking == marker.booking for event in self.heard)
+
+        await until(has_heard)
+
+    def error(self) -> str:
+        return self.sync.peer_states()[0].last_error or ""
+
+    async def close(self) -> None:
+        await self.sync.close()
+        self.context.destroy(linger=0)
+
+
+Story = Callable[..., Coroutine[None, None, None]]
+
+
+@contextlib.asynccontextmanager
+async def two(one: Replica, other: Replica) -> AsyncIterator[tuple[Replica, Replica]]:
+    """`other` knows `one`."""
+    try:
+        other.knows(one)
+        yield one, other
+    finally:
+        await other.close()
+        await one.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "RETRY_LIMIT_S", 0.1)
+    monkeypatch.setattr(replica_mesh, "HEARTBEAT_S", 0.05)
+
+
+def test_replicas_with_right_keys_hear_each_other() -> None:
+    async def story() -> None:
+        async with two(Replica(A, A, B), Replica(B, A, B)) as (one, other):
+            one.knows(other)
+            await other.hears(one)
+            await one.hears(other)
+            assert [each.state for each in other.sync.peer_states()] == ["connected"]
+            assert one.gate is not None
+            assert (one.gate.refused, one.gate.last_refused) == (0, None)
+
+    uvloop.run(story())
+
+
+def test_among_several_keys_that_a_peer_may_have_its_own_is_found() -> None:
+    async def story() -> None:
+        async with two(Replica(A, B), Replica(B, OTHER, new_pair(), A)) as (one, other):
+            await other.hears(one)
+
+    uvloop.run(story())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        pytest.param(
+            lambda: Replica(A, B),
+            lambda: Replica(OTHER, A),
+            f"it does not admit our public key {OTHER.public.decode()}",
+            id="an unknown client",
+        ),
+        pytest.param(
+            lambda: Replica(A, B),
+            lambda: Replica(B, OTHER),
+            "it has no server key that we believe",
+            id="a wrong server key",
+        ),
+        pytest.param(
+            lambda: Replica(A, B),
+            lambda: Replica(None),
+            "it asks for keys (CURVE), and none are given for it",
+            id="no key at all",
+        ),
+        pytest.param(
+            lambda: Replica(None),
+            lambda: Replica(B, A),
+            "it does not encrypt, and keys are given for it",
+            id="an unencrypted peer",
+        ),
+    ],
+)
+def test_with_wrong_keys_nothing_is_heard_and_the_peer_tells_why(
+    one: Callable[[], Replica], other: Callable[[], Replica], words: str
+) -> None:
+    async def story() -> None:
+        async with two(one(), other()) as (publisher, hearer):
+            await until(lambda: hearer.error() == words)
+            state = hearer.sync.peer_states()[0]
+            assert state.state == "connecting"
+            again = state.retries
+            publisher.sync.publish(EVENT)
+            await until(lambda: hearer.sync.peer_states()[0].retries > again + 2)
+            assert hearer.error() == words
+            assert hearer.heard == []
+
+    uvloop.run(story())
+
+
+def test_who_refuses_tells_whom() -> None:
+    async def story() -> None:
+        async with two(Replica(A, B), Replica(OTHER, A)) as (one, other):
+            await until(lambda: other.error() != "")
+            assert one.gate is not None
+            assert one.gate.refused >= 1
+            assert one.gate.last_refused == f"{OTHER.public.decode()} from 127.0.0.1"
+
+    uvloop.run(story())
+
+
+def test_who_is_taken_off_the_list_is_cut_off_and_the_others_come_back() -> None:
+    async def story() -> None:
+        async with two(Replica(A, B, OTHER), Replica(B, A)) as (one, other):
+            third = Replica(OTHER, A)
+            try:
+                third.knows(one)
+                await other.hears(one)
+                await third.hears(one)
+                endpoint = one.sync.bound_endpoint
+                one.peers.remove(OTHER.public)
+                words = f"it does not admit our public key {OTHER.public.decode()}"
+                await until(lambda: third.error() == words)
+                await other.hears(one)
+                assert one.sync.bound_endpoint == endpoint
+                heard = len(third.heard)
+                await other.hears(one)
+                assert len(third.heard) == heard
+                one.peers.append(OTHER.public)  # and is admitted again
+                await third.hears(one)
+            finally:
+                await third.close()
+
+    uvloop.run(story())
+
+
+def test_a_server_key_that_is_no_longer_believed_ends_its_connection() -> None:
+    async def story() -> None:
+        async with two(Replica(A, B), Replica(B, A, OTHER)) as (one, other):
+            await other.hears(one)
+            other.peers.remove(A.public)
+            await until(lambda: other.error() == "it has no server key that we believe")
+            assert other.sync.peer_states()[0].state == "disconnected"
+            other.peers.append(A.public)
+            await other.hears(one)
+
+    uvloop.run(story())
+
+
+def test_attempts_that_fail_for_the_key_leave_no_descriptors_behind() -> None:
+    async def story() -> None:
+        async with two(Replica(A, B), Replica(OTHER, B, OTHER, A)) as (_, other):
+            await until(lambda: other.sync.peer_states()[0].retries >= 3)
+            before = len(os.listdir("/proc/self/fd"))
+            await until(lambda: other.sync.peer_states()[0].retries >= 30)
+            assert len(os.listdir("/proc/self/fd")) <= before + 12  # of attempts under way
+
+    uvloop.run(story())
+
+
+@pytest.mark.parametrize("pairs", [(A, B), (None, None)], ids=["encrypted", "plain"])
+def test_on_the_wire_nothing_is_to_be_read_with_keys_and_everything_without(
+    pairs: tuple[KeyPair | None, KeyPair | None],
+) -> None:
+    async def story() -> None:
+        one, other = Replica(pairs[0], A, B), Replica(pairs[1], A, B)
+        try:
+            with RecordingProxy(one.port) as proxy:
+                assert other.sync.register_peer(f"tcp://127.0.0.1:{proxy.port}")
+                await other.hears(one)
+                secret = changed(EVENT, router_id=one.router_id)
+                one.sync.publish(secret)
+                await until(lambda: any(e.booking.request_id == SECRET for e in other.heard))
+                seen = await asyncio.to_thread(proxy.seen)
+                words = (SECRET.encode(), b"llama", TOPIC)
+                assert [word in seen for word in words] == [pairs[0] is None] * 3
+                assert (b"CURVE" in seen) is (pairs[0] is not None)
+        finally:
+            await other.close()
+            await one.close()
+
+    uvloop.run(story())
