@@ -53,6 +53,7 @@ class Trackers:
     ) -> None:
         self.ledgers = Ledgers(reservation_expiry_s, events)
         self._trackers: dict[tuple[str, str], Tracker] = {}
+        self.revision = 0  # grows whenever `workers` changes
 
     def lookup(self, model_name: str, tenant_id: str) -> Tracker | None:
         return self._trackers.get((model_name, tenant_id))
@@ -83,6 +84,7 @@ class Trackers:
         elif row.worker_id in tracker.workers:
             raise Conflict(f"worker {row.worker_id} already registered for {where}")
         tracker.workers[row.worker_id] = row
+        self.revision += 1
         for dp_rank in row.ranks:
             tracker.slots.add_rank(row.worker_id, dp_rank)
 
@@ -98,6 +100,7 @@ class Trackers:
             )
         for dp_rank in tracker.workers.pop(worker_id).ranks:
             tracker.ledger.drop_rank(worker_id, dp_rank)
+        self.revision += 1
         if not tracker.workers:
             del self._trackers[model_name, tenant_id]
 

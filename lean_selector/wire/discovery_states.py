@@ -42,3 +42,13 @@ class DiscoveryReport(msgspec.Struct, frozen=True):
     discoveries: list[DiscoveryState]
     workers: list[DiscoveredWorker]
     peers: list[DiscoveredPeer]
+
+
+class KeptWorker(msgspec.Struct, frozen=True):
+    """A discovered worker as it outlives the process: whose it is, and that it was deleted over
+    HTTP while they name it."""
+
+    key: str  # of its endpoint
+    worker_id: int
+    discoveries: list[str]
+    is_removed: bool

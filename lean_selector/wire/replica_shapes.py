@@ -103,6 +103,15 @@ class SnapshotLine(msgspec.Struct, gc=False):
             raise msgspec.ValidationError("Expected a u64")
 
 
+class KeptLine(msgspec.Struct, gc=False):
+    """A SnapshotLine, encoded but for its age, and what may change of it."""
+
+    before: bytes  # the age
+    after: bytes
+    prefill_tokens: int
+    prefill_done: bool
+
+
 class SessionListHead(msgspec.Struct):
     version: Literal[1]
     sessions: list[msgspec.Raw]

@@ -282,3 +282,4 @@ class Readiness(msgspec.Struct, frozen=True):
     workers: JsonText | UnsetType = UNSET
     recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
     ejected: list[EjectedWorker] | UnsetType = UNSET  # only while there are some
+    state_fault: str | UnsetType = UNSET  # only while the state directory cannot be written

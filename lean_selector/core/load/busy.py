@@ -25,6 +25,15 @@ class BusyThresholds:
         self._defaults = defaults
         self._own: dict[Scope, BusyThreshold] = {}
 
+    def own(self) -> list[tuple[Scope, BusyThreshold]]:
+        """Those that were given to a model and tenant, the oldest first."""
+        return list(self._own.items())
+
+    def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
+        """What `own` said before this process began. Raises BadRequest."""
+        threshold.check()
+        self._own[scope] = threshold
+
     def of(self, scope: Scope) -> BusyThreshold:
         return self._own.get(scope, self._defaults)
 

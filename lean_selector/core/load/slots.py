@@ -53,6 +53,7 @@ class Slots:
         "on_load_change",
         "ranks",
         "reservations",
+        "revision",
     )
 
     def __init__(
@@ -74,6 +75,7 @@ class Slots:
         self.copied = 0  # copies of what peers admitted, ever
         self._trie = PromptTrie()
         self.heard_at = 0.0  # the time of what was done last
+        self.revision = 0  # grows whenever what is live, or when it was touched, changes
         # Ordered by touch, oldest first. Two, because their limits differ; OrderedDict, because
         # taking the oldest of a plain dict steps over every hole that earlier removals left.
         self._local_by_touch: OrderedDict[str, Reservation] = OrderedDict()
@@ -157,6 +159,7 @@ class Slots:
             self.copied += 1
             self._copies_by_touch[request_id] = reservation
         self.heard_at = now
+        self.revision += 1
         if prefill_tokens and (booking.prefill_duration_s is not None or rank.decay is not None):
             self._start_prefill(reservation, now)
         self._set_load(
@@ -234,6 +237,7 @@ class Slots:
         Call it youngest first: a copy that is younger than the oldest one here may expire late.
         """
         copy.touched_at = touched_at
+        self.revision += 1
         oldest = next(iter(self._copies_by_touch.values()))
         if touched_at <= oldest.touched_at:
             self._copies_by_touch.move_to_end(copy.request_id, last=False)
@@ -305,6 +309,7 @@ class Slots:
         by_touch = self._local_by_touch if reservation.router_id is None else self._copies_by_touch
         by_touch.move_to_end(reservation.request_id)
         reservation.touched_at = self.heard_at = now
+        self.revision += 1
 
     def _release(self, reservation: Reservation, now: float) -> None:
         rank, tokens = reservation.rank, reservation.prefill_tokens
@@ -319,6 +324,7 @@ class Slots:
         """Unlink a reservation from everything but its rank's sums; returns how many blocks to take
         off."""
         request_id, rank = reservation.request_id, reservation.rank
+        self.revision += 1
         del self.reservations[request_id]
         del rank.reservations[request_id]
         if reservation.router_id is None:

@@ -193,6 +193,10 @@ class Bookings:
             raise NotFound(f"reservation {reservation_id} not found")
         return holders
 
+    def restored(self, partition: Partition, reservation_id: str) -> None:
+        """It was booked over HTTP before this process began."""
+        self._booked[reservation_id] = partition
+
     def forget(self, reservation_id: str) -> None:
         """It was freed by a call."""
         self._booked.pop(reservation_id, None)

@@ -100,7 +100,7 @@ class Catalog:
         dropped for their block size (D3)."""
         self._settings = settings
         self._sources = sources
-        self._new_partition = new_partition
+        self.new_partition = new_partition
         self._on_dropped = on_dropped
         self._on_discarded = on_discarded
         self._check = check
@@ -148,9 +148,8 @@ class Catalog:
         """
         partition = self.partitions.get(key)
         if partition is None:
-            partition = self._new_partition(key, block_size, False)
+            partition = self.partitions[key] = self.new_partition(key, block_size, False)
             partition.established = False
-            self.partitions[key] = partition
         return partition if partition.block_size == block_size else None
 
     def discard_waiting(self) -> None:
@@ -253,7 +252,7 @@ class Catalog:
                 if partition is not None:
                     self._on_discarded(partition)
                     partition.abandon()
-                partition = self._new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
+                partition = self.new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
                 self.partitions[spec.key] = partition
             partition.is_eagle = bool(spec.is_eagle)
             partition.established = True
@@ -279,8 +278,7 @@ class Catalog:
         if partition is not None and worker_id in partition.workers:
             dropped = partition.remove_worker(worker_id)
             partition.index.drop_worker(worker_id)
-            if dropped:
-                self._on_dropped(partition, dropped)
+            self._on_dropped(partition, dropped)
 
     def _leave(self, key: PartitionKey, worker_id: int) -> None:
         """The worker's record no longer names the partition; the last member takes it along.

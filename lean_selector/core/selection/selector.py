@@ -82,7 +82,7 @@ class Selector:
         self._sessions = sessions
         self._rng = rng
         self._new_index = new_index
-        self._thresholds = BusyThresholds(thresholds)
+        self.limits = BusyThresholds(thresholds)
         self.catalog = Catalog(
             settings,
             sources,
@@ -117,7 +117,7 @@ class Selector:
             routed=routed,
             sessions=None if self._sessions is None else self._sessions.new_table(*key),
         )
-        partition.set_threshold(self._thresholds.of(key))
+        partition.set_threshold(self.limits.of(key))
         return partition
 
     # -- workers -------------------------------------------------------------------------------
@@ -148,17 +148,17 @@ class Selector:
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
         """What is in force for every model and tenant that has a registered worker, sorted."""
-        return [(key, self._thresholds.of(key)) for key in sorted(self.catalog.scopes())]
+        return [(key, self.limits.of(key)) for key in sorted(self.catalog.scopes())]
 
     def change_threshold(
         self, key: PartitionKey, given: BusyThreshold, now: float
     ) -> BusyThreshold:
         """Sets what `given` sets, from the next selection on. Raises BadRequest or NotFound."""
-        return self._enforce(key, self._thresholds.change(key, given, self.catalog.scopes()), now)
+        return self._enforce(key, self.limits.change(key, given, self.catalog.scopes()), now)
 
     def switch_threshold_off(self, key: PartitionKey, now: float) -> BusyThreshold:
         """Nothing is shed there any more, also by the defaults. Raises NotFound."""
-        return self._enforce(key, self._thresholds.switch_off(key, self.catalog.scopes()), now)
+        return self._enforce(key, self.limits.switch_off(key, self.catalog.scopes()), now)
 
     def _enforce(self, key: PartitionKey, threshold: BusyThreshold, now: float) -> BusyThreshold:
         partition = self.catalog.partitions.get(key)
