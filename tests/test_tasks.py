@@ -60,6 +60,9 @@ ALLOWED = {
     ("observing/log_writer.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
     ),
+    ("state/file_writer.py", "FileWriter.__init__", "Thread"): (
+        "whatever it raises is told to who awaits the end of the file"
+    ),
     ("sockets/resolver.py", "Resolver._start", "Thread"): "whatever it raises is its result",
     ("sockets/peer_fetch.py", "PeerFetch.__init__", "Thread"): "whatever it raises is its result",
     ("discovery/srv_records.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",

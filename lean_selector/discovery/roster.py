@@ -16,6 +16,7 @@ from lean_selector.discovery.known_worker import KnownWorker, State
 from lean_selector.discovery.particulars import Found, Particulars
 from lean_selector.discovery.registration import is_complete, spec_of
 from lean_selector.discovery.worker_ids import endpoint_key
+from lean_selector.wire.discovery_states import KeptWorker
 
 log = logging.getLogger("lean_selector.discovery")
 
@@ -109,6 +110,31 @@ class Roster:
         for known in [each for each in self._known.values() if each.leaves_at is not None]:
             if known.leaves_at is not None and known.leaves_at <= now:
                 self._forget(known)
+
+    # -- what outlives the process -------------------------------------------------------------
+
+    def kept(self) -> list[KeptWorker]:
+        """Whose workers are whose at this moment, for `take_back` after a restart."""
+        self._compare()
+        return [
+            KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
+            for known in self._known.values()
+            if known.spec is not None or known.state is State.REMOVED
+        ]
+
+    def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
+        """As it was before a restart; `spec` is the catalog's, None where it was deleted over HTTP.
+
+        It counts as named by its discoveries until they tell: one that fails changes nothing.
+        """
+        entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
+        known = KnownWorker(kept.key, entry)
+        known.discoveries = kept.discoveries
+        known.spec = spec
+        known.state = State.REMOVED if spec is None else State.REGISTERED
+        self._known[kept.key] = known
+        for discovery in kept.discoveries:
+            self._found.setdefault(discovery, {})[kept.key] = entry
 
     # -- who is named --------------------------------------------------------------------------
 

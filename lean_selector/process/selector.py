@@ -33,6 +33,7 @@ from lean_selector.observing.metrics import AnyFamily
 from lean_selector.observing.selection_cache_metrics import selection_cache_families
 from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.observing.session_metrics import session_families
+from lean_selector.observing.state_metrics import state_families
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.engine_access import engine_client
@@ -46,6 +47,7 @@ from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.discovery_routes import discovery_routes
 from lean_selector.services.dump_answers import DumpAnswers
+from lean_selector.services.durable import durable
 from lean_selector.services.helpful_headers import refusal_lines, refusal_lines_16
 from lean_selector.services.observed import observed
 from lean_selector.services.selection import SHUTDOWN, SelectionService
@@ -64,6 +66,7 @@ SESSION_STEPS = 1_000
 if TYPE_CHECKING:
     from lean_selector.discovery.discoveries import Discoveries
     from lean_selector.process.gateway_doors import GatewayDoors
+    from lean_selector.state.keeper import Keeper
 
 
 def run_selector(config: SelectorConfig) -> None:
@@ -150,6 +153,7 @@ def selector_app(
             ),
             *connection_families(connections),
             *discovery_families(parts.finding),
+            *state_families(parts.keeper),
             *([] if doors is None else doors.families()),
             *more,
         ],
@@ -245,11 +249,13 @@ class SelectorParts:
             plane=plane,
             call_later=loop.call_later,
         )
-        self.routes = (
+        self.keeper = _keeper(config, selector, plane, finding, self._state)
+        routes = (
             *self.service.routes(),
             *BusyThresholdService(selector).routes(),
             *discovery_routes(None if finding is None else finding.report),
         )
+        self.routes = routes if self.keeper is None else durable(routes, self.keeper)
         recovery = Recovery(selector.catalog, subscriptions, peers, config.recovery_timeout_s)
         self._recovering = start_recovery(recovery, self._state) if peers else None
         self._polls: WorkerPolls | None = None
@@ -273,6 +279,8 @@ class SelectorParts:
             self.plane.start()
         if self.finding is not None:
             self.finding.start()
+        if self.keeper is not None:
+            self.keeper.start()
 
     def _expire(self, now: float, max_steps: int) -> int:
         expired = self.selector.expire(now, max_steps)
@@ -282,6 +290,8 @@ class SelectorParts:
     def tick(self, now: float) -> None:
         self._expiry.begin()
         self._lifecycle.look()
+        if self.keeper is not None:
+            self.keeper.look(now)
         self.selector.admit_waiting(now)
         if self.sessions is not None:
             self.sessions.tend(now, SESSION_STEPS)
@@ -291,12 +301,16 @@ class SelectorParts:
         if self._recovering is not None:
             self._recovering.cancel()
         self.selector.refuse_parked(Unavailable(SHUTDOWN))
+        if self.keeper is not None:
+            self.keeper.let_go()
 
     def begin_no_links(self) -> None:
         """Those that wait for their turn to connect do not get it: the loop may end first."""
         self._links.is_ending = True
 
     async def close(self) -> None:
+        if self.keeper is not None:
+            await self.keeper.close()
         self._expiry.stop()
         if self._forgetting is not None:
             self._forgetting.stop()
@@ -317,6 +331,21 @@ def _session_tables(config: SelectorConfig, plane: ReplicaPlane | None) -> Sessi
     if plane is None:
         return SessionTables(settings)
     return SessionTables(settings, plane.router_id, time.time_ns, plane.publish_session)
+
+
+def _keeper(
+    config: SelectorConfig,
+    selector: Selector,
+    plane: ReplicaPlane | None,
+    finding: "Discoveries | None",
+    state: ServiceState,
+) -> "Keeper | None":
+    """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
+    if config.state is None:
+        return None
+    from lean_selector.process.state_plane import keep_selector
+
+    return keep_selector(config.state, selector, plane, config.replica, finding, state)
 
 
 def _finding(

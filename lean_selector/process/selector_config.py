@@ -46,6 +46,8 @@ from lean_selector.process.service_options import (
     port_option,
     replica_of,
 )
+from lean_selector.process.state_config import StateConfig
+from lean_selector.process.state_options import STATE_OPTIONS, state_of
 from lean_selector.prompts.settings import Mode, PromptSettings
 from lean_selector.sockets.poll_settings import PollSettings
 
@@ -71,6 +73,7 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     polls: PollSettings | None
     access_logs: AccessLogConfig | None
     prompts: PromptSettings | None
+    state: StateConfig | None = None
     warnings: list[str]
 
 
@@ -103,6 +106,7 @@ SELECTOR_OPTIONS = (
         "how long a worker's KV events may be unreachable, silent or without a replay before that"
         " is a warning",
     ),
+    *STATE_OPTIONS,
     *REPLICA_OPTIONS,
     ALLOW_OPTION,
     *EVENTS_CURVE_OPTIONS,
@@ -161,6 +165,7 @@ def selector_config(
             "polls": polls_of(values),
             "access_logs": access_logs_of(parser, values),
             "prompts": prompt_settings_of(parser, values),
+            "state": state_of(values),
             "warnings": warnings,
         },
         SelectorConfig,

@@ -11,6 +11,7 @@ from lean_selector.observing import logs
 from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.observing.load_metrics import replica_families, tracker_families
+from lean_selector.observing.state_metrics import state_families
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
@@ -20,12 +21,14 @@ from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
 from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.discovery_routes import discovery_routes
+from lean_selector.services.durable import durable
 from lean_selector.services.observed import observed
 from lean_selector.services.slot_tracker import SlotTrackerService
 from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:
     from lean_selector.discovery.discoveries import Discoveries
+    from lean_selector.state.keeper import Keeper
 
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
@@ -73,6 +76,11 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     )
     finding = _finding(config, plane, links)
     service = SlotTrackerService(trackers, plane=plane)
+    keeper = _keeper(config, trackers, plane, finding)
+    routes = (
+        *service.routes(),
+        *discovery_routes(None if finding is None else finding.report),
+    )
     connections = Connections(
         asyncio.get_running_loop().call_soon,
         Limits(max_body_bytes=MAX_BODY_BYTES),
@@ -80,15 +88,13 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     )
     server = HttpServer(
         observed(
-            (
-                *service.routes(),
-                *discovery_routes(None if finding is None else finding.report),
-            ),
+            routes if keeper is None else durable(routes, keeper),
             lambda _: [
                 *tracker_families(trackers),
                 *replica_families(plane),
                 *connection_families(connections),
                 *discovery_families(finding),
+                *state_families(keeper),
             ],
             observation("slot_tracker", config.listen, log_state),
             tokens=tokens,
@@ -104,6 +110,8 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
         plane.start()
     if finding is not None:
         finding.start()
+    if keeper is not None:
+        keeper.start()
 
     lifecycle = TrackerLog(trackers)
 
@@ -114,19 +122,43 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
 
     expiry = ExpirySweep(expire, trackers.arrived, asyncio.get_running_loop().call_soon)
 
-    def tick(_: float) -> None:
+    def tick(now: float) -> None:
         expiry.begin()
         lifecycle.look()
+        if keeper is not None:
+            keeper.look(now)
+
+    def refuse_new() -> None:
+        if keeper is not None:
+            keeper.let_go()
 
     async def close() -> None:
+        if keeper is not None:
+            await keeper.close()
         expiry.stop()
         if finding is not None:
             await finding.close()
         if plane is not None:
             await plane.close()
 
-    await server.serve(tick, lambda: None, close)
+    await server.serve(tick, refuse_new, close)
     context.destroy(linger=0)
+
+
+def _keeper(
+    config: SlotTrackerConfig,
+    trackers: Trackers,
+    plane: ReplicaPlane | None,
+    finding: "Discoveries | None",
+) -> "Keeper | None":
+    """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
+    if config.state is None:
+        return None
+    from lean_selector.process.state_plane import keep_trackers
+
+    return keep_trackers(
+        config.state, trackers, plane, config.replica, finding, config.reservation_expiry_s
+    )
 
 
 def _finding(

@@ -19,10 +19,13 @@ from lean_selector.process.service_options import (
     port_option,
     replica_of,
 )
+from lean_selector.process.state_config import StateConfig
+from lean_selector.process.state_options import STATE_OPTIONS, state_of
 
 SLOT_TRACKER_OPTIONS = (
     port_option(8091),
     *LISTEN_OPTIONS,
+    *STATE_OPTIONS,
     *REPLICA_OPTIONS,
     ALLOW_OPTION,
     EXPIRY_OPTION,
@@ -37,6 +40,7 @@ class SlotTrackerConfig(msgspec.Struct, frozen=True, kw_only=True):
     finder: FinderConfig
     reservation_expiry_s: float
     allowed_endpoints: list[str]
+    state: StateConfig | None = None
 
 
 def slot_tracker_config(
@@ -51,6 +55,7 @@ def slot_tracker_config(
             "finder": finder_of(values),
             "reservation_expiry_s": values["reservation_expiry_secs"],
             "allowed_endpoints": values["allow_endpoint"],
+            "state": state_of(values),
         },
         SlotTrackerConfig,
     )

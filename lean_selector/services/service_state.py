@@ -2,13 +2,15 @@
 
 
 class ServiceState:
-    """`is_recovering` while an index is fetched from a peer; `is_draining` once a stop began."""
+    """`is_recovering` while an index is fetched from a peer; `is_draining` once a stop began;
+    `state_fault` while the state directory cannot be written: why."""
 
-    __slots__ = ("is_draining", "is_recovering")
+    __slots__ = ("is_draining", "is_recovering", "state_fault")
 
     def __init__(self, *, is_recovering: bool = False) -> None:
         self.is_recovering = is_recovering
         self.is_draining = False
+        self.state_fault: str | None = None
 
     def recovered(self) -> None:
         """Whether the index came or not: what there is now is what is served."""

@@ -104,7 +104,8 @@ class WorkerHandlers(ReplicaHandlers):
         schedulable = self.selector.catalog.schedulable_count()
         ready = schedulable > 0 and not self._state.is_draining
         recovering = True if self._state.is_recovering else UNSET
-        body = Readiness(ready, schedulable, workers, recovering, ejected)
+        fault = UNSET if self._state.state_fault is None else self._state.state_fault
+        body = Readiness(ready, schedulable, workers, recovering, ejected, fault)
         return Reply(200 if ready else 503, body)
 
     def register(self, body: Registration) -> JsonText | Reply:

@@ -1,6 +1,7 @@
 """The page of metrics names what a scrape of either service shows, and nothing else."""
 
 import re
+from pathlib import Path
 
 from tests.documents.pages import OURS
 from tests.gateway.running_gateway import RunningGateway
@@ -12,15 +13,16 @@ PAGE = OURS["docs/reference/metrics.md"]
 NAMED = re.findall(r"`((?:\.\.\.|lean_selector|dynamo)_[a-z0-9_]+)`", PAGE)
 
 
-def families() -> set[str]:
+def families(state: str) -> set[str]:
     port = free_port()
     flags = (
         *("--replica-sync-bind", f"tcp://127.0.0.1:{port}"),
         *("--replica-sync-discover", f"dns:localhost:{port}"),
     )
+    kept = ("--state-dir", state)
     sessions = ("--session-affinity-ttl-secs", "60")
     found: set[str] = set()
-    selector = (*sessions, "--lifecycle-from", f"syslog:127.0.0.1:{free_port()}")
+    selector = (*sessions, *kept, "--lifecycle-from", f"syslog:127.0.0.1:{free_port()}")
     for module, more in (("lean_selector", selector), ("lean_selector.slot_tracker", ())):
         with RunningService(*flags, *more, module=module) as service:
             found |= set(re.findall(r"^# TYPE (\S+) ", scrape(service.port), re.M))
@@ -35,8 +37,10 @@ def is_named(family: str) -> bool:
     )
 
 
-def test_every_family_is_on_the_page_and_every_name_of_the_page_is_a_family() -> None:
-    found = families()
+def test_every_family_is_on_the_page_and_every_name_of_the_page_is_a_family(
+    tmp_path: Path,
+) -> None:
+    found = families(str(tmp_path))
     assert len(found) > 40
     assert sorted(name for name in found if not is_named(name)) == []
     ends = [name.removeprefix("...") for name in NAMED]

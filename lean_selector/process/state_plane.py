@@ -1,0 +1,152 @@
+"""The state directory of a service, wired. Imported only where there is one."""
+
+import errno
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.ledger import copies_expire_s
+from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.replication.restoring import restore
+from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.restoring import restore_booking
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.trackers import Trackers
+from lean_selector.process.host import StartError, os_reason
+from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.process.service_options import ReplicaConfig
+from lean_selector.process.state_config import StateConfig
+from lean_selector.services.service_state import ServiceState
+from lean_selector.state.directory import Held, StateDirectory
+from lean_selector.state.keeper import Keeper
+from lean_selector.state.live_bookings import LiveBookings
+from lean_selector.state.peers import PeersByHttp
+from lean_selector.state.restoring import (
+    OtherService,
+    restore_catalog,
+    restore_reservations,
+)
+from lean_selector.state.seal import stamp_now
+from lean_selector.state.selector_catalog import SelectorCatalog
+from lean_selector.state.tracker_catalog import TrackerCatalog
+
+if TYPE_CHECKING:
+    from lean_selector.discovery.discoveries import Discoveries
+
+# The process before this one lets go as soon as it has written all, once it is told to stop.
+TAKE_WAIT_S = 2.0
+_LOOK_S = 0.05
+# A disk that is full or ill now may be well later, and the service is wanted now.
+_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+
+
+def keep_selector(
+    config: StateConfig,
+    selector: Selector,
+    plane: ReplicaPlane | None,
+    replica: ReplicaConfig | None,
+    finding: "Discoveries | None",
+    state: ServiceState,
+) -> Keeper:
+    """Takes the directory, restores what is in it, and keeps it from `start` on.
+
+    Before anything else is put into the selector, and before the plane starts. Raises StartError.
+    """
+    peers = PeersByHttp(plane, replica.peers if replica is not None else [], _found_peers(finding))
+    contents = SelectorCatalog(selector, peers)
+    if finding is not None and finding.workers is not None:
+        names = [each.name for finds, each in finding.sightings if finds == "workers"]
+        contents = SelectorCatalog(selector, peers, finding.workers, names)
+
+    def book(live: LiveBooking, router_id: int | None) -> bool:
+        return restore_booking(selector, live, router_id)
+
+    return _kept(
+        config,
+        contents,
+        lambda: established(selector.catalog, None, None),
+        book,
+        plane,
+        selector.settings.reservation_expiry_s,
+        state,
+    )
+
+
+def keep_trackers(
+    config: StateConfig,
+    trackers: Trackers,
+    plane: ReplicaPlane | None,
+    replica: ReplicaConfig | None,
+    finding: "Discoveries | None",
+    expiry_s: float,
+) -> Keeper:
+    """The same of a slot tracker."""
+    peers = PeersByHttp(plane, replica.peers if replica is not None else [], _found_peers(finding))
+    contents = TrackerCatalog(trackers, peers)
+
+    def book(live: LiveBooking, router_id: int | None) -> bool:
+        target = trackers.lookup(live.model_name, live.tenant_id)
+        return target is not None and restore(target, live, router_id)
+
+    return _kept(config, contents, trackers.in_order, book, plane, expiry_s, ServiceState())
+
+
+def _kept(
+    config: StateConfig,
+    contents: SelectorCatalog | TrackerCatalog,
+    targets: Callable[[], Iterable[ReplicaTarget]],
+    book: Callable[[LiveBooking, int | None], bool],
+    plane: ReplicaPlane | None,
+    expiry_s: float,
+    state: ServiceState,
+) -> Keeper:
+    directory = StateDirectory(config.path)
+    fault = _taken(directory)
+    try:
+        restore_catalog(directory, contents, time.monotonic())
+    except OtherService as error:
+        raise StartError(f"--state-dir: {error}") from None
+    booked, dropped = restore_reservations(
+        directory, book, expiry_s, copies_expire_s(expiry_s), time.monotonic(), stamp_now()
+    )
+
+    def on_fault(reason: str | None) -> None:
+        state.state_fault = reason
+
+    lives = LiveBookings(
+        targets,
+        0 if plane is None else plane.router_id,
+        (lambda: 0) if plane is None else (lambda: plane.sync.sequence),
+    )
+    keeper = Keeper(directory, contents, lives, config.interval_s, on_fault)
+    keeper.restored, keeper.dropped = booked, dropped
+    keeper.begin_with(fault)
+    return keeper
+
+
+def _taken(directory: StateDirectory) -> str | None:
+    """Holds the directory, or tells what keeps it from doing so for now. Raises StartError."""
+    gives_up_at = time.monotonic() + TAKE_WAIT_S
+    while True:
+        try:
+            directory.create()
+            directory.take()
+            return None
+        except Held as error:
+            if time.monotonic() >= gives_up_at:
+                raise StartError(f"--state-dir: {error}") from None
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise StartError(f"--state-dir: {os_reason(error)}: {directory.path}") from None
+            directory.wish()
+            return os_reason(error)
+        time.sleep(_LOOK_S)
+
+
+def _found_peers(finding: "Discoveries | None") -> Callable[[], Collection[str]]:
+    """The endpoints that discoveries added to the mesh."""
+    roster = None if finding is None else finding.peers
+    if roster is None:
+        return lambda: ()
+    return lambda: [known.endpoint for known in roster.known() if known.state == "registered"]

@@ -1,0 +1,1 @@
+"""What survives the process: written to a directory, and read back at the next start."""

@@ -1,0 +1,52 @@
+"""A selector and the state directory that it is written to and read from, without a process."""
+
+from pathlib import Path
+
+from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.restoring import restore_booking
+from lean_selector.state.directory import StateDirectory
+from lean_selector.state.keeper import CATALOG, RESERVATIONS
+from lean_selector.state.live_bookings import LiveBookings
+from lean_selector.state.peers import PeersByHttp
+from lean_selector.state.restoring import restore_catalog, restore_reservations
+from lean_selector.state.seal import stamp_now
+from lean_selector.state.selector_catalog import SelectorCatalog
+from lean_selector.state.shapes import Stamp
+from tests.driven_selector import DrivenSelector
+
+EXPIRY_S = 300.0
+
+
+class Kept:
+    """`save` writes what there is, `restore` reads it into a selector that knows nothing yet."""
+
+    def __init__(self, path: Path, driven: DrivenSelector | None = None) -> None:
+        self.directory = StateDirectory(str(path))
+        self.directory.create()
+        self.driven = DrivenSelector(use_kv_events=False) if driven is None else driven
+        self.selector = self.driven.selector
+        self.contents = SelectorCatalog(self.selector, PeersByHttp(None, (), lambda: ()))
+        self.lives = LiveBookings(
+            lambda: established(self.selector.catalog, None, None), 7, lambda: 0
+        )
+
+    def save(self, now: float, stamp: Stamp | None = None) -> None:
+        self.directory.take()
+        try:
+            stamp = stamp_now() if stamp is None else stamp
+            self.directory.write(CATALOG, [self.contents.text()], stamp)
+            self.directory.write(RESERVATIONS, self.lives.parts(now), stamp)
+        finally:
+            self.directory.let_go()
+
+    def restore(self, now: float, stamp: Stamp | None = None) -> tuple[int, int]:
+        """How many reservations are live again, and how many were dropped."""
+        stamp = stamp_now() if stamp is None else stamp
+        restore_catalog(self.directory, self.contents, now)
+        return restore_reservations(
+            self.directory, self._book, EXPIRY_S, EXPIRY_S + 60.0, now, stamp
+        )
+
+    def _book(self, live: LiveBooking, router_id: int | None) -> bool:
+        return restore_booking(self.selector, live, router_id)

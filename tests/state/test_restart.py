@@ -1,0 +1,370 @@
+"""Services that end, in every way, and start again from their state directory."""
+
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_selector.state.seal import opened
+from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+
+NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
+TRACKER = "lean_selector.slot_tracker"
+QUICK = ("--state-interval-secs", "0.05")
+SLOW = ("--state-interval-secs", "3600")  # what lives is written when it stops
+
+
+def worker(worker_id: int = 1, **fields: Any) -> dict[str, Any]:
+    fields = {"model_name": "m", "endpoint": f"http://w{worker_id}", "block_size": 16, **fields}
+    return {"worker_id": worker_id, **fields}
+
+
+def booking(reservation_id: str) -> dict[str, Any]:
+    prompt = {"block_hashes": [1, 2], "sequence_hashes": [5, 6], "isl_tokens": 32}
+    return {"model_name": "m", "reservation_id": reservation_id, **prompt}
+
+
+def selector(path: Path, *flags: str) -> RunningService:
+    return RunningService("--state-dir", str(path), *flags, env=NO_EVENTS)
+
+
+def live(path: Path) -> set[str]:
+    """The ids in the file."""
+    try:
+        text, _ = opened((path / "reservations").read_bytes())
+    except FileNotFoundError:
+        return set()
+    return {each["request_id"] for each in json.loads(text)["reservations"]}
+
+
+def active(service: RunningService) -> int:
+    [model] = service.get("/loads")[1]
+    return sum(each["active_requests"] for each in model["loads"])
+
+
+def metric(service: RunningService, name: str) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=DEADLINE_S)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    [line] = [line for line in text.splitlines() if line.startswith(name + " ")]
+    return float(line.split()[1])
+
+
+def kill(service: RunningService) -> None:
+    assert service.stop(signal.SIGKILL)[0] == -signal.SIGKILL
+
+
+# -- after kill -9 --------------------------------------------------------------------------------
+
+
+def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
+    with selector(tmp_path, *QUICK) as service:
+        for worker_id in (1, 2, 3):
+            assert service.post("/workers", worker(worker_id, taints=["b", "a"]))[0] == 201
+        assert service.request("PATCH", "/workers/2", {"total_kv_blocks": 77})[0] == 200
+        assert service.request("DELETE", "/workers/3")[0] == 200
+        limits = {"model": "m", "active_prefill_tokens_threshold": 1000}
+        assert service.post("/busy_threshold", limits)[0] == 200
+        assert service.post("/select_and_reserve", booking("r"))[0] == 200
+        told = [service.get(path) for path in ("/workers", "/busy_threshold")]
+        wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
+        kill(service)
+    with service:
+        assert [service.get(path) for path in ("/workers", "/busy_threshold")] == told
+        assert active(service) == 1
+        assert service.get("/ready")[0] == 200
+        assert service.post("/select_and_reserve", booking("r"))[0] == 409
+        assert service.request("DELETE", "/reservations/r")[0] == 200
+        assert active(service) == 0
+
+
+def test_a_killed_slot_tracker_knows_what_it_answered(tmp_path: Path) -> None:
+    row = {"model_name": "m", "worker_id": 7, "dp_start": 0, "dp_size": 2, "block_size": 16}
+    add = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 1}
+    flags = ("--state-dir", str(tmp_path), *QUICK)
+    with RunningService(*flags, module=TRACKER) as service:
+        assert service.post("/register", row)[0] == 201
+        assert service.post("/register", {**row, "worker_id": 8})[0] == 201
+        assert service.post("/unregister", {"model_name": "m", "worker_id": 8})[0] == 200
+        assert (
+            service.post("/add", {**add, "sequence_hashes": [1, 2], "new_isl_tokens": 9})[0] == 201
+        )
+        told = [service.get(path) for path in ("/workers", "/loads")]
+        wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
+        kill(service)
+    with service:
+        assert [service.get(path) for path in ("/workers", "/loads")] == told
+        assert service.post("/free", {"model_name": "m", "request_id": "r"})[0] == 200
+
+
+def test_peers_are_those_that_http_left(tmp_path: Path) -> None:
+    kept, dropped, added = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
+    own = f"tcp://127.0.0.1:{free_port()}"
+    sync = ("--replica-sync-bind", own, "--replica-sync-peers", f"{kept},{dropped}")
+    with selector(tmp_path, *sync) as service:
+        assert service.post("/replica_sync/register_peer", {"endpoint": added})[0] == 201
+        assert service.post("/replica_sync/deregister_peer", {"endpoint": dropped})[0] == 200
+        kill(service)
+    with service:
+        assert service.get("/replica_sync/peers") == (200, sorted([kept, added]))
+
+
+def test_expiry_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    with selector(tmp_path, *QUICK, "--reservation-expiry-secs", "3") as service:
+        assert service.post("/workers", worker())[0] == 201
+        assert service.post("/select_and_reserve", booking("r"))[0] == 200
+        wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
+        kill(service)
+        wait_until(lambda: b'"age_s":0.' in (tmp_path / "reservations").read_bytes(), "it is young")
+    with service:
+        wait_until(lambda: active(service) == 0, "it has expired")
+
+
+def test_a_damaged_file_is_set_aside_and_said_so(tmp_path: Path) -> None:
+    with selector(tmp_path) as service:
+        assert service.post("/workers", worker())[0] == 201
+        kill(service)
+    text = bytearray((tmp_path / "catalog").read_bytes())
+    text[100] ^= 1
+    (tmp_path / "catalog").write_bytes(text)
+    with service:
+        assert service.get("/workers") == (200, [])
+        assert "state is damaged, and set aside" in service.log()
+        assert service.post("/workers", worker())[0] == 201
+        kill(service)
+    assert (tmp_path / "catalog.damaged").read_bytes() == text
+    with service:
+        assert len(service.get("/workers")[1]) == 1
+
+
+# -- who may write --------------------------------------------------------------------------------
+
+
+def start(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lean_selector", "--port", "0", "--state-dir", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def test_a_second_process_refuses_to_start_and_the_first_goes_on(tmp_path: Path) -> None:
+    with selector(tmp_path) as service:
+        assert service.post("/workers", worker())[0] == 201
+        second = start(tmp_path)
+        assert second.returncode == 1
+        holder = service.process.pid
+        assert f"--state-dir: {tmp_path} is in use by process {holder}" in second.stderr
+        assert service.post("/workers", worker(2))[0] == 201
+        kill(service)
+    with service:
+        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
+
+
+def test_a_path_that_is_no_directory_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = start(tmp_path / "file" / "below")
+    assert done.returncode == 1
+    assert f"--state-dir: Not a directory (os error 20): {tmp_path}/file/below" in done.stderr
+
+
+def test_the_directory_of_the_other_service_stops_the_start(tmp_path: Path) -> None:
+    with RunningService("--state-dir", str(tmp_path), module=TRACKER) as service:
+        assert service.stop()[0] == 0
+    done = start(tmp_path)
+    assert done.returncode == 1
+    assert f"--state-dir: {tmp_path} has the state of a slot_tracker" in done.stderr
+
+
+class Half:
+    """A request that has begun when the service is told to stop, so that it drains."""
+
+    def __init__(self, service: RunningService, method: str, path: str) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
+        self._socket.sendall(f"{method} {path} HTTP/1.1\r\nhost: ".encode())
+        wait_until(lambda: service.get("/health")[0] == 200, "it was read")
+
+    def finish(self) -> bytes:
+        """The answer."""
+        with self._socket:
+            self._socket.sendall(b"x\r\n\r\n")
+            answer = b""
+            while part := self._socket.recv(65536):
+                answer += part
+            return answer
+
+
+def is_free(path: Path) -> bool:
+    with open(path / "lock", "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_a_holder_that_drains_hands_over_and_writes_nothing_afterwards(tmp_path: Path) -> None:
+    with selector(tmp_path, *SLOW, "--drain-secs", "3600") as old:
+        assert old.post("/workers", worker())[0] == 201
+        assert old.post("/select_and_reserve", booking("r"))[0] == 200
+        free, more = Half(old, "DELETE", "/reservations/r"), Half(old, "DELETE", "/workers/1")
+        old.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: is_free(tmp_path), "it has let go")
+        with selector(tmp_path, *SLOW) as new:
+            assert active(new) == 1
+            wait_until(lambda: metric(new, "lean_selector_state_failing") == 0, "it writes")
+            assert new.post("/workers", worker(2))[0] == 201
+            files = {each: (tmp_path / each).read_bytes() for each in ("catalog", "reservations")}
+            assert free.finish().startswith(b"HTTP/1.1 200 ")
+            assert more.finish().startswith(b"HTTP/1.1 200 ")
+            assert old.stop()[0] == 0
+            now = {each: (tmp_path / each).read_bytes() for each in ("catalog", "reservations")}
+            assert now == files
+            assert not is_free(tmp_path)
+            kill(new)
+        with new:
+            assert [each["worker_id"] for each in new.get("/workers")[1]] == [1, 2]
+
+
+def test_without_a_successor_what_ended_while_it_drained_is_not_live_again(tmp_path: Path) -> None:
+    with selector(tmp_path, *SLOW, "--drain-secs", "3600") as service:
+        assert service.post("/workers", worker())[0] == 201
+        for reservation_id in ("r", "s"):
+            assert service.post("/select_and_reserve", booking(reservation_id))[0] == 200
+        free = Half(service, "DELETE", "/reservations/r")
+        service.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: is_free(tmp_path), "it has let go")
+        assert live(tmp_path) == {"r", "s"}
+        assert free.finish().startswith(b"HTTP/1.1 200 ")
+        assert service.stop()[0] == 0
+    assert live(tmp_path) == {"s"}
+    with service:
+        assert active(service) == 1
+
+
+# -- a disk that is full, or gone ------------------------------------------------------------------
+
+
+def fault(service: RunningService) -> str | None:
+    status, body = service.get("/ready")
+    assert status == 200  # whatever the disk does
+    found: str | None = body.get("state_fault")
+    return found
+
+
+def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_path: Path) -> None:
+    state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
+    with selector(state, *QUICK) as service:
+        assert service.post("/workers", worker())[0] == 201
+        assert fault(service) is None
+        state.rename(elsewhere)
+        wait_until(lambda: fault(service) is not None, "it says so")
+        assert "No such file or directory" in str(fault(service))
+        assert metric(service, "lean_selector_state_failing") == 1
+        assert "state is not written" in service.log()
+        assert service.post("/workers", worker(2))[0] == 201
+        assert service.post("/select_and_reserve", booking("r"))[0] == 200
+        state.mkdir()  # another disk, which has nothing
+        wait_until(lambda: fault(service) is None, "it is written again")
+        assert "state is written again" in service.log()
+        wait_until(lambda: live(state) == {"r"}, "the booking is on disk")
+        kill(service)
+    with service:
+        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for next to nothing."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system takes a user who may")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_is_told_of_and_written_when_it_has_room(small_disk: Path) -> None:
+    state = small_disk / "state"
+    with selector(state, *QUICK) as service:
+        assert service.post("/workers", worker())[0] == 201
+        filler = small_disk / "filler"
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        assert service.post("/workers", worker(2))[0] == 201
+        wait_until(lambda: fault(service) is not None, "it says so")
+        assert "No space left on device" in str(fault(service))
+        assert [each["worker_id"] for each in kept_workers(state)] == [1]  # whole, and as it was
+        filler.unlink()
+        wait_until(lambda: fault(service) is None, "it is written again")
+        wait_until(lambda: len(kept_workers(state)) == 2, "both are on disk")
+        kill(service)
+    with service:
+        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
+
+
+def kept_workers(path: Path) -> list[dict[str, Any]]:
+    text, _ = opened((path / "catalog").read_bytes())
+    found: list[dict[str, Any]] = json.loads(text)["workers"]
+    return found
+
+
+# -- discoveries -----------------------------------------------------------------------------------
+
+
+def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
+    """They are there at once, leave when they are not found any more, and one that was deleted over
+    HTTP stays away."""
+    found, state = tmp_path / "workers.json", tmp_path / "state"
+
+    def write(*worker_ids: int) -> None:
+        new = tmp_path / "new"
+        new.write_text(json.dumps([worker(worker_id) for worker_id in worker_ids]))
+        new.rename(found)
+
+    def ids(service: RunningService) -> list[int]:
+        return [each["worker_id"] for each in service.get("/workers")[1]]
+
+    flags = ("--discover", f"file:{found}", "--discover-interval-secs", "0.05")
+    grace = ("--discover-grace-secs", "0.2")
+    write(1, 2, 3)
+    with selector(state, *flags, *grace) as service:
+        wait_until(lambda: ids(service) == [1, 2, 3], "they are found")
+        assert service.request("DELETE", "/workers/3")[0] == 200
+        assert service.post("/workers", worker(9))[0] == 201
+        kill(service)
+    found.rename(tmp_path / "away")
+    with service:  # the discovery fails: what it found holds
+        assert ids(service) == [1, 2, 9]
+        write(1, 3)
+        wait_until(lambda: ids(service) == [1, 9], "who is not found leaves")
+        assert service.get("/discovery")[1]["workers"][1]["state"] == "removed"
+        kill(service)
+    with selector(state) as service:  # nothing is discovered any more
+        assert ids(service) == [9]
+
+
+# -- what it costs who does not want it -----------------------------------------------------------
+
+
+def test_nothing_of_it_is_imported_while_no_state_is_kept() -> None:
+    script = (
+        "import sys; from lean_selector.process import selector, slot_tracker, gateway; "
+        "print([n for n in sys.modules if n.startswith('lean_selector.state')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.stdout == "[]\n", done.stderr
