@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -91,11 +92,29 @@ def is_shed(service: RunningService, **fields: object) -> bool:
     return bool(status == 503)
 
 
-@pytest.fixture
-def service() -> Iterator[RunningService]:
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningService]:
     with start() as running:
-        register(running, worker())
         yield running
+
+
+@pytest.fixture
+def nothing(running: RunningService) -> Iterator[RunningService]:
+    """A service without flags, workers, load and thresholds, for one test after the other."""
+    yield running
+    for row in running.get("/busy_threshold")[1]["thresholds"]:
+        named = urlencode({key: row[key] for key in ("model", "tenant_id") if key in row})
+        assert running.request("DELETE", f"/busy_threshold?{named}")[0] == 200
+    for record in running.get("/workers")[1]:
+        assert running.request("DELETE", f"/workers/{record['worker_id']}")[0] == 200
+    assert running.get("/loads") == (200, [])
+
+
+@pytest.fixture
+def service(nothing: RunningService) -> RunningService:
+    """The same with a worker."""
+    register(nothing, worker())
+    return nothing
 
 
 # -- /busy_threshold ------------------------------------------------------------------------------
@@ -111,16 +130,18 @@ def test_thresholds_are_set_and_listed_as_the_document_prints_them(service: Runn
     assert service.get("/busy_threshold") == (200, {"thresholds": [entry]})
 
 
-def test_every_model_with_a_worker_is_listed_also_without_thresholds() -> None:
-    with start() as service:
-        assert service.get("/busy_threshold") == (200, {"thresholds": []})
-        register(service, worker(1), worker(2, tenant_id="b"))
-        off = {
-            "model": MODEL,
-            "active_decode_blocks_threshold": None,
-            "active_prefill_tokens_threshold": None,
-        }
-        assert service.get("/busy_threshold")[1]["thresholds"] == [{**off, "tenant_id": "b"}, off]
+def test_every_model_with_a_worker_is_listed_also_without_thresholds(
+    nothing: RunningService,
+) -> None:
+    service = nothing
+    assert service.get("/busy_threshold") == (200, {"thresholds": []})
+    register(service, worker(1), worker(2, tenant_id="b"))
+    off = {
+        "model": MODEL,
+        "active_decode_blocks_threshold": None,
+        "active_prefill_tokens_threshold": None,
+    }
+    assert service.get("/busy_threshold")[1]["thresholds"] == [{**off, "tenant_id": "b"}, off]
 
 
 def test_null_and_absent_leave_a_threshold_as_it_is(service: RunningService) -> None:
@@ -344,37 +365,39 @@ def test_output_blocks_count_and_a_finished_prefill_does_not(service: RunningSer
     assert not is_shed(service)
 
 
-def test_a_part_of_the_batch_is_rounded_down_as_recorded() -> None:
-    with start() as service:
-        register(service, worker(max_num_batched_tokens=50))
-        occupy(service, 17)
-        set_threshold(service, frac=0.35)
-        assert not is_shed(service)
-        set_threshold(service, frac=0.33)
-        assert is_shed(service)
+def test_a_part_of_the_batch_is_rounded_down_as_recorded(nothing: RunningService) -> None:
+    service = nothing
+    register(service, worker(max_num_batched_tokens=50))
+    occupy(service, 17)
+    set_threshold(service, frac=0.35)
+    assert not is_shed(service)
+    set_threshold(service, frac=0.33)
+    assert is_shed(service)
 
 
-def test_an_unknown_capacity_is_never_exceeded() -> None:
-    with start() as service:
-        register(service, worker(total_kv_blocks=None))
-        set_threshold(service, blocks=0.0, frac=0.5)  # of 10 000 000, which stands for unknown
-        occupy(service, 5_000_000, 1000)
-        assert not is_shed(service)
-        assert service.request("PATCH", "/workers/1", {"total_kv_blocks": 1000})[0] == 200
-        assert is_shed(service)
+def test_an_unknown_capacity_is_never_exceeded(nothing: RunningService) -> None:
+    service = nothing
+    register(service, worker(total_kv_blocks=None))
+    set_threshold(service, blocks=0.0, frac=0.5)  # of 10 000 000, which stands for unknown
+    occupy(service, 5_000_000, 1000)
+    assert not is_shed(service)
+    assert service.request("PATCH", "/workers/1", {"total_kv_blocks": 1000})[0] == 200
+    assert is_shed(service)
 
 
-def test_total_kv_blocks_is_per_rank_and_a_worker_is_busy_only_with_all_its_ranks() -> None:
-    with start() as service:
-        register(service, worker(ranks=2))
-        set_threshold(service, blocks=0.5)
-        occupy(service, 0, 51, dp_rank=0)
-        answers = [service.post("/select", prompt(16, 1))[1] for _ in range(5)]
-        assert {answer["dp_rank"] for answer in answers} == {1}
-        occupy(service, 0, 50, dp_rank=1)
-        assert not is_shed(service)
-        occupy(service, 0, 1, dp_rank=1)
-        assert is_shed(service)
+def test_total_kv_blocks_is_per_rank_and_a_worker_is_busy_only_with_all_its_ranks(
+    nothing: RunningService,
+) -> None:
+    service = nothing
+    register(service, worker(ranks=2))
+    set_threshold(service, blocks=0.5)
+    occupy(service, 0, 51, dp_rank=0)
+    answers = [service.post("/select", prompt(16, 1))[1] for _ in range(5)]
+    assert {answer["dp_rank"] for answer in answers} == {1}
+    occupy(service, 0, 50, dp_rank=1)
+    assert not is_shed(service)
+    occupy(service, 0, 1, dp_rank=1)
+    assert is_shed(service)
 
 
 def test_a_silent_rank_counts_as_free() -> None:
@@ -454,19 +477,21 @@ def test_a_request_never_rejects_itself(service: RunningService) -> None:
     assert is_shed(service)
 
 
-def test_busy_workers_are_no_candidates_however_much_they_have_cached() -> None:
-    with start() as service:
-        register(service, worker(1), worker(2))
-        active = prompt(16, 8, reservation_id="a", worker_id=1, effective_prefill_tokens=0)
-        assert service.post("/reservations", active)[0] == 201
-        shares = {name: active[name] for name in ("model_name", "sequence_hashes", "isl_tokens")}
-        same = {**shares, "block_hashes": active["block_hashes"]}
-        occupy(service, 0, 8, worker_id=2)
-        assert service.post("/select", same)[1]["worker_id"] == 1  # shares its active blocks
-        set_threshold(service, blocks=0.08)
-        occupy(service, 0, 1, worker_id=1)
-        assert service.post("/select", same)[1]["worker_id"] == 2
-        assert service.post("/select", {**same, "router_config_override": {}})[1]["worker_id"] == 2
+def test_busy_workers_are_no_candidates_however_much_they_have_cached(
+    nothing: RunningService,
+) -> None:
+    service = nothing
+    register(service, worker(1), worker(2))
+    active = prompt(16, 8, reservation_id="a", worker_id=1, effective_prefill_tokens=0)
+    assert service.post("/reservations", active)[0] == 201
+    shares = {name: active[name] for name in ("model_name", "sequence_hashes", "isl_tokens")}
+    same = {**shares, "block_hashes": active["block_hashes"]}
+    occupy(service, 0, 8, worker_id=2)
+    assert service.post("/select", same)[1]["worker_id"] == 1  # shares its active blocks
+    set_threshold(service, blocks=0.08)
+    occupy(service, 0, 1, worker_id=1)
+    assert service.post("/select", same)[1]["worker_id"] == 2
+    assert service.post("/select", {**same, "router_config_override": {}})[1]["worker_id"] == 2
 
 
 @pytest.mark.parametrize(
@@ -477,14 +502,16 @@ def test_busy_workers_are_no_candidates_however_much_they_have_cached() -> None:
         pytest.param({"routing_constraints": {"required_taints": ["t"]}}, id="a taint"),
     ],
 )
-def test_only_the_eligible_workers_decide(narrowed: dict[str, object]) -> None:
-    with start() as service:
-        register(service, worker(1, taints=["t"]), worker(2))
-        set_threshold(service, tokens=0)
-        assert not is_shed(service, **narrowed)
-        occupy(service, 1, worker_id=1)
-        assert is_shed(service, **narrowed)
-        assert not is_shed(service)
+def test_only_the_eligible_workers_decide(
+    narrowed: dict[str, object], nothing: RunningService
+) -> None:
+    service = nothing
+    register(service, worker(1, taints=["t"]), worker(2))
+    set_threshold(service, tokens=0)
+    assert not is_shed(service, **narrowed)
+    occupy(service, 1, worker_id=1)
+    assert is_shed(service, **narrowed)
+    assert not is_shed(service)
 
 
 def test_nobody_eligible_is_not_an_overload(service: RunningService) -> None:
@@ -494,15 +521,15 @@ def test_nobody_eligible_is_not_an_overload(service: RunningService) -> None:
     assert answer == (503, {"error": "no endpoints available to route work"})
 
 
-def test_a_pin_on_a_busy_rank_holds_while_its_worker_is_not_busy() -> None:
-    with start() as service:
-        register(service, worker(ranks=2))
-        set_threshold(service, tokens=0)
-        occupy(service, 1, dp_rank=0)
-        pin = {"pinned_worker": {"worker_id": 1, "dp_rank": 0}}
-        assert service.post("/select", prompt(16, 1, **pin))[1]["dp_rank"] == 0
-        occupy(service, 1, dp_rank=1)
-        assert is_shed(service, **pin)
+def test_a_pin_on_a_busy_rank_holds_while_its_worker_is_not_busy(nothing: RunningService) -> None:
+    service = nothing
+    register(service, worker(ranks=2))
+    set_threshold(service, tokens=0)
+    occupy(service, 1, dp_rank=0)
+    pin = {"pinned_worker": {"worker_id": 1, "dp_rank": 0}}
+    assert service.post("/select", prompt(16, 1, **pin))[1]["dp_rank"] == 0
+    occupy(service, 1, dp_rank=1)
+    assert is_shed(service, **pin)
 
 
 def test_with_a_temperature_busy_ranks_are_not_drawn_either() -> None:
