@@ -368,3 +368,62 @@ class Story(RuleBasedStateMachine):
 
 test_whatever_happens = Story.TestCase
 test_whatever_happens.settings = settings(max_examples=50, stateful_step_count=25)
+
+
+# -- what outlives the process --------------------------------------------------------------------
+
+
+def restarted(before: Driven) -> Driven:
+    """Another process with the same catalog."""
+    after = Driven()
+    for worker in before.catalog.workers.values():
+        after.catalog.upsert(worker.spec)
+    for kept in before.roster.kept():
+        spec = None if kept.is_removed else after.catalog.workers[kept.worker_id].spec
+        after.roster.take_back(kept, spec)
+    return after
+
+
+def test_after_a_restart_workers_are_the_discoverys_that_named_them() -> None:
+    before = Driven()
+    before.find(entry(A), entry(B))
+    after = restarted(before)
+    assert after.endpoints() == [A, B]
+    after.later(1000.0)  # it fails to look for long
+    assert after.endpoints() == [A, B]
+    after.find(entry(A))
+    assert after.endpoints() == [A, B]
+    after.later(GRACE_S)
+    assert after.endpoints() == [A]
+    assert after.registered == []  # nothing was to be changed
+    after.find(entry(A, block_size=8))
+    assert after.catalog.workers[worker_id_of(A)].spec.block_size == 8
+
+
+def test_after_a_restart_an_engine_is_asked_what_it_is_now() -> None:
+    before = Driven()
+    before.find(A)
+    before.hear(A)
+    after = restarted(before)
+    after.find(A)
+    assert after.asked == [A]
+    assert after.endpoints() == [A]
+    after.hear(A)
+    assert after.registered == []
+
+
+def test_after_a_restart_what_was_said_over_http_stands() -> None:
+    before = Driven()
+    before.find(entry(A), entry(B))
+    before.catalog.remove(worker_id_of(A))
+    before.post(worker_id_of(B), endpoint=B)
+    after = restarted(before)
+    assert after.endpoints() == [B]
+    after.find(entry(A), entry(B))
+    assert after.endpoints() == [B]
+    assert after.known(A).state is State.REMOVED
+    assert after.known(B).state is State.BY_HTTP
+    after.find(entry(B))
+    after.later(GRACE_S)
+    after.find(entry(A), entry(B))  # anew
+    assert after.endpoints() == [A, B]

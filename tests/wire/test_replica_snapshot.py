@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.catch_up import live_booking
 from lean_selector.core.replication.records import LiveBooking
 from lean_selector.wire.replica_snapshot import (
+    SNAPSHOT_END,
     BadSnapshot,
+    SnapshotLines,
     decode_line,
     encode_snapshot,
+    snapshot_head,
     split_snapshot,
 )
 from tests.bookings import live_booking_of
@@ -103,3 +109,45 @@ def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None
         decode_line(json.dumps({**line, **change}).encode(), CLOCK)
     with pytest.raises(BadSnapshot):
         decode_line(b"[" * 100_000, CLOCK)
+
+
+class Target:
+    """A partition, as far as a snapshot tells of it."""
+
+    model_name, tenant_id, block_size = 'm"age_s":0.0', "t", 16
+
+    def __init__(self) -> None:
+        self.slots = Slots()
+        self.slots.add_rank(1, 0)
+
+
+def test_lines_of_snapshots_that_follow_each_other_are_as_if_each_were_the_first() -> None:
+    target, lines = Target(), SnapshotLines(7)
+    slots = target.slots
+
+    def told(now: float) -> list[tuple[str, LiveBooking]]:
+        lines.begin()
+        text = snapshot_head(7, 1) + b",".join(
+            b"\n" + lines.line(target, held, now) for held in slots.by_touch()
+        )
+        [*read] = split_snapshot(text + SNAPSHOT_END).lines
+        return [(each.booking.request_id, each) for each in (decode_line(b, CLOCK) for b in read)]
+
+    def fresh(now: float) -> list[tuple[str, LiveBooking]]:
+        live = [live_booking(target, held, 7) for held in slots.by_touch()]
+        text = b"".join(encode_snapshot(7, 1, live, lambda: now))
+        read = [decode_line(line, CLOCK) for line in split_snapshot(text).lines]
+        return [(each.booking.request_id, each) for each in read]
+
+    slots.book(Booking('"age_s":0.0', 1, 0, '"age_s":0.0', prefill_tokens=9), b"x" * 8, 1.0)
+    slots.book(Booking("b", 1, 0, prefill_tokens=9), b"y" * 16, 2.0, 99)
+    assert told(3.0) == fresh(3.0)
+    slots.prefill_complete("b", 4.0)
+    assert told(5.25) == fresh(5.25)
+    slots.free('"age_s":0.0', 6.0)
+    slots.book(Booking("c", 1, 0), b"", 7.0)
+    assert told(7.0) == fresh(7.0)
+    slots.free("c", 8.0)
+    slots.book(Booking("c", 1, 0, prefill_tokens=3), b"z" * 8, 8.0)
+    assert told(9.0) == fresh(9.0)
+    assert [request_id for request_id, _ in told(9.0)] == ["c", "b"]
