@@ -118,6 +118,8 @@ def gateway_config(
     beside = values["selector"]
     if beside is not None and args.discover is not None:
         parser.error("--discover is the selector's: give it to the one at --selector")
+    if beside is not None and args.state_dir is not None:
+        parser.error("--state-dir is the selector's: give it to the one at --selector")
     if beside is None and not args.workers and args.discover is None:
         parser.error("name the workers: lean-selector gateway http://HOST:PORT ...")
     prompts = prompt_settings_of(parser, values)

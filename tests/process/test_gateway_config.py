@@ -24,3 +24,15 @@ def test_reservations_are_touched_often_enough_for_a_selector_whose_expiry_is_no
     parser.add_argument("workers", nargs="*")
     config = gateway_config(parser, parser.parse_args(words.split()), {})
     assert config.touch_after_s == touch_after_s
+
+
+def test_the_state_of_a_selector_that_runs_beside_is_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, GATEWAY_OPTIONS)
+    parser.add_argument("workers", nargs="*")
+    args = parser.parse_args(["--selector", "http://s", "--state-dir", "here"])
+    with pytest.raises(SystemExit):
+        gateway_config(parser, args, {})
+    assert "--state-dir is the selector's" in capsys.readouterr().err
