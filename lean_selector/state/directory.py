@@ -17,6 +17,7 @@ from lean_selector.state.seal import Seal
 from lean_selector.state.shapes import Stamp
 
 LOCK: Final = "lock"
+_PATIENCE_S: Final = 0.5
 _TOKEN_BYTES: Final = 48  # always as many, so that a full disk has room for the next one
 
 
@@ -60,9 +61,11 @@ class StateDirectory:
 
     def let_go(self) -> None:
         """A successor may take it. What is still being written stops short of its name."""
-        with self._taking:
-            self._is_wanted = False
+        self._is_wanted = False
+        # A disk that hangs may have this for good: then the end of the process lets go.
+        if self._taking.acquire(timeout=_PATIENCE_S):
             self._close()
+            self._taking.release()
 
     def _close(self) -> None:
         if self._fd is not None:

@@ -281,7 +281,7 @@ class Keeper:
         self.let_go()
         assert self._letting_go is not None
         await asyncio.wait({self._letting_go})
-        if self._directory.take_again():
+        if not self._faults and self._directory.take_again():
             await self._save_all()
             self._directory.let_go()
         for file in self._files.values():

@@ -11,6 +11,8 @@ from xxhash import xxh3_64
 
 from lean_selector.state.shapes import Stamp
 
+# Counts suspensions where the system has one that does.
+_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _END = b'"}\n'
 _SUM_BYTES = 16  # of XXH3-64, in hexadecimal
@@ -27,7 +29,7 @@ def stamp_now() -> Stamp:
             boot_id = file.read().strip()
     except OSError:
         boot_id = ""
-    return Stamp(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), boot_id)
+    return Stamp(time.time(), time.clock_gettime(_SINCE_BOOT), boot_id)
 
 
 def elapsed_s(since: Stamp, now: Stamp) -> float:

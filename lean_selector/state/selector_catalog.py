@@ -122,8 +122,17 @@ class SelectorCatalog:
                 selector.upsert_worker(spec, now)
             except SelectorError as error:
                 problems.append(f"worker {spec.worker_id}: {error.message}")
+                self._not_a_member(spec)
         self._hand_back(sought.values())
         return problems
+
+    def _not_a_member(self, spec: WorkerSpec) -> None:
+        """It could not be registered: it holds no block size, nor the partition."""
+        partitions = self._selector.catalog.partitions
+        if (partition := partitions.get(spec.key)) is not None:
+            partition.members.discard(spec.worker_id)
+            if not partition.members:
+                del partitions[spec.key]
 
     def _hand_back(self, sought: Iterable[KeptWorker]) -> None:
         """To the discoveries that named them, as if they had just done so."""
