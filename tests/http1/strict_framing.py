@@ -69,7 +69,7 @@ def _line(stream: bytes) -> tuple[bytes, bytes]:
 
 
 def _fields(stream: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    fields = []
+    fields: list[tuple[bytes, bytes]] = []
     while True:
         line, stream = _line(stream)
         if not line:
