@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.odd_requests import BAD, INCOMPLETE, NOBODY
 from tests.side_by_side import BLOCK_SIZE, SideBySide, Step, engine
 
 IDS = [f"r{number}" for number in range(12)] + ["a/b", "ä", "%", "x" * 300]
@@ -18,7 +19,6 @@ WORKERS = [1, 2, 3, 4]
 RANKS = {1: 1, 2: 1, 3: 3, 4: 2}
 ENGINES = (1, 2)
 ODD = [50, 51, 52]  # workers that are never complete
-NOBODY = "tcp://127.0.0.1:9"
 PROMPT_TOKENS = 44
 
 
@@ -152,25 +152,11 @@ class Play:
     def _register_oddly(self) -> None:
         """Workers that cannot be chosen, or that are refused."""
         worker_id = self._rng.choice(ODD)
-        odd: list[dict[str, object]] = [
-            {},
-            {"endpoint": "", "block_size": 0},
-            {"endpoint": "http://o", "block_size": BLOCK_SIZE, "data_parallel_size": 0},
-            {"endpoint": "http://o", "block_size": 2**32 - 1},
-            {"model_name": "", "tenant_id": "", "is_eagle": True},
-            {"tenant_id": "other", "data_parallel_size": 3, "kv_events_endpoint": NOBODY},
-            {"block_size": -1},
-            {"kv_transfer_enforcement": "never"},
-            {"taints": None},
-            {"kv_events_endpoints": {"0": 5}},
-            {"total_kv_blocks": 2**64},
-            {"max_num_batched_tokens": 1.0},
-        ]
         if self._rng.random() < 0.3:
-            body = self._rng.choice(odd)
+            body = self._rng.choice(INCOMPLETE)
             self._both("PATCH", f"/workers/{worker_id + self._rng.choice([0, 100])}", body)
         else:
-            body = {"worker_id": worker_id, **self._rng.choice(odd)}
+            body = {"worker_id": worker_id, **self._rng.choice(INCOMPLETE)}
             if not self._has_events or body.get("block_size") != BLOCK_SIZE:
                 body.pop("block_size", None)  # complete it would be
             self._both("POST", "/workers", body)
@@ -321,44 +307,7 @@ class Play:
         self._both("POST", path, {**self._prompt(), **more})
 
     def _err(self) -> None:
-        hashes = {"block_hashes": [1], "sequence_hashes": [1]}
-        bad: list[tuple[str, str, object]] = [
-            ("POST", "/select", {"token_ids": "x"}),
-            ("POST", "/select", {"token_ids": [-1]}),
-            ("POST", "/select", {"token_ids": [2**32]}),
-            ("POST", "/select", {"tenant_id": "nowhere", "token_ids": [1]}),
-            ("POST", "/select", {"tenant_id": None, "token_ids": [1]}),
-            ("POST", "/select", {}),
-            ("POST", "/select", {"block_hashes": [1]}),
-            ("POST", "/select", {**hashes}),
-            ("POST", "/select", {**hashes, "isl_tokens": 0}),
-            ("POST", "/select", {**hashes, "isl_tokens": -1}),
-            ("POST", "/select", {**hashes, "sequence_hashes": [1, 2], "isl_tokens": 4}),
-            ("POST", "/select", {**hashes, "block_hashes": [2**63], "isl_tokens": 4}),
-            ("POST", "/select", {"token_ids": [1], "pinned_worker": {"worker_id": 1}}),
-            ("POST", "/select", {"token_ids": [1], "strict_priority": -1}),
-            ("POST", "/overlap_scores", {"token_ids": [1], "router_config_override": {"x": 1}}),
-            ("POST", "/select_and_reserve", {"reservation_id": 5, "token_ids": [1]}),
-            ("POST", "/select_and_reserve", []),
-            ("POST", "/reservations", {"worker_id": 1, "token_ids": [1]}),
-            ("POST", "/reservations", {"reservation_id": "r1", "worker_id": -1}),
-            ("POST", "/reservations", {"reservation_id": "r1", "worker_id": 2**64}),
-            ("POST", "/reservations", {"reservation_id": "z", "worker_id": 1}),
-            ("POST", "/potential_loads", {"token_ids": [1], "lora_name": 5}),
-            ("POST", "/overlap_scores", {"router_config_override": {"router_temperature": -1.0}}),
-            ("POST", "/workers", {}),
-            ("POST", "/workers", {"worker_id": "1"}),
-            ("DELETE", "/workers/77", None),
-            ("PATCH", "/workers/x", {}),
-            ("PATCH", "/workers/18446744073709551616", {}),
-            ("GET", "/nowhere", None),
-            ("GET", "/select", None),
-            ("POST", "/loads", {}),
-            ("GET", "/loads?model_name=a&model_name=b", None),
-            ("POST", "/replica_sync/register_peer", {"endpoint": "tcp://127.0.0.1:1"}),
-            ("POST", "/replica_sync/deregister_peer", {"endpoint": "tcp://127.0.0.1:1"}),
-        ]
-        self._both(*self._rng.choice(bad))
+        self._both(*self._rng.choice(BAD))
 
     # -- events --------------------------------------------------------------------------------
 

@@ -99,6 +99,8 @@ class SideBySide:
         return text.encode()
 
     def _differ(self, step: Step, theirs: object, ours: object) -> NoReturn:
+        for service in self.services:  # a port that somebody else was faster to take
+            assert service.process.poll() is None, f"a service has ended: {service.log()}"
         raise Different(f"{json.dumps(step)}\n  theirs {theirs}\n  ours   {ours}")
 
     # -- what a step does ----------------------------------------------------------------------
@@ -252,18 +254,27 @@ def shrunk(steps: list[Step], differs: Callable[[list[Step]], bool], attempts: i
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], *flags: str) -> Iterator[ChildService]:
     """A service that answers, in an environment that says nothing of it but `env`."""
-    port = free_port()
-    child = ChildService(
-        [*command, "--port", str(port), *flags],
-        port,
-        env=plain_environment(DYN_LOG="error", **env),
-        keep_alive=True,
-    )
+    child = _started(command, env, flags)
     try:
-        wait_until(child.is_healthy, "the service is up", 60.0)
+        wait_until(lambda: child.is_healthy() or _has_ended(child), "the service is up", 60.0)
+        if _has_ended(child):  # somebody was faster to take its port
+            child.stop()
+            child = _started(command, env, flags)
+            wait_until(child.is_healthy, "the service is up", 60.0)
         yield child
     finally:
         child.stop()
+
+
+def _started(command: Sequence[str], env: Mapping[str, str], flags: Sequence[str]) -> ChildService:
+    port = free_port()
+    environment = plain_environment(DYN_LOG="error", **env)
+    arguments = [*command, "--port", str(port), *flags]
+    return ChildService(arguments, port, env=environment, keep_alive=True)
+
+
+def _has_ended(child: ChildService) -> bool:
+    return child.process.poll() is not None
 
 
 @contextlib.contextmanager
