@@ -197,6 +197,7 @@ class Soak:
             beside=last(beside.output, Report) or Report(),
             stalls=stalls(lates[0], lates[1], self._faults.stops, self._faults.times),
             rss_mb=sampler.marks,
+            samples=sampler.samples,
             faults=[each for each in self._faults.injected.values() if each.done or each.skipped],
             acts=dict(mischief.acts),
             nonsense=dict(self._rogues.sent),

@@ -49,6 +49,7 @@ class WorkerScrape:
         self._labelled: set[Key] = set()
 
     def figures(self) -> Iterator[WorkerFigures]:
+        """Of each worker; workers may come and go between two of them."""
         partitions = self._partitions()
         workers = {
             (each.model_name, each.tenant_id, worker_id)
@@ -62,6 +63,8 @@ class WorkerScrape:
         for each in partitions:
             start = scope_labels(each)[:-1]
             for worker_id in sorted(each.workers):
+                if worker_id not in each.workers:
+                    continue  # removed since the last slice
                 if (each.model_name, each.tenant_id, worker_id) in self._labelled:
                     one = WorkerFigures(f'{start},worker_id="{worker_id}"}}')
                     self._add(one, each, worker_id)

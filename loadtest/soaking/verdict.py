@@ -61,7 +61,8 @@ def stalls(
 
 
 class Outcome(msgspec.Struct):
-    """All figures of a run. rss_mb: at the marks, by lifecycles done. acts, nonsense: what those
+    """All figures of a run. rss_mb: at the marks, by lifecycles done;
+    samples: each second. acts, nonsense: what those
     who do not behave did. late_turns: of its loop, by more than 50 ms, as it counts them."""
 
     machine: str
@@ -71,6 +72,7 @@ class Outcome(msgspec.Struct):
     beside: Report
     stalls: Stalls
     rss_mb: list[tuple[int, float]]
+    samples: list[tuple[int, float]]
     faults: list[Injected]
     acts: dict[str, int]
     nonsense: dict[str, int]

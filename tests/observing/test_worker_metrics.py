@@ -71,6 +71,19 @@ def test_how_long_a_worker_is_ejected() -> None:
     assert found['lean_selector_rank_ejections_total{model="default",tenant_id="default"}'] == 1
 
 
+def test_a_worker_that_goes_while_a_scrape_is_made_is_left_out_of_it() -> None:
+    driven = DrivenSelector()
+    for worker_id in (1, 2, 3):
+        driven.register(worker_id)
+    figures = WorkerScrape(lambda: partitions(driven)).figures()
+    first = next(figures)
+    driven.remove(2)
+    assert [first.label, *(each.label for each in figures)] == [
+        f'{{{NAMED}"1"}}',
+        f'{{{NAMED}"3"}}',
+    ]
+
+
 def test_workers_beyond_the_bound_are_one_and_who_has_labels_keeps_them() -> None:
     driven = DrivenSelector()
     for worker_id in (5, 6, 7):
