@@ -256,12 +256,6 @@ def _form(python: str) -> str:
     return done.stdout.strip()
 
 
-def _keeps_state(python: str) -> bool:
-    command = [python, "-P", "-m", "lean_selector", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "--state-dir" in done.stdout
-
-
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
     """A file system of STATE_MB of its own. Raises Unavailable where we may not mount one."""
@@ -287,15 +281,16 @@ def soak(args: argparse.Namespace) -> Outcome:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         folder.mkdir(parents=True, exist_ok=True)
-        preload, disk, why = None, None, ""
+        preload: Preload | str
+        disk: Path | str
         try:
             preload = Preload(folder)
-            disk = stack.enter_context(small_disk(folder / "state"))
         except Unavailable as error:
-            why = str(error)
-            print(f"skipped: {why}", flush=True)
-        if disk is not None and not _keeps_state(args.python):
-            disk, why = None, f"{args.python} has no --state-dir"
+            preload = str(error)
+        try:
+            disk = stack.enter_context(small_disk(folder / "disk"))
+        except Unavailable as error:
+            disk = str(error)
         layout = Layout(
             python=args.python,
             engines=args.engines,
@@ -303,10 +298,11 @@ def soak(args: argparse.Namespace) -> Outcome:
             engine_rate=args.engine_rate,
             seed=args.seed,
             pinned=args.pin,
-            state=None if disk is None else str(disk / "kept"),
+            state=str((folder if isinstance(disk, str) else disk) / "state"),
         )
-        fleet = stack.enter_context(Fleet(layout, folder, preload.environment if preload else {}))
-        return asyncio.run(Soak(args, fleet, Faults(fleet, preload, disk, why, args.seed)).run())
+        environment = {} if isinstance(preload, str) else preload.environment
+        fleet = stack.enter_context(Fleet(layout, folder, environment))
+        return asyncio.run(Soak(args, fleet, Faults(fleet, preload, disk, args.seed)).run())
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from loadtest.child_service import JSON
 from loadtest.soaking.fleet import TOTAL_BLOCKS, Engine, Fleet, Service, SoakError, stop
 from loadtest.soaking.preload import Preload
 from loadtest.soaking.prompts import MODEL
@@ -29,6 +30,7 @@ HEAL_S = 90.0  # generous: a pause before an attempt to connect is 5 s at most
 POLL_S = 0.05
 SPARE_DESCRIPTORS = 8
 IDLE_CONNECTIONS = 64
+PASSING_WORKER = 1_100
 
 
 class NotFelt(Exception):
@@ -57,12 +59,10 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Faults:
-    """All kinds, on one fleet. `preload` and `disk` (a folder on a full-able file system that holds
-    the state) may be missing, with a reason."""
+    """All kinds, on one fleet. `disk`: the folder of a small file system that holds the state of
+    the measured process. Where that or `preload` could not be had, it is the reason."""
 
-    def __init__(
-        self, fleet: Fleet, preload: Preload | None, disk: Path | None, why: str, seed: int
-    ) -> None:
+    def __init__(self, fleet: Fleet, preload: Preload | str, disk: Path | str, seed: int) -> None:
         self.stops: list[tuple[float, float]] = []  # when the measured process itself stood still
         self.times: list[tuple[str, float, float]] = []  # what was injected, from when to when
         self._fleet, self._preload, self._disk = fleet, preload, disk
@@ -84,10 +84,10 @@ class Faults:
         self._kinds = kinds
         self.injected = {name: Injected(name) for name in kinds}
         for name in ("wall clock stepped", "DNS hangs"):
-            if preload is None:
-                self.injected[name].skipped = why
-        if disk is None:
-            self.injected["disk full"].skipped = why
+            if isinstance(preload, str):
+                self.injected[name].skipped = preload
+        if isinstance(disk, str):
+            self.injected["disk full"].skipped = disk
 
     async def run(self, enough: Callable[[], bool], pause_s: float, only: list[str]) -> None:
         """All kinds (of `only`, if it names any) in order, then shuffled, again and again until it
@@ -227,10 +227,9 @@ class Faults:
             for name, engine in zip(ids, self._fleet.engines, strict=True):
                 measured.call("POST", "/reservations", _hogging(name, engine.worker_id))
             body = msgspec.json.encode({"model_name": MODEL, "token_ids": [1]})
-            headers = {"content-type": "application/json"}
 
             def refuses() -> bool:
-                return measured.child.request("POST", "/select", body, headers)[0] == 503
+                return measured.child.request("POST", "/select", body, JSON)[0] == 503
 
             await until(refuses, "it refuses work while all workers are busy")
         finally:
@@ -239,7 +238,7 @@ class Faults:
         await until(lambda: not refuses(), "it takes work again")
 
     async def _step_clock(self) -> None:
-        assert self._preload is not None
+        assert isinstance(self._preload, Preload)
         step = self._drawn.choice((-86_400, -3_600, -60, 60, 3_600, 86_400))
         self._preload.step_clock(step)
         try:
@@ -258,7 +257,7 @@ class Faults:
 
     async def _hang_names(self) -> None:
         """An engine dies and comes back while nobody answers for its name."""
-        assert self._preload is not None
+        assert isinstance(self._preload, Preload)
         preload, engine = self._preload, self._drawn.choice(self._fleet.engines)
         before = preload.hung
         preload.hang_names(True)
@@ -274,33 +273,33 @@ class Faults:
 
     async def _fill_disk(self) -> None:
         """The file system that holds its state, while the catalog changes."""
-        assert self._disk is not None
-        filler = self._disk / "filler"
-        fleet = self._fleet
+        assert isinstance(self._disk, Path)
+        filler, measured = self._disk / "filler", self._fleet.measured
 
-        def faulty() -> bool:
-            worker = {**fleet.engines[0].registration(), "taints": [f"t{time.monotonic_ns()}"]}
-            fleet.measured.child.request(
-                "POST",
-                "/workers",
-                msgspec.json.encode(worker),
-                {"content-type": "application/json"},
-            )
-            return "state_fault" in (fleet.measured.call("GET", "/ready") or {})
+        def is_faulty() -> bool:
+            measured.child.request("POST", "/workers", _registration(), JSON)
+            return "state_fault" in measured.call("GET", "/ready")
 
         try:
             _fill(filler)
-            await until(faulty, "it says that its state cannot be written")
+            await until(is_faulty, "it says that its state cannot be written")
             await asyncio.sleep(self._drawn.uniform(0.5, 2.0))
         finally:
             filler.unlink(missing_ok=True)
-        await until(lambda: not faulty(), "it writes its state again")
-        fleet.measured.call("POST", "/workers", fleet.engines[0].registration())
+        await until(lambda: not is_faulty(), "it writes its state again")
+        measured.call("DELETE", f"/workers/{PASSING_WORKER}")
 
     async def settle(self) -> None:
         """All that was done is taken back: every engine is heard."""
         for engine in self._fleet.engines:
             await until(lambda: self._is_connected(engine), "every engine is heard at the end")  # noqa: B023 - asked before the next
+
+
+def _registration() -> bytes:
+    """Each time another: a change of the catalog."""
+    worker = {"worker_id": PASSING_WORKER, "model_name": "come-and-go", "block_size": 16}
+    where = f"http://127.0.0.1:9/{time.monotonic_ns()}"
+    return msgspec.json.encode({**worker, "endpoint": where})
 
 
 def _hogging(name: str, worker_id: int) -> dict[str, object]:

@@ -158,7 +158,7 @@ class Engine(Program):
 
 class Layout(msgspec.Struct, frozen=True):
     """What a run is made of. expiry_s: of reservations. One CPU for the measured process and one
-    for all else, where `pinned`. state: where it may keep its state; None: nowhere."""
+    for all else, where `pinned`. state: where the measured process keeps its state."""
 
     python: str
     engines: int
@@ -166,7 +166,7 @@ class Layout(msgspec.Struct, frozen=True):
     engine_rate: float
     seed: int
     pinned: bool
-    state: str | None
+    state: str
 
 
 class Fleet:
@@ -233,8 +233,7 @@ class Fleet:
             command += ["--uds", self.uds, "--kv-source-grace-secs", "5"]
             if self._preload:
                 command += ["--discover", "dns:discovered.soak:9"]
-            if layout.state:
-                command += ["--state-dir", layout.state]
+            command += ["--state-dir", layout.state]
         command += ["--replica-sync-peers", ",".join(peers)]
         command += ["--replica-sync-catch-up", ",".join(urls)]
         env = self._preload if at == 0 else {}
