@@ -86,7 +86,7 @@ class KvCursor:
         self._asked_next = 0  # _next when the replay was requested
         self._asked_digest: int | None = None  # and _digest
         self._is_blind = False  # it was requested with nothing known beyond its start
-        self._failures = 0  # replays in a row that did not end
+        self._has_failed = False  # the last replay did not end
         self.dropped = 0  # kept live batches given up for their number or bytes, ever
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
@@ -109,9 +109,9 @@ class KvCursor:
 
     @property
     def state(self) -> SourceState:
-        if self.lost or (self._failures and self._missing > self._missing_before):
+        if self.lost or (self._has_failed and self._missing > self._missing_before):
             return SourceState.DEGRADED
-        if self._failures:
+        if self._has_failed:
             return SourceState.NO_REPLAY
         if not self.is_settled:
             return SourceState.REPLAYING
@@ -190,9 +190,9 @@ class KvCursor:
         if seq < self._next:
             return BatchVerdict.IGNORE
         self._advance(seq, payload)
-        if self._failures and not self._missing and self._phase is _Phase.IDLE:
+        if self._has_failed and not self._missing and self._phase is _Phase.IDLE:
             self._missing_from = None  # nobody answers, and nothing has passed us by
-            self._failures = 0
+            self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
     def replay_started(self) -> None:
@@ -297,7 +297,7 @@ class KvCursor:
         if self._phase is not _Phase.ANSWERING:
             self._missing_from = None
             self._missing = self._missing_before = 0
-            self._failures = 0
+            self._has_failed = False
         if self._phase is _Phase.ASKED:
             self._phase = _Phase.IDLE
             self._asks_again = False
@@ -353,10 +353,10 @@ class KvCursor:
         if complete:
             self._missing_from = None
             self._missing = self._missing_before = 0
-            self._failures = 0
+            self._has_failed = False
             self._has_answered = True
         else:
-            self._failures += 1
+            self._has_failed = True
         # What was applied live before the request needs no second time.
         if self._next < self._asked_next:
             self._next, self._digest = self._asked_next, self._asked_digest
@@ -373,7 +373,7 @@ class KvCursor:
         self._missing_from = None
         self._missing = self._missing_before = 0
         self._proof = None
-        self._failures = 0
+        self._has_failed = False
         self._phase = _Phase.IDLE
         self._drop_held()
 

@@ -261,10 +261,131 @@ def test_batches_kept_beyond_the_limit_leave_a_gap_to_ask_for_again(
     monkeypatch.setattr(kv_cursor, limit, value)
     cursor = after_gap()
     replayed(cursor, 2, 3, 4)
-    live(cursor, 5, 6, 7)
+    live(cursor, 5, 6, 7, 8)
+    assert (cursor.held_bytes, cursor.dropped) == (2, 2)
     cursor.replay_finished()
-    assert held(cursor) == [6, 7]
-    assert cursor.replay_from == 4
+    assert held(cursor) == [7, 8]
+    assert (cursor.replay_from, cursor.held_bytes) == (4, 0)
+
+
+def test_what_is_kept_is_given_up_from_the_oldest_but_for_the_newest() -> None:
+    cursor = after_gap()
+    for seq, size in ((5, 10), (6, 20), (7, 30), (8, 40)):
+        cursor.live(seq, b"%0*d" % (size, seq))
+    cursor.shed(10)
+    assert (cursor.held_bytes, cursor.dropped) == (90, 1)
+    cursor.shed(11)
+    assert (cursor.held_bytes, cursor.dropped) == (70, 2)
+    cursor.shed(30)
+    assert (cursor.held_bytes, cursor.dropped) == (40, 3)
+    cursor.shed(1_000)
+    assert (cursor.held_bytes, cursor.dropped) == (40, 3)
+    replayed(cursor, 2, 3, 4)
+    cursor.replay_finished()
+    assert held(cursor) == [8]
+    assert (cursor.gaps, cursor.replay_from) == (2, 4)
+
+
+def test_what_is_kept_is_counted_until_it_is_applied() -> None:
+    cursor = after_gap()
+    live(cursor, 10, 11, 12)
+    replayed(cursor, *range(2, 10))
+    cursor.replay_finished()
+    left = []
+    while cursor.next_held() is not None:
+        left.append(cursor.held_bytes)
+    assert left == [4, 2, 0]
+
+
+def test_what_is_lost_adds_up_until_a_restart() -> None:
+    cursor = KvCursor(can_replay=False)
+    live(cursor, 0, 5, 8)
+    assert (cursor.lost, cursor.gaps) == (4 + 2, 2)
+    cursor.lose()
+    cursor.lose()
+    assert cursor.lost == 8
+    assert live(cursor, 0, 0) == [RESTART] * 2
+    assert (cursor.lost, cursor.restarts) == (0, 2)
+
+
+def test_a_replay_adds_to_what_was_lost_before_it() -> None:
+    forgotten = after_gap()
+    forgotten.lose()
+    replayed(forgotten, 3, 4)
+    assert forgotten.lost == 1 + 1
+
+    rolled = before_answer()
+    rolled.lose()
+    replayed(rolled, 2)
+    assert rolled.lost == 1 + 1
+
+    empty = before_answer()
+    empty.lose()
+    empty.replay_finished()
+    assert empty.lost == 1 + 2
+
+    short = before_answer()
+    short.lose()
+    replayed(short, 1, 2, 3)
+    short.replay_finished()
+    assert short.lost == 1 + 1
+
+
+def test_what_was_applied_live_is_not_lost_though_the_engine_has_forgotten_it() -> None:
+    cursor = before_answer()
+    live(cursor, 5)
+    assert replayed(cursor, 1) == [IGNORE]
+    assert live(cursor, 6) == [HOLD]
+    assert replayed(cursor, 6) == [APPLY]  # 2 to 5 have rolled out, of which 4 and 5 were heard
+    assert cursor.lost == 2
+
+
+def test_after_a_replay_that_stops_only_what_it_did_not_bring_is_missing() -> None:
+    cursor = before_answer()
+    replayed(cursor, 1, 2, 3)
+    cursor.replay_failed()
+    assert held(cursor) == []
+    assert (cursor.lag, cursor.replay_from, cursor.state) == (1, 3, SourceState.DEGRADED)
+
+
+def test_a_single_batch_that_no_replay_brought_degrades() -> None:
+    cursor = KvCursor(can_replay=True)
+    live(cursor, 0, 2)
+    cursor.replay_started()
+    cursor.replay_failed()
+    assert held(cursor) == []
+    assert (cursor.lag, cursor.state) == (1, SourceState.DEGRADED)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_replay_whose_asker_has_failed_is_one_that_failed(answered: bool) -> None:
+    cursor = before_answer()
+    if answered:
+        replayed(cursor, 1, 2)
+    assert cursor.replay_interrupted()
+    assert held(cursor) == []
+    assert (cursor.replay_from, cursor.state) == (2 if answered else 1, SourceState.DEGRADED)
+
+
+def test_a_replay_that_has_ended_leaves_what_was_kept_to_whoever_finds_its_asker_gone() -> None:
+    cursor = after_gap()
+    replayed(cursor, 2, 3, 4)
+    live(cursor, 5)
+    cursor.replay_finished()
+    assert cursor.replay_interrupted()
+    assert held(cursor) == [5]
+    assert not cursor.replay_interrupted()
+    assert cursor.state is SourceState.LIVE
+
+
+def test_a_clear_leaves_nothing_to_be_asked_for_though_the_connection_is_new() -> None:
+    cursor = before_answer()
+    cursor.connected()
+    live(cursor, 5, 6)
+    assert cursor.held_bytes == 2
+    cursor.cleared()
+    assert held(cursor) == []
+    assert (cursor.held_bytes, cursor.replay_from, cursor.is_settled) == (0, None, True)
 
 
 def test_a_replay_is_asked_for_from_a_batch_that_we_have() -> None:

@@ -187,3 +187,62 @@ def test_nobody_is_told_where_there_are_no_peers() -> None:
 def test_a_request_is_said_to_live_twice_before_its_copies_could_expire() -> None:
     for expiry_s in (10.0, RESERVATION_EXPIRY_S):
         assert 2 * republish_after_s(expiry_s) < expiry_s
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda books, now: books.ledger.output_block("ours", now),
+        lambda books, now: books.ledger.prefill_complete("ours", now),
+    ],
+    ids=["an output block", "a completion"],
+)
+def test_what_a_call_touches_lives_as_long_again(touch: Callable[[Books, float], object]) -> None:
+    books = Books()
+    books.ledger.book(BOOKING, PROMPT, 0.0)
+    touch(books, 200.0)
+    assert books.expire(200.0 + RESERVATION_EXPIRY_S) == []
+    assert books.expire(200.0 + RESERVATION_EXPIRY_S + 1.0) == ["ours"]
+
+
+def test_a_request_is_said_to_live_as_soon_as_it_is_due() -> None:
+    books = Books()
+    books.ledger.book(BOOKING, PROMPT, 0.0)
+    books.told()
+    books.ledger.output_block("ours", REPUBLISH_AFTER_S)
+    assert books.told() == [(ADD, "ours")]
+
+
+def test_an_output_block_weighs_what_the_call_says() -> None:
+    books = Books()
+    books.ledger.book(BOOKING, PROMPT, 0.0)
+    rank = books.ledger.slots.ranks[7, 0]
+    books.ledger.output_block("ours", 1.0)
+    assert rank.active_decode_blocks == 4
+    books.ledger.output_block("ours", 2.0, 0.5)
+    assert rank.active_decode_blocks == 3  # five blocks, each a half, rounded up
+
+
+def test_when_a_request_was_freed_is_when_something_was_heard_last() -> None:
+    books = Books()
+    books.ledger.book(BOOKING, PROMPT, 0.0)
+    books.ledger.free("ours", 5.0)
+    assert books.ledger.slots.heard_at == 5.0
+
+
+def test_a_ledger_with_nothing_to_give_up_hides_none_behind_it() -> None:
+    books = Books("a", "b", "c")
+    books.ledgers["c"].book(BOOKING, b"", 0.0)
+    assert books.expire(1_000.0) == ["ours"]
+
+
+def test_expiry_goes_on_with_the_next_of_many_ledgers_and_comes_round() -> None:
+    books = Books("a", "b", "c", "d")
+    for tenant, ledger in books.ledgers.items():
+        for n in range(2):
+            ledger.book(Booking(f"{tenant}{n}", 7, 0), b"", float(n))
+    gone = [books.expire(1_000.0, max_steps=1) for _ in range(9)]
+    assert [each for some in gone for each in some] == [
+        *("a0", "b0", "c0", "d0"),
+        *("a1", "b1", "c1", "d1"),
+    ]

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Changes the sources of an area, one small change at a time, and sees whether its tests notice.
+
+    .ci/mutation.py AREA...         cost, cursor, ledger, load, index
+    .ci/mutation.py AREA --show     the changes that no test noticed, from the last run
+
+mutmut does it, in an environment of its own (.venv-mutation) and on a copy of the sources
+(.mutation/AREA); the tests are those of the area alone, so a change that only a test of the whole
+service would notice counts as unnoticed. What survived, and why, is in docs/reliability.md.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = ROOT / ".venv-mutation" / "bin" / "python"
+MUTMUT = "mutmut==3.8.1"
+
+CORE = "lean_selector/core"
+# Modules that are changed, and tests that should notice.
+AREAS: dict[str, tuple[list[str], list[str]]] = {
+    "cost": (
+        [f"{CORE}/selection/{name}.py" for name in ("cost", "terms", "cells", "choice")],
+        ["tests/core/selection/test_choice.py", "tests/properties/test_choice.py"],
+    ),
+    "cursor": (
+        [f"{CORE}/index/kv_cursor.py"],
+        ["tests/core/index/test_kv_cursor.py"],
+    ),
+    "ledger": (
+        [f"{CORE}/replication/ledger.py"],
+        ["tests/core/replication/test_ledger.py"],
+    ),
+    "load": (
+        [f"{CORE}/load/*.py"],
+        ["tests/core/load", "tests/properties/test_slots_model.py"],
+    ),
+    "index": (
+        [
+            *(f"{CORE}/index/{name}.py" for name in ("kv_index", "runs", "device_tier")),
+            *(f"{CORE}/index/{name}.py" for name in ("hash_table", "hashes_in_dicts")),
+            *(f"{CORE}/index/{name}.py" for name in ("hashes_packed", "holes", "lower_tiers")),
+            *(f"{CORE}/index/{name}.py" for name in ("lower_matches", "routed", "engine_hashes")),
+        ],
+        [
+            *(f"tests/core/index/test_{name}.py" for name in ("device_tier", "engine_hashes")),
+            *(f"tests/core/index/test_{name}.py" for name in ("hash_table", "holes", "kv_index")),
+            *(f"tests/core/index/test_{name}.py" for name in ("routed", "runs")),
+            "tests/properties/test_kv_index_model.py",
+        ],
+    ),
+}
+CONFIG = """
+[tool.mutmut]
+source_paths = ["lean_selector"]
+also_copy = ["loadtest"]
+only_mutate = {modules}
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-W", "ignore"]
+pytest_add_cli_args_test_selection = {tests}
+use_git_change_detection = false
+track_dependencies = false
+type_check_command = [
+    "mypy", "--output", "json", "--no-warn-unused-ignores", "--no-warn-unreachable",
+    "lean_selector/core",
+]
+"""
+# A change that mypy refuses would not compile.
+EXIT_CODES = {0: "survived", 1: "killed", 3: "killed", 33: "no tests", 5: "no tests", 37: "typed"}
+KILLED = "killed"
+
+
+def environment() -> None:
+    if not PYTHON.exists():
+        subprocess.run([shutil.which("python3.11") or "python3", "-m", "venv", ".venv-mutation"])
+        packages = [MUTMUT, "pytest>=8.4", "hypothesis>=6.130.12", "mypy>=2.0", "-e", "."]
+        subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", *packages], check=True)
+
+
+def copied(area: str) -> Path:
+    """A tree of its own, in which mutmut leaves what it found; what is there is brought up to
+    date."""
+    tree = ROOT / ".mutation" / area
+    tree.mkdir(parents=True, exist_ok=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("lean_selector", "tests", "loadtest"):
+        shutil.rmtree(tree / name, ignore_errors=True)
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    modules, tests = AREAS[area]
+    config = CONFIG.format(modules=json.dumps(modules), tests=json.dumps(tests))
+    (tree / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
+    return tree
+
+
+def outcomes(tree: Path) -> dict[str, str]:
+    """What became of each change."""
+    found: dict[str, str] = {}
+    for path in sorted((tree / "mutants").rglob("*.meta")):
+        codes = json.loads(path.read_text())["exit_code_by_key"]
+        for name, code in codes.items():
+            is_timeout = code in (24, 36, -24, 152, 255, -9)
+            found[name] = "not run" if code is None else EXIT_CODES.get(code, "other")
+            if is_timeout:
+                found[name] = "time-out"
+    return found
+
+
+def report(area: str, tree: Path) -> None:
+    by_module: dict[str, Counter[str]] = {}
+    for name, outcome in outcomes(tree).items():
+        by_module.setdefault(name.rpartition(".")[0], Counter())[outcome] += 1
+    for module, counts in by_module.items():
+        others = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()) if what != KILLED)
+        line = f"{area}: {module}: {counts.total()} changes, {counts[KILLED]} killed; {others}"
+        sys.stdout.write(line + "\n")
+
+
+def show(tree: Path) -> None:
+    for name, outcome in outcomes(tree).items():
+        if outcome not in (KILLED, "typed"):
+            sys.stdout.write(f"\n--- {outcome}: {name}\n")
+            sys.stdout.flush()
+            subprocess.run([PYTHON, "-m", "mutmut", "show", name], cwd=tree, check=False)
+
+
+def main(argv: list[str]) -> int:
+    areas = [each for each in argv if each != "--show"]
+    if not areas or set(areas) - AREAS.keys():
+        sys.stderr.write(f"usage: .ci/mutation.py AREA... [--show], of {', '.join(AREAS)}\n")
+        return 2
+    environment()
+    for area in areas:
+        if "--show" in argv:
+            show(ROOT / ".mutation" / area)
+            continue
+        tree = copied(area)
+        children = os.environ.get("MUTATION_CHILDREN", str(os.cpu_count() or 1))
+        command = [PYTHON, "-m", "mutmut", "run", "--max-children", children]
+        path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
+        subprocess.run(command, cwd=tree, check=False, env={**os.environ, "PATH": path})
+        report(area, tree)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
