@@ -6,7 +6,7 @@
 
 mutmut does it, in an environment of its own (.venv-mutation) and on a copy of the sources
 (.mutation/AREA); the tests are those of the area alone, so a change that only a test of the whole
-service would notice counts as unnoticed. What survived, and why, is in docs/reliability.md.
+service would notice counts as unnoticed. What survived, and why, is in CONTRIBUTING.md.
 """
 
 import json
@@ -82,13 +82,12 @@ def environment() -> None:
 
 
 def copied(area: str) -> Path:
-    """A tree of its own, in which mutmut leaves what it found; what is there is brought up to
-    date."""
+    """A tree of its own, in which mutmut leaves what it found. Nothing is kept of the last run."""
     tree = ROOT / ".mutation" / area
-    tree.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("lean_selector", "tests", "loadtest"):
-        shutil.rmtree(tree / name, ignore_errors=True)
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     modules, tests = AREAS[area]
     config = CONFIG.format(modules=json.dumps(modules), tests=json.dumps(tests))
