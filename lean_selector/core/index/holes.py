@@ -107,6 +107,15 @@ def _held_end(run: Run) -> int:
     return max(map(int.bit_length, (run.partial or {}).values()), default=0)
 
 
+def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
+    """The positions of a rank's row that are to be evicted; 0: none."""
+    held = device.held_in(rank, strand)
+    if _kept_above(device, strand):
+        return held
+    # All but the leading ones.
+    return held & held + 1 if held.bit_length() > held.bit_count() << 1 else 0
+
+
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
@@ -114,16 +123,10 @@ def _closed(
     for bit in bits_of(holders):
         while (rank := device.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)
-            held = device.held_in(rank, strand)
-            if _kept_above(device, strand):
-                gone = held
-            elif held.bit_length() > held.bit_count() << 1:
-                gone = held & held + 1  # all but the leading ones
-            else:
+            gone = _behind_holes(device, rank, strand)
+            if not gone:
                 break
             gone_first = sum(1 << at for at in bits_of(gone)[-_BLOCKS_PER_STEP:])
-            if not gone_first:
-                break
             device.drop(rank, strand, gone_first)
             evicted(rank, gone_first.bit_count())
             yield

@@ -127,7 +127,8 @@ class KvIngest:
                 self._store(dp_rank, rank, event)
             elif type(event) is BlockRemoved:
                 self._remove(dp_rank, rank, event)
-            elif type(event) is AllBlocksCleared:
+            else:
+                assert type(event) is AllBlocksCleared
                 self._index.clear(self.worker_id, dp_rank)
                 self._forget_salts(rank)
                 counts.cleared += 1

@@ -227,10 +227,8 @@ class RunTrie:
             return
         at = bisect_left(pieces.starts, run.start)
         del pieces.starts[at], pieces.runs[at]
-        if at:
-            pieces.runs[at - 1].after = run.after
-        else:
-            self.strands[run.strand] = pieces.runs[0]
+        assert at, "a piece that begins a strand has those behind it hanging on it"
+        pieces.runs[at - 1].after = run.after
         if len(pieces.runs) == 1:
             del self._split[run.strand]
 

@@ -163,7 +163,7 @@ def _by_trial(
     for _ in range(TRIES):
         bit = nth_bit(everyone, int(rng.random() * count))
         load = order.rank(bit)
-        for cell in cells:
+        for cell in cells:  # pragma: no branch: each of `everyone` is of one of them
             if cell.ranks & load.mask:
                 break
         cost = pricing.cost(cell, load.prefill_tokens_at(now), load.standing)

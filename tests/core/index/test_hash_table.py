@@ -65,3 +65,4 @@ def test_a_table_is_given_back_segment_by_segment() -> None:
     while table.let_go():
         steps += 1
     assert steps == segments
+    assert not table.let_go()  # nothing is left to give back

@@ -213,3 +213,16 @@ def test_a_review_comes_after_many_blocks_were_dropped_by_whatever_way(
         while index.sweep(100):
             pass
         assert index.blocks(2, 0, Tier.DEVICE) == 0, way
+
+
+@pytest.mark.usefixtures("spared")
+def test_a_start_of_very_many_runs_that_nobody_holds_is_looked_at_for_a_bounded_time() -> None:
+    index = KvIndex(16)
+    depth = holes._MOST_RUNS_ABOVE + 50
+    trunk = prompt(1, depth)
+    for at in range(1, depth + 1):  # a leaf on each block: every block of the trunk is a run
+        store(index, 1, [*trunk[:at], 90_000_000 + at])
+    index.remove(1, 0, Tier.DEVICE, trunk)
+    review(index)
+    assert index.total_blocks + index.evicted == depth
+    assert positions_kept(index) <= holes.MOST_POSITIONS * max(index.total_blocks, 1) + 2 * depth

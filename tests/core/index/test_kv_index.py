@@ -640,3 +640,51 @@ def test_blocks_in_a_ring_are_dumped_once() -> None:
     store(index, A, [2], 11, names=[12], tier=Tier.DISK)
     (runs,) = index.dump()
     assert sorted(run.block_hashes for run in runs) == [(11,), (12,)]
+
+
+# -- seen from outside ----------------------------------------------------------------------------
+
+
+def test_the_workers_are_those_with_a_rank_that_holds_anything() -> None:
+    index = KvIndex(4)
+    store(index, A, [1])
+    store(index, C, [2])
+    assert index.workers() == {1, 3}
+    index.clear(*A)
+    assert index.workers() == {3}
+
+
+def test_the_leading_names_are_the_engines_own_across_runs_and_forks() -> None:
+    index = KvIndex(4)
+    store(index, A, [1, 2, 3, 4])
+    store(index, A, [1, 2, 7, 8], names=[101, 102, 207, 208])  # a run that forks
+    store(index, B, [1, 2, 3], names=[11, 12, 13])
+    assert index.leading_names(A, as_bytes([1, 2, 7, 8]), 4) == (101, 102, 207, 208)
+    assert index.leading_names(A, as_bytes([1, 2, 3, 4]), 3) == (101, 102, 103)
+    assert index.leading_names(B, as_bytes([1, 2, 3, 4]), 3) == (11, 12, 13)
+    assert index.leading_names(B, as_bytes([1, 2, 3, 4]), 0) == ()
+
+
+def test_an_abandoned_index_lets_go_of_every_rank() -> None:
+    index = KvIndex(4)
+    store(index, A, [1, 2])
+    store(index, C, [3], tier=Tier.DISK)
+    index.abandon()
+    while index.sweep(10):
+        pass
+    assert (index.ranks(), index.total_blocks) == ([], 0)
+
+
+def test_a_bound_that_is_set_for_a_worker_keeps_a_part_of_each_rank_or_nothing() -> None:
+    index = KvIndex(4)
+    store(index, A, [1, 2, 3])
+    store(index, (1, 1), [1, 2])
+    store(index, B, [1, 2, 3])
+    index.set_bound(1, 1, 0)
+    while index.sweep(10):
+        pass
+    assert device(index, [1, 2, 3]) == {A: 1, (1, 1): 1, B: 3}
+    index.set_bound(1, 0, 0)
+    while index.sweep(10):
+        pass
+    assert index.ranks() == [B]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from lean_selector.core.index.kv_batch import (
     BlockStored,
     Event,
     EventBatch,
+    PackedRemoved,
+    PackedStored,
+    Part,
     SkippedEvent,
 )
 from lean_selector.core.index.kv_index import KvIndex, Tier
@@ -441,3 +445,84 @@ def test_counts_add_up() -> None:
         ("stored", "unknown_medium", 2),
     ]
     assert (total.blocks_stored, total.blocks_removed) == (3, 1)
+
+
+# -- as packed lists ------------------------------------------------------------------------------
+
+
+def packed(event: Event) -> Event:
+    """The same event as the wire reads the common layout of it."""
+    if isinstance(event, BlockStored) and event.cache_salt is None:
+        names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
+        tokens = pack(f"<{len(event.token_ids)}I", *event.token_ids)
+        more = event.tier, event.group_idx, event.kind, event.part
+        return PackedStored(names, event.parent_hash, tokens, event.block_size, *more)
+    if isinstance(event, BlockRemoved):
+        names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
+        return PackedRemoved(names, event.tier, event.group_idx, event.kind, event.events)
+    return event
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([store(1, blocks=3), BlockRemoved([2, 9], Tier.DEVICE)], id="applied"),
+        pytest.param([store(1, blocks=2), AllBlocksCleared(), store(3)], id="cleared"),
+        pytest.param([store(1, blocks=0), store(2)], id="no blocks"),
+        pytest.param([store(5, parent=77)], id="unknown parent"),
+        pytest.param([store(1, block_size=4), store(2, tier=None)], id="not wanted"),
+        pytest.param(
+            [
+                store(1),
+                BlockRemoved([1], None),
+                BlockRemoved([1], Tier.DEVICE, kind="mamba"),
+                BlockRemoved([1], Tier.DEVICE, group_idx=2, events=3),
+            ],
+            id="removals that do not count",
+        ),
+        pytest.param(
+            [
+                store(1, part=Part.FIRST, parent=77),
+                store(2, part=Part.MIDDLE),
+                store(3, part=Part.LAST),
+                store(4),
+            ],
+            id="the rest of an event goes with its part",
+        ),
+        pytest.param(
+            [store(1, part=Part.FIRST), store(2, parent=1, part=Part.LAST)], id="in parts"
+        ),
+        pytest.param(
+            [store(1, cache_salt="s"), store(2, parent=1), store(3, parent=2)], id="a parent's salt"
+        ),
+        pytest.param(
+            [store(1, cache_salt="s"), store(2), store(3, parent=2)], id="a parent without salt"
+        ),
+        pytest.param(
+            [
+                store(1, cache_salt="s"),
+                BlockRemoved([1, 8], Tier.DEVICE),
+                BlockRemoved([9], Tier.DISK),
+                store(2, parent=1, tier=Tier.HOST_PINNED),
+            ],
+            id="a salt that is gone",
+        ),
+    ],
+)
+def test_packed_events_do_what_the_others_do(events: list[Event]) -> None:
+    plain, as_packed = Source(), Source()
+    for event in events:
+        plain.send(event)
+        as_packed.send(packed(event))
+    assert held_blocks(as_packed.index) == held_blocks(plain.index)
+    assert list(as_packed.ingest.counts.results()) == list(plain.ingest.counts.results())
+    assert as_packed.skipped == plain.skipped
+
+
+def test_a_source_whose_blocks_have_another_size_is_mismatched_until_it_tells_better() -> None:
+    source = Source(block_size=2)
+    assert (source.ingest.block_size, source.ingest.is_mismatched) == (2, False)
+    source.send(store(1, block_size=4))
+    assert (source.ingest.is_mismatched, source.ingest.other_size) == (True, 4)
+    source.send(store(2))
+    assert (source.ingest.is_mismatched, source.ingest.stored) == (False, 1)

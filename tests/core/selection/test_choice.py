@@ -17,6 +17,7 @@ from lean_selector.core.index.kv_index import KvIndex, Matched
 from lean_selector.core.load.prefill_decay import PrefillDecay
 from lean_selector.core.load.records import Prefill
 from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection import choice
 from lean_selector.core.selection.cells import Cell, Pricing
 from lean_selector.core.selection.choice import cheapest, dearest, drawn
 from lean_selector.core.selection.cost import credit_blocks, credit_decay
@@ -192,6 +193,13 @@ def test_a_set_of_equal_ranks_ties_as_one_and_only_those_that_were_asked_for() -
     assert some.found_in(partition) == (3.0, set(range(8, 16)), 3.0)
 
 
+def test_loads_that_wear_off_are_looked_at_one_by_one_and_only_those_asked_for() -> None:
+    held = [(160 * (bit + 1), 1) for bit in range(40)]
+    partition = loaded(16, 1.0, held, frozenset(range(0, 40, 3)))
+    asked = Asked(terms_of(1.0), sum(1 << bit for bit in range(1, 40)) & ~(1 << 3), 16, 1, 0)
+    assert asked.found_in(partition) == asked.one_by_one(partition)
+
+
 # -- the draw -------------------------------------------------------------------------------------
 
 
@@ -241,3 +249,15 @@ def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float)
     shares = shares_of([math.inf, 1.0, math.inf], temperature, 50)
     assert shares == [0.0, 1.0, 0.0]
     assert sum(shares_of([math.inf, math.inf], temperature, 50)) == 1.0
+
+
+class Last(random.Random):
+    """Draws the very end, as rounding may have it."""
+
+    def random(self) -> float:
+        return 1.0
+
+
+def test_a_draw_that_rounding_leads_beyond_the_last_is_the_last_that_can_be_drawn() -> None:
+    costed = [(1.0, 0b0011), (2.0, 0b0100), (9.0, 0b1000)]
+    assert choice._by_weight(costed, [1.0, 0.5, 0.0], Last()) == 2

@@ -1,0 +1,129 @@
+"""The lines of the cost, each by example: selection.md 3.2 and 3.3."""
+
+import math
+
+import msgspec
+import pytest
+
+from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.selection.cost import (
+    cached_tokens,
+    credit_blocks,
+    credit_decay,
+    favoured_blocks,
+    probabilities,
+    softmax,
+    taint_factor,
+)
+from lean_selector.core.selection.settings import RouterOverride, RouterSettings, Terms
+from lean_selector.core.selection.terms import overridden, terms
+
+PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "disk", "tokens"),
+    [
+        (0, 0, 0, 0),
+        (3, 0, 0, 15),
+        (3, 1, 0, 19),  # 3.75 blocks: 18.75
+        (3, 0, 1, 16),  # 3.25 blocks: 16.25
+        (1, 2, 2, 15),  # 1 + 1.5 + 0.5 blocks: 15
+        (0, 0, 2, 3),  # half a block: 2.5, away from 0
+    ],
+)
+def test_what_is_cached_counts_by_tier_and_is_rounded_once(
+    device: int, host: int, disk: int, tokens: int
+) -> None:
+    assert cached_tokens(PLAIN, Matched(device, host, disk), 5) == tokens
+
+
+def test_a_credit_decays_with_what_waits_beyond_the_least_loaded() -> None:
+    decaying = Terms(1.0, 0.5, 1.0, 0.0, True)
+    # 64 tokens wait, 4 blocks; of a prompt of 2 blocks that is twice.
+    assert credit_decay(decaying, 64, 32, 16) == 1.0 / (1.0 + 0.5 * 4 / 2)
+    assert credit_decay(decaying, 64, 17, 16) == 1.0 / (1.0 + 0.5 * 4 / 2)  # a block that is begun
+    assert credit_decay(decaying, 64, 0, 16) == 1.0 / (1.0 + 0.5 * 4 / 1)
+    assert credit_decay(decaying, 0, 32, 16) == 1.0
+    assert credit_decay(decaying, -64, 32, 16) == 1.0
+    assert credit_decay(PLAIN, 64, 32, 16) == 1.0
+    assert credit_decay(Terms(1.0, 0.5, 1.0, 0.0, False), 64, 32, 16) == 1.0
+    assert credit_decay(Terms(1.0, 1.0, 1.0, 0.0, True), 16, 16, 16) == 0.5
+
+
+def test_a_credit_is_weighed_and_decays_on_the_device_alone() -> None:
+    weighed = Terms(2.0, 0.0, 1.0, 0.0, True, 0.5, 0.125)
+    assert credit_blocks(weighed, 0.25, Matched(8, 4, 16)) == 2.0 * 0.25 * 8 + 0.5 * 4 + 0.125 * 16
+
+
+def test_a_bonus_is_not_touched_by_the_factor() -> None:
+    assert favoured_blocks(3.0, 4.0, 0.5) == -5.0
+    assert 0.5 * favoured_blocks(3.0, 4.0, 0.5) == 0.5 * 3.0 - 4.0
+
+
+def test_a_preferred_taint_makes_cheaper_and_a_disliked_one_dearer() -> None:
+    assert taint_factor(0.0) == 1.0
+    assert taint_factor(1.0) == math.exp(-math.tanh(1.0))
+    assert taint_factor(-1.0) == math.exp(math.tanh(1.0))
+    assert taint_factor(math.inf) == math.exp(-1.0)
+    assert taint_factor(math.inf - math.inf) == 1.0
+
+
+def test_a_draw_weighs_by_where_a_cost_lies_between_the_ends() -> None:
+    assert softmax([1.0, 3.0, 2.0], 0.5) == [1.0, math.exp(-2.0), math.exp(-1.0)]
+    assert softmax([1.0, 3.0], 0.0) is None
+    assert softmax([1.0, 3.0], -1.0) is None
+    assert softmax([2.0, 2.0], 1.0) is None
+    assert softmax([2.0, math.inf], 1.0) is None
+
+
+def test_chances_say_which_way_the_draw_goes() -> None:
+    assert probabilities([7.0], 1.0) == ([1.0], "only_candidate")
+    assert probabilities([2.0, 1.0], 0.0) == ([0.0, 1.0], "lowest_cost")
+    assert probabilities([2.0, 1.0, 1.0, 2.0], 0.0) == ([0.0, 0.5, 0.5, 0.0], "uniform_tie")
+    chances, draw = probabilities([1.0, 2.0], 1.0)
+    assert draw == "softmax"
+    assert chances == [1.0 / (1.0 + math.exp(-1.0)), math.exp(-1.0) / (1.0 + math.exp(-1.0))]
+
+
+def test_terms_are_those_of_the_router_each_in_its_place() -> None:
+    settings = RouterSettings(
+        overlap_score_credit=0.1,
+        overlap_score_credit_decay=0.2,
+        prefill_load_scale=0.3,
+        temperature=0.4,
+        track_prefill_tokens=False,
+        host_weight=0.5,
+        disk_weight=0.6,
+        active_request_weight=0.7,
+    )
+    assert terms(settings) == Terms(
+        0.1, 0.2, 0.3, 0.4, False, 0.5, 0.6, 0.7, settings.dialect.prices_untracked
+    )
+
+
+BASE = Terms(0.1, 0.2, 0.3, 0.4, True, 0.5, 0.6, 0.7, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        (RouterOverride(), {}),
+        (RouterOverride(overlap_score_credit=0.9), {"credit": 0.9}),
+        (RouterOverride(prefill_load_scale=0.8), {"scale": 0.8}),
+        (RouterOverride(router_temperature=0.7), {"temperature": 0.7}),
+        (RouterOverride(track_prefill_tokens=False), {"track_prefill": False}),
+        # The old weight is the scale, and of 0 the credit counts no more either.
+        (RouterOverride(overlap_score_weight=2.0, prefill_load_scale=0.8), {"scale": 2.0}),
+        (
+            RouterOverride(overlap_score_weight=0.0, overlap_score_credit=0.9),
+            {"scale": 0.0, "credit": 0.0},
+        ),
+        (RouterOverride(overlap_score_credit=0.0), {"credit": 0.0}),
+        (RouterOverride(router_temperature=0.0), {"temperature": 0.0}),
+    ],
+)
+def test_an_override_changes_what_it_names_alone(
+    override: RouterOverride, changed: dict[str, float]
+) -> None:
+    assert overridden(BASE, override) == msgspec.structs.replace(BASE, **changed)
