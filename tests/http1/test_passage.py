@@ -78,3 +78,24 @@ def test_a_whole_piece_is_passed_on_as_it_is() -> None:
     payload: list[bytes] = []
     SizedPassage(200).pass_on(data, payload)
     assert payload[0] is data
+
+
+@pytest.mark.parametrize(
+    ("passage", "body"),
+    [
+        (SizedPassage(5), b"hello"),
+        (SizedPassage(0), b""),
+        (ChunkedPassage(), chunked([b"he", b"llo"])),
+        (UnboundedPassage(), b"hello"),
+    ],
+    ids=["sized", "empty", "chunked", "unbounded"],
+)
+def test_a_body_whose_payload_nobody_wants_ends_where_it_says(
+    passage: Passage, body: bytes
+) -> None:
+    assert passage.pass_on(body + b"rest", None) == len(body) + 4 * passage_is_unbounded(passage)
+    assert passage.is_done != passage_is_unbounded(passage)
+
+
+def passage_is_unbounded(passage: Passage) -> bool:
+    return isinstance(passage, UnboundedPassage)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from lean_selector.http1.response import (
+    GrowingResponse,
     date_header,
     encode_response,
     status_of,
@@ -89,3 +90,14 @@ def test_connection_comes_after_the_status_line() -> None:
     response = with_connection(encode_response(200, b"{}"), b"close")
     assert response.startswith(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: ")
     assert response.replace(b"connection: close\r\n", b"") == encode_response(200, b"{}")
+
+
+def test_a_response_that_grows_says_at_its_end_how_long_it_is() -> None:
+    growing = GrowingResponse()
+    growing.add(b"{")
+    growing.add(b"}" * 9)
+    response = bytes(growing.finish())
+    head, body = response.split(b"\r\n\r\n")
+    assert body == b"{" + b"}" * 9
+    assert b"content-length:" + b"10".rjust(20) in head.split(b"\r\n")
+    assert status_of(response) == b"200"

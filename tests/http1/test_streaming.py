@@ -180,3 +180,16 @@ def test_in_the_middle_of_a_stream_nobody_is_turned_away_with_an_answer() -> Non
     driven.protocol.turn_away("too much")
     assert driven.transport.take().startswith(b"HTTP/1.1 503")
     assert driven.told == ["hung up"]
+
+
+def test_a_stream_that_the_connection_has_left_is_ended_and_paused_by_nobody() -> None:
+    for end in ("finish", "break_off"):
+        stream = StreamedReply(lambda: None)
+        getattr(stream, end)()
+        paused = []
+        for turn in (stream.pause, stream.resume):
+            turn()
+            paused.append(stream.is_paused)
+        assert paused == [True, False]
+        with pytest.raises(AssertionError):
+            stream.write(b"too late")

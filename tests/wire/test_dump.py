@@ -392,3 +392,10 @@ def test_an_index_rebuilt_from_its_dump_dumps_the_same(
     body = body_of(index)
     for again in rebuilt(body):
         assert told_by(body_of(again)) == told_by(body)
+
+
+def test_an_event_of_the_1_6_dialect_says_its_domain() -> None:
+    partitions = [partition("m|default", run(Tier.DISK, None, 1))]
+    (event,) = json.loads(b"".join(encode_dump(partitions, as_1_6=True)))["m:default"]["events"]
+    assert (event["worker_id"], event["event"]["event_id"]) == (1, 0)
+    assert "worker" in event.values()

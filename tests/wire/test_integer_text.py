@@ -171,3 +171,10 @@ def test_a_parser_is_given_texts_of_bounded_length() -> None:
         packed_with(parse, b"[%b]" % (item * (8_000_000 // len(item))), "i")
     assert 0 < max(given_lengths) <= 2 * KEPT_BYTES + 2
     assert len(given_lengths) > 100
+
+
+def test_a_long_list_with_nothing_behind_its_last_comma_is_none() -> None:
+    text = b"[" + b"1," * (KEPT_BYTES // 2 + 1) + b"]"
+    check(text)
+    assert packed_u32(text) is None
+    assert packed_signed(text) is None

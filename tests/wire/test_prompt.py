@@ -10,6 +10,7 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import block_hashes, sequence_hashes
 from lean_selector.core.limits import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.wire.hash_lists import packed
 from lean_selector.wire.prompt import (
     prompt_to_book,
     prompt_to_select,
@@ -340,3 +341,17 @@ def test_null_is_the_same_as_absent() -> None:
 
 
 SCOPE = {"model_name", "tenant_id", "routing_group"}
+
+
+def test_a_booking_that_teaches_takes_both_hash_lists_as_a_selection_does() -> None:
+    body = {"block_hashes": [5, -6], "sequence_hashes": [7, 8], "isl_tokens": 8}
+    fields = decode(json.dumps(body))
+    prompt = prompt_to_book(fields, 4, False, is_learned=True)
+    assert signed(prompt.local_hashes) == [5, -6]
+    assert signed(prompt.sequence_hashes()) == [7, 8]
+
+
+def test_packed_hashes_are_whole_hashes() -> None:
+    assert packed("block_hashes", bytes(16)) == bytes(16)
+    with pytest.raises(msgspec.ValidationError, match=r"got 7 bytes - at `\$.block_hashes`"):
+        packed("block_hashes", bytes(7))
