@@ -43,7 +43,9 @@ def install(url: str | None = None) -> bool:
 
     With a `url` (http://host:port, or unix:PATH), or with one in the environment as
     LEAN_SELECTOR_URL, it is RemoteSelectionService in front of that selector; else SelectionService
-    in this process. Where Dynamo is installed nothing changes, and the answer is False.
+    in this process. The selector is shown the token in the file LEAN_SELECTOR_TOKEN_FILE, and held
+    against the certificates in LEAN_SELECTOR_CA_FILE, where the environment has those. Where Dynamo
+    is installed nothing changes, and the answer is False.
     """
     if not isinstance(sys.modules.get("dynamo.llm"), _Shim) and _is_installed():
         return False

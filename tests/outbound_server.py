@@ -8,28 +8,12 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-import trustme
-
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
 from lean_selector.sockets.resolver import Resolver
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class Authority:
-    """A certificate authority, and what it vouches for."""
-
-    def __init__(self) -> None:
-        self._authority = trustme.CA()
-        self.pem = self._authority.cert_pem.bytes()
-
-    def context(self, *names: str) -> ssl.SSLContext:
-        """Of a server that goes by these names."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._authority.issue_cert(*names).configure_cert(context)
-        return context
 
 
 class Served:

@@ -13,7 +13,7 @@ ANSWER_TIMEOUT_S = 20.0
 
 
 class TlsService(RunningService):
-    """Asked by clients that believe `authority`, with the certificate `own` if it is given."""
+    """Asked by clients that believe `authority`, with the certificate `own` and a token."""
 
     def __init__(
         self,
@@ -22,7 +22,9 @@ class TlsService(RunningService):
         *flags: str,
         module: str = "lean_selector",
         own: Any = None,
+        token: str | None = None,
     ) -> None:
+        self._token = token
         super().__init__(
             *("--tls-cert", str(files.cert), "--tls-key", str(files.key), *flags), module=module
         )
@@ -59,7 +61,8 @@ class TlsService(RunningService):
     ) -> tuple[int, Any]:
         connection = self.connection()
         try:
-            return ask(connection, method, path, raw if body is None else body, headers)
+            content = raw if body is None else body
+            return ask(connection, method, path, content, headers, self._token)
         finally:
             connection.close()
 
@@ -70,11 +73,15 @@ def ask(
     path: str,
     body: object = None,
     headers: dict[str, str] | None = None,
+    token: str | None = None,
 ) -> tuple[int, Any]:
     """One request on a connection that may be kept; JSON, or what else is answered as text."""
     content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     more = {} if content is None else {"content-type": "application/json"}
-    connection.request(method, path, content, more if headers is None else headers)
+    lines = {**(more if headers is None else headers)}
+    if token is not None:
+        lines["authorization"] = f"Bearer {token}"
+    connection.request(method, path, content, lines)
     answer = connection.getresponse()
     text = answer.read()
     is_json = answer.headers.get_content_type() == "application/json"

@@ -26,6 +26,7 @@ from lean_selector.bindings.forms import (
 )
 from lean_selector.bindings.side import Side
 from lean_selector.client import service_calls
+from lean_selector.client.access import Access, Cert, Token, Verify
 from lean_selector.client.aio.service_connection import ServiceConnection
 from lean_selector.client.errors import (
     AlreadyExists,
@@ -54,11 +55,21 @@ class RemoteSelectionService:
     SelectionService does, and SelectionServiceError of the kind `unreachable` without an answer.
     """
 
-    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
-        """url: http://host:port, or unix:PATH. Raises ValueError for anything else."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeouts: Timeouts | None = None,
+        verify: Verify = True,
+        cert: Cert | None = None,
+        token: Token | None = None,
+    ) -> None:
+        """url: http://host:port, https://host:port, or unix:PATH. verify, cert, token: as of
+        KvRouter. Raises ValueError for anything else, and OSError for files that cannot be used."""
         self._url = url
         self._timeouts = timeouts or Timeouts()
-        ServiceAddress(url)  # raises ValueError
+        self._access = Access(verify, cert, token)
+        ServiceAddress(url, self._access)  # raises ValueError and OSError
         self._blocking: SyncServiceConnection | None = None  # made when first needed
         self._sides: WeakKeyDictionary[asyncio.AbstractEventLoop, Side] = WeakKeyDictionary()
         self._are_eagle: dict[tuple[str, str], bool] = {}  # by partition, where it had to be asked
@@ -74,7 +85,9 @@ class RemoteSelectionService:
         loop = asyncio.get_running_loop()
         side = self._sides.get(loop)
         if side is None:
-            side = self._sides[loop] = Side(ServiceConnection(self._url, self._timeouts))
+            side = self._sides[loop] = Side(
+                ServiceConnection(self._url, self._timeouts, self._access)
+            )
         return side
 
     async def _asked(self, call: Call[T]) -> T:
@@ -89,7 +102,7 @@ class RemoteSelectionService:
         if self._is_shut_down:
             raise shut_down()
         if self._blocking is None:
-            self._blocking = SyncServiceConnection(self._url, self._timeouts)
+            self._blocking = SyncServiceConnection(self._url, self._timeouts, self._access)
         try:
             return self._blocking.exchange(call)
         except ClientError as error:

@@ -4,11 +4,13 @@ Owns what the two share without waiting: where a service is, and which of httpx'
 Only the drivers and `timeouts` know httpx too.
 """
 
+import ssl
 from typing import TypeVar
 
 import httpx
 import msgspec
 
+from lean_selector.client.access import Access
 from lean_selector.client.completions import error_text
 from lean_selector.client.errors import (
     ServiceRefused,
@@ -44,11 +46,13 @@ MSGPACK = "application/msgpack"
 class ServiceAddress:
     """`http://host:port`, or `unix:PATH` for a UNIX socket."""
 
-    def __init__(self, endpoint: str) -> None:
-        """Raises ValueError for anything else."""
+    def __init__(self, endpoint: str, access: Access | None = None) -> None:
+        """Raises ValueError for anything else, and OSError for files of `access`."""
+        self._access = Access() if access is None else access
         self.endpoint = endpoint
         self.takes_msgpack = True  # until it says otherwise
         self.uds: str | None = None
+        self.context: ssl.SSLContext | bool = False  # nobody is to be believed: no TLS
         self.base_url = endpoint.rstrip("/")
         if endpoint.startswith("unix:"):
             path = endpoint.removeprefix("unix:")
@@ -56,7 +60,9 @@ class ServiceAddress:
             self.base_url = "http://localhost"
             if not self.uds:
                 raise ValueError("unix: needs a path")
-        elif not endpoint.startswith(("http://", "https://")):
+        elif endpoint.startswith("https://"):
+            self.context = self._access.context()
+        elif not endpoint.startswith("http://"):
             raise ValueError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
 
     def request(self, call: Call[T], timeouts: Timeouts) -> httpx.Request:
@@ -68,6 +74,7 @@ class ServiceAddress:
         else:
             body = call.json()
             headers = {} if body is None else {"content-type": "application/json"}
+        headers.update(self._access.headers())
         return httpx.Request(
             call.method,
             self.base_url + call.path,
@@ -84,7 +91,7 @@ class ServiceAddress:
         self.takes_msgpack = self.takes_msgpack and not was_msgpack
         return was_msgpack
 
-    def lost(self, error: httpx.HTTPError) -> ServiceUnreachable:
+    def lost(self, error: Exception) -> ServiceUnreachable:
         never_sent = isinstance(
             error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
         )
@@ -114,6 +121,9 @@ def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
     )
 
 
+# What an exchange may raise: httpx lets a refusal through that comes after the handshake, as that
+# of our certificate does in TLS 1.3.
+CALL_ERRORS = (httpx.HTTPError, ssl.SSLError)
 # What opening a stream may raise; InvalidURL comes from how a worker was registered.
 OPEN_ERRORS = (httpx.HTTPError, httpx.InvalidURL)
 STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)

@@ -61,10 +61,13 @@ class PeerRoster:
         grace_s: float,
         is_own_address: Callable[[str], bool] | None = None,
         refusal: Callable[[str], str | None] = lambda endpoint: None,
+        *,
+        is_secure: bool = False,
     ) -> None:
         """This replica publishes on `own_port` and is advertised as `own_endpoint`. Others are
         asked for their snapshots on `http_port`, where no other is found, unless `refusal(url)`
-        has a reason against it."""
+        has a reason against it; over TLS if that port `is_secure`."""
+        self._scheme = "https" if is_secure else "http"
         self._refusal = refusal
         self._mesh = mesh
         self._own_port = own_port
@@ -119,7 +122,7 @@ class PeerRoster:
         """Where its snapshot is asked for, if it is."""
         if known.state not in (REGISTERED, KNOWN):
             return None
-        url = f"http://{Place(known.place.host, self._http_port)}"
+        url = f"{self._scheme}://{Place(known.place.host, self._http_port)}"
         known.error = self._refusal(url)
         return url if known.error is None else None
 

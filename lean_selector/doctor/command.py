@@ -13,6 +13,7 @@ from lean_selector.doctor.findings import Finding, Level
 from lean_selector.doctor.selector_questions import NotASelector, Selector
 from lean_selector.doctor.table import table
 from lean_selector.outbound.client import OutboundClient
+from lean_selector.outbound.credentials import Credentials
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
 from lean_selector.outbound.url import Url
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.add_argument("--worker-token-file", help="a bearer token for the engines")
     parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
+    parser.add_argument("--token-file", help="a bearer token for the selector")
+    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
+    parser.add_argument("--key-file", help="the key of that certificate")
 
 
 def _url(text: str) -> str:
@@ -65,13 +69,15 @@ def main(argv: Sequence[str]) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:
-        token = None if args.worker_token_file is None else TokenFile(args.worker_token_file)
-        trust = Trust(args.ca_file)
+        engines = Credentials(_token(args.worker_token_file), Trust(args.ca_file))
+        ours = Trust(args.ca_file, args.cert_file, args.key_file)
+        selector = Credentials(_token(args.token_file), ours)
+        ours.context()
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            findings = runner.run(_check(args, token, trust))
+            findings = runner.run(_check(args, selector, engines))
     except NotASelector as error:
         sys.stderr.write(f"lean-selector check: error: {error}\n")
         return 2
@@ -85,8 +91,16 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.level is Level.ERROR for finding in findings))
 
 
-async def _check(args: argparse.Namespace, token: TokenFile | None, trust: Trust) -> list[Finding]:
+def _token(path: str | None) -> TokenFile | None:
+    return None if path is None else TokenFile(path)
+
+
+async def _check(
+    args: argparse.Namespace, ours: Credentials, engines: Credentials
+) -> list[Finding]:
     resolve = Resolver().resolve
-    selector = Selector(OutboundClient(resolve, trust=trust), args.url, args.seconds)
-    engines = OutboundClient(resolve, token=token, trust=trust)
-    return await Examination(selector, engines, resolve, args.seconds, args.probe).run()
+    selector = Selector(
+        OutboundClient(resolve, token=ours.token, trust=ours.trust), args.url, args.seconds
+    )
+    asked = OutboundClient(resolve, token=engines.token, trust=engines.trust)
+    return await Examination(selector, asked, resolve, args.seconds, args.probe).run()

@@ -12,6 +12,7 @@ from lean_selector.gateway.answer_head import AnswerHead
 from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.worker_connection import Receiver, WorkerConnection
 from lean_selector.outbound.connecting import Resolve, connected, reason
+from lean_selector.outbound.credentials import Credentials
 
 AGAIN_AFTER_S: Final = 0.5
 _MOST_BODY_BYTES: Final = 64 << 20
@@ -54,17 +55,21 @@ class _Stale(SelectorAway):
 
 
 class SelectorLink:
-    """`target` is `http://host:port` or `unix:PATH`."""
+    """`target` is `http://host:port`, `https://host:port` or `unix:PATH`."""
 
     def __init__(
-        self, target: str, resolve: Resolve, timeout_s: float, clock: Callable[[], float]
+        self,
+        target: str,
+        resolve: Resolve,
+        timeout_s: float,
+        clock: Callable[[], float],
+        credentials: Credentials | None = None,
     ) -> None:
         """Raises ValueError for what is no target."""
+        self._credentials = Credentials() if credentials is None else credentials
         self.target: Final = target
         self._path = target.removeprefix("unix:") if target.startswith("unix:") else None
         self.endpoint = Endpoint("http://selector" if self._path else target, 0, clock())
-        if self.endpoint.url.is_secure:
-            raise ValueError("the selector speaks no TLS")
         self._resolve = resolve
         self._timeout_s = timeout_s
         self._clock = clock
@@ -121,9 +126,11 @@ class SelectorLink:
             f"{method} {path} HTTP/1.1\r\n"
             f"host: {endpoint.url.authority}\r\ncontent-length: {len(body)}\r\n"
             + (f"content-type: {content_type}\r\n" if body else "")
-            + "\r\n"
-        )
-        connection.send(head.encode(), body, collecting, False)
+        ).encode()
+        authorization = self._credentials.authorization()
+        if authorization is not None:
+            head += b"authorization: " + authorization + b"\r\n"
+        connection.send(head + b"\r\n", body, collecting, False)
         try:
             await collecting.done
         except asyncio.CancelledError:
@@ -137,7 +144,15 @@ class SelectorLink:
             return WorkerConnection(self.endpoint)
 
         if self._path is None:
-            return await connected(self._resolve, self.endpoint.url, None, self._timeout_s, new)
+            url, credentials = self.endpoint.url, self._credentials
+            return await connected(
+                self._resolve,
+                url,
+                credentials.trust.context() if url.is_secure else None,
+                self._timeout_s,
+                new,
+                tls_name=credentials.tls_name,
+            )
         loop = asyncio.get_running_loop()
         return (await loop.create_unix_connection(new, self._path))[1]
 

@@ -27,9 +27,11 @@ async def connected(
     timeout_s: float,
     new_protocol: Callable[[], P],
     allowed: AllowedEndpoints | None = None,
+    tls_name: str | None = None,
 ) -> P:
     """`new_protocol` on a connection to `to`, if it is `allowed`. One address that is silent leaves
-    some time to the others. Raises OSError."""
+    some time to the others. `tls_name` is what its certificate must be for, in place of its host.
+    Raises OSError."""
     ends = time.monotonic() + timeout_s
     if allowed is not None:
         allowed.check(to.origin)
@@ -41,7 +43,7 @@ async def connected(
         share_s = max(0.0, ends - time.monotonic()) / (len(addresses) - at)
         try:
             async with asyncio.timeout(share_s):
-                return await _connect(address, to.host, context, new_protocol)
+                return await _connect(address, tls_name or to.host, context, new_protocol)
         except TimeoutError:
             failure = OSError(f"no connection in {share_s:.1f} s")
         except OSError as error:

@@ -18,6 +18,7 @@ class PeerDiscovery(msgspec.Struct, frozen=True, kw_only=True):
 
     targets: list[str]
     http_port: int  # where they are asked for their snapshots
+    is_secure: bool  # over TLS
 
 
 class WorkerDiscovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +29,11 @@ class WorkerDiscovery(msgspec.Struct, frozen=True, kw_only=True):
     refresh_s: float
 
 
-class EngineAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines are asked, by whatever asks them."""
+class AccessFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests of engines, or of other services of ours, bring along."""
 
     token_file: str | None
     ca_file: str | None
+    cert_file: str | None
+    key_file: str | None
+    tls_name: str | None = None  # None: the host of the URL

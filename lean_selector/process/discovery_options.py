@@ -118,6 +118,14 @@ WORKER_OPTIONS = (
         "certificate authorities (PEM) of engines with https URLs; unset: the system's",
         metavar="PATH",
     ),
+    Option(
+        "--worker-cert-file",
+        path,
+        None,
+        "our certificate (PEM) for engines that ask for one; read again when it changes",
+        metavar="PATH",
+    ),
+    Option("--worker-key-file", path, None, "the key of that certificate (PEM)", metavar="PATH"),
 )
 
 
@@ -150,8 +158,5 @@ def peer_discovery_of(values: Mapping[str, object]) -> dict[str, object] | None:
     return {
         "targets": values["replica_sync_discover"],
         "http_port": values["port"] if port is None else port,
+        "is_secure": values["tls_cert"] is not None,  # replicas are alike
     }
-
-
-def engine_access_of(values: Mapping[str, object]) -> dict[str, object]:
-    return {"token_file": values["worker_token_file"], "ca_file": values["worker_ca_file"]}

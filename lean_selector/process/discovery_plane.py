@@ -104,6 +104,7 @@ def find_peers(
         config.http_port,
         finder.grace_s,
         refusal=_refusal_of(allowed),
+        is_secure=config.is_secure,
     )
     discoveries.find_peers(targets, roster)
 

@@ -33,14 +33,12 @@ from lean_selector.http1.streaming import StreamingProtocol
 from lean_selector.observing import logs
 from lean_selector.observing.load_metrics import Families
 from lean_selector.outbound.client import Resolve
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
-from lean_selector.process.engine_access import engine_client
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.gateway_config import GatewayConfig
-from lean_selector.process.host import HttpServer, StartError, new_zmq_context, observation, run
+from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
+from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.process.selector import SelectorParts, doors_of, selector_app
 from lean_selector.prompts.fleet import CatalogFleet, Fleet
@@ -104,7 +102,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         choice = _Within(config, context, rotation, directory)
     else:
         choice = _Beside(config, config.beside, rotation, directory)
-    token, trust = _access(config)
+    credentials = credentials_of(config.selector.engines, "worker")
     counts = Counts()
     allowed = allowed_of(config.selector.allowed_endpoints)
     client = engine_client(config.selector.engines, choice.resolve, allowed)
@@ -116,7 +114,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         directory,
         counts,
         choice.resolve,
-        trust.context,
+        credentials.trust.context,
         choice.look,
         allowed,
     )
@@ -128,7 +126,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         clock=time.monotonic,
         silence_s=config.silence_s,
         touch_after_s=config.touch_after_s,
-        token=None if token is None else token.token,
+        token=None if credentials.token is None else credentials.token.token,
         access_log=config.listen.access_log,
         most_body_bytes=config.most_body_bytes,
     )
@@ -171,19 +169,6 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
 
     await server.serve(tick, refuse_new, close)
     context.destroy(linger=0)
-
-
-def _access(config: GatewayConfig) -> tuple[TokenFile | None, Trust]:
-    """The workers' token, and whom we believe of them."""
-    access = config.selector.engines
-    try:
-        token = None if access.token_file is None else TokenFile(access.token_file)
-        trust = Trust(access.ca_file)
-        if access.ca_file is not None:
-            trust.context()
-    except (OSError, ValueError) as error:
-        raise StartError(f"requests to workers: {error}") from None
-    return token, trust
 
 
 class _Within:
@@ -255,7 +240,13 @@ class _Beside:
     ) -> None:
         self._listen = config.selector.listen
         self.resolve: Resolve = Resolver().resolve
-        self._link = SelectorLink(target, self.resolve, config.beside_timeout_s, time.monotonic)
+        self._link = SelectorLink(
+            target,
+            self.resolve,
+            config.beside_timeout_s,
+            time.monotonic,
+            credentials_of(config.selector.peers, "peer"),
+        )
         fleet = RemoteFleet(self._link, directory.take)
         self.fleet: Fleet = fleet
         self._remote = RemoteChooser(self._link, fleet, rotation)

@@ -45,12 +45,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def selector_target(value: str) -> str:
-    """`http://HOST:PORT` or `unix:PATH`."""
+    """`http://HOST:PORT`, `https://HOST:PORT` or `unix:PATH`."""
     if value.startswith("unix:"):
         path(value.removeprefix("unix:"))
         return value
-    if Url(value).is_secure:
-        raise ValueError("the selector speaks no TLS")
+    Url(value)
     return value.rstrip("/")
 
 
@@ -72,8 +71,8 @@ _OWN_OPTIONS = (
         "--selector",
         selector_target,
         None,
-        "ask a selector that runs beside, at http://HOST:PORT or unix:PATH, in place of one in this"
-        " process",
+        "ask a selector that runs beside, at http://HOST:PORT, https:// or unix:PATH, in place of"
+        " one in this process",
         metavar="WHERE",
     ),
     Option(

@@ -106,7 +106,7 @@ def urls(value: str) -> list[str]:
     items = [item.strip().removesuffix("/") for item in value.split(",") if item.strip()]
     for item in items:
         if not item.startswith(("http://", "https://")):
-            raise ValueError(f"`{item}` is not an http:// URL")
+            raise ValueError(f"`{item}` is not an http:// or https:// URL")
     return items
 
 

@@ -25,6 +25,7 @@ from lean_selector.core.replication.records import EventKind, LiveBooking, Repli
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
+from lean_selector.outbound.credentials import Credentials
 from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.services.replies import Answer
@@ -73,13 +74,16 @@ class ReplicaPlane:
         links: Links | None = None,
         *,
         tells_sessions: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         """`targets` are all partitions that `lookup` finds; `links` those of the process.
-        `tells_sessions`: then `sessions` must be set before the start.
+        `tells_sessions`: then `sessions` must be set before the start. `credentials` are for the
+        peers that are asked over HTTP.
 
         No callable is called in here, so what is behind it may be made with `events`.
         """
         self._lookup = lookup
+        self._credentials = credentials
         self._targets = targets
         self._copies_expire_s = copies_expire_s(reservation_expiry_s)
         self.advertise = config.advertise
@@ -158,6 +162,7 @@ class ReplicaPlane:
             self._targets,
             self._on_event,
             self.sessions,
+            self._credentials,
         )
         self._occasion = Occasion.START
         while True:

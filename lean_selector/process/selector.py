@@ -36,10 +36,10 @@ from lean_selector.observing.session_metrics import session_families
 from lean_selector.observing.state_metrics import state_families
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
-from lean_selector.process.engine_access import engine_client
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
+from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.routed_expiry import RoutedExpiry
 from lean_selector.process.selector_config import SelectorConfig
@@ -205,6 +205,7 @@ class SelectorParts:
             request_id = event.booking.request_id
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
+        credentials = credentials_of(config.peers, "peer")
         plane: ReplicaPlane | None = None
         if config.replica is not None:
             plane = ReplicaPlane(
@@ -216,6 +217,7 @@ class SelectorParts:
                 config.router.reservation_expiry_s,
                 links,
                 tells_sessions=config.router.sessions is not None,
+                credentials=credentials,
             )
         self.plane = plane
         self.selector = selector = Selector(
@@ -256,7 +258,9 @@ class SelectorParts:
             *discovery_routes(None if finding is None else finding.report),
         )
         self.routes = routes if self.keeper is None else durable(routes, self.keeper)
-        recovery = Recovery(selector.catalog, subscriptions, peers, config.recovery_timeout_s)
+        recovery = Recovery(
+            selector.catalog, subscriptions, peers, config.recovery_timeout_s, credentials
+        )
         self._recovering = start_recovery(recovery, self._state) if peers else None
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None

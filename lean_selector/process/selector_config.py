@@ -18,16 +18,20 @@ from lean_selector.process.dialect_options import (
     dialect_of,
     overload_status_of,
 )
-from lean_selector.process.discovery_config import EngineAccess, FinderConfig, WorkerDiscovery
+from lean_selector.process.discovery_config import AccessFiles, FinderConfig, WorkerDiscovery
 from lean_selector.process.discovery_options import (
     WORKER_OPTIONS,
-    engine_access_of,
     finder_of,
     worker_discovery_of,
 )
 from lean_selector.process.endpoint_options import ALLOW_OPTION, check_peer_flags
 from lean_selector.process.health_options import HEALTH_OPTIONS, ejection_of, polls_of
 from lean_selector.process.options import Option, integer, number, resolve, urls
+from lean_selector.process.peer_access_options import (
+    PEER_ACCESS_OPTIONS,
+    access_of,
+    peer_access_of,
+)
 from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
 from lean_selector.process.router_options import (
     BUSY_OPTIONS,
@@ -63,7 +67,8 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: ReplicaConfig | None
     finder: FinderConfig
     discover: WorkerDiscovery | None
-    engines: EngineAccess
+    engines: AccessFiles
+    peers: AccessFiles
     allowed_endpoints: list[str]
     engine_keys: EngineKeys | None
     device_blocks_per_rank: int
@@ -108,6 +113,7 @@ SELECTOR_OPTIONS = (
     ),
     *STATE_OPTIONS,
     *REPLICA_OPTIONS,
+    *PEER_ACCESS_OPTIONS,
     ALLOW_OPTION,
     *EVENTS_CURVE_OPTIONS,
     *WORKER_OPTIONS,
@@ -155,7 +161,8 @@ def selector_config(
             "replica": replica_of(parser, values),
             "finder": finder_of(values),
             "discover": worker_discovery_of(values),
-            "engines": engine_access_of(values),
+            "engines": access_of(parser, values, "worker"),
+            "peers": peer_access_of(parser, values),
             "allowed_endpoints": values["allow_endpoint"],
             "engine_keys": engine_keys_of(parser, values),
             "device_blocks_per_rank": values["device_blocks_per_rank"],

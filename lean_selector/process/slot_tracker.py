@@ -17,6 +17,7 @@ from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
+from lean_selector.process.outbound_access import credentials_of
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
 from lean_selector.services.connection_metrics import connection_families
@@ -70,6 +71,7 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
             _nobody_waits,
             config.reservation_expiry_s,
             links,
+            credentials=credentials_of(config.peers, "peer"),
         )
     trackers = Trackers(
         None if plane is None else plane.events, reservation_expiry_s=config.reservation_expiry_s

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lean_selector.process.discovery_config import FinderConfig
+from lean_selector.process.discovery_config import AccessFiles, FinderConfig
 from lean_selector.process.discovery_options import finder_of
 from lean_selector.process.endpoint_options import ALLOW_OPTION, check_peer_flags
 from lean_selector.process.options import resolve
+from lean_selector.process.peer_access_options import PEER_ACCESS_OPTIONS, peer_access_of
 from lean_selector.process.service_options import (
     EXPIRY_OPTION,
     LISTEN_OPTIONS,
@@ -27,6 +28,7 @@ SLOT_TRACKER_OPTIONS = (
     *LISTEN_OPTIONS,
     *STATE_OPTIONS,
     *REPLICA_OPTIONS,
+    *PEER_ACCESS_OPTIONS,
     ALLOW_OPTION,
     EXPIRY_OPTION,
 )
@@ -38,6 +40,7 @@ class SlotTrackerConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: Listen
     replica: ReplicaConfig | None
     finder: FinderConfig
+    peers: AccessFiles
     reservation_expiry_s: float
     allowed_endpoints: list[str]
     state: StateConfig | None = None
@@ -53,6 +56,7 @@ def slot_tracker_config(
             "listen": listen_of(parser, values),
             "replica": replica_of(parser, values),
             "finder": finder_of(values),
+            "peers": peer_access_of(parser, values),
             "reservation_expiry_s": values["reservation_expiry_secs"],
             "allowed_endpoints": values["allow_endpoint"],
             "state": state_of(values),

@@ -1,5 +1,6 @@
 """One GET of a peer's /dump, for start-up recovery. Spec: indexer.md 4.2."""
 
+from lean_selector.outbound.credentials import Credentials
 from lean_selector.sockets.peer_fetch import PeerFetch
 from lean_selector.wire.dump import split_dump
 from lean_selector.wire.dump_shapes import DumpedPartition
@@ -10,9 +11,12 @@ MAX_DUMP_BYTES = 1 << 30
 Dump = tuple[list[DumpedPartition], list[str]]  # see split_dump
 
 
-def fetch_dump(peer: str, timeout_s: float) -> PeerFetch[Dump]:
+def fetch_dump(
+    peer: str, timeout_s: float, credentials: Credentials | None = None
+) -> PeerFetch[Dump]:
     """`peer` is a base URL; `timeout_s` bounds each wait of the fetch, not their sum.
 
     One of ours that speaks 1.6 tells names and watermarks only where `detail` is asked for.
     """
-    return PeerFetch(peer, "/dump?detail=true", timeout_s, MAX_DUMP_BYTES, split_dump)
+    path = "/dump?detail=true"
+    return PeerFetch(peer, path, timeout_s, MAX_DUMP_BYTES, split_dump, credentials)

@@ -8,11 +8,15 @@ of the process. http.client knows no proxies, which the environment may name for
 import asyncio
 import contextlib
 import http.client
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
+
+from lean_selector.outbound.connecting import reason
+from lean_selector.outbound.credentials import Credentials
 
 _READ_BYTES = 256 * 1024
 
@@ -37,6 +41,7 @@ class PeerFetch(Generic[T]):
         timeout_s: float,
         max_bytes: int,
         read: Callable[[bytes], T],
+        credentials: Credentials | None = None,
     ) -> None:
         """`peer` is a base URL; `timeout_s` bounds each wait of the thread, not their sum.
 
@@ -49,6 +54,7 @@ class PeerFetch(Generic[T]):
         self._max_bytes = max_bytes
         self._read = read
         self._timeout_s = timeout_s
+        self._credentials = Credentials() if credentials is None else credentials
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[T] = self._loop.create_future()
         threading.Thread(target=self._run, name="peer-fetch", daemon=True).start()
@@ -60,7 +66,7 @@ class PeerFetch(Generic[T]):
         except PeerFailed as error:
             result = error
         except Exception as error:  # whatever it is, it is the next peer's turn
-            result = PeerFailed(str(error) or type(error).__name__)
+            result = PeerFailed(reason(error))
         with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
             self._loop.call_soon_threadsafe(self._finish, result)
 
@@ -73,12 +79,18 @@ class PeerFetch(Generic[T]):
             self.done.set_result(result)
 
     def _fetch(self) -> bytes:
-        url = urlsplit(self._peer)
-        secure = url.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(url.hostname or "", url.port, timeout=self._timeout_s)
+        url, credentials = urlsplit(self._peer), self._credentials
+        host, timeout_s = url.hostname or "", self._timeout_s
+        connection = http.client.HTTPConnection(host, url.port, timeout=timeout_s)
+        if url.scheme == "https":
+            context = credentials.trust.context()
+            connection = _OverTls(host, url.port, timeout_s, context, credentials.tls_name or host)
+        headers = {"accept": "application/json"}
+        authorization = credentials.authorization()
+        if authorization is not None:
+            headers["authorization"] = authorization.decode("ascii")
         try:
-            connection.request("GET", url.path + self._path, headers={"accept": "application/json"})
+            connection.request("GET", url.path + self._path, headers=headers)
             response = connection.getresponse()
             self.progress += 1
             if not 200 <= response.status < 300:
@@ -102,6 +114,27 @@ class PeerFetch(Generic[T]):
         if response.length:
             raise PeerFailed(f"{response.length} bytes short of its content-length")
         return b"".join(parts)
+
+
+class _OverTls(http.client.HTTPConnection):
+    """With a certificate for `tls_name`, whatever the host is called."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(
+        self,
+        host: str,
+        port: int | None,
+        timeout_s: float,
+        context: ssl.SSLContext,
+        tls_name: str,
+    ) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._tls, self._tls_name = context, tls_name
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._tls_name)
 
 
 async def fetched(fetch: PeerFetch[T], left_s: float, peers_left: int) -> T:

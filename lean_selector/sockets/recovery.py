@@ -16,6 +16,7 @@ from collections.abc import Sequence, Set
 from lean_selector.core.index.kv_index import KvIndex, RankKey, StoreResult
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
+from lean_selector.outbound.credentials import Credentials
 from lean_selector.sockets.dump_fetch import fetch_dump
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.peer_fetch import PeerFailed, fetched
@@ -53,8 +54,10 @@ class Recovery:
         subscriptions: KvSubscriptions,
         peers: Sequence[str],
         timeout_s: float,
+        credentials: Credentials | None = None,
     ) -> None:
         """`timeout_s` bounds the fetching from all peers together."""
+        self._credentials = credentials
         self.blocks = 0
         self.skipped_events = 0
         self.skipped_ranks = 0
@@ -84,7 +87,7 @@ class Recovery:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = fetch_dump(peer, left_s)
+                fetch = fetch_dump(peer, left_s, self._credentials)
                 dump = await fetched(fetch, left_s, len(self._peers) - at)
                 partitions = await self._read(peer, *dump)
             except PeerFailed as error:

@@ -21,6 +21,7 @@ from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhi
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.records import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
+from lean_selector.outbound.credentials import Credentials
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
 from lean_selector.wire.replica_snapshot import (
@@ -73,7 +74,9 @@ class CatchingUp:
         targets: Callable[[], Iterable[ReplicaTarget]],
         tell: Callable[[ReplicaEvent, float], object],
         sessions: PeerSessions | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
+        self._credentials = credentials
         self._catch_up = catch_up
         self._sync = sync
         self._urls = urls
@@ -213,7 +216,7 @@ class CatchingUp:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = PeerFetch(url, path, left_s, MAX_SNAPSHOT_BYTES, read)
+                fetch = PeerFetch(url, path, left_s, MAX_SNAPSHOT_BYTES, read, self._credentials)
                 taken = await fetched(fetch, left_s, len(urls) - at)
             except PeerFailed as error:
                 if error.status == 404:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import ChildService, plain_environment
+from tests.certificates import Authority
 from tests.deploy.recipe_commands import (
     MANIFESTS,
     command_of,
@@ -25,7 +26,6 @@ from tests.deploy.recipe_commands import (
 from tests.fake_engine import FakeEngine
 from tests.kube_api import KubeApi, slice_of
 from tests.openai_worker import MODEL, OpenAiWorker
-from tests.outbound_server import Authority
 from tests.prometheus_tools import parsed, scrape, value
 from tests.running_service import RunningService, free_port, wait_until
 
@@ -170,7 +170,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     authority = Authority()
-    with KubeApi(authority.context("127.0.0.1")) as api:
+    with KubeApi(authority.server("127.0.0.1")) as api:
         yield Cluster(api, authority, tmp_path)
 
 

@@ -15,9 +15,10 @@ from lean_selector.discovery.particulars import Particulars
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
+from tests.certificates import Authority
 from tests.fake_engine import FakeEngine
 from tests.on_loop import on_loop, until
-from tests.outbound_server import Authority, client, response, says, serving
+from tests.outbound_server import client, response, says, serving
 from tests.running_service import free_port
 
 
@@ -57,7 +58,7 @@ async def test_a_token_and_an_authority_go_with_every_question(tmp_path: Path) -
     authority = Authority()
     (tmp_path / "ca").write_bytes(authority.pem)
     (tmp_path / "token").write_text("secret")
-    context = authority.context("127.0.0.1")
+    context = authority.server("127.0.0.1")
     with FakeEngine(token="secret", context=context) as engine:
         trust = Trust(str(tmp_path / "ca"))
         told = await ask_engine(client(TokenFile(str(tmp_path / "token")), trust), engine.url)

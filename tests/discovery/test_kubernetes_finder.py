@@ -20,9 +20,9 @@ from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.tasks import supervise
+from tests.certificates import Authority
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.on_loop import on_loop, until
-from tests.outbound_server import Authority
 
 
 class Following:
@@ -61,7 +61,7 @@ class Following:
 async def following(folder: Path, **slices: list[str]) -> AsyncIterator[tuple[Following, KubeApi]]:
     authority = Authority()
     (folder / "ca.crt").write_bytes(authority.pem)
-    with KubeApi(authority.context("127.0.0.1")) as api:
+    with KubeApi(authority.server("127.0.0.1")) as api:
         for name, addresses in slices.items():
             api.put(slice_of(name, addresses))
         it = Following(api, folder)

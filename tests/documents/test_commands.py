@@ -33,6 +33,7 @@ OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "
 OTHER_FLAGS |= {"--reference"}  # of loadtest/versus.py
 OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
 OTHER_FLAGS |= {"--probe", "--json", "--ca-file", "--worker-token-file"}  # of `check`
+OTHER_FLAGS |= {"--token-file", "--cert-file", "--key-file"}
 OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
 OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of Dynamo 1.6 alone
 OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy

@@ -11,6 +11,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,7 +192,20 @@ from lean_selector import compat
 compat.install()  # or compat.install("unix:/run/lean-selector.sock")
 from dynamo.llm import SelectionService
 """
+WITH_A_TOKEN = """\
+from lean_selector.client import SyncSlotTracker
+
+with SyncSlotTracker(
+    "http://localhost:8091",  # https://... in earnest
+    "model-name",
+    verify=True,              # or the path of a PEM file, an SSLContext; False believes anybody
+    cert=None,                # or the path of a certificate with its key, or a pair of paths
+    token=lambda: "secret",   # or "secret"; a function is asked before each request
+) as tracker:
+    tracker.register(7, block_size=16)
+"""
 EXAMPLES = [
+    WITH_A_TOKEN,
     IN_PROCESS,
     SHIM,
     *RAY_EXAMPLES,
@@ -329,6 +343,18 @@ def test_the_same_in_front_of_a_service(capsys: pytest.CaptureFixture[str]) -> N
         exec(code(remote, _8092=f"http://127.0.0.1:{service.port}"), {})
         assert capsys.readouterr().out == "1 0 http://worker-1:8000\n"
         assert service.get("/loads")[1][0]["loads"][0]["active_requests"] == 0
+
+
+def test_a_token_of_a_client(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("admin secret\n")
+    flags = ("--auth-token-file", str(tokens))
+    with RunningService(*flags, module="lean_selector.slot_tracker") as service:
+        exec(code(WITH_A_TOKEN, _8091=f"http://127.0.0.1:{service.port}"), {})
+        status, rows = service.request(
+            "GET", "/workers", headers={"authorization": "Bearer secret"}
+        )
+        assert (status, [row["worker_id"] for row in rows]) == (200, [7])
 
 
 def test_the_shim() -> None:

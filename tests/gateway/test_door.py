@@ -496,7 +496,7 @@ def test_without_workers_or_with_a_bad_url_it_does_not_start() -> None:
     for arguments, said_so in (
         ((), "name the workers"),
         (("gpu-a:8000",), "not an http:// or https:// URL"),
-        (("http://a", "--selector", "https://b"), "speaks no TLS"),
+        (("http://a", "--selector", "https://b:x"), "`https://b:x` has no valid port"),
         (("http://a", "--prompts", "local"), "--prompts-tokenizer"),
         (("http://a", "--selector", "http://b", "--discover", "url:http://c"), "--discover"),
     ):

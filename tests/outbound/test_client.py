@@ -14,8 +14,9 @@ from lean_selector.outbound.exchange import MOST_HEAD_BYTES, MOST_WAITING_BYTES
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
+from tests.certificates import Authority
 from tests.on_loop import DEADLINE_S, on_loop, until
-from tests.outbound_server import CHUNKED, Authority, chunk, client, hangs, response, says, serving
+from tests.outbound_server import CHUNKED, chunk, client, hangs, response, says, serving
 from tests.running_service import free_port
 
 LONG_S = DEADLINE_S
@@ -237,7 +238,7 @@ async def test_over_tls_those_are_believed_whom_the_authority_vouches_for(tmp_pa
         return [(socket.AF_INET, ("127.0.0.1", port))]
 
     ours = OutboundClient(resolve, trust=trust)
-    async with serving(says(response(b"hi")), authority.context("engine"), "engine") as served:
+    async with serving(says(response(b"hi")), authority.server("engine"), "engine") as served:
         assert (await ours.get(served.url)).body == b"hi"
         error = await told(ours.get(f"https://impostor:{served.port}"))
         assert "its certificate is not trusted: Hostname mismatch" in error.message
@@ -259,7 +260,7 @@ async def test_addresses_have_certificates_too(tmp_path: Path) -> None:
     authority = Authority()
     path = tmp_path / "ca.crt"
     path.write_bytes(authority.pem)
-    async with serving(says(response(b"hi")), authority.context("127.0.0.1")) as served:
+    async with serving(says(response(b"hi")), authority.server("127.0.0.1")) as served:
         assert (await client(trust=Trust(str(path))).get(served.url)).body == b"hi"
 
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import pytest
 
 from lean_selector.discovery.worker_ids import worker_id_of
+from tests.certificates import Authority
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
-from tests.outbound_server import Authority
 from tests.running_service import RunningService, free_port, wait_until
 
 QUICK = (
@@ -91,7 +91,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Direct
         yield File(tmp_path, request.param)
         return
     authority = Authority()
-    with KubeApi(authority.context("127.0.0.1")) as api:
+    with KubeApi(authority.server("127.0.0.1")) as api:
         yield Slices(tmp_path, api, authority)
 
 
@@ -256,7 +256,7 @@ def test_engines_over_tls_are_asked_with_their_token(tmp_path: Path) -> None:
     token.write_text("old")
     flags = ("--worker-token-file", str(token), "--worker-ca-file", str(tmp_path / "ca"))
     with (
-        FakeEngine(token="new", context=authority.context("127.0.0.1")) as engine,
+        FakeEngine(token="new", context=authority.server("127.0.0.1")) as engine,
         RunningService(*QUICK, *flags, "--discover", f"url:{engine.url}") as service,
     ):
 
@@ -355,7 +355,7 @@ def test_replicas_find_each_other_catch_up_and_never_join_themselves(tmp_path: P
         "block_size": BLOCK_SIZE,
         "kv_events_endpoint": "tcp://127.0.0.1:1",
     }
-    with KubeApi(authority.context("127.0.0.1")) as api:
+    with KubeApi(authority.server("127.0.0.1")) as api:
         flags = (
             *("--replica-sync-discover", f"kubernetes:{NAMESPACE}/{SERVICE}:replica-sync"),
             *("--kubernetes-api", api.url),

@@ -93,7 +93,7 @@ def let_shares_pass(
     fetches: dict[asyncio.Future[Any], PeerFetch[dump_fetch.Dump]] = {}
     wait = asyncio.wait
 
-    def noted(asked: str, timeout_s: float) -> PeerFetch[dump_fetch.Dump]:
+    def noted(asked: str, timeout_s: float, credentials: object) -> PeerFetch[dump_fetch.Dump]:
         fetch = dump_fetch.fetch_dump(asked, timeout_s)
         if asked == peer:
             fetches[fetch.done] = fetch

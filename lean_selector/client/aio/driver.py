@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from lean_selector.client.access import Access
 from lean_selector.client.aio.service_connection import ServiceConnection
 from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
 from lean_selector.client.reservation import Reservation
@@ -76,11 +77,12 @@ class Driver:
         routing: Routing,
         timeouts: Timeouts,
         sleep: Callable[[float], Awaitable[object]],
+        access: Access | None = None,
     ) -> None:
         self._routing = routing
         self._timeouts = timeouts
         self._sleep = sleep
-        self._service = ServiceConnection(endpoint, timeouts)
+        self._service = ServiceConnection(endpoint, timeouts, access)
         self._workers = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(limits=WORKER_LIMITS), trust_env=False
         )

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lean_selector.client import service_calls
+from lean_selector.client.access import Access, Cert, Token, Verify
 from lean_selector.client.aio.driver import Driver, Opened
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.completions import Chunk, Option
@@ -40,6 +41,9 @@ class KvRouter:
         timeouts: Timeouts | None = None,
         backoff: Backoff | None = None,
         rng: random.Random | None = None,
+        verify: Verify = True,
+        cert: Cert | None = None,
+        token: Token | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """
@@ -49,14 +53,21 @@ class KvRouter:
         is_eagle: None: as the service says.
         return_token_ids: ask engines for token ids in the stream (a vLLM extension; switch it off
             for an engine that refuses unknown fields).
+        verify, cert, token: for the service, not for workers. verify is True for the system's
+            authorities, the path of a PEM file with others, False to believe anybody, or an
+            SSLContext; cert the path of our certificate with its key, or a pair of paths; token a
+            bearer token, or a function that gives that of now.
 
-        Raises ValueError for an endpoint or a block size that cannot be.
+        Raises ValueError for an endpoint, a block size or a token that cannot be, and OSError for
+        files that cannot be used.
         """
         self._routing = Routing(
             kv_router_config, block_size, model_name, tenant_id, is_eagle, backoff or Backoff(), rng
         )
         self._return_token_ids = return_token_ids
-        self._driver = Driver(endpoint, self._routing, timeouts or Timeouts(), sleep)
+        self._driver = Driver(
+            endpoint, self._routing, timeouts or Timeouts(), sleep, Access(verify, cert, token)
+        )
 
     async def __aenter__(self) -> Self:
         return self

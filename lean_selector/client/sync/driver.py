@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from lean_selector.client.access import Access
 from lean_selector.client.errors import ClientClosed
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import Routing
@@ -95,11 +96,12 @@ class SyncDriver:
         routing: Routing,
         timeouts: Timeouts,
         sleep: Callable[[float], object],
+        access: Access | None = None,
     ) -> None:
         self._routing = routing
         self._timeouts = timeouts
         self._sleep = sleep
-        self._service = SyncServiceConnection(endpoint, timeouts)
+        self._service = SyncServiceConnection(endpoint, timeouts, access)
         self._workers = httpx.Client(
             transport=httpx.HTTPTransport(limits=WORKER_LIMITS), trust_env=False
         )

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lean_selector.client import service_calls
+from lean_selector.client.access import Access, Cert, Token, Verify
 from lean_selector.client.backoff import Backoff
 from lean_selector.client.completions import Chunk, Option
 from lean_selector.client.exchanges import Selected
@@ -39,6 +40,9 @@ class SyncKvRouter:
         timeouts: Timeouts | None = None,
         backoff: Backoff | None = None,
         rng: random.Random | None = None,
+        verify: Verify = True,
+        cert: Cert | None = None,
+        token: Token | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """As KvRouter. Raises ValueError for an endpoint or a block size that cannot be."""
@@ -46,7 +50,9 @@ class SyncKvRouter:
             kv_router_config, block_size, model_name, tenant_id, is_eagle, backoff or Backoff(), rng
         )
         self._return_token_ids = return_token_ids
-        self._driver = SyncDriver(endpoint, self._routing, timeouts or Timeouts(), sleep)
+        self._driver = SyncDriver(
+            endpoint, self._routing, timeouts or Timeouts(), sleep, Access(verify, cert, token)
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import httpx
 
+from lean_selector.client.access import Access
 from lean_selector.client.errors import ClientClosed
 from lean_selector.client.exchanges import Call
 from lean_selector.client.timeouts import Timeouts
-from lean_selector.client.transport import SERVICE_LIMITS, ServiceAddress
+from lean_selector.client.transport import CALL_ERRORS, SERVICE_LIMITS, ServiceAddress
 
 T = TypeVar("T")
 
@@ -18,10 +19,12 @@ T = TypeVar("T")
 class SyncServiceConnection:
     """From its first exchange to close()."""
 
-    def __init__(self, endpoint: str, timeouts: Timeouts) -> None:
-        self._address = ServiceAddress(endpoint)
+    def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
+        self._address = ServiceAddress(endpoint, access)
         self._timeouts = timeouts
-        transport = httpx.HTTPTransport(uds=self._address.uds, limits=SERVICE_LIMITS)
+        transport = httpx.HTTPTransport(
+            uds=self._address.uds, verify=self._address.context, limits=SERVICE_LIMITS
+        )
         self._http = httpx.Client(transport=transport, trust_env=False)
 
     def exchange(self, call: Call[T]) -> T:
@@ -32,7 +35,7 @@ class SyncServiceConnection:
             response = self._http.send(self._address.request(call, self._timeouts))
             if self._address.wants_json(response):
                 response = self._http.send(self._address.request(call, self._timeouts))
-        except httpx.HTTPError as error:
+        except CALL_ERRORS as error:
             raise self._address.lost(error) from error
         return self._address.answer(call, response)
 

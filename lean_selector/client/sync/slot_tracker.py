@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from lean_selector.client.access import Access, Cert, Token, Verify
 from lean_selector.client.slot_tracker_calls import Row, SlotTrackerCalls
 from lean_selector.client.sync.service_connection import SyncServiceConnection
 from lean_selector.client.timeouts import Timeouts
@@ -22,9 +23,15 @@ class SyncSlotTracker:
         tenant_id: str = "default",
         *,
         timeouts: Timeouts | None = None,
+        verify: Verify = True,
+        cert: Cert | None = None,
+        token: Token | None = None,
     ) -> None:
-        """endpoint: URL or unix:PATH. Raises ValueError for anything else."""
-        self._service = SyncServiceConnection(endpoint, timeouts or Timeouts())
+        """endpoint: URL or unix:PATH. verify, cert, token: as of KvRouter. Raises ValueError for
+        anything else, and OSError for files that cannot be used."""
+        self._service = SyncServiceConnection(
+            endpoint, timeouts or Timeouts(), Access(verify, cert, token)
+        )
         self._calls = SlotTrackerCalls(model_name, tenant_id)
 
     def __enter__(self) -> Self:

@@ -1,0 +1,156 @@
+"""Clients of a service over TLS, with a certificate and a token of their own."""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_selector.bindings.errors import SelectionServiceError
+from lean_selector.bindings.remote import RemoteSelectionService
+from lean_selector.client import (
+    KvRouter,
+    ServiceRefused,
+    ServiceUnreachable,
+    SlotTracker,
+    SyncKvRouter,
+    SyncSlotTracker,
+)
+from lean_selector.client.backoff import Backoff
+from tests.certificates import HOST, Authority, Files
+from tests.outbound_server import response, says, serving
+from tests.tls_service import TlsService
+
+OURS, STRANGERS = Authority(), Authority()
+MODEL = "m"
+PROMPT = list(range(32))
+WORKER = {"worker_id": 1, "model_name": MODEL, "endpoint": "http://w:1", "block_size": 16}
+AT_ONCE = Backoff(max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("server"), OURS, OURS.issue(HOST))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("client"), OURS, OURS.issue("client.test"))
+
+
+@pytest.fixture(scope="module")
+def selector(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Mutual TLS and tokens, with a worker."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("write of-a-client\nadmin of-the-test\n")
+    flags = ("--tls-client-ca", str(files.ca), "--auth-token-file", str(tokens))
+    own = OURS.issue("test")
+    with TlsService(
+        files, OURS, *flags, "--use-kv-events=false", own=own, token="of-the-test"
+    ) as service:
+        assert service.post("/workers", WORKER)[0] == 201
+        yield f"https://{HOST}:{service.port}"
+
+
+@pytest.fixture(scope="module")
+def slot_tracker(files: Files) -> Iterator[str]:
+    with TlsService(files, OURS, module="lean_selector.slot_tracker") as service:
+        yield f"https://{HOST}:{service.port}"
+
+
+def best_worker(endpoint: str, **access: Any) -> int:
+    with SyncKvRouter(endpoint, 16, model_name=MODEL, backoff=AT_ONCE, **access) as router:
+        return router.best_worker(PROMPT)[0]
+
+
+def best_worker_on_a_loop(endpoint: str, **access: Any) -> int:
+    async def main() -> int:
+        async with KvRouter(endpoint, 16, model_name=MODEL, backoff=AT_ONCE, **access) as router:
+            return (await router.best_worker(PROMPT))[0]
+
+    return asyncio.run(main())
+
+
+def remote_choice(endpoint: str, **access: Any) -> int:
+    async def main() -> int:
+        service = RemoteSelectionService(endpoint, **access)
+        try:
+            chosen = await service.select({"model_name": MODEL, "token_ids": PROMPT})
+            assert service.ready()
+            return int(chosen["worker_id"])
+        finally:
+            await service.shutdown_async()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("ask", [best_worker, best_worker_on_a_loop, remote_choice])
+def test_a_client_shows_its_certificate_and_believes_whom_it_is_told_to(
+    ask: Callable[..., int], selector: str, own: Files, tmp_path: Path
+) -> None:
+    cert, token = (str(own.cert), own.key), "of-a-client"
+    assert ask(selector, verify=own.ca, cert=cert, token=token) == 1
+    assert ask(selector, verify=False, cert=cert, token=lambda: token) == 1
+    context = OURS.client(OURS.issue("client.test"))
+    assert ask(selector, verify=context, token=token) == 1
+    both = tmp_path / "both.pem"
+    both.write_bytes(own.key.read_bytes() + own.cert.read_bytes())
+    assert ask(selector, verify=str(own.ca), cert=both, token=token) == 1
+    strangers = Files(tmp_path, STRANGERS, STRANGERS.issue("client.test"))
+    for wrong in (
+        {"verify": own.ca},
+        {"verify": own.ca, "cert": (strangers.cert, strangers.key)},
+        {"verify": strangers.ca, "cert": cert},
+        {"cert": cert},
+    ):
+        with pytest.raises((ServiceUnreachable, SelectionServiceError)):
+            ask(selector, token=token, **wrong)
+    for other in (None, "of-nobody"):
+        with pytest.raises((ServiceRefused, SelectionServiceError), match="token"):
+            ask(selector, verify=own.ca, cert=cert, token=other)
+
+
+def test_clients_of_the_slot_tracker_do_so_too(slot_tracker: str, files: Files) -> None:
+    async def main() -> None:
+        async with SlotTracker(slot_tracker, MODEL, verify=files.ca) as tracker:
+            await tracker.register(7, block_size=16)
+        async with SlotTracker(slot_tracker, MODEL) as stranger:
+            with pytest.raises(ServiceUnreachable, match="certificate verify failed"):
+                await stranger.workers()
+
+    asyncio.run(main())
+    with SyncSlotTracker(slot_tracker, MODEL, verify=files.ca) as tracker:
+        assert [row["worker_id"] for row in tracker.workers()] == [7]
+    with SyncSlotTracker(slot_tracker, MODEL) as stranger, pytest.raises(ServiceUnreachable):
+        stranger.workers()
+
+
+@pytest.mark.parametrize("token", ["secret", lambda: "secret"])
+def test_a_token_goes_with_every_request(token: Any) -> None:
+    async def main() -> list[bytes]:
+        async with serving(says(response(b"[]"))) as running:
+            async with SlotTracker(running.url, MODEL, token=token) as tracker:
+                await tracker.workers()
+                await tracker.loads()
+            service = RemoteSelectionService(running.url, token=token)
+            await service.potential_loads({"model_name": MODEL, "token_ids": PROMPT})
+            await service.shutdown_async()
+            return running.requests
+
+    for request in asyncio.run(main()):
+        assert b"\r\nauthorization: bearer secret\r\n" in request.lower()
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "schön"])
+def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="a token is printable ASCII without blanks"):
+        SlotTracker("http://127.0.0.1:1", MODEL, token=token)
+
+
+def test_files_that_are_missing_are_told_of_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        SyncSlotTracker("https://127.0.0.1:1", MODEL, verify=tmp_path / "none.pem")
+    with pytest.raises((FileNotFoundError, ssl.SSLError)):
+        SyncSlotTracker("https://127.0.0.1:1", MODEL, cert=tmp_path / "none.pem")
