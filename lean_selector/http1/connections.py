@@ -109,7 +109,7 @@ class Connections:
         self.open: set[Connection] = set()
         self.greeting: set[Connection] = set()  # in their TLS handshake, each a place in `open`
         self.told: set[Connection] = set()  # refused, and reading why
-        self.held_bytes = 0  # the sum over `open`
+        self.held_bytes = 0  # the sum over `open` and `greeting`
         self.now = 0.0  # monotonic seconds at the last sweep
         self.is_draining = False
         self.quiet_from = 0.0  # when draining began
@@ -167,7 +167,7 @@ class Connections:
         def cost(connection: Connection) -> tuple[float, int]:
             return connection.held_bytes * (now - connection.since), connection.held_bytes
 
-        for connection in sorted(self.open, key=cost, reverse=True):
+        for connection in sorted((*self.open, *self.greeting), key=cost, reverse=True):
             if self.held_bytes <= self.max_held_bytes * _ROOM_KEPT:
                 break
             if connection.held_bytes:

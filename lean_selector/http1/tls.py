@@ -20,8 +20,8 @@ from lean_selector.http1.response import encode_response
 # 5 ms, and who is connected already gets a turn in between.
 HANDSHAKES_PER_TURN: Final = 4
 
-# More than any chain of client certificates: OpenSSL itself takes 100 KB of them.
-_MAX_UNREAD_BYTES: Final = 128 * 1024
+# All that a client may send in its handshake. OpenSSL takes 100 KB of certificates.
+_MAX_GREETING_BYTES: Final = 128 * 1024
 # What a client whose handshake failed may still send, so that it gets to read why.
 _MAX_LINGER_BYTES: Final = 1024 * 1024
 
@@ -133,7 +133,7 @@ class TlsConnection(asyncio.Protocol):
         self._keeps_open = False  # after that
         self._writing_paused = False
         self._linger_bytes = 0
-        self.held_bytes = 0  # while it is in its handshake no request waits
+        self.held_bytes = 0  # received in the handshake, while that lasts
         self.since = door.connections.now
 
     # Called by the loop's transport.
@@ -176,6 +176,7 @@ class TlsConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         inside, self._inside = self._inside, None
         self._is_deaf = True
+        self._let_go()
         if inside is not None:
             inside.connection_lost(exc)
             return
@@ -214,13 +215,21 @@ class TlsConnection(asyncio.Protocol):
                 self._raw.write(_PLAIN)
                 self._fail("not_tls", "no TLS, where TLS is spoken")
                 return
-        if self._incoming.pending + len(data) > _MAX_UNREAD_BYTES:
-            self._fail("other", f"more than {_MAX_UNREAD_BYTES} bytes in a TLS handshake")
+        self.held_bytes += len(data)
+        self._door.connections.held_bytes += len(data)
+        if self.held_bytes > _MAX_GREETING_BYTES:
+            self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
             return
         self._incoming.write(data)
         if not self._is_waiting:
             self._is_waiting = True
             self._door.enqueue(self)
+        self._door.connections.make_room()
+
+    def _let_go(self) -> None:
+        """What came in the handshake is not held any more."""
+        self._door.connections.held_bytes -= self.held_bytes
+        self.held_bytes = 0
 
     def go_on(self) -> None:
         """It is this connection's turn."""
@@ -241,6 +250,7 @@ class TlsConnection(asyncio.Protocol):
     def _open(self) -> None:
         door = self._door
         door.counts.completed += 1
+        self._let_go()
         door.connections.forget(self)
         self._inside = inside = door.new_protocol()
         inside.connection_made(cast(asyncio.BaseTransport, self))
@@ -253,6 +263,7 @@ class TlsConnection(asyncio.Protocol):
         """Half-closed, so that no reset overtakes what it was told."""
         self._count(reason, text)
         self._is_deaf = True
+        self._let_go()
         self.since = self._door.connections.now
         if not self._raw.is_closing():
             self._raw.write_eof()
@@ -353,6 +364,7 @@ class TlsConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._is_deaf = self._is_told = True
+        self._let_go()
         self._raw.abort()
 
     def is_closing(self) -> bool:

@@ -356,6 +356,25 @@ async def _is_refused(server: Server, context: ssl.SSLContext) -> bool:
     return False
 
 
+def test_what_is_sent_in_handshakes_is_bounded_for_all_together() -> None:
+    async def test(server: Server) -> None:
+        server.connections.max_held_bytes = 100_000
+        reader, writer = await connected(server)
+        senders = [await raw(server.port) for _ in range(10)]
+        for _, sender in senders:
+            sender.write(b"\x16\x03\x01\x40\x00\x01\x01\xff\xfc" + bytes(15_000))
+        await until(lambda: server.connections.bodies_refused >= 4)
+        assert server.connections.held_bytes <= 100_000
+        for _, sender in senders:
+            sender.transport.abort()
+        await until(lambda: not server.connections.greeting)
+        assert server.connections.held_bytes == 0
+        writer.write(GET)
+        assert (await answer(reader))[0] == 200
+
+    served(test)
+
+
 def test_a_client_that_leaves_amid_its_handshake_is_counted() -> None:
     async def test(server: Server) -> None:
         client = await client_of(server)
