@@ -212,7 +212,8 @@ def test_a_url_is_all_that_a_selector_needs_to_know(engine: FakeEngine) -> None:
 
 def test_an_engine_that_starts_late_is_registered_when_it_is_up(engine: FakeEngine) -> None:
     engine.is_up = False
-    with RunningService(*QUICK, "--discover", f"url:{engine.url}") as service:
+    local = ("--host", "127.0.0.1")  # whoever listens everywhere is warned
+    with RunningService(*QUICK, *local, "--discover", f"url:{engine.url}") as service:
 
         def is_asked() -> bool:
             (row,) = service.get("/discovery")[1]["workers"]
