@@ -107,7 +107,7 @@ RECORDED = [
     for recording in ("selection", "slot_tracker")
     for steps in scenarios(recording).values()
     for step in steps
-    if step["method"] in ("POST", "PATCH", "DELETE") and isinstance(step.get("body"), str)
+    if step["method"] in ("POST", "PATCH", "DELETE") and step["status"] != 405 and step["body"]
 ]
 
 
