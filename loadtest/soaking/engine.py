@@ -8,6 +8,7 @@ with a replay socket. It never answers HTTP: a selector only names it.
 
 import argparse
 import asyncio
+import itertools
 from random import Random
 
 from lean_selector.demo.engine import SimulatedEngine
@@ -16,6 +17,9 @@ from lean_selector.demo.request import make_request
 from loadtest.soaking.prompts import BLOCK_SIZE, FRESH_TOKENS, families
 
 CAPACITY_BLOCKS = 4_096
+# An empty cache fills faster than it changes later, so that memory is soon what it stays.
+FILLING_PROMPTS = 2_000
+FILLING_FASTER = 4
 
 
 async def run(worker_id: int, events: int, replay: int, rate: float, seed: int) -> None:
@@ -30,14 +34,16 @@ async def run(worker_id: int, events: int, replay: int, rate: float, seed: int) 
         replay_endpoint=f"tcp://127.0.0.1:{replay}",
     )
     drawn, prompts = Random(), families(seed)
-    while True:
+    for served in itertools.count():
         prompt = drawn.choice(drawn.choice(prompts))
         output = [drawn.choice(FRESH_TOKENS) for _ in range(BLOCK_SIZE)]
         request = make_request("soak", prompt + output, len(prompt), 1, BLOCK_SIZE)
         running = await engine.prefill(request)
         await engine.decode(running, 0)
         engine.finish(running)
-        await asyncio.sleep(drawn.expovariate(rate))
+        await asyncio.sleep(
+            drawn.expovariate(rate * (FILLING_FASTER if served < FILLING_PROMPTS else 1))
+        )
 
 
 def main() -> None:
