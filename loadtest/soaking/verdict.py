@@ -33,7 +33,7 @@ def stalls(
     """Tell apart whose stalls they are. Times are monotonic seconds."""
     found = Stalls()
     kept = sorted(control, key=lambda late: late.begin)
-    for late in probe:
+    for late in sorted(probe, key=lambda late: late.begin - late.end):  # the longest first
         if late.kind == "lost":
             found.answers_lost += 1
             continue
@@ -41,6 +41,9 @@ def stalls(
         if any(begin <= late.end and late.begin <= end + _AFTER_S for begin, end in stops):
             found.injected = max(found.injected, length)
             continue
+        found.raw = max(found.raw, length)
+        if length <= found.outside:
+            continue  # what the machine kept makes it shorter still
         woken = sum(
             max(0.0, min(late.end, each.end) - max(late.begin, each.begin))
             for each in kept
@@ -51,7 +54,6 @@ def stalls(
             for each in kept
             if each.kind == "starved" and each.begin <= late.end and late.begin <= each.end
         )
-        found.raw = max(found.raw, length)
         net = length - max(woken, starved) - late.waited
         if net > found.outside:
             found.outside = net
