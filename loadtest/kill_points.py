@@ -169,12 +169,12 @@ class Booker(Client):
 class Point:
     """What was found after one kill."""
 
-    def __init__(self, calls: int, live: int, lost: int, doubled: int, age_s: float) -> None:
+    def __init__(self, calls: int, live: int, lost: int, doubled: int, lost_s: float) -> None:
         self.calls = calls
         self.live = live  # after the start
         self.lost = lost  # booked and not live any more, of those that were not ended
         self.doubled = doubled  # ended, and live again
-        self.age_s = age_s  # of the file, at the kill
+        self.lost_s = lost_s  # what was done since the last file, or the start, before the kill
 
 
 class Play:
@@ -246,15 +246,11 @@ class Play:
         if self._sealed:
             since = opened(self._sealed)[1].wall_s
             until = min(self._killed_at, since + SLACK_S)
-            age_s = self._killed_at - since
-        else:
-            age_s = 0.0
         calls = sum(client.calls for client in (registrar, *bookers))
         first = min((life.booked.before for life in mine.values()), default=self._killed_at)
-        if self._killed_at - first > self._interval_s + SLACK_S and age_s > (
-            self._interval_s + SLACK_S
-        ):
-            self.problems.append(f"point {number}: the file was {age_s:.2f} s old")
+        lost_s = self._killed_at - max(since, first)
+        if lost_s > self._interval_s + SLACK_S:
+            self.problems.append(f"point {number}: {lost_s:.2f} s are lost")
         for request_id, life in mine.items():
             if life.must_be_live(since, until) and request_id not in live:
                 self.problems.append(f"point {number}: {request_id} is lost")
@@ -266,7 +262,7 @@ class Play:
                 self.problems.append(f"point {number}: {request_id} has not expired")
         held = {i for i, life in mine.items() if life.freed is None and life.booked.is_answered()}
         ended = {i for i, life in mine.items() if life.freed and life.freed.is_answered()}
-        self.points.append(Point(calls, len(live), len(held - live), len(ended & live), age_s))
+        self.points.append(Point(calls, len(live), len(held - live), len(ended & live), lost_s))
 
     def _catalog(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -310,7 +306,7 @@ class Play:
                 row("live after the start", lambda point: point.live, ".0f"),
                 row("bookings lost", lambda point: point.lost, ".0f"),
                 row("ended and live again", lambda point: point.doubled, ".0f"),
-                row("age of the file at the kill, s", lambda point: point.age_s, ".3f"),
+                row("seconds lost", lambda point: point.lost_s, ".3f"),
                 "",
                 f"problems: {len(self.problems)}",
                 *self.problems[:20],

@@ -120,6 +120,43 @@ def test_peers_are_those_that_http_left(tmp_path: Path) -> None:
         assert service.get("/replica_sync/peers") == (200, sorted([kept, added]))
 
 
+def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live_again(
+    tmp_path: Path,
+) -> None:
+    ends = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    other = RunningService(
+        *("--replica-sync-bind", ends[1], "--replica-sync-peers", ends[0]), env=NO_EVENTS
+    )
+    with other:
+        sync = ("--replica-sync-bind", ends[0], "--replica-sync-peers", ends[1])
+        catch_up = ("--replica-sync-catch-up", f"http://127.0.0.1:{other.port}")
+        with selector(tmp_path, *SLOW, *sync, *catch_up) as service:
+            for each in (service, other):
+                assert each.post("/workers", worker())[0] == 201
+            wait_until(lambda: hears(other, service), "it is heard")
+            assert service.post("/select_and_reserve", booking("kept"))[0] == 200
+            assert service.stop()[0] == 0
+        with service:
+            assert live(tmp_path) == {"kept"}
+            wait_until(lambda: hears(other, service), "it is heard again")
+            assert service.post("/select_and_reserve", booking("lost"))[0] == 200
+            wait_until(lambda: active(other) == 2, "its peer holds both")
+            kill(service)
+        with service:
+            wait_until(lambda: active(service) == 2, "its peer has told what was lost")
+            wait_until(lambda: hears(other, service), "it is heard again")
+            for reservation_id in ("kept", "lost"):
+                assert service.request("DELETE", f"/reservations/{reservation_id}")[0] == 200
+            wait_until(lambda: active(other) == 0, "its peer has heard of both ends")
+
+
+def hears(other: RunningService, service: RunningService) -> bool:
+    """It has had a heartbeat of the process that runs now."""
+    path = "/replica_sync/peers?detail=true"
+    own, publishers = service.get(path)[1]["router_id"], other.get(path)[1]["publishers"]
+    return own in [each["router_id"] for each in publishers]
+
+
 def test_expiry_goes_on_from_where_it_was(tmp_path: Path) -> None:
     with selector(tmp_path, *QUICK, "--reservation-expiry-secs", "3") as service:
         assert service.post("/workers", worker())[0] == 201
