@@ -472,7 +472,7 @@ def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape(tmp_path: Path
     assert len(names) > 25
     port = free_port()
     flags = ["--replica-sync-port", str(free_port())]
-    flags += ["--discover", f"file:{tmp_path / 'workers.json'}"]
+    flags += ["--discover", f"file:{tmp_path / 'workers.json'}", "--state-dir", str(tmp_path)]
     with (
         KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
         RunningService(*flags) as service,
