@@ -108,6 +108,16 @@ def test_a_restored_id_is_taken_and_can_be_ended(tmp_path: Path) -> None:
     assert list(partition.slots.reservations) == ["theirs"]
 
 
+def test_an_id_is_ours_once_in_the_process(tmp_path: Path) -> None:
+    """Also where a file says otherwise (D4)."""
+    kept = filled(tmp_path)
+    kept.selector.upsert_worker(spec(3, model_name="n"), 0.0)
+    live = LiveBooking("n", "default", 4, 0, Booking("ours", 3, 0), b"", False, 1.0)
+    assert not restore_booking(kept.selector, live, None)
+    assert restore_booking(kept.selector, live, 99)  # a peer's copy may have it
+    assert kept.selector.bookings.local_holder("ours") is kept.selector.catalog.partitions[SCOPE]
+
+
 @pytest.mark.parametrize(
     ("written", "read", "passed"),
     [
