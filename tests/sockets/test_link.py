@@ -15,6 +15,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.sockets import link as module
 from lean_selector.sockets import links as links_module
 from lean_selector.sockets import zmq_connection
@@ -222,6 +223,27 @@ async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
                     assert await second.recv() == b"\x01"
                     await second.send(b"moved")
                     await until(lambda: heard.messages == [[b"moved"]])
+
+
+@told
+async def test_a_name_that_moves_to_where_we_may_not_connect_is_not_followed() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lean_selector.sockets.resolver.HOLDS_S", 0.0)
+        addresses = ["127.0.0.2", "127.0.0.1"]  # the first was never allowed
+        allowed = AllowedEndpoints(["tcp://127.0.0.1:*"])
+        async with publisher("tcp://127.0.0.1:*") as first:
+            port = port_of(first)
+            links = Links(resolver=names(engine=addresses), allowed=allowed)
+            async with (
+                publisher(f"tcp://127.0.0.2:{port}") as second,
+                Heard(f"tcp://engine:{port}", links) as heard,
+            ):
+                assert await first.recv() == b"\x01"
+                addresses[:] = ["127.0.0.2"]  # as an attacker's DNS would have it
+                first.context.destroy(linger=0)
+                words = "127.0.0.2, which is not allowed by --allow-endpoint"
+                await until(lambda: words in (heard.link.error or ""))
+                assert await second.poll(0) == 0  # nobody has subscribed there
 
 
 @told
