@@ -37,6 +37,8 @@ REPLAY_BATCHES = 10_000
 REPLAY_BYTES = 256 * 1024 * 1024
 # A reader of a replay that takes no more frames for this long is given up, others wait meanwhile.
 REPLAY_SEND_TIMEOUT_MS = 2_000
+BIND_AGAIN_S = 0.02  # where somebody is cut off: libzmq frees a port a moment late
+STALE_AFTER_MS = 500
 LINGER_MS = 1_000  # close() waits at most this long for what is still on its way
 
 _END_OF_REPLAY = b"\xff" * 8
@@ -212,6 +214,8 @@ class KvEventPublisher(_EventSink):
         self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, consecutive numbers
         self._kept_bytes = 0
         self._replay: threading.Thread | None = None
+        self._is_replay_stale = threading.Event()
+        self._is_closed = False
         self._gate: ThreadGate | None = None
         if curve_client_keys_file is not None and curve_secret_key_file is None:
             raise ValueError("curve_client_keys_file requires curve_secret_key_file")
@@ -221,13 +225,12 @@ class KvEventPublisher(_EventSink):
                 from lean_selector.curve import thread_gate
 
                 self._gate = thread_gate.ThreadGate(
-                    self._context, curve_secret_key_file, curve_client_keys_file
+                    self._context,
+                    curve_secret_key_file,
+                    curve_client_keys_file,
+                    self._begin_anew,
                 )
-            self._pub = self._context.socket(zmq.PUB)
-            if self._gate is not None:
-                self._gate.guard(self._pub)
-            self._pub.set_hwm(PUB_SEND_HWM)
-            self._pub.linger = LINGER_MS
+            self._pub = self._new_pub()
             self._pub.bind(rank_endpoint(endpoint, dp_rank))
             #: Where the socket is bound, with the real port if the system chose it.
             self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
@@ -237,6 +240,31 @@ class KvEventPublisher(_EventSink):
         except BaseException:
             self._context.destroy(linger=0)
             raise
+
+    def _new_pub(self) -> "zmq.Socket[bytes]":
+        pub = self._context.socket(zmq.PUB)
+        if self._gate is not None:
+            self._gate.guard(pub)
+        pub.set_hwm(PUB_SEND_HWM)
+        pub.linger = LINGER_MS
+        return pub
+
+    def _begin_anew(self) -> None:
+        """In the gate's thread: a service is admitted no more. libzmq cannot cut off a single one,
+        so all shake hands again; what they miss meanwhile they ask the replay for."""
+        from lean_selector.curve.rebinding import bound_again
+
+        with self._lock:
+            if self._is_closed:
+                return
+            self._pub.close(0)
+            self._pub = self._new_pub()
+        self._is_replay_stale.set()
+        while True:
+            with self._lock:
+                if self._is_closed or bound_again(self._pub, self.endpoint):
+                    return
+            time.sleep(BIND_AGAIN_S)
 
     def _emit(self, event: PublishedEvent) -> None:
         self._send([event])
@@ -276,12 +304,7 @@ class KvEventPublisher(_EventSink):
 
     def _start_replay(self, endpoint: str) -> None:
         """Bind the ROUTER here, so that a taken address raises, then give it to its thread."""
-        router = self._context.socket(zmq.ROUTER)
-        router.linger = 0  # a replay cut short by our end is asked for again
-        router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
-        router.router_mandatory = True  # wait for a slow reader instead of dropping silently
-        if self._gate is not None:
-            self._gate.guard(router)
+        router = self._new_router()
         router.bind(endpoint)
         self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
         name = f"kv-replay-{self.worker_id}-{self.data_parallel_rank}"
@@ -290,16 +313,46 @@ class KvEventPublisher(_EventSink):
         )
         self._replay.start()
 
-    def _serve_replay(self, router: zmq.Socket[bytes]) -> None:
-        """Answer `[identity, "", first wanted u64 BE]` until the context ends."""
+    def _new_router(self) -> "zmq.Socket[bytes]":
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0  # a replay cut short by our end is asked for again
+        router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
+        router.router_mandatory = True  # wait for a slow reader instead of dropping silently
+        if self._gate is not None:
+            self._gate.guard(router)
+        return router
+
+    def _serve_replay(self, router: "zmq.Socket[bytes]") -> None:
+        """Answer for as long as the publisher is there; where somebody is to be cut off, on a
+        socket made anew."""
+        while self._answer_requests(router):
+            from lean_selector.curve.rebinding import bound_again
+
+            try:
+                router = self._new_router()
+                while not bound_again(router, str(self.replay_endpoint)):
+                    time.sleep(BIND_AGAIN_S)
+            except zmq.ZMQError:  # the context has ended
+                router.close(0)  # the new one, or the old one again
+                return
+
+    def _answer_requests(self, router: "zmq.Socket[bytes]") -> bool:
+        """Answer `[identity, "", first wanted u64 BE]` until the context ends (False), or the
+        socket is stale; it is closed then."""
+        timeout_ms = None if self._gate is None else STALE_AFTER_MS
         with router:
             while True:
                 try:
+                    if self._is_replay_stale.is_set():
+                        self._is_replay_stale.clear()
+                        return True
+                    if not router.poll(timeout_ms):
+                        continue
                     frames = router.recv_multipart()
                     if len(frames) == 3 and len(frames[2]) == 8:
                         self._answer(router, frames[0], int.from_bytes(frames[2], "big"))
                 except zmq.ContextTerminated:
-                    return
+                    return False
                 except zmq.ZMQError:
                     continue  # the reader went away or stopped reading; it will ask again
 
@@ -315,6 +368,7 @@ class KvEventPublisher(_EventSink):
     def close(self) -> None:
         """Send what is queued (at most a second), stop the replay thread, free the ports."""
         with self._lock:
+            self._is_closed = True
             self._pub.close()
         self._context.term()  # wakes the replay thread, and waits for its socket
         if self._replay is not None:

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.curve.keys import KeyPair, Keys
-from lean_selector.curve.zap import ENDPOINT, ask_for_keys, zap_answer
+from lean_selector.curve.zap import ENDPOINT, Expelled, ask_for_keys, zap_answer
 from lean_selector.tasks import supervise
 
 log = logging.getLogger("lean_selector.curve")
@@ -29,7 +29,8 @@ class CurveGate:
         self.refused = 0
         self.last_refused: str | None = None  # a public key, and where from
         self._domain = domain
-        self._known = frozenset(admitted())
+        #: Whether somebody who was admitted is no more, since this was asked last.
+        self.has_expelled: Final = Expelled(admitted)
         self._warn_at = 0.0  # monotonic, not before
         self._task: asyncio.Task[None] | None = None
         self._socket = context.socket(zmq.REP)
@@ -39,11 +40,6 @@ class CurveGate:
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
         """From its binding on. The socket is not bound yet."""
         ask_for_keys(socket, self.pair, self._domain)
-
-    def has_expelled(self) -> bool:
-        """Whether somebody who was admitted is no more, since this was asked last."""
-        known, self._known = self._known, frozenset(self.admitted())
-        return not known <= self._known
 
     def start(self) -> None:
         """Call it in the running loop. Until then a handshake waits."""

@@ -1,12 +1,14 @@
 """The ZAP handler of a publisher, which has no loop: a thread that ends with its context."""
 
+import contextlib
 import logging
 import threading
+from collections.abc import Callable
 
 import zmq
 
-from lean_selector.curve.keys import KeyList, Keys, check_curve, read_pair
-from lean_selector.curve.zap import ENDPOINT, ask_for_keys, zap_answer
+from lean_selector.curve.keys import LOOK_EVERY_S, KeyList, Keys, check_curve, read_pair
+from lean_selector.curve.zap import ENDPOINT, Expelled, ask_for_keys, zap_answer
 
 log = logging.getLogger("lean_selector.curve")
 
@@ -17,9 +19,15 @@ class ThreadGate:
     """Admits to the sockets of one context whoever has a key of the list, or all without one."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        secret_file: str,
+        clients_file: str | None,
+        on_expelled: Callable[[], None],
     ) -> None:
-        """Raises OSError and ValueError for files that hold no keys."""
+        """`on_expelled()` hears, in the thread, that somebody who was admitted is no more. Raises
+        OSError and ValueError for files that hold no keys."""
+        self._on_expelled = on_expelled
         check_curve("curve_secret_key_file")
         self._pair = read_pair(secret_file)
         self._admitted: Keys | None = None if clients_file is None else KeyList(clients_file)
@@ -40,13 +48,15 @@ class ThreadGate:
         self._thread.join()
 
     def _serve(self, socket: "zmq.Socket[bytes]") -> None:
-        with socket:
+        has_expelled = None if self._admitted is None else Expelled(self._admitted)
+        timeout_ms = None if has_expelled is None else int(1000 * LOOK_EVERY_S)
+        with socket, contextlib.suppress(zmq.ContextTerminated):
             while True:
-                try:
+                if socket.poll(timeout_ms):
                     request = socket.recv_multipart()
                     socket.send_multipart(zap_answer(request, _DOMAIN, self._admitted, _refused))
-                except zmq.ContextTerminated:
-                    return
+                if has_expelled is not None and has_expelled():
+                    self._on_expelled()
 
 
 def _refused(key: str, address: str) -> None:

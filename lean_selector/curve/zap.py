@@ -24,6 +24,19 @@ _KEY_BYTES: Final = 32
 OnRefused = Callable[[str, str], None]
 
 
+class Expelled:
+    """Asked now and then whether somebody who was admitted is no more."""
+
+    def __init__(self, admitted: Keys) -> None:
+        self._admitted: Final = admitted
+        self._known = frozenset(admitted())
+
+    def __call__(self) -> bool:
+        """Since it was asked last."""
+        known, self._known = self._known, frozenset(self._admitted())
+        return not known <= self._known
+
+
 def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, domain: bytes) -> None:
     """What binds this socket is the server `pair`. Before it is bound."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.curve.gate import CurveGate
+from lean_selector.curve.rebinding import bound_again
 from lean_selector.sockets.replica_links import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("lean_selector.replica")
@@ -102,12 +103,10 @@ class ReplicaPub:
         self._make("[" in self.endpoint)
         pause_s = _BIND_AGAIN_S
         while not self._is_closed:
-            try:
-                self.socket.bind(self.endpoint)
+            if bound_again(self._plain, self.endpoint):
                 return
-            except zmq.ZMQError as error:
-                if pause_s >= _BIND_AGAIN_MAX_S:
-                    log.warning("the replica publisher cannot be bound anew: %s", error)
+            if pause_s >= _BIND_AGAIN_MAX_S:
+                log.warning("the replica publisher cannot be bound anew: %s", self.endpoint)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _BIND_AGAIN_MAX_S)
 

@@ -144,6 +144,16 @@ def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_
         words = "it has no server key that we believe"
         wait_until(lambda: tells(service, 3, words), "the third is cut off")
         assert is_live(service, 1, 1)
+        # Nor admitted: what is published meanwhile comes once it is again.
+        keys.list("us", "stranger")
+        words = f"it does not admit our public key {keys.public('selector')}"
+        wait_until(lambda: tells(service, 1, words), "the first cuts us off")
+        store(right, 2)
+        keys.list("us", "stranger", "selector")
+        wait_until(lambda: is_live(service, 1, 2), "the first is heard again")
+        store(right, 3)
+        wait_until(lambda: source(service, 1)["last_seq"] == 3, "and what it publishes")
+        assert source(service, 1)["lost_batches"] == 0
 
 
 def test_an_engine_that_asks_for_keys_is_not_heard_without_and_that_is_told(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -32,7 +33,7 @@ A, B, OTHER = new_pair(), new_pair(), new_pair()
 class Replica:
     """A ReplicaSync with a context of its own, for a context has one gate. `peers` may change."""
 
-    def __init__(self, pair: KeyPair | None, *peers: KeyPair) -> None:
+    def __init__(self, pair: KeyPair | None, *peers: KeyPair, bind: str = ANY_PORT) -> None:
         self.heard: list[ReplicaEvent] = []
         self.peers = [each.public for each in peers]
         self.router_id = next(_ROUTER_IDS)
@@ -43,7 +44,7 @@ class Replica:
             self.gate = CurveGate(self.context, pair, lambda: tuple(self.peers), b"replicas")
         self.sync = ReplicaSync(
             self.context,
-            ANY_PORT,
+            bind,
             [],
             self._hear,
             router_id=self.router_id,
@@ -79,9 +80,6 @@ class Replica:
     async def close(self) -> None:
         await self.sync.close()
         self.context.destroy(linger=0)
-
-
-Story = Callable[..., Coroutine[None, None, None]]
 
 
 @contextlib.asynccontextmanager
@@ -179,9 +177,14 @@ def test_who_refuses_tells_whom() -> None:
     uvloop.run(story())
 
 
-def test_who_is_taken_off_the_list_is_cut_off_and_the_others_come_back() -> None:
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_who_is_taken_off_the_list_is_cut_off_and_the_others_come_back(
+    scheme: str, tmp_path: Path
+) -> None:
+    bind = ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/replica"
+
     async def story() -> None:
-        async with two(Replica(A, B, OTHER), Replica(B, A)) as (one, other):
+        async with two(Replica(A, B, OTHER, bind=bind), Replica(B, A)) as (one, other):
             third = Replica(OTHER, A)
             try:
                 third.knows(one)
