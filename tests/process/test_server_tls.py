@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.process.server_tls import server_context
+from lean_selector.http1.tls_counts import TlsCounts
+from lean_selector.process.server_tls import HandshakeLog, server_context
 from lean_selector.process.service_options import TlsFiles
 from tests.certificates import HOST, Authority, Files
 from tests.running_service import RunningService, free_port, wait_until
@@ -253,7 +254,29 @@ def test_a_service_lets_in_who_has_a_certificate_and_speaks_tls_1_2(files: Files
         wait_until(lambda: "TLS handshakes failed" in service.log(), "it is logged")
         status, log = service.stop()
         assert (status, "Traceback" in log) == (0, False)
-        assert log.count("TLS handshakes failed") == 1
+
+
+def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counts = TlsCounts()
+    handshakes = HandshakeLog(counts)
+
+    def fails(reason: str, last: str, now: float) -> list[dict[str, object]]:
+        caplog.clear()
+        counts.failures[reason] += 1
+        counts.last_failure = last
+        handshakes.look(now)
+        names = ("timeout", "closed", "last")
+        return [{n: vars(r)[n] for n in names if n in vars(r)} for r in caplog.records]
+
+    assert fails("timeout", "a", 100.0) == [{"timeout": 1, "last": "a"}]
+    assert fails("timeout", "b", 100.5) == []
+    assert fails("closed", "c", 109.0) == []
+    assert fails("closed", "d", 110.0) == [{"timeout": 1, "closed": 2, "last": "d"}]
+    caplog.clear()
+    handshakes.look(200.0)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
