@@ -11,10 +11,14 @@ from lean_selector.core.selection.cost import (
     credit_blocks,
     credit_decay,
     favoured_blocks,
+    preferences,
     probabilities,
     softmax,
     taint_factor,
 )
+from lean_selector.core.selection.dialect import API_1_3, API_1_6
+from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.records import PinnedWorker, SelectionRequest
 from lean_selector.core.selection.settings import RouterOverride, RouterSettings, Terms
 from lean_selector.core.selection.terms import overridden, terms
 
@@ -127,3 +131,18 @@ def test_an_override_changes_what_it_names_alone(
     override: RouterOverride, changed: dict[str, float]
 ) -> None:
     assert overridden(BASE, override) == msgspec.structs.replace(BASE, **changed)
+
+
+def test_the_terms_know_what_the_dialect_prices() -> None:
+    for dialect in (API_1_3, API_1_6):
+        settings = RouterSettings(dialect=dialect)
+        assert terms(settings).prices_untracked == dialect.prices_untracked
+    assert API_1_3.prices_untracked != API_1_6.prices_untracked
+
+
+def test_preferred_taints_count_where_a_rank_is_to_be_chosen() -> None:
+    request = SelectionRequest(Prompt(0, b"", 0, b"", b""), PLAIN)
+    request.preferred_taints = {"spot": 0.5}
+    assert preferences(request) == {"spot": 0.5}
+    request.pinned = PinnedWorker(1, 0)
+    assert preferences(request) == {}
