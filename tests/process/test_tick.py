@@ -40,8 +40,8 @@ async def serve(log_state):
     await server.serve(tick, lambda: print("refuses", flush=True), close)
 
 listen = Listen(
-    host="127.0.0.1", port=0, uds=None, drain_s=0.2, max_connections=10,
-    log_level="info", log_format="text", access_log=False,
+    host="127.0.0.1", port=0, uds=None, drain_s=0.2, max_connections=10, tls=None,
+    log_level="info", log_format="text", access_log=False, auth_token_file=None,
 )
 host.run(listen, listen, serve)
 """
