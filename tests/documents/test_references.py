@@ -137,6 +137,34 @@ def test_files_named_in_the_documents_exist(page: str) -> None:
     assert sorted(n for n in named if not any((home / n).exists() for home in homes)) == []
 
 
+# -- tests ----------------------------------------------------------------------------------------
+
+CITED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`")
+
+
+def functions_of(path: str) -> set[str]:
+    text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+    return set(re.findall(r"^(?:async )?def (test_\w+)", text, re.M))
+
+
+@pytest.mark.parametrize("page", sorted(OURS))
+def test_the_tests_that_the_documents_name_exist(page: str) -> None:
+    named = [(path, test) for path, test in CITED_TEST.findall(OURS[page]) if test]
+    assert [(path, test) for path, test in named if test not in functions_of(path)] == []
+
+
+def test_every_claim_of_the_threat_model_names_its_test() -> None:
+    page = OURS["docs/threat-model.md"]
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    claims = [
+        row for row in rows if not row.startswith(("| who ", "| could ", "| secret ", "| a str"))
+    ]
+    assert len(claims) > 25
+    # `the same` is that of the row above; nothing is promised of those who own the machine.
+    bare = [row for row in claims if not CITED_TEST.search(row) and "| the same |" not in row]
+    assert bare == [row for row in rows if row.startswith("| the machine's root")]
+
+
 # -- routes ---------------------------------------------------------------------------------------
 
 

@@ -174,6 +174,45 @@ def test_ready_names_no_worker_to_whoever_has_no_token(
         assert [each["worker_id"] for each in body["workers"]] == [1]
 
 
+def state_of(client: Client, token: str | None) -> list[bytes]:
+    """All that calls could have changed."""
+    paths = ("/workers", "/loads", "/replica_sync/peers")
+    return [client.ask("GET", path, token)[2] for path in paths]
+
+
+def test_what_is_refused_changes_nothing(
+    service: tuple[RunningService, Path], client: Client
+) -> None:
+    """Each route as its document shows it, but nobody who sends it may."""
+    running, _ = service
+    with closing(Client(running.port)) as watcher:
+        before = state_of(watcher, TOKENS["read"])
+        for method, target, role, body in operations(client):
+            if role in ("write", "admin"):
+                for token in (None, "nonsense", TOKENS["read"]):
+                    assert client.ask(method, target, token, body)[0] in (401, 403)
+        assert state_of(watcher, TOKENS["read"]) == before
+
+
+def test_without_tokens_whoever_connects_may_do_everything() -> None:
+    """As the reference has it: what --auth-token-file is for."""
+    with (
+        RunningService("--use-kv-events", "false") as running,
+        closing(Client(running.port)) as mine,
+        closing(Client(running.port)) as stranger,
+    ):
+        worker = {"worker_id": 1, "endpoint": "http://worker-1:8000", "block_size": 16}
+        assert mine.ask("POST", "/workers", None, worker)[0] == 201
+        prompt = {"token_ids": list(range(32)), "reservation_id": "mine"}
+        assert mine.ask("POST", "/select_and_reserve", None, prompt)[0] == 200
+        assert json.loads(stranger.ask("GET", "/loads")[2])[0]["loads"][0]["active_requests"] == 1
+        assert stranger.ask("DELETE", "/reservations/mine")[0] == 200
+        theirs = {**worker, "endpoint": "http://elsewhere:8000"}
+        assert stranger.ask("POST", "/workers", None, theirs)[0] == 201
+        answer = json.loads(mine.ask("POST", "/select", None, {"token_ids": [1]})[2])
+        assert answer["endpoint"] == "http://elsewhere:8000"
+
+
 def test_head_asks_for_what_get_asks_for(client: Client) -> None:
     assert client.ask("HEAD", "/health")[0] == 200
     status, challenge, text = client.ask("HEAD", "/workers")
