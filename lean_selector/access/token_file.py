@@ -32,7 +32,7 @@ class AccessTokens:
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
         self._complains = False
         self._roles = _roles_of(path, self._file.read()[0])
-        self.seen: dict[bytes | None, Role] = {}
+        self.seen: dict[bytes | None, int] = {}
 
     def role_of(self, credential: bytes | None) -> Role:
         """Of the digest of a token that came in; OPEN for one that nobody has been given.
@@ -46,7 +46,7 @@ class AccessTokens:
             if compare_digest(digest, credential):
                 found = role
         if found != OPEN:
-            self.seen[credential] = found
+            self.seen[credential] = int(found)
         return found
 
     def look(self, again: bool = False) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from lean_selector.access.roles import OPEN, READ
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import status_of
@@ -44,6 +45,7 @@ RETRY_AFTER = b"retry-after: 1\r\n"
 _TWO: Final = ord("2")
 _ZERO: Final = ord("0")
 _clock: Final = perf_counter
+_EVERYBODY: Final = int(OPEN)  # the role of whoever has no token
 HUNG_UP = b"499"  # in the counts only: the client left before its answer
 
 
@@ -63,25 +65,32 @@ class Gate:
         """`overload_status` answers what is shed because all workers are busy; `lines` are header
         lines for the answer to a request of this route that failed so. With a `guard` each route
         is for whoever has its role."""
-        given = tuple(routes) if guard is None else guard.routes(tuple(routes))
-        metered = [
-            (method, path, (endpoint, RouteMeter(method, path)))
-            for method, path, _, endpoint in given
-        ]
-        self._table: RouteTable[tuple[Endpoint, RouteMeter]] = RouteTable(metered)
+        metered: list[tuple[str, str, tuple[Endpoint, RouteMeter, int]]] = []
+        for method, path, role, endpoint in routes:
+            meter = RouteMeter(method, path)
+            if guard is None:
+                metered.append((method, path, (endpoint, meter, _EVERYBODY)))
+            else:
+                metered.append((method, path, (guard.endpoint(endpoint), meter, int(role))))
+        self._table: RouteTable[tuple[Endpoint, RouteMeter, int]] = RouteTable(metered)
         self._unrouted = RouteMeter("", "none")
-        self.meters = [*(meter for _, _, (_, meter) in metered), self._unrouted]
+        self.meters = [*(meter for _, _, (_, meter, _) in metered), self._unrouted]
         self._overload_status = overload_status
         self._lines = lines
         self._guard = guard
+        self._seen: dict[bytes | None, int] = {} if guard is None else guard.seen
 
     def __call__(self, request: Request) -> Answer:
         started = _clock()
         found = self._table.match(request.method, request.path)
         if isinstance(found, Match):
-            endpoint, meter = found.value
+            endpoint, meter, needed = found.value
             try:
-                answer = endpoint(request, found.param)
+                # Whoever was seen before costs a look into a dict.
+                if needed and self._seen.get(request.credential, _EVERYBODY) < needed:
+                    answer = self._guarded(request, found.param, endpoint, needed)
+                else:
+                    answer = endpoint(request, found.param)
             except Exception as error:
                 answer = self._failed(request, meter, error)
             if not isinstance(answer, bytes):
@@ -103,9 +112,17 @@ class Gate:
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
 
+    def _guarded(
+        self, request: Request, param: bytes | None, endpoint: Endpoint, needed: int
+    ) -> Answer:
+        assert self._guard is not None
+        refused = self._guard.refused(request, needed)
+        return endpoint(request, param) if refused is None else refused
+
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | NotFound) -> bytes:
         if self._guard is not None:
-            refused = self._guard.unrouted(request)
+            # So that nobody without a token learns which routes there are.
+            refused = self._guard.refused(request, READ)
             if refused is not None:
                 return refused
         if isinstance(found, MethodNotAllowed):

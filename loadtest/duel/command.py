@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from loadtest.duel import index_stages, report
+from loadtest.duel import index_stages, pairs, report
 from loadtest.duel.accounting import machine
 from loadtest.duel.cases import Plan, stages
 from loadtest.duel.drawing import draw
@@ -81,6 +81,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="the interpreter of an environment that has our compiled wheel; default: the one that"
         " runs this, if it has",
     )
+    parser.add_argument(
+        "--pairs",
+        choices=pairs.OPTIONS,
+        metavar="OPTION",
+        help="only what an option costs us: ours with it and without it, in interleaved pairs;"
+        f" one of {', '.join(pairs.OPTIONS)}",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args(argv)
 
@@ -120,6 +127,19 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, 
     return results, _about(args, plan, time.monotonic() - started)
 
 
+def _pairs(args: argparse.Namespace, folder: Path) -> None:
+    """Prints what one option costs each of our forms. Raises as `measure` does."""
+    print(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}, {machine()}")
+    rounds = args.rounds or pairs.ROUNDS
+    for target in forms(args.compiled, folder):
+        figures = pairs.measure(target, args.pairs, folder, rounds, _say)
+        print(pairs.lines(target, args.pairs, rounds, figures), flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, str]:
     client = "wrk" if shutil.which("wrk") else "our own client (wrk is not installed)"
     return {
@@ -149,6 +169,9 @@ def main(argv: Sequence[str]) -> int:
     _raise_descriptors()
     try:
         with tempfile.TemporaryDirectory(prefix="versus-") as folder:
+            if args.pairs:
+                _pairs(args, Path(folder))
+                return 0
             results, about = measure(args, Path(folder))
     except (TargetError, LoadFailed, OSError, ValueError) as error:
         print(f"versus: {error}", file=sys.stderr)

@@ -153,6 +153,7 @@ class Service(ChildService):
         except OSError as error:
             raise TargetError(f"{target.name}: cannot start {command[0]}: {error}") from error
         self.pid = self.process.pid
+        self.headers = JSON  # of `call`
 
     def wait(self) -> None:
         """Return when /health answers 200. Raises TargetError."""
@@ -174,7 +175,7 @@ class Service(ChildService):
         """The body of a 2xx answer; raises TargetError otherwise."""
         data = None if body is None else msgspec.json.encode(body)
         try:
-            status, answer = self.request(method, path, data, JSON)
+            status, answer = self.request(method, path, data, self.headers)
         except (OSError, http.client.HTTPException) as error:
             self.check()
             raise TargetError(f"{self.target.name}: {method} {path}: {error}") from error

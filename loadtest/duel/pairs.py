@@ -1,0 +1,185 @@
+"""What one option costs: this service with it and without it, in interleaved pairs of rounds.
+
+Both processes have the same workers and get the same requests, a hundred at a time in turns of some
+milliseconds, so that whatever else the machine does hits both alike. Of each pair the ratio counts,
+not the figures. `nothing` compares the service with itself, and so tells the noise.
+"""
+
+import secrets
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import comb
+from pathlib import Path
+
+import msgspec
+
+from loadtest.child_service import JSON
+from loadtest.duel.client import Connection
+from loadtest.duel.engines import Engines
+from loadtest.duel.prompts import Prompt, Prompts, select_request
+from loadtest.duel.targets import Service, Target
+
+ROUNDS = 20
+WORKERS = 16
+REQUESTS = 4_000  # of a round, to each
+_SLICE = 100  # of them in a turn
+_CONNECTIONS = 8  # at once, as a gateway has them
+_CAPACITY = 8_192
+_CONFIDENCE = 0.95
+_FLAGS = ("--use-kv-events", "false", "--log-level", "warning")
+
+
+class Option(msgspec.Struct, frozen=True):
+    """Flags of the second service, and a line that its requests have more."""
+
+    flags: list[str] = []
+    line: bytes = b""
+    headers: dict[str, str] = {}
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of one kind of requests: CPU per request without the option in us, and the ratios."""
+
+    name: str
+    without_us: float
+    ratio: float
+    low: float
+    high: float
+
+
+def options(folder: Path) -> dict[str, Option]:
+    """By name. `folder` is for what they need in files."""
+    token = secrets.token_hex(32)
+    file = folder / "tokens"
+    file.write_text(f"read {token[::-1]}\nadmin {token}\n")
+    return {
+        "nothing": Option(),
+        "tokens": Option(
+            ["--auth-token-file", str(file)],
+            b"authorization: Bearer %b\r\n" % token.encode(),
+            {"authorization": f"Bearer {token}"},
+        ),
+    }
+
+
+OPTIONS = ("nothing", "tokens")
+
+
+def kinds(prompts: Prompts) -> dict[str, Callable[[int], Prompt]]:
+    """Prompts by their number. Bodies of many lengths are what header sections differ by."""
+    return {
+        "select, 8 blocks": lambda number: prompts.cut(number, 8, 1),
+        "select, 8 to 512 blocks": lambda number: prompts.cut(number, 8 + number % 505, 1),
+    }
+
+
+def measure(
+    target: Target, name: str, folder: Path, rounds: int, say: Callable[[str], None]
+) -> list[Figures]:
+    """Raises TargetError and LoadFailed."""
+    option = options(folder)[name]
+    prompts = Prompts(None, 16)
+    bodies = kinds(prompts)
+    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in bodies}
+    for number in range(rounds):
+        say(f"{target.name}, with {name}: pair {number + 1} of {rounds}")
+        # Fresh processes each time: of two alike one is often a percent faster, by its memory.
+        with _running(target, option, prompts) as pair:
+            for kind, prompt in bodies.items():
+                some = [prompt(at) for at in _numbers(number)]
+                taken[kind].append(_round(pair, option, some, number))
+    figures = []
+    for kind, costs in taken.items():
+        ratios = sorted(one[1] / one[0] for one in costs)
+        low, high = interval(ratios)
+        without = statistics.median(one[0] for one in costs)
+        figures.append(Figures(kind, without, statistics.median(ratios), low, high))
+    return figures
+
+
+@contextmanager
+def _running(target: Target, option: Option, prompts: Prompts) -> Iterator[list[Service]]:
+    """The service without the option, and with it."""
+    with ExitStack() as stack:
+        pair = [
+            stack.enter_context(Service(target, [*_FLAGS, *flags])) for flags in ([], option.flags)
+        ]
+        pair[1].headers = {**JSON, **option.headers}
+        engines = stack.enter_context(Engines(prompts, WORKERS, _CAPACITY, listened=False))
+        for service in pair:
+            service.wait()
+            engines.register(service)
+        yield pair
+
+
+def _numbers(number: int) -> range:
+    return range(number * REQUESTS, (number + 1) * REQUESTS)
+
+
+def _round(
+    pair: Sequence[Service],
+    option: Option,
+    prompts: list[Prompt],
+    number: int,
+) -> tuple[float, float]:
+    """CPU in us per request, without the option and with it."""
+    plain = [select_request(prompt) for prompt in prompts]
+    requests = plain, [_with_line(each, option.line) for each in plain] if option.line else plain
+    taken = [0, 0]
+    connections = [[Connection(str(one.port)) for _ in range(_CONNECTIONS)] for one in pair]
+    for which in (0, 1):  # uncounted: a process that has just begun
+        _send(connections[which], requests[which])
+    for at in range(0, len(plain), _SLICE):
+        for which in (0, 1) if (number + at // _SLICE) % 2 else (1, 0):
+            before = pair[which].cpu_ns()
+            _send(connections[which], requests[which][at : at + _SLICE])
+            taken[which] += pair[which].cpu_ns() - before
+    for each in (*connections[0], *connections[1]):
+        each.socket.close()
+    return taken[0] / 1e3 / len(plain), taken[1] / 1e3 / len(plain)
+
+
+def _send(connections: Sequence[Connection], requests: Sequence[bytes]) -> None:
+    """One on each connection at a time, until all are answered."""
+    for at in range(0, len(requests), len(connections)):
+        some = list(zip(connections, requests[at : at + len(connections)], strict=False))
+        for connection, request in some:
+            connection.send(request, 0.0)
+        for connection, _ in some:
+            while (status := connection.receive()) is None:
+                pass
+            if status != 200:
+                raise ValueError(f"a request was answered with {status}")
+
+
+def _with_line(request: bytes, line: bytes) -> bytes:
+    head, end, body = request.partition(b"\r\n\r\n")
+    return b"%b\r\n%b\r\n%b" % (head, line, body) if end else request
+
+
+def interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Where their median is with 95 %, whatever the distribution: between two of the values.
+
+    All of them where there are too few for that.
+    """
+    count = len(ordered)
+    below, rank = 0.0, 0
+    while rank < count // 2 and (below + comb(count, rank) / 2**count) * 2 <= 1 - _CONFIDENCE:
+        below += comb(count, rank) / 2**count
+        rank += 1
+    return ordered[max(rank - 1, 0)], ordered[count - max(rank, 1)]
+
+
+def lines(target: Target, name: str, rounds: int, figures: Sequence[Figures]) -> str:
+    """As a table."""
+    rows = [
+        f"{target.name}, with {name} over without, {rounds} interleaved pairs:",
+        *(
+            f"  {each.name:26s} {100 * (each.ratio - 1):+5.1f} %  "
+            f"({100 * (each.low - 1):+.1f} to {100 * (each.high - 1):+.1f})  "
+            f"of {each.without_us:.1f} us"
+            for each in figures
+        ),
+    ]
+    return "\n".join(rows)
