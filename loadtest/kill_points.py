@@ -31,6 +31,8 @@ STEADY = {98: "m", 99: "steady"}  # workers that stay: one has a threshold, one 
 EXPIRY_S = 6.0
 # Beside the interval: for a snapshot that was under way, on a machine that does other things.
 SLACK_S = 3.0
+# A file says to the millisecond when it was written, and an answer may come within one.
+ROUNDED_S = 0.001
 _ENDED = OSError, http.client.HTTPException
 
 
@@ -244,7 +246,7 @@ class Play:
         live, now = self._live_ids(), time.time()
         since = until = 0.0
         if self._sealed:
-            since = opened(self._sealed)[1].wall_s
+            since = opened(self._sealed)[1].wall_s - ROUNDED_S
             until = min(self._killed_at, since + SLACK_S)
         calls = sum(client.calls for client in (registrar, *bookers))
         first = min((life.booked.before for life in mine.values()), default=self._killed_at)
@@ -255,7 +257,8 @@ class Play:
             if life.must_be_live(since, until) and request_id not in live:
                 self.problems.append(f"point {number}: {request_id} is lost")
             if request_id in live and not life.may_be_live(since, until):
-                self.problems.append(f"point {number}: {request_id} is live")
+                ended_s = since - life.freed.after if life.freed is not None else 0.0
+                self.problems.append(f"point {number}: {request_id} is live, {ended_s:.4f} s after")
         for request_id in live:
             touched = self._lives[request_id].booked.after
             if now - min(touched, self._killed_at) > EXPIRY_S + SLACK_S and request_id not in mine:
