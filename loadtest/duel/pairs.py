@@ -31,10 +31,11 @@ _FLAGS = ("--use-kv-events", "false", "--log-level", "warning")
 
 
 class Option(msgspec.Struct, frozen=True):
-    """Flags of the second service, and a line that its requests have more."""
+    """Flags of the second service, and a line that its requests have more, or those of both."""
 
     flags: list[str] = []
     line: bytes = b""
+    both: bool = False
     headers: dict[str, str] = {}
 
 
@@ -53,17 +54,19 @@ def options(folder: Path) -> dict[str, Option]:
     token = secrets.token_hex(32)
     file = folder / "tokens"
     file.write_text(f"read {token[::-1]}\nadmin {token}\n")
+    flags = ["--auth-token-file", str(file)]
+    line = b"authorization: Bearer %b\r\n" % token.encode()
+    headers = {"authorization": f"Bearer {token}"}
     return {
         "nothing": Option(),
-        "tokens": Option(
-            ["--auth-token-file", str(file)],
-            b"authorization: Bearer %b\r\n" % token.encode(),
-            {"authorization": f"Bearer {token}"},
-        ),
+        "tokens": Option(flags, line, headers=headers),
+        "asking": Option(flags, line, both=True, headers=headers),
     }
 
 
-OPTIONS = ("nothing", "tokens")
+# Requests with a token that is asked for, over requests without; and the asking alone, where all
+# requests have one.
+OPTIONS = ("nothing", "tokens", "asking")
 
 
 def kinds(prompts: Prompts) -> dict[str, Callable[[int], Prompt]]:
@@ -125,7 +128,14 @@ def _round(
 ) -> tuple[float, float]:
     """CPU in us per request, without the option and with it."""
     plain = [select_request(prompt) for prompt in prompts]
-    requests = plain, [_with_line(each, option.line) for each in plain] if option.line else plain
+    if option.both:
+        plain = [_with_line(each, option.line) for each in plain]
+    requests = (
+        plain,
+        [_with_line(each, option.line) for each in plain]
+        if option.line and not option.both
+        else plain,
+    )
     taken = [0, 0]
     connections = [[Connection(str(one.port)) for _ in range(_CONNECTIONS)] for one in pair]
     for which in (0, 1):  # uncounted: a process that has just begun
