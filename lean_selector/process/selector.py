@@ -239,6 +239,8 @@ class SelectorParts:
                 plane.sessions = self.sessions
         self.finding = finding = _finding(config, selector, plane, links)
         peers = config.indexer_peers if config.router.use_kv_events else []
+        if peers:
+            subscriptions.hold()  # workers that are restored wait for the recovery, too
         self._state = ServiceState(is_recovering=bool(peers))
         self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
         is_16 = config.router.dialect == API_1_6

@@ -94,12 +94,16 @@ class KvSubscriptions:
             listener.cursor.resume_at(watermark)
         listener.start()
 
+    def hold(self) -> None:
+        """Begins what `holding` does: for sources that come before a recovery that is to come."""
+        if self._held is None:
+            self._held = set()
+
     @contextlib.contextmanager
     def holding(self, at_most_s: float) -> Iterator[None]:
         """Sources that are subscribed to meanwhile, and can be asked for what they published,
         listen only when it is over: behind what was recovered, if anything was."""
-        assert self._held is None
-        self._held = set()
+        self.hold()
         limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
         try:
             yield
