@@ -9,18 +9,20 @@ a turn of the loop does a few; whoever is in one has a place among the connectio
 import asyncio
 import contextlib
 import ssl
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, cast
 
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.response import encode_response
+from lean_selector.http1.tls_failures import kind_of, text_of
 
 # OpenSSL takes 0.25 ms for one with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn stays below
 # 5 ms, and who is connected already gets a turn in between.
 HANDSHAKES_PER_TURN: Final = 4
 
-# All that a client may send in its handshake. OpenSSL takes 100 KB of certificates.
+# All that a handshake may take of a client. OpenSSL takes 100 KB of certificates. What comes behind
+# it waits for its turn, too: beyond this, unread.
 _MAX_GREETING_BYTES: Final = 128 * 1024
 # What a client whose handshake failed may still send, so that it gets to read why.
 _MAX_LINGER_BYTES: Final = 1024 * 1024
@@ -32,24 +34,6 @@ _FED_BYTES: Final = 32 * 1024
 _HANDSHAKE: Final = 0x16  # the first byte of who speaks TLS
 _PLAIN: Final = encode_response(
     400, b'{"error":"this port speaks TLS: use https://"}', extra=b"connection: close\r\n"
-)
-
-_CLIENT_CERTIFICATE: Final = frozenset(
-    {"CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE"}
-)
-_NOTHING_COMMON: Final = frozenset(
-    {
-        "UNSUPPORTED_PROTOCOL",
-        "VERSION_TOO_LOW",
-        "UNKNOWN_PROTOCOL",
-        "WRONG_VERSION_NUMBER",
-        "WRONG_SSL_VERSION",
-        "NO_SHARED_CIPHER",
-        "NO_SHARED_GROUP",
-        "NO_SUITABLE_KEY_SHARE",
-        "NO_SUITABLE_SIGNATURE_ALGORITHM",
-        "NO_SHARED_SIGNATURE_ALGORITHMS",
-    }
 )
 
 
@@ -68,7 +52,7 @@ class TlsDoor:
         self.new_protocol: Final = new_protocol
         self.counts: Final = connections.tls
         self.counts.is_on = True
-        self._waiting: deque[TlsConnection] = deque()
+        self._waiting: OrderedDict[TlsConnection, None] = OrderedDict()
         self._is_scheduled = False
 
     def new_connection(self) -> asyncio.Protocol:
@@ -77,8 +61,12 @@ class TlsDoor:
 
     def enqueue(self, connection: "TlsConnection") -> None:
         """Something came that its handshake needs."""
-        self._waiting.append(connection)
+        self._waiting[connection] = None
         self._schedule()
+
+    def leave(self, connection: "TlsConnection") -> None:
+        """It is closed, and takes no turn."""
+        self._waiting.pop(connection, None)
 
     def _schedule(self) -> None:
         if self._waiting and not self._is_scheduled:
@@ -89,7 +77,7 @@ class TlsDoor:
         waiting = self._waiting
         try:
             for _ in range(min(HANDSHAKES_PER_TURN, len(waiting))):
-                waiting.popleft().go_on()
+                waiting.popitem(last=False)[0].go_on()
         finally:
             self._is_scheduled = False
             self._schedule()
@@ -100,13 +88,13 @@ class TlsConnection(asyncio.Protocol):
 
     __slots__ = (
         "_door",
+        "_early",
         "_got_eof",
         "_has_said",
         "_incoming",
         "_inside",
         "_is_deaf",
         "_is_told",
-        "_is_waiting",
         "_keeps_open",
         "_linger_bytes",
         "_outgoing",
@@ -126,7 +114,7 @@ class TlsConnection(asyncio.Protocol):
         self._tls: Final = door.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._inside: asyncio.Protocol | None = None  # once the handshake is over
         self._has_said = False  # a byte, or more
-        self._is_waiting = False  # for its turn in the handshake
+        self._early = bytearray()  # what waits for its turn in the handshake
         self._is_told = False  # of its failed handshake, or dropped: counted, if it counts
         self._is_deaf = False  # nothing that still comes is decrypted
         self._got_eof = False
@@ -148,13 +136,15 @@ class TlsConnection(asyncio.Protocol):
             self._hear_on(data)
         elif inside is None:
             self._greet(data)
+        elif self._got_eof:
+            pass  # RFC 8446, 6.1: behind a farewell is nothing
         elif len(data) <= _FED_BYTES:
             self._incoming.write(data)
             self._read(inside)
         else:
             view = memoryview(data)
             for at in range(0, len(data), _FED_BYTES):
-                if self._is_deaf or self._raw.is_closing():
+                if self._is_deaf or self._got_eof or self._raw.is_closing():
                     break
                 self._incoming.write(view[at : at + _FED_BYTES])
                 self._read(inside)
@@ -180,6 +170,7 @@ class TlsConnection(asyncio.Protocol):
         if inside is not None:
             inside.connection_lost(exc)
             return
+        self._door.leave(self)
         self._door.connections.forget(self)
         if self._has_said:  # who only looks whether a port is open does not
             self._count("closed", "the client closed the connection in its TLS handshake")
@@ -218,31 +209,45 @@ class TlsConnection(asyncio.Protocol):
         self.held_bytes += len(data)
         self._door.connections.held_bytes += len(data)
         if self.held_bytes > _MAX_GREETING_BYTES:
-            self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
-            return
-        self._incoming.write(data)
-        if not self._is_waiting:
-            self._is_waiting = True
+            self._raw.pause_reading()  # until its turn
+        if not self._early:
             self._door.enqueue(self)
+        self._early += data
         self._door.connections.make_room()
 
     def _let_go(self) -> None:
         """What came in the handshake is not held any more."""
         self._door.connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
+        self._early = bytearray()
 
     def go_on(self) -> None:
         """It is this connection's turn."""
-        self._is_waiting = False
         if self._is_deaf or self._raw.is_closing():
             return
+        early, self._early = memoryview(self._early), bytearray()
+        is_large = self.held_bytes > _MAX_GREETING_BYTES
+        if is_large:
+            self._raw.resume_reading()
+        while early and self._inside is None and not self._is_deaf:
+            self._incoming.write(early[:_FED_BYTES])
+            early = early[_FED_BYTES:]
+            self._shake_hands()
+        if self._inside is not None:
+            if early:
+                self.data_received(bytes(early))
+        elif is_large and not self._is_deaf:
+            self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
+
+    def _shake_hands(self) -> None:
+        """As far as it goes with what is here."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             self._flush()
         except ssl.SSLError as error:
             self._flush()  # the alert
-            self._fail(_kind(error.reason or ""), _text(error))
+            self._fail(kind_of(error), text_of(error))
         else:
             self._flush()
             self._open()
@@ -391,19 +396,3 @@ class TlsConnection(asyncio.Protocol):
         data = self._outgoing.read()
         if data and not self._raw.is_closing():
             self._raw.write(data)
-
-
-def _kind(reason: str) -> str:
-    """The label of a failure, from OpenSSL's name of it."""
-    if reason in _CLIENT_CERTIFICATE:
-        return "client_certificate"
-    if reason in _NOTHING_COMMON:
-        return "version_or_cipher"
-    return "refused_by_client" if "_ALERT_" in reason else "other"
-
-
-def _text(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    words = (error.reason or "the TLS handshake failed").lower().replace("_", " ")
-    return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
