@@ -17,8 +17,8 @@ from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.remote_fleet import RemoteFleet
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.gateway.selector_answers import ChosenWorker, Told
-from lean_selector.gateway.selector_link import SelectorAway, SelectorLink
+from lean_selector.gateway.selector_answers import ChosenWorker
+from lean_selector.gateway.selector_link import SelectorAway, SelectorLink, told
 from lean_selector.tasks import watched
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ log = logging.getLogger("lean_selector.gateway")
 _AGAIN_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # pauses before an end is told again
 _MOST_ENDS: Final = 10_000  # told at a time; beyond, a reservation expires at the selector
 _SHEDS: Final = (429, 503, 529)
+_NOT_LET_IN: Final = (401, 403)  # as while tokens are changed, here before there or after
 _MSGPACK: Final = "application/msgpack"
 
 
@@ -82,7 +83,7 @@ class RemoteChooser:
             asking.add_done_callback(lambda done: self._undo(done, reservation_id))
             raise
         if status != 200:
-            said = _told(answer)
+            said = told(answer)
             if status in _SHEDS and said.code is not None:
                 raise Shed(status, said.error)
             raise NobodyChose("no_worker" if status == 503 else "refused")
@@ -129,7 +130,9 @@ class RemoteChooser:
             await asyncio.wait({after})
         for pause_s in (*_AGAIN_S, None):
             try:
-                await self._link.call(method, path, body, insists=method == "DELETE")
+                status, _ = await self._link.call(method, path, body, insists=method == "DELETE")
+                if status in _NOT_LET_IN:
+                    raise SelectorAway("it does not let us in")
             except SelectorAway:
                 if pause_s is None or method != "DELETE":
                     self.lost_ends += method == "DELETE"
@@ -173,13 +176,6 @@ class RemoteChooser:
             ending["cached_tokens"] = cached_tokens
         body = msgspec.json.encode(ending) if ending else b""
         self._tell("DELETE", f"/reservations/{reservation_id}", body, after)
-
-
-def _told(answer: bytes) -> Told:
-    try:
-        return msgspec.json.decode(answer, type=Told)
-    except msgspec.DecodeError:
-        return Told("")
 
 
 class RemoteLease(WorkerLease):

@@ -9,7 +9,7 @@ import msgspec
 
 from lean_selector.gateway.directory import Row
 from lean_selector.gateway.selector_answers import ListedWorker
-from lean_selector.gateway.selector_link import SelectorAway, SelectorLink
+from lean_selector.gateway.selector_link import SelectorAway, SelectorLink, told
 from lean_selector.prompts.served import Served
 
 log = logging.getLogger("lean_selector.gateway")
@@ -27,6 +27,7 @@ class RemoteFleet:
         self._served: dict[tuple[str, str], Served] = {}
         self._answer = b""
         self._is_away = False
+        self._refusal: int | None = None  # its status, while it does not tell
 
     def model(self, model_name: str, tenant_id: str) -> Served | None:
         return self._served.get((model_name, tenant_id))
@@ -43,6 +44,7 @@ class RemoteFleet:
         while True:
             try:
                 status, answer = await self._link.call("GET", "/workers", insists=True)
+                self._look_at(status, answer)
                 if status == 200:
                     self._take(answer)
                 if self._is_away:
@@ -59,6 +61,20 @@ class RemoteFleet:
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the selector's workers cannot be read: %s", error)
             await asyncio.sleep(EVERY_S if self._served and not self._is_away else _SOON_S)
+
+    def _look_at(self, status: int, answer: bytes) -> None:
+        """Say it once where it has another answer than its workers, such as to a wrong token."""
+        refusal = None if status == 200 else status
+        if refusal is not None and refusal != self._refusal:
+            log.warning(
+                "the selector does not tell its workers: status %d: %s",
+                status,
+                told(answer).error or "no reason",
+                extra={"selector": self._link.target},
+            )
+        elif refusal is None and self._refusal is not None:
+            log.info("the selector tells its workers", extra={"selector": self._link.target})
+        self._refusal = refusal
 
     def _take(self, answer: bytes) -> None:
         if answer == self._answer:

@@ -8,8 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from lean_selector.gateway.answer_head import AnswerHead
 from lean_selector.gateway.endpoint import Endpoint
+from lean_selector.gateway.selector_answers import Told
 from lean_selector.gateway.worker_connection import Receiver, WorkerConnection
 from lean_selector.outbound.connecting import Resolve, connected, reason
 from lean_selector.outbound.credentials import Credentials
@@ -160,3 +163,11 @@ class SelectorLink:
         self.failures += 1
         self._away_until = self._clock() + AGAIN_AFTER_S
         return SelectorAway(why)
+
+
+def told(answer: bytes) -> Told:
+    """An answer that is an error, whoever gave it."""
+    try:
+        return msgspec.json.decode(answer, type=Told)
+    except msgspec.DecodeError:
+        return Told("")

@@ -13,7 +13,7 @@ from lean_selector.gateway.remote_fleet import RemoteFleet
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.gateway.selector_link import SelectorAway, SelectorLink
 from lean_selector.sockets.resolver import Resolver
-from tests.outbound_server import Served, serving
+from tests.outbound_server import Served, response, serving
 
 CHOSEN = {
     "worker_id": 1,
@@ -93,3 +93,59 @@ def test_a_call_that_takes_too_long_is_held_against_a_selector_that_answers_nobo
             return link.is_away
 
     assert asyncio.run(play()) is not answers_others
+
+
+REFUSED = response(b'{"error":"the bearer token is not known"}', "401 Unauthorized")
+
+
+def test_an_end_that_is_refused_for_its_token_is_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lean_selector.gateway.remote_chooser._AGAIN_S", (0.01,) * 3)
+
+    async def play() -> tuple[list[str], int]:
+        answers = [REFUSED, REFUSED, response(b"{}")]
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answers.pop(0))
+
+        async with serving(serve) as served:
+            link = link_to(served, 60.0)
+            fleet = RemoteFleet(link, lambda rows: None)
+            chooser = RemoteChooser(link, fleet, Rotation(EjectionSettings(), 0.0))
+            chooser.freed("r1", None, None, None)
+            await chooser.close(60.0)
+            return served.paths(), chooser.lost_ends
+
+    assert asyncio.run(play()) == (["/reservations/r1"] * 3, 0)
+
+
+def test_a_selector_that_does_not_tell_its_workers_is_in_the_log_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "lean_selector.gateway")
+
+    async def play() -> None:
+        answers = [REFUSED, REFUSED, response(b"[]"), response(b"[]")]
+        is_over = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answers.pop(0))
+            if not answers:
+                is_over.set()
+
+        async with serving(serve) as served:
+            running = asyncio.ensure_future(
+                RemoteFleet(link_to(served, 60.0), lambda rows: None).run()
+            )
+            async with asyncio.timeout(60.0):
+                await is_over.wait()
+            running.cancel()
+            await asyncio.wait({running})
+
+    asyncio.run(play())
+    told = [each.getMessage() for each in caplog.records if each.name == "lean_selector.gateway"]
+    assert told == [
+        "the selector does not tell its workers: status 401: the bearer token is not known",
+        "the selector tells its workers",
+    ]
