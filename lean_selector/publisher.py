@@ -37,7 +37,6 @@ REPLAY_BATCHES = 10_000
 REPLAY_BYTES = 256 * 1024 * 1024
 # A reader of a replay that takes no more frames for this long is given up, others wait meanwhile.
 REPLAY_SEND_TIMEOUT_MS = 2_000
-BIND_AGAIN_S = 0.02  # where somebody is cut off: libzmq frees a port a moment late
 STALE_AFTER_MS = 500
 LINGER_MS = 1_000  # close() waits at most this long for what is still on its way
 
@@ -237,6 +236,8 @@ class KvEventPublisher(_EventSink):
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._start_replay(rank_endpoint(replay_endpoint, dp_rank))
+            if self._gate is not None:
+                self._gate.start()
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -252,19 +253,16 @@ class KvEventPublisher(_EventSink):
     def _begin_anew(self) -> None:
         """In the gate's thread: a service is admitted no more. libzmq cannot cut off a single one,
         so all shake hands again; what they miss meanwhile they ask the replay for."""
-        from lean_selector.curve.rebinding import bound_again
-
+        assert self._gate is not None
         with self._lock:
-            if self._is_closed:
-                return
             self._pub.close(0)
-            self._pub = self._new_pub()
         self._is_replay_stale.set()
-        while True:
-            with self._lock:
-                if self._is_closed or bound_again(self._pub, self.endpoint):
-                    return
-            time.sleep(BIND_AGAIN_S)
+        pub = self._gate.bound_in_time(self._new_pub, self.endpoint, lambda: self._is_closed)
+        with self._lock:
+            if pub is not None and self._is_closed:
+                pub.close(0)
+            elif pub is not None:
+                self._pub = pub
 
     def _emit(self, event: PublishedEvent) -> None:
         self._send([event])
@@ -291,7 +289,8 @@ class KvEventPublisher(_EventSink):
         with self._lock:
             number = self.sequence
             frames = [self._topic, number.to_bytes(8, "big"), payload]
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            if self._is_closed or not self._pub.closed:  # as while it is made anew
+                self._pub.send_multipart(frames, zmq.NOBLOCK)
             self.sequence = number + 1
             if self._replay is not None:
                 self._keep(number, payload)
@@ -326,15 +325,12 @@ class KvEventPublisher(_EventSink):
         """Answer for as long as the publisher is there; where somebody is to be cut off, on a
         socket made anew."""
         while self._answer_requests(router):
-            from lean_selector.curve.rebinding import bound_again
-
-            try:
-                router = self._new_router()
-                while not bound_again(router, str(self.replay_endpoint)):
-                    time.sleep(BIND_AGAIN_S)
-            except zmq.ZMQError:  # the context has ended
-                router.close(0)  # the new one, or the old one again
+            assert self._gate is not None, "who has none cuts off nobody"
+            endpoint = str(self.replay_endpoint)
+            made = self._gate.bound_in_time(self._new_router, endpoint, lambda: self._is_closed)
+            if made is None:
                 return
+            router = made
 
     def _answer_requests(self, router: "zmq.Socket[bytes]") -> bool:
         """Answer `[identity, "", first wanted u64 BE]` until the context ends (False), or the

@@ -9,12 +9,10 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.curve.keys import KeyPair, Keys
-from lean_selector.curve.zap import ENDPOINT, Expelled, ask_for_keys, zap_answer
+from lean_selector.curve.zap import ENDPOINT, WARN_EVERY_S, Expelled, ask_for_keys, zap_answer
 from lean_selector.tasks import supervise
 
 log = logging.getLogger("lean_selector.curve")
-
-WARN_EVERY_S: Final = 60.0
 
 
 class CurveGate:
@@ -55,6 +53,7 @@ class CurveGate:
         while True:
             request = await self._socket.recv_multipart()
             answer = zap_answer(request, self._domain, self.admitted, self._refused)
+            self.has_expelled.note(answer)
             await self._socket.send_multipart(answer)
 
     def _refused(self, key: str, address: str) -> None:

@@ -13,7 +13,9 @@ from zmq.utils import z85
 from lean_selector.curve.keys import KeyPair, Keys
 
 ENDPOINT: Final = "inproc://zeromq.zap.01"
+WARN_EVERY_S: Final = 60.0  # of those who are refused: they may try as often as they like
 _VERSION: Final = b"1.0"
+_OK: Final = b"200"
 _ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; pyzmq has no name for it everywhere
 # The frames of a request before its credentials: version, request, domain, address, identity,
 # mechanism.
@@ -25,16 +27,23 @@ OnRefused = Callable[[str, str], None]
 
 
 class Expelled:
-    """Asked now and then whether somebody who was admitted is no more."""
+    """Told of each answer to a handshake, and asked now and then whether somebody who was let in
+    would be no more: also one who was on the list only between two questions."""
 
     def __init__(self, admitted: Keys) -> None:
         self._admitted: Final = admitted
-        self._known = frozenset(admitted())
+        self._let_in: set[bytes] = set()
+
+    def note(self, answer: list[bytes]) -> None:
+        """As `zap_answer` makes it."""
+        if answer[2] == _OK:
+            self._let_in.add(answer[4])
 
     def __call__(self) -> bool:
         """Since it was asked last."""
-        known, self._known = self._known, frozenset(self._admitted())
-        return not known <= self._known
+        gone = self._let_in.difference(self._admitted())
+        self._let_in -= gone
+        return bool(gone)
 
 
 def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, domain: bytes) -> None:
@@ -67,6 +76,6 @@ def zap_answer(
         return [_VERSION, number, b"400", b"only CURVE is spoken here", b"", b""]
     key = z85.encode(request[_CREDENTIALS])
     if request[2] == domain and (admitted is None or key in admitted()):
-        return [_VERSION, number, b"200", b"OK", key, b""]
+        return [_VERSION, number, _OK, b"OK", key, b""]
     on_refused(key.decode(), request[3].decode(errors="replace"))
     return [_VERSION, number, b"400", b"this public key is not admitted", b"", b""]

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.curve.gate import CurveGate
-from lean_selector.curve.rebinding import bound_again
+from lean_selector.curve.rebinding import BIND_AGAIN_S, bound_again
 from lean_selector.sockets.replica_links import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("lean_selector.replica")
@@ -34,8 +34,7 @@ _OPTIONS: Final = {
     zmq.HEARTBEAT_TIMEOUT: 15_000,
     zmq.HEARTBEAT_TTL: 15_000,
 }
-# libzmq frees a port a moment after it was closed; who has taken it meanwhile keeps us waiting.
-_BIND_AGAIN_S: Final = 0.02
+# Who has taken the port meanwhile keeps us waiting.
 _BIND_AGAIN_MAX_S: Final = 1.0
 
 
@@ -53,7 +52,8 @@ class ReplicaPub:
         self._context = context
         self._high_water_mark = high_water_mark
         self._gate = gate
-        self._is_closed = False
+        self.closed = False
+        self._is_between = False  # the old socket is closed, and the new one not yet made
         self._make("[" in endpoint)
         try:
             self.socket.bind(endpoint)
@@ -74,13 +74,11 @@ class ReplicaPub:
         if self._gate is not None:
             self._gate.guard(self._plain)
 
-    @property
-    def closed(self) -> bool:
-        return self.socket.closed
-
     def send(self, topic: bytes, payload: bytes) -> bool:
         """To all peers that are connected. False where some did not get it: their queues had just
         become full."""
+        if self._is_between:
+            return True  # nobody is connected
         is_for_all = True
         try:
             self._plain.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
@@ -97,20 +95,32 @@ class ReplicaPub:
         """End every connection: whoever is admitted comes back and shakes hands again.
 
         libzmq cannot end a single one. What is sent meanwhile is lost to all; its numbers tell them
-        (D24).
+        (D24). Where there is no descriptor or no port for the new socket, it is tried again.
         """
+        self._is_between = True
         self.socket.close(0)
-        self._make("[" in self.endpoint)
-        pause_s = _BIND_AGAIN_S
-        while not self._is_closed:
-            if bound_again(self._plain, self.endpoint):
+        pause_s = BIND_AGAIN_S
+        while not self.closed:
+            if self._is_between:
+                self._is_between = not self._is_made()
+            if not self._is_between and bound_again(self._plain, self.endpoint):
                 return
             if pause_s >= _BIND_AGAIN_MAX_S:
                 log.warning("the replica publisher cannot be bound anew: %s", self.endpoint)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _BIND_AGAIN_MAX_S)
 
+    def _is_made(self) -> bool:
+        try:
+            self._make("[" in self.endpoint)
+        except zmq.ContextTerminated:
+            raise
+        except (zmq.ZMQError, OSError):  # most likely too many descriptors
+            self.socket.close(0)
+            return False
+        return True
+
     def close(self) -> None:
         """At once; what is queued for peers is dropped."""
-        self._is_closed = True
+        self.closed = True
         self.socket.close(0)

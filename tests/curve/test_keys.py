@@ -21,7 +21,7 @@ from lean_selector.curve.keys import (
     public_keys,
     read_pair,
 )
-from lean_selector.curve.zap import zap_answer
+from lean_selector.curve.zap import Expelled, zap_answer
 
 PAIR = new_pair()
 KEYS = [new_pair().public for _ in range(3)]
@@ -157,3 +157,25 @@ def test_only_listed_keys_of_the_right_sockets_are_admitted() -> None:
     assert anybody[2] == b"200"
     for odd in ([], [b"1.0"], [b"1.0", b"1", b"d", b"", b"", b"CURVE", b"short"]):
         assert zap_answer(odd, b"d", None, print)[2] == b"400"
+
+
+def test_who_was_let_in_between_two_questions_is_expelled_too_and_who_never_came_is_not() -> None:
+    admitted = [KEYS[0]]
+    expelled = Expelled(lambda: tuple(admitted))
+
+    def come(key: bytes) -> None:
+        request = [b"1.0", b"1", b"d", b"", b"", b"CURVE", z85.decode(key)]
+        expelled.note(zap_answer(request, b"d", lambda: tuple(admitted), lambda *who: None))
+
+    come(KEYS[0])
+    admitted.append(KEYS[1])
+    come(KEYS[1])
+    come(KEYS[2])  # in vain
+    admitted.remove(KEYS[1])
+    assert [expelled(), expelled()] == [True, False]
+    admitted.append(KEYS[2])
+    assert not expelled()
+    admitted.remove(KEYS[2])
+    assert not expelled()
+    admitted.clear()
+    assert [expelled(), expelled()] == [True, False]

@@ -18,8 +18,10 @@ from lean_selector.curve.keys import KeyPair, new_pair
 from lean_selector.sockets import link, replica_mesh
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_mesh import ReplicaSync
+from lean_selector.tasks import failures
 from lean_selector.wire.replica_frames import TOPIC
 from tests.bookings import changed, replica_event
+from tests.descriptors import no_descriptors
 from tests.on_loop import until
 from tests.recording_proxy import RecordingProxy
 
@@ -80,6 +82,11 @@ class Replica:
     async def close(self) -> None:
         await self.sync.close()
         self.context.destroy(linger=0)
+
+
+def state_at(replica: Replica) -> str:
+    """Of its only peer."""
+    return replica.sync.peer_states()[0].state
 
 
 @contextlib.asynccontextmanager
@@ -201,6 +208,31 @@ def test_who_is_taken_off_the_list_is_cut_off_and_the_others_come_back(
                 assert len(third.heard) == heard
                 one.peers.append(OTHER.public)  # and is admitted again
                 await third.hears(one)
+            finally:
+                await third.close()
+
+    uvloop.run(story())
+
+
+def test_without_descriptors_who_is_taken_off_is_cut_off_and_the_others_come_back_later() -> None:
+    async def story() -> None:
+        async with two(Replica(A, B, OTHER), Replica(B, A)) as (one, other):
+            third = Replica(OTHER, A)
+            try:
+                third.knows(one)
+                await other.hears(one)
+                await third.hears(one)
+                before = failures["replica heartbeat"]
+                with no_descriptors():
+                    one.peers.remove(OTHER.public)
+                    await until(lambda: state_at(other) == state_at(third) == "disconnected")
+                    missed = other.sync.heard.missed
+                    one.sync.publish(EVENT)
+                await other.hears(one)
+                assert other.sync.heard.missed > missed
+                words = f"it does not admit our public key {OTHER.public.decode()}"
+                await until(lambda: third.error() == words)
+                assert failures["replica heartbeat"] == before
             finally:
                 await third.close()
 
