@@ -31,6 +31,7 @@ class Trust:
         self._files: Final = [WatchedFile(path) for path in (ca_file, cert_file, key_file) if path]
         self._context: ssl.SSLContext | None = None
         self._is_stale = True
+        self._is_unfit = False  # what the files hold since they changed last
         self._complains = False
 
     def context(self) -> ssl.SSLContext:
@@ -40,9 +41,11 @@ class Trust:
                 if file.read()[1]:
                     self._is_stale = True
             if self._context is None or self._is_stale:
+                # Once for each change: the system's authorities alone take some 20 ms.
+                self._is_stale, self._is_unfit = False, True
                 self._context = self._made()
-                self._is_stale = False
-            self._complains = False
+                self._is_unfit = False
+            self._complains = self._is_unfit
         except OSError as error:
             if self._context is None:
                 raise

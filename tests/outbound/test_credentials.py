@@ -151,3 +151,26 @@ def test_a_certificate_that_cannot_be_used_is_named(files: Files, lacks: str) ->
     with pytest.raises(OSError, match=r"PEM|No such file") as refused:
         Trust(str(files.ca), str(files.cert), str(files.key)).context()
     assert str(refused.value).endswith(said)
+
+
+def test_files_that_cannot_be_used_are_tried_once_for_each_change(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[ssl.SSLContext] = []
+    make = ssl.create_default_context
+
+    def making(cafile: str | None = None) -> ssl.SSLContext:
+        made.append(make(cafile=cafile))
+        return made[-1]
+
+    monkeypatch.setattr("lean_selector.outbound.trust.ssl.create_default_context", making)
+    trust = Trust(str(files.ca), str(files.cert), str(files.key))
+    first = trust.context()
+    files.key.write_text("nothing")
+    assert [trust.context() for _ in range(5)] == [first] * 5
+    assert len(made) == 2
+    files.write(OURS.issue("gateway.test"))
+    assert trust.context() is trust.context() is made[-1]
+    assert len(made) == 3
+    told = [each for each in caplog.messages if each.startswith("the last certificates are used")]
+    assert len(told) == 1
