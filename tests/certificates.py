@@ -12,6 +12,17 @@ import trustme
 HOST = "127.0.0.1"
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
+# Of nobody: made for these tests, with the passphrase `x`.
+LOCKED_KEY = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAg8yu5BaPH00wICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEAQIEENISAkithS7Ua9esU6sLnz8EgZCn
+kIK59+N+WdnOCo6X1oOYDyiQ4kd9fX0JGWbXyQibCHxHczwh2RbP1Kou5U3hhMXz
+HuXuzZ4j0xRRqEuYR6EReMFoPEy1g18v3PXVRnGWRzqxXpP5V85zcNozgcI24Vkb
+BwGITy36O5Tp39JVez6kEoBMkMMlYHf4pxYlsIFsA54rCyo5vlRdVnFxPje0X+w=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+
 
 class Authority:
     """A certificate authority, and the contexts of those who hold what it issued."""

@@ -3,6 +3,7 @@
 import ssl
 from collections.abc import Callable
 from os import PathLike, fspath
+from typing import NoReturn
 
 Verify = bool | str | PathLike[str] | ssl.SSLContext
 Cert = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
@@ -39,10 +40,13 @@ class Access:
             if self.verify is False:
                 context.check_hostname = False
                 context.verify_mode = ssl.CERT_NONE
-        if isinstance(self.cert, tuple):
-            context.load_cert_chain(*self.cert)
-        elif self.cert is not None:
-            context.load_cert_chain(self.cert)
+        if self.cert is not None:
+            cert_file, key_file = self.cert if isinstance(self.cert, tuple) else (self.cert, None)
+            try:
+                context.load_cert_chain(cert_file, key_file, _no_passphrase)
+            except _Locked:
+                locked = fspath(key_file or cert_file)
+                raise OSError(f"{locked}: a key with a passphrase is not supported") from None
         return context
 
     def headers(self) -> dict[str, str]:
@@ -52,6 +56,15 @@ class Access:
             return {}
         text = token if isinstance(token, str) else _checked(token())
         return {"authorization": f"Bearer {text}"}
+
+
+class _Locked(Exception):
+    """The key has a passphrase."""
+
+
+def _no_passphrase() -> NoReturn:
+    """OpenSSL would ask for it on the terminal, and wait."""
+    raise _Locked
 
 
 def _checked(token: str) -> str:

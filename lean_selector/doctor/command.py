@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
+    if args.key_file is not None and args.cert_file is None:
+        parser.error("--key-file requires --cert-file")
     try:
         engines = Credentials(_token(args.worker_token_file), Trust(args.ca_file))
         ours = Trust(args.ca_file, args.cert_file, args.key_file)

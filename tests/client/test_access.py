@@ -19,7 +19,7 @@ from lean_selector.client import (
     SyncSlotTracker,
 )
 from lean_selector.client.backoff import Backoff
-from tests.certificates import HOST, Authority, Files
+from tests.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.outbound_server import response, says, serving
 from tests.tls_service import TlsService
 
@@ -154,3 +154,10 @@ def test_files_that_are_missing_are_told_of_at_once(tmp_path: Path) -> None:
         SyncSlotTracker("https://127.0.0.1:1", MODEL, verify=tmp_path / "none.pem")
     with pytest.raises((FileNotFoundError, ssl.SSLError)):
         SyncSlotTracker("https://127.0.0.1:1", MODEL, cert=tmp_path / "none.pem")
+
+
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    files = Files(tmp_path, OURS, OURS.issue("client.test"))
+    files.key.write_text(LOCKED_KEY)
+    with pytest.raises(OSError, match=f"{files.key}: a key with a passphrase is not supported"):
+        SyncSlotTracker("https://127.0.0.1:1", MODEL, cert=(files.cert, files.key))

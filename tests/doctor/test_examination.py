@@ -227,3 +227,9 @@ def test_what_is_no_url_is_refused(url: str, why: str) -> None:
     done = check(url)
     assert done.returncode == 2
     assert why in done.stderr
+
+
+def test_a_key_without_its_certificate_is_refused() -> None:
+    done = check("--key-file", "key.pem")
+    assert done.returncode == 2
+    assert "--key-file requires --cert-file" in done.stderr

@@ -18,7 +18,7 @@ import pytest
 from lean_selector.http1.tls_counts import TlsCounts
 from lean_selector.process.server_tls import HandshakeLog, server_context
 from lean_selector.process.service_options import TlsFiles
-from tests.certificates import HOST, Authority, Files
+from tests.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.running_service import RunningService, free_port, wait_until
 from tests.tls_service import TlsService, ask, shown_by
 
@@ -61,25 +61,13 @@ def _key_is_text(files: Files) -> str:
 
 
 def _locked_key(files: Files) -> str:
-    files.key.write_text(ENCRYPTED)
+    files.key.write_text(LOCKED_KEY)
     return f"--tls-key: {files.key}: a key with a passphrase is not supported"
 
 
 def _ca_is_text(files: Files) -> str:
     files.ca.write_text("hello")
     return f"--tls-client-ca: {files.ca} holds no certificates in PEM"
-
-
-# Of nobody: made for this test, with the passphrase `x`.
-ENCRYPTED = """\
------BEGIN ENCRYPTED PRIVATE KEY-----
-MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAg8yu5BaPH00wICCAAw
-DAYIKoZIhvcNAgkFADAdBglghkgBZQMEAQIEENISAkithS7Ua9esU6sLnz8EgZCn
-kIK59+N+WdnOCo6X1oOYDyiQ4kd9fX0JGWbXyQibCHxHczwh2RbP1Kou5U3hhMXz
-HuXuzZ4j0xRRqEuYR6EReMFoPEy1g18v3PXVRnGWRzqxXpP5V85zcNozgcI24Vkb
-BwGITy36O5Tp39JVez6kEoBMkMMlYHf4pxYlsIFsA54rCyo5vlRdVnFxPje0X+w=
------END ENCRYPTED PRIVATE KEY-----
-"""
 
 
 @pytest.mark.parametrize(
