@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from lean_selector.state.seal import Seal
@@ -96,7 +96,8 @@ class StateDirectory:
             except BlockingIOError:
                 holder = os.pread(fd, _TOKEN_BYTES, 0).split()
                 os.close(fd)
-                who = f"process {holder[0].decode()}" if holder else "another process"
+                is_known = bool(holder) and holder[0].isdigit()
+                who = f"process {holder[0].decode()}" if is_known else "another process"
                 raise Held(f"{self.path} is in use by {who}") from None
             except OSError:
                 os.close(fd)
@@ -110,22 +111,33 @@ class StateDirectory:
             return False
         return os.path.samestat(at_path, os.fstat(fd))
 
-    def _check_ours(self) -> None:
-        """The disk may have gone, and another one, or the same, have come. Raises OSError."""
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Nobody else takes it meanwhile. Raises OSError."""
         with self._taking:
-            if not self._is_wanted:
-                raise OSError(errno.EBUSY, "the directory was let go")
-            if self._fd is not None and self._is_at_path(self._fd):
-                return
-            self._close()
             try:
-                self.take()
-            except Held as error:
-                raise OSError(errno.EBUSY, str(error)) from None
+                self._hold()
+                yield
+            finally:
+                if not self._is_wanted:  # whoever let go of it meanwhile could not wait
+                    self._close()
+
+    def _hold(self) -> None:
+        """The disk may have gone, and another one, or the same, have come. Raises OSError."""
+        if not self._is_wanted:
+            raise OSError(errno.EBUSY, "the directory was let go")
+        if self._fd is not None and self._is_at_path(self._fd):
+            return
+        self._close()
+        try:
+            self.take()
+        except Held as error:
+            raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
         """It is still there, and ours; and whether these files are. Raises OSError."""
-        self._check_ours()
+        with self._ours():
+            pass
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
 
@@ -151,20 +163,20 @@ class StateDirectory:
         On disk when it returns. Raises OSError, and whatever `parts` raises; then the one that was
         is still there.
         """
-        self._check_ours()
         path = os.path.join(self.path, name)
         new = f"{path}.new"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with self._ours():
+            fd = _created(new)
         try:
             try:
                 size = _fill(fd, parts, stamp)
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            self._check_ours()
-            os.rename(new, path)
+            with self._ours():
+                os.rename(new, path)
         except BaseException:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._ours():
                 os.unlink(new)
             raise
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -173,6 +185,14 @@ class StateDirectory:
         finally:
             os.close(directory)
         return size
+
+
+def _created(path: str) -> int:
+    """Open for writing, and nobody else's: whoever held the directory before may not have ended
+    what it wrote under that name."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def _fill(fd: int, parts: Iterable[bytes], stamp: Stamp) -> int:
