@@ -6,15 +6,17 @@ The thread is a daemon: a disk that hangs keeps no process from its end.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, TypeVar
 
 from lean_selector.state.directory import StateDirectory
 from lean_selector.state.shapes import Stamp
 
 # A disk that is slower than we are does not get all of a large file at once.
 MOST_QUEUED_BYTES: Final = 8 << 20
+
+T = TypeVar("T")
 
 
 class _Dropped(Exception):
@@ -25,13 +27,10 @@ class _Job:
     """One file, from its first part to its last: None. What went wrong is raised where the end is
     awaited."""
 
-    def __init__(
-        self, done: "asyncio.Future[int]", stamp: Stamp | None, names: Sequence[str] = ()
-    ) -> None:
-        """Without a `stamp` nothing is written: it is looked whether `names` are there."""
-        self.stamp: Final = stamp
-        self.names: Final = names
-        self.done: Final = done
+    def __init__(self, work: "Callable[[_Job], object]") -> None:
+        """`work` is done in the thread; its result is that of `done`."""
+        self.work: Final = work
+        self.done: Final = asyncio.get_running_loop().create_future()
         self.parts: SimpleQueue[bytes | _Dropped | None] = SimpleQueue()
         self.put = self.taken = 0  # bytes
         self.is_over = False
@@ -64,13 +63,20 @@ class FileWriter:
         threading.Thread(target=self._run, name=f"state {name}", daemon=True).start()
 
     def begin(self, stamp: Stamp) -> None:
-        self._begin(_Job(self._loop.create_future(), stamp))
+        tell = self._loop.call_soon_threadsafe
 
-    async def check(self, names: Sequence[str]) -> None:
-        """The directory is there, and ours, as `StateDirectory.check`. Raises OSError."""
-        job = _Job(self._loop.create_future(), None, names)
+        def write(job: _Job) -> int:
+            parts = job.each(lambda: tell(job.moved.set))
+            return self._directory.write(self._name, parts, stamp)
+
+        self._begin(_Job(write))
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """What waits for the disk, too, and is no file. Raises what `question` raises."""
+        job = _Job(lambda _: question())
         self._begin(job)
-        await job.done
+        answer: T = await job.done
+        return answer
 
     def _begin(self, job: _Job) -> None:
         assert self._job is None, "one at a time"
@@ -114,24 +120,20 @@ class FileWriter:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._write(job)
+                self._work(job)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
-    def _write(self, job: _Job) -> None:
-        tell = self._loop.call_soon_threadsafe
-        size, error = 0, None
+    def _work(self, job: _Job) -> None:
+        result: object = None
+        error: Exception | None = None
         try:
-            if job.stamp is None:
-                self._directory.check(job.names)
-            else:
-                parts = job.each(lambda: tell(job.moved.set))
-                size = self._directory.write(self._name, parts, job.stamp)
+            result = job.work(job)
         except Exception as failed:
             error = failed
-        tell(self._ended, job, size, error, time.thread_time())
+        self._loop.call_soon_threadsafe(self._ended, job, result, error, time.thread_time())
 
-    def _ended(self, job: _Job, size: int, error: Exception | None, spent_s: float) -> None:
+    def _ended(self, job: _Job, result: object, error: Exception | None, spent_s: float) -> None:
         self.spent_s = spent_s
         self._job = None
         self.begun_at = None
@@ -141,7 +143,7 @@ class FileWriter:
         if job.done.cancelled():
             return
         if error is None:
-            job.done.set_result(size)
+            job.done.set_result(result)
         else:
             job.done.set_exception(error)
             job.done.exception()  # it is read where the end is awaited, if it still is

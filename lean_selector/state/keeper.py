@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final, Protocol
 
 from lean_selector.state.directory import StateDirectory
@@ -24,14 +25,15 @@ CATALOG: Final = "catalog"
 RESERVATIONS: Final = "reservations"
 
 SLICE_S: Final = 0.001  # of a turn of the loop, as KV events
-_STEPS: Final = 32  # reservations between looks at the clock: 50 us
+STEPS: Final = 32  # reservations between looks at the clock: 50 us
 # Of a core, for what lives: where a snapshot costs more than this part of the interval, the next
 # one comes later.
 SHARE: Final = 0.03
 RETRY_S: Final = 1.0  # after a failure
 # A disk that has not answered for so long has failed, as far as anybody who waits is concerned.
 HANGS_AFTER_S: Final = 5.0
-# At the end of the process: it must end, and what is lost expires.
+# At the end of the process the disk has so long for each slice: it must end, and what is lost
+# expires.
 LAST_S: Final = 2.0
 
 
@@ -65,6 +67,7 @@ class Keeper:
         self._files = {name: FileWriter(directory, name) for name in (CATALOG, RESERVATIONS)}
         self._tasks: list[asyncio.Task[None]] = []
         self._letting_go: asyncio.Task[None] | None = None
+        self._limit: asyncio.Timeout | None = None  # of how long the disk is waited for
         self._changed = asyncio.Event()
         self._seen_revision = -1  # of the catalog
         self._change = 0  # grows with each change of the catalog; what of it is on disk:
@@ -174,7 +177,8 @@ class Keeper:
         file, began = self._files[RESERVATIONS], time.monotonic()
         try:
             if revision == self._saved_revision and RESERVATIONS not in self._faults:
-                await file.check((CATALOG, RESERVATIONS))
+                await file.ask(partial(self._directory.check, (CATALOG, RESERVATIONS)))
+                self._saved_at = began
                 return True
             await self._write(file, self._bookings.parts(began))
         except OSError as error:
@@ -195,12 +199,14 @@ class Keeper:
             began = time.thread_time()
             for part in parts:
                 made.append(part)
-                if len(made) % _STEPS == 0 and time.thread_time() - began >= SLICE_S:
+                if len(made) % STEPS == 0 and time.thread_time() - began >= SLICE_S:
                     text = b"".join(made)
                     made.clear()
                     self._loop_spent_s += time.thread_time() - began
                     await file.add(text)
                     await asyncio.sleep(0)
+                    if self._limit is not None:
+                        self._limit.reschedule(asyncio.get_running_loop().time() + LAST_S)
                     began = time.thread_time()
             text = b"".join(made)
             self._loop_spent_s += time.thread_time() - began
@@ -268,20 +274,33 @@ class Keeper:
             self._directory.let_go()
 
     async def _save_all(self) -> None:
-        """Within LAST_S, or not at all."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_S):
+        """While the disk takes something every LAST_S, or not at all."""
+        try:
+            async with asyncio.timeout(LAST_S) as self._limit:
                 for file in self._files.values():
                     await file.idle()  # from what was being written when the tasks ended
                 await self._save_catalog()
                 await self._save_reservations()
+        except TimeoutError:
+            log.warning("state is not all written", extra={"waited_s": LAST_S})
+        finally:
+            self._limit = None
+
+    async def _take_again(self) -> bool:
+        """The directory is ours once more. Not where the disk hangs, nor somebody has held it."""
+        file = self._files[CATALOG]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                await file.idle()
+                return await file.ask(self._directory.take_again)
+        return False
 
     async def close(self) -> None:
         """The stop is over. What changed since it began is written if no successor has come."""
         self.let_go()
         assert self._letting_go is not None
         await asyncio.wait({self._letting_go})
-        if not self._faults and self._directory.take_again():
+        if not self._faults and await self._take_again():
             await self._save_all()
             self._directory.let_go()
         for file in self._files.values():

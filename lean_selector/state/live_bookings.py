@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, snapshot_head
 
-Revision = list[tuple[str, str, int]]
+# The slots themselves tell a partition from one that has its name later.
+Revision = list[tuple[Slots, int]]
 
 
 class LiveBookings:
@@ -26,10 +28,7 @@ class LiveBookings:
 
     def revision(self) -> Revision:
         """Differs from an earlier one exactly where something has changed."""
-        return [
-            (target.model_name, target.tenant_id, target.slots.revision)
-            for target in self._targets()
-        ]
+        return [(target.slots, target.slots.revision) for target in self._targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
         """The text, a part for each reservation; ages are those at `now`."""

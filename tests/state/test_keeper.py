@@ -1,8 +1,7 @@
 """When a state directory is written, who waits for it, and what a disk that hangs holds up."""
 
 import asyncio
-import contextlib
-import resource
+import fcntl
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -12,20 +11,39 @@ import pytest
 
 from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.slots import Slots
-from lean_selector.state.directory import Held, StateDirectory
-from lean_selector.state.keeper import CATALOG, HANGS_AFTER_S, RESERVATIONS, SHARE, Keeper
+from lean_selector.state.directory import StateDirectory
+from lean_selector.state.keeper import (
+    CATALOG,
+    HANGS_AFTER_S,
+    LAST_S,
+    RESERVATIONS,
+    SHARE,
+    SLICE_S,
+    STEPS,
+    Keeper,
+)
 from lean_selector.state.live_bookings import LiveBookings
 from lean_selector.state.seal import opened
 from lean_selector.state.shapes import Stamp
-from tests.on_loop import DEADLINE_S, on_loop, until
+from tests.on_loop import on_loop, until
 
-STAMP = Stamp(1.0, 1.0, "b")
+
+def is_free(path: Path) -> bool:
+    with open(path / "lock", "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 class Target:
     model_name, tenant_id, block_size = "m", "t", 16
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.slots = Slots()
         self.slots.add_rank(1, 0)
 
@@ -49,8 +67,13 @@ class Disk(StateDirectory):
         super().__init__(str(path))
         self.answers = threading.Event()
         self.answers.set()
+        self.answers_the_lock = True
         self.written: list[tuple[str, float]] = []
-        self.ended = 0
+        self.ended = self.checks = 0
+
+    def check(self, names: Iterable[str]) -> None:
+        self.checks += 1
+        super().check(names)
 
     def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
         self.written.append((name, time.monotonic()))
@@ -59,6 +82,25 @@ class Disk(StateDirectory):
             return super().write(name, parts, stamp)
         finally:
             self.ended += 1
+
+    def take_again(self) -> bool:
+        if not self.answers_the_lock:
+            self.answers.wait()
+        return super().take_again()
+
+
+class Long(LiveBookings):
+    """It takes longer than a disk may, in many slices of which none does."""
+
+    def parts(self, now: float) -> Iterator[bytes]:
+        yield from super().parts(now)
+        for _ in range(25):
+            time.sleep(LAST_S / 20)
+            began = time.thread_time()
+            while time.thread_time() - began < 2 * SLICE_S:
+                pass
+            for _ in range(STEPS):
+                yield b" "
 
 
 class Slow(LiveBookings):
@@ -170,7 +212,9 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_disk_that_hangs_keeps_nothing_from_its_end(tmp_path: Path) -> None:
+async def test_a_disk_that_hangs_keeps_nothing_from_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = Kept(tmp_path)
     await kept.at_rest()
     kept.disk.answers.clear()
@@ -178,12 +222,39 @@ async def test_a_disk_that_hangs_keeps_nothing_from_its_end(tmp_path: Path) -> N
     await until(lambda: len(kept.disk.written) == 2, "it is being written")
     await kept.keeper.close()
     assert kept.answered == ["second"]
+    assert "state is not all written" in caplog.text
     other = StateDirectory(str(tmp_path))
     other.take()  # it was let go
     kept.disk.answers.set()
     await until(lambda: kept.disk.ended == 2, "its thread has ended")
     assert kept.on_disk(CATALOG) == b"first"  # nothing is written afterwards
     other.let_go()
+
+
+@on_loop
+async def test_a_disk_that_hangs_after_the_hand_over_keeps_nothing_from_its_end_either(
+    tmp_path: Path,
+) -> None:
+    kept = Kept(tmp_path)
+    await kept.at_rest()
+    kept.keeper.let_go()
+    await until(lambda: is_free(tmp_path), "it has let go")
+    kept.disk.answers.clear()
+    kept.disk.answers_the_lock = False
+    await kept.keeper.close()
+    kept.disk.answers.set()
+
+
+@on_loop
+async def test_a_hand_over_takes_as_long_as_the_disk_takes_something(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, lives=Long)
+    await kept.at_rest()
+    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    kept.keeper.let_go()
+    await until(lambda: is_free(tmp_path), "it has let go")
+    assert kept.keeper.writes[RESERVATIONS] == 1
+    assert b'"request_id":"r"' in kept.on_disk(RESERVATIONS)
+    await kept.keeper.close()
 
 
 @on_loop
@@ -219,6 +290,30 @@ async def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_a_partition_that_takes_the_place_of_another_is_written(tmp_path: Path) -> None:
+    """Also where as much has happened in it as in the other."""
+    kept = Kept(tmp_path, interval_s=0.05)
+    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    await until(lambda: kept.keeper.writes[RESERVATIONS] == 1, "the first is written")
+    kept.target.begin_anew()
+    kept.target.slots.book(Booking("s", 1, 0), b"", 1.0)
+    await until(lambda: kept.keeper.writes[RESERVATIONS] == 2, "and the second")
+    assert b'"request_id":"s"' in kept.on_disk(RESERVATIONS)
+    await kept.keeper.close()
+
+
+@on_loop
+async def test_the_age_is_not_that_of_a_file_in_which_nothing_had_changed(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, interval_s=0.05)
+    await until(lambda: kept.keeper.writes[RESERVATIONS] == 1, "it is written")
+    later, checks = time.monotonic(), kept.disk.checks
+    await until(lambda: kept.disk.checks >= checks + 2, "there was nothing to write")
+    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    assert kept.keeper.age_s() <= time.monotonic() - later
+    await kept.keeper.close()
+
+
+@on_loop
 async def test_files_that_somebody_deletes_come_back(tmp_path: Path) -> None:
     kept = Kept(tmp_path, interval_s=0.05)
     await until(lambda: kept.keeper.writes[RESERVATIONS] == 1, "both are there")
@@ -226,138 +321,3 @@ async def test_files_that_somebody_deletes_come_back(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         await until(lambda name=name: (tmp_path / name).exists(), "it is there again")  # type: ignore[misc]
     await kept.keeper.close()
-
-
-# -- the directory -----------------------------------------------------------------------------
-
-
-def held(path: Path) -> StateDirectory:
-    directory = StateDirectory(str(path))
-    directory.take()
-    return directory
-
-
-def test_one_holds_it_and_the_next_after_it(tmp_path: Path) -> None:
-    first = held(tmp_path)
-    with pytest.raises(Held, match=r"is in use by process \d+"):
-        StateDirectory(str(tmp_path)).take()
-    first.let_go()
-    second = held(tmp_path)
-    assert not first.take_again()
-    with pytest.raises(OSError, match="the directory was let go"):
-        first.write("x", [b"y"], STAMP)
-    second.let_go()
-    assert not first.take_again()  # somebody has held it
-    assert second.take_again()
-    second.let_go()
-
-
-@contextlib.contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file gets longer than that."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_disk_without_room_leaves_the_file_that_was(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    directory.write("x", [b"before"], STAMP)
-    with pytest.raises(OSError, match="File too large"), room_for(16):
-        directory.write("x", [b"after"], STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"before", STAMP)
-    directory.write("x", [b"af", b"ter"], STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"after", STAMP)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "x"]
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
-    directory.let_go()
-
-
-def test_what_is_still_being_written_harms_no_successor(tmp_path: Path) -> None:
-    """A slow disk may have it for longer than the one who writes may wait."""
-    first = held(tmp_path)
-    later: list[StateDirectory] = []
-
-    def parts() -> Iterator[bytes]:
-        yield b"one half"
-        first.let_go()
-        later.append(held(tmp_path))
-        later[0].write("x", [b"the successor's"], STAMP)
-        yield b"the other half"
-
-    with pytest.raises(OSError, match="the directory was let go"):
-        first.write("x", parts(), STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"the successor's", STAMP)
-    later[0].let_go()
-
-
-def test_who_fails_after_it_let_go_leaves_what_a_successor_writes(tmp_path: Path) -> None:
-    first = held(tmp_path)
-    first_writes, second_writes = threading.Event(), threading.Event()
-
-    def of_the_first() -> Iterator[bytes]:
-        yield b"one half"
-        first_writes.set()
-        second_writes.wait(DEADLINE_S)
-
-    def write() -> None:
-        with contextlib.suppress(OSError):
-            first.write("x", of_the_first(), STAMP)
-
-    def of_the_second() -> Iterator[bytes]:
-        yield b"the successor's"
-        second_writes.set()
-        thread.join(DEADLINE_S)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert first_writes.wait(DEADLINE_S)
-    first.let_go()
-    second = held(tmp_path)
-    second.write("x", of_the_second(), STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"the successor's", STAMP)
-    second.let_go()
-
-
-def test_a_lock_file_of_garbage_is_somebodys_all_the_same(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    (tmp_path / "lock").write_bytes(b"\xff" * 48)
-    with pytest.raises(Held, match="is in use by another process"):
-        StateDirectory(str(tmp_path)).take()
-    directory.let_go()
-
-
-def test_who_gives_up_in_the_middle_leaves_the_file_that_was(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    directory.write("x", [b"before"], STAMP)
-
-    def parts() -> Iterator[bytes]:
-        yield b"half"
-        raise ValueError("enough")
-
-    with pytest.raises(ValueError, match="enough"):
-        directory.write("x", parts(), STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"before", STAMP)
-    directory.let_go()
-
-
-def test_a_lock_file_that_was_replaced_is_taken_anew(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    (tmp_path / "lock").unlink()
-    directory.write("x", [b"y"], STAMP)
-    with pytest.raises(Held):
-        StateDirectory(str(tmp_path)).take()
-    directory.let_go()
-
-
-def test_a_directory_that_another_holds_now_is_not_written(tmp_path: Path) -> None:
-    """It was deleted under us, and made by another process."""
-    directory = held(tmp_path)
-    (tmp_path / "lock").unlink()
-    other = held(tmp_path)
-    with pytest.raises(OSError, match="is in use by process"):
-        directory.write("x", [b"y"], STAMP)
-    other.let_go()
