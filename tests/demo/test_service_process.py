@@ -12,6 +12,7 @@ import pytest
 from lean_selector.demo import service_process
 from lean_selector.demo.http_client import HttpClient, ServiceError
 from lean_selector.demo.service_process import check_port, running_service, wait_until_healthy
+from tests.running_service import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -127,4 +128,11 @@ def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
     asyncio.run(main())
     assert not child_pids()
     stat = Path(f"/proc/{ready.read_text()}/stat")
-    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    wait_until(lambda: _has_ended(stat), "the kernel has ended the child that was killed")
+
+
+def _has_ended(stat: Path) -> bool:
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:  # it went, perhaps while this was read
+        return True
