@@ -234,7 +234,7 @@ class TlsConnection(asyncio.Protocol):
             early = early[_FED_BYTES:]
             self._shake_hands()
         if self._inside is not None:
-            if early:
+            if early and not self._raw.is_closing():
                 self.data_received(bytes(early))
         elif is_large and not self._is_deaf:
             self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
