@@ -24,6 +24,8 @@ MOST_KEYS: Final = 64  # of a list: each that a server may have is tried in turn
 LOOK_EVERY_S: Final = 0.5
 _MOST_BYTES: Final = 1 << 18
 _ENTRY: Final = re.compile(r'\s*(public-key|secret-key)\s*=\s*"(\S+)"\s*')
+# What else a certificate says of itself.
+_OTHER: Final = re.compile(r"\s+(?!public-key\b|secret-key\b)[\w$\-@.&+/]+\s*=.*")
 _SECTIONS: Final = ("curve", "metadata")
 
 Keys = Callable[[], tuple[bytes, ...]]  # the public keys of now, as Z85
@@ -140,4 +142,4 @@ def _key(text: str) -> bytes | None:
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
     """A comment (no key begins so), or another line of a certificate."""
-    return words[0].startswith("#") or words[0] in _SECTIONS or line[:1].isspace()
+    return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None

@@ -83,7 +83,8 @@ def test_what_is_no_pair_is_refused(tmp_path: Path, content: bytes, fault: str) 
 
 
 def test_a_list_has_keys_with_words_behind_them_comments_and_certificates() -> None:
-    certificate = b'metadata\n    name = "b"\ncurve\n    public-key = "%b"\n' % KEYS[1]
+    about = b'metadata\n    name = "b"\n    made-at = 8 o clock\n'
+    certificate = b'%bcurve\n    public-key = "%b"\n' % (about, KEYS[1])
     text = b"# of all\n\n%b selector-a\n%b\n#%b\n%b\n" % (KEYS[0], certificate, KEYS[2], KEYS[0])
     assert public_keys("it", text) == (KEYS[0], KEYS[1])
 
@@ -93,11 +94,15 @@ def test_a_list_has_keys_with_words_behind_them_comments_and_certificates() -> N
     [
         (b"# nothing\n", "it holds no public key"),
         (b"%b\n%b\n" % (KEYS[0], KEYS[1][:-1]), "it line 2 is no public key of 40 characters"),
+        (b"%b\n  %b\n" % (KEYS[0], KEYS[1][:-1]), "it line 2 is no public key of 40 characters"),
+        (b'curve\n    public-key = "%b"\n' % KEYS[0][:-1], "it line 2 is no public key"),
+        (b"%b\ncurve\n    public-key = %b\n" % (KEYS[0], KEYS[1]), "it line 3 is no public key"),
         (b"%b\n" % (b"~" * 40), "it line 1 is no public key"),
         (b"%b\n" % (b"$" * 40), "it line 1 is no public key"),
         (b'    secret-key = "%b"\n' % PAIR.secret, "it line 1 is a secret key"),
         (b"\n".join(new_pair().public for _ in range(65)), "it holds 65 keys, more than 64"),
     ],
+    ids=lambda given: None if isinstance(given, str) else "list",  # keys are new in each process
 )
 def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, fault: str) -> None:
     with pytest.raises(BadKeys, match=fault) as told:
