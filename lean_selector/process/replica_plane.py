@@ -84,6 +84,7 @@ class ReplicaPlane:
         """
         self._lookup = lookup
         self._credentials = credentials
+        self._allowed = None if links is None else links.allowed
         self._targets = targets
         self._copies_expire_s = copies_expire_s(reservation_expiry_s)
         self.advertise = config.advertise
@@ -163,6 +164,8 @@ class ReplicaPlane:
             self._on_event,
             self.sessions,
             self._credentials,
+            # URLs of a flag are the operator's word.
+            lambda url: None if url in self._given_urls else self._allowed,
         )
         self._occasion = Occasion.START
         while True:

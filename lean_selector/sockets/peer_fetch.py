@@ -8,19 +8,24 @@ of the process. http.client knows no proxies, which the environment may name for
 import asyncio
 import contextlib
 import http.client
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.connecting import reason
 from lean_selector.outbound.credentials import Credentials
 
 _READ_BYTES = 256 * 1024
 
+_PORTS = {"http": 80, "https": 443}
+
 T = TypeVar("T")
+Addresses = list[tuple[int, tuple[Any, ...]]]  # the family, and what is connected to
 
 
 class PeerFailed(Exception):
@@ -42,8 +47,10 @@ class PeerFetch(Generic[T]):
         max_bytes: int,
         read: Callable[[bytes], T],
         credentials: Credentials | None = None,
+        allowed: AllowedEndpoints | None = None,
     ) -> None:
-        """`peer` is a base URL; `timeout_s` bounds each wait of the thread, not their sum.
+        """`peer` is a base URL; `timeout_s` bounds each wait of the thread, not their sum. Where
+        that is somebody else's word, `allowed` says which of its addresses may be connected to.
 
         `read` takes the body apart, in the thread: it should be quick, as Python runs one at a
         time.
@@ -54,6 +61,7 @@ class PeerFetch(Generic[T]):
         self._max_bytes = max_bytes
         self._read = read
         self._timeout_s = timeout_s
+        self._allowed = allowed
         self._credentials = Credentials() if credentials is None else credentials
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[T] = self._loop.create_future()
@@ -80,11 +88,16 @@ class PeerFetch(Generic[T]):
 
     def _fetch(self) -> bytes:
         url, credentials = urlsplit(self._peer), self._credentials
-        host, timeout_s = url.hostname or "", self._timeout_s
-        connection = http.client.HTTPConnection(host, url.port, timeout=timeout_s)
-        if url.scheme == "https":
-            context = credentials.trust.context()
-            connection = _OverTls(host, url.port, timeout_s, context, credentials.tls_name or host)
+        host = url.hostname or ""
+        tls = credentials.trust.context() if url.scheme == "https" else None
+        connection = _Connection(
+            host,
+            url.port or _PORTS[url.scheme],
+            self._timeout_s,
+            (lambda found: found) if self._allowed is None else self._among,
+            tls,
+            credentials.tls_name or host,
+        )
         headers = {"accept": "application/json"}
         authorization = credentials.authorization()
         if authorization is not None:
@@ -99,6 +112,10 @@ class PeerFetch(Generic[T]):
             return self._body(response)
         finally:
             connection.close()
+
+    def _among(self, addresses: Addresses) -> Addresses:
+        assert self._allowed is not None
+        return self._allowed.among(self._peer, addresses)
 
     def _body(self, response: http.client.HTTPResponse) -> bytes:
         parts: list[bytes] = []
@@ -116,25 +133,51 @@ class PeerFetch(Generic[T]):
         return b"".join(parts)
 
 
-class _OverTls(http.client.HTTPConnection):
-    """With a certificate for `tls_name`, whatever the host is called."""
-
-    default_port = http.client.HTTPS_PORT
+class _Connection(http.client.HTTPConnection):
+    """To one of those addresses of a name that `among` leaves; over TLS with a certificate for
+    `tls_name`, whatever the host is called."""
 
     def __init__(
         self,
         host: str,
-        port: int | None,
+        port: int,
         timeout_s: float,
-        context: ssl.SSLContext,
+        among: Callable[[Addresses], Addresses],
+        tls: ssl.SSLContext | None,
         tls_name: str,
     ) -> None:
         super().__init__(host, port, timeout=timeout_s)
-        self._tls, self._tls_name = context, tls_name
+        self.default_port = _PORTS["http" if tls is None else "https"]
+        self._among, self._tls, self._tls_name = among, tls, tls_name
 
     def connect(self) -> None:
-        super().connect()
-        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._tls_name)
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        connection = _connected(self._among([(each[0], each[4]) for each in found]), self.timeout)
+        if self._tls is None:
+            self.sock = connection
+            return
+        try:
+            self.sock = self._tls.wrap_socket(connection, server_hostname=self._tls_name)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _connected(addresses: Addresses, timeout_s: float | None) -> socket.socket:
+    """To the first address that takes us. Raises OSError."""
+    failure = OSError("the name has no addresses")
+    for family, where in addresses:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(where)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            connection.close()
+            failure = error
+        else:
+            return connection
+    raise failure
 
 
 async def fetched(fetch: PeerFetch[T], left_s: float, peers_left: int) -> T:

@@ -21,6 +21,7 @@ from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhi
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.records import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
+from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.credentials import Credentials
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
@@ -75,7 +76,10 @@ class CatchingUp:
         tell: Callable[[ReplicaEvent, float], object],
         sessions: PeerSessions | None = None,
         credentials: Credentials | None = None,
+        allowed: Callable[[str], AllowedEndpoints | None] = lambda url: None,
     ) -> None:
+        """`allowed(url)`: what a URL that somebody else named is held against."""
+        self._allowed = allowed
         self._credentials = credentials
         self._catch_up = catch_up
         self._sync = sync
@@ -216,7 +220,15 @@ class CatchingUp:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = PeerFetch(url, path, left_s, MAX_SNAPSHOT_BYTES, read, self._credentials)
+                fetch = PeerFetch(
+                    url,
+                    path,
+                    left_s,
+                    MAX_SNAPSHOT_BYTES,
+                    read,
+                    self._credentials,
+                    self._allowed(url),
+                )
                 taken = await fetched(fetch, left_s, len(urls) - at)
             except PeerFailed as error:
                 if error.status == 404:

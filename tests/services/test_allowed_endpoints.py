@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import ChildService, plain_environment
+from tests.certificates import Authority
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.gateway.running_gateway import RunningGateway
+from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.openai_worker import OpenAiWorker
 from tests.running_service import RunningService, free_port, wait_until
 
@@ -218,7 +220,9 @@ def listener() -> Iterator[tuple[int, list[object]]]:
         def accept() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    seen.append(server.accept()[1])
+                    connection, who = server.accept()
+                    seen.append(who)
+                    connection.close()
 
         threading.Thread(target=accept, daemon=True).start()
         try:
@@ -263,6 +267,41 @@ def test_a_name_is_connected_to_only_at_addresses_that_are_allowed() -> None:
         wait_until(lambda: words in polled(), "the poll tells why")
         assert not http_seen
         assert not events_seen
+
+
+def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_allowed(
+    tmp_path: Path,
+) -> None:
+    """An SRV record or a slice may name it. Whom a flag names is the operator's word."""
+    authority = Authority()
+    (tmp_path / "ca.crt").write_bytes(authority.pem)
+    (tmp_path / "token").write_text("secret")
+    with (
+        KubeApi(authority.server("127.0.0.1")) as api,
+        listener() as (found, found_seen),
+        listener() as (given, given_seen),
+    ):
+        api.put(slice_of("peers", ["localhost"], port=free_port(), port_name="replica-sync"))
+        flags = (
+            *("--replica-sync-port", str(free_port())),
+            *("--replica-sync-discover", f"kubernetes:{NAMESPACE}/{SERVICE}:replica-sync"),
+            *("--replica-sync-discover-http-port", str(found)),
+            *("--replica-sync-catch-up", f"http://localhost:{given}"),
+            *("--kubernetes-api", api.url),
+            *("--kubernetes-token-file", str(tmp_path / "token")),
+            *("--kubernetes-ca-file", str(tmp_path / "ca.crt")),
+            *("--allow-endpoint", "tcp://localhost:*", "--allow-endpoint", "http://10.0.0.0/8:*"),
+        )
+        port = free_port()
+        command = [sys.executable, "-m", "lean_selector", "--port", str(port), *flags]
+        child = ChildService(command, port, env=plain_environment())
+        try:
+            words = "which is not allowed by --allow-endpoint"
+            wait_until(lambda: words in child.log(), "it tells why it does not ask")
+            assert not found_seen
+            assert given_seen
+        finally:
+            child.stop()
 
 
 # -- the gateway ----------------------------------------------------------------------------------
