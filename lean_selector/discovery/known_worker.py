@@ -26,6 +26,7 @@ class KnownWorker:
         "engine",
         "entry",
         "error",
+        "is_restored",
         "key",
         "leaves_at",
         "spec",
@@ -44,6 +45,7 @@ class KnownWorker:
         self.spec: WorkerSpec | None = None
         self.leaves_at: float | None = None  # monotonic; while nobody names it
         self.asking: asyncio.Task[None] | None = None
+        self.is_restored = False  # nobody has named it since the process began
 
     def id_by(self, entry: Particulars) -> int:
         """By which it goes if `entry` speaks for it."""
@@ -52,3 +54,4 @@ class KnownWorker:
     def takes(self, entry: Particulars) -> None:
         self.entry = entry
         self.worker_id = self.id_by(entry)
+        self.is_restored = False

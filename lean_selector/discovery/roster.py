@@ -129,6 +129,7 @@ class Roster:
         """
         entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
         known = KnownWorker(kept.key, entry)
+        known.is_restored = True
         known.discoveries = kept.discoveries
         known.spec = spec
         known.state = State.REMOVED if spec is None else State.REGISTERED
@@ -151,7 +152,9 @@ class Roster:
         is_new = known is None
         if known is None:
             known = self._known[key] = KnownWorker(key, entry)
-        changed = not is_new and known.entry != entry
+        changed = not is_new and (
+            known.entry != entry or (known.is_restored and known.entry is not entry)
+        )
         known.discoveries = by
         known.leaves_at = None
         if changed:

@@ -412,6 +412,22 @@ def test_after_a_restart_an_engine_is_asked_what_it_is_now() -> None:
     assert after.registered == []
 
 
+def test_after_a_restart_an_engine_is_asked_also_where_its_entry_says_no_more_than_was_kept() -> (
+    None
+):
+    before = Driven()
+    named = Particulars(endpoint=A, worker_id=7)
+    before.find(named)
+    before.hear(A)
+    after = restarted(before)
+    after.find(B, by="another")  # which knows nothing of it
+    assert after.asked == [B]
+    after.find(named)
+    assert after.asked == [B, A]
+    after.find(named)
+    assert after.asked == [B, A]
+
+
 def test_after_a_restart_what_was_said_over_http_stands() -> None:
     before = Driven()
     before.find(entry(A), entry(B))
