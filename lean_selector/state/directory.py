@@ -33,6 +33,7 @@ class StateDirectory:
         self._lock_path: Final = os.path.join(self.path, LOCK)
         self._fd: int | None = None
         self._token = b""  # what we wrote into the lock file when we last took it
+        self._is_missing = False  # it could not be made
         self._is_wanted = False  # nobody is to take it for us after we let go
         self._taking = threading.Lock()
         self.generation = 0  # another one: what was written before may not be here
@@ -40,8 +41,10 @@ class StateDirectory:
     # -- who writes here -------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Makes the directory where there is none. Raises OSError."""
+        """Makes the directory where there is none. Raises OSError; a `write` tries again then."""
+        self._is_missing = True
         os.makedirs(self.path, mode=0o700, exist_ok=True)
+        self._is_missing = False
 
     def take(self) -> None:
         """From here on ours. Raises Held, or OSError."""
@@ -129,6 +132,8 @@ class StateDirectory:
         if self._fd is not None and self._is_at_path(self._fd):
             return
         self._close()
+        if self._is_missing:
+            self.create()
         try:
             self.take()
         except Held as error:

@@ -129,6 +129,24 @@ def test_who_gives_up_in_the_middle_leaves_the_file_that_was(tmp_path: Path) -> 
     directory.let_go()
 
 
+def test_a_directory_that_could_not_be_made_is_made_when_it_can_be(tmp_path: Path) -> None:
+    """And not again: where it has gone, a disk has."""
+    above = tmp_path / "above"
+    above.touch()
+    directory = StateDirectory(str(above / "state"))
+    with pytest.raises(OSError, match="Not a directory"):
+        directory.create()
+    directory.wish()
+    with pytest.raises(OSError, match="Not a directory"):
+        directory.write("x", [b"y"], STAMP)
+    above.unlink()
+    directory.write("x", [b"y"], STAMP)
+    (above / "state").rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="No such file"):
+        directory.write("x", [b"y"], STAMP)
+    assert not (above / "state").exists()
+
+
 def test_a_lock_file_that_was_replaced_is_taken_anew(tmp_path: Path) -> None:
     directory = held(tmp_path)
     (tmp_path / "lock").unlink()
