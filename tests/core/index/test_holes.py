@@ -226,3 +226,122 @@ def test_a_start_of_very_many_runs_that_nobody_holds_is_looked_at_for_a_bounded_
     review(index)
     assert index.total_blocks + index.evicted == depth
     assert positions_kept(index) <= holes.MOST_POSITIONS * max(index.total_blocks, 1) + 2 * depth
+
+
+def spoil(index: KvIndex, first: int, prompts: int = 100) -> None:
+    """Prompts of which the last block is all that is left: what there is to evict."""
+    for number in range(first, first + prompts):
+        store(index, 90, prompt(number))
+        index.remove(90, 0, Tier.DEVICE, prompt(number)[:-1])
+
+
+@pytest.mark.parametrize("positions_more", [0, 1])
+def test_nothing_is_evicted_up_to_just_what_is_spared(
+    positions_more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = KvIndex(16)
+    spoil(index, 2, prompts=20)
+    local, other = prompt(1), prompt(1)[:32] + prompt(80)  # a strand that is two runs
+    for worker in (1, 2, 3):
+        store(index, worker, local)
+    store(index, 4, other)
+    index.remove(2, 0, Tier.DEVICE, local[40:])
+    index.remove(3, 0, Tier.DEVICE, local[:50])
+    kept, held = positions_kept(index), index.total_blocks
+    spared = kept - holes.MOST_POSITIONS * held - positions_more
+    monkeypatch.setattr(holes, "SPARED_POSITIONS", spared)
+    review(index)
+    assert index.evicted == 20 * positions_more
+
+
+@pytest.mark.usefixtures("spared")
+@pytest.mark.parametrize(("blocks", "is_worth_it"), [(1024, True), (1023, False)])
+def test_all_that_nobody_holds_above_a_strand_counts_for_it(blocks: int, is_worth_it: bool) -> None:
+    index = KvIndex(16)
+    spoil(index, 2)
+    start, local = 5 * 1024, prompt(1, 6 * 1024)[: 5 * 1024 + blocks]
+    for worker in (1, 2):
+        store(index, worker, local)
+    for worker in (1, 2):
+        index.remove(worker, 0, Tier.DEVICE, local[:start])
+    # A label and two rows, and the labels above: of four positions for a block, or of a bit more.
+    review(index)
+    assert index.ranks() == ([(1, 0), (2, 0)] if is_worth_it else [])
+    assert index.evicted == 100 + (0 if is_worth_it else 2 * blocks)
+
+
+@pytest.mark.usefixtures("spared")
+@pytest.mark.parametrize(("shared", "is_worth_it"), [(24, True), (25, False)])
+def test_a_start_that_nobody_holds_is_shared_by_all_that_hang_on_it(
+    shared: int, is_worth_it: bool
+) -> None:
+    index = KvIndex(16)
+    spoil(index, 20)
+    top = prompt(1, shared)
+    for side in (2, 3):  # twice two ends below the same start, a short one and a long one
+        start = top + prompt(side, 4)
+        store(index, 1, start + prompt(side + 2, 100))
+        store(index, side, start + prompt(side + 4, 4))
+    for worker, side in ((1, 2), (1, 3), (2, 2), (3, 3)):
+        index.remove(worker, 0, Tier.DEVICE, top + prompt(side, 4))
+    review(index)
+    # A short end takes 8 positions, and half of 4 blocks and a quarter of the shared ones.
+    assert index.blocks(1, 0, Tier.DEVICE) == 200
+    assert index.ranks() == ([(1, 0), (2, 0), (3, 0)] if is_worth_it else [(1, 0)])
+
+
+@pytest.mark.usefixtures("spared")
+def test_a_rank_with_half_of_its_row_keeps_what_lies_behind_its_holes() -> None:
+    index = KvIndex(16)
+    local = prompt(1)
+    spoil(index, 2)
+    store(index, 1, local)
+    for worker in range(2, 8):
+        store(index, worker, local)
+        index.remove(worker, 0, Tier.DEVICE, local[1:-1])  # a strand that keeps too much
+    index.remove(1, 0, Tier.DEVICE, local[1:33])  # it holds just half
+    store(index, 8, local)
+    index.remove(8, 0, Tier.DEVICE, local[1:34])  # and it one less
+    review(index)
+    assert index.blocks(1, 0, Tier.DEVICE) == LENGTH // 2
+    assert [index.blocks(worker, 0, Tier.DEVICE) for worker in range(2, 9)] == [1] * 7
+
+
+def steps_of_a_review(index: KvIndex) -> int:
+    return sum(1 for _ in holes.review(index._device, lambda rank, blocks: None))
+
+
+@pytest.mark.parametrize("ending", ["in a run", "at its end"])
+def test_a_review_rests_within_a_strand_that_many_ranks_hold(ending: str) -> None:
+    index = KvIndex(16)
+    for worker in range(10 * holes._RANKS_PER_STEP):
+        store(index, worker, prompt(1, 8))
+        if ending == "in a run":
+            index.remove(worker, 0, Tier.DEVICE, prompt(1, 8)[4:])
+    passes = 2 if ending == "in a run" else 1  # over the holders of parts, then over all
+    assert steps_of_a_review(index) >= 9 * passes
+
+
+def test_a_review_rests_within_a_strand_of_many_runs() -> None:
+    index = KvIndex(16)
+    runs = 10 * holes._RANKS_PER_STEP
+    trunk = prompt(1, runs)
+    store(index, 1, trunk)
+    before = steps_of_a_review(index)
+    for at in range(1, runs):
+        store(index, 1, [*trunk[:at], 90_000_000 + at])
+    strands = runs - 1
+    assert steps_of_a_review(index) >= before + strands // holes._STRANDS_PER_STEP + 9
+
+
+@pytest.mark.usefixtures("spared")
+def test_a_review_rests_between_strands_that_are_worth_their_memory() -> None:
+    index = KvIndex(16)
+    spoil(index, 1000)
+    before = steps_of_a_review(index)
+    index = KvIndex(16)
+    strands = 20 * holes._STRANDS_PER_STEP
+    for number in range(1, strands + 1):
+        store(index, 1, prompt(number, 4))
+    spoil(index, 1000)
+    assert steps_of_a_review(index) >= before + 2 * 20  # it measures them, and looks which to evict

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lean_selector.core.hashing import sequence_hashes_bytes
+from lean_selector.core.index import sweeping
 from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
-from lean_selector.core.index.routed import RoutedPrompts
+from lean_selector.core.index.routed import _RANKS_PER_STEP, RoutedPrompts
 from lean_selector.core.load.records import ActiveRun
 from tests.driven_selector import pack
 
@@ -103,6 +104,18 @@ def test_a_prompt_is_believed_again_where_the_index_holds_less_than_the_worker()
     assert prompts.index.evicted == 0
 
 
+def test_a_booking_goes_where_the_index_holds_less_of_that_worker_alone() -> None:
+    prompts = routed()
+    prompts.index.set_bound(1, 4, None)
+    for key in (B, (2, 1)):
+        add(prompts, key, [1, 2, 3], 0.0)
+        add(prompts, key, [7, 8, 9], 1.0)
+        add(prompts, key, [1, 2, 3], 2.0)
+    assert believed(prompts, [1, 2, 3]) == {B: 3, (2, 1): 3}
+    assert believed(prompts, [7, 8, 9]) == {(2, 1): 3}
+    assert prompts.index.evicted == 0
+
+
 def test_lists_that_do_not_fit_and_empty_ones_tell_nothing() -> None:
     prompts = routed()
     prompts.add(A, pack([1, 2]), pack([1]), 0.0)
@@ -156,6 +169,22 @@ def test_a_rank_that_goes_while_much_of_it_is_being_forgotten_is_no_harm() -> No
         pass
     assert believed(prompts, [7, 1]) == {A: 1}
     assert prompts.index.total_blocks == 1
+
+
+def test_what_is_overdue_is_looked_for_once_at_a_time_and_with_rests() -> None:
+    prompts = routed()
+    ranks = 10 * _RANKS_PER_STEP
+    for worker_id in range(ranks):
+        add(prompts, (worker_id, 0), [1], 0.0)
+    prompts.expire(1.0)  # nothing is
+    prompts.expire(2.0)
+    rests = 0
+    while prompts.index.sweep(1):
+        rests += 1
+    assert rests == 10 - sweeping._STEPS_AT_ONCE
+    add(prompts, A, [2], 3.0)
+    forget(prompts, 10.0)
+    assert prompts.index.ranks() == [A]
 
 
 def test_an_abandoned_one_leaves_no_run_behind() -> None:
