@@ -32,6 +32,7 @@ STARTS = sorted(
 OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
 OTHER_FLAGS |= {"--reference"}  # of loadtest/versus.py
 OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
+OTHER_FLAGS |= {"--long", "--missing", "--show"}  # of the tests, of coverage and of mutation
 OTHER_FLAGS |= {"--probe", "--json", "--ca-file", "--worker-token-file"}  # of `check`
 OTHER_FLAGS |= {"--token-file", "--cert-file", "--key-file"}
 OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
