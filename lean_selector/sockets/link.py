@@ -199,6 +199,9 @@ class Link:
 
     async def _run(self) -> None:
         pause_s = RETRY_FIRST_S
+        if self._connection is not None:  # a bug ended the run before this one
+            self._connection.abort()
+            self.state = LinkState.RETRYING
         while True:
             try:
                 connection = await self._connected()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import resource
 import socket
 import threading
@@ -57,6 +58,7 @@ class Heard:
     ) -> None:
         self.messages: list[Message] = []
         self.states: list[LinkState] = []
+        self.on_state: Callable[[LinkState], None] = self.states.append
         self.takes = True
         self.link = Link(
             links or Links(),
@@ -64,7 +66,7 @@ class Heard:
             kind,
             opening,
             self._on_message,
-            lambda: self.states.append(self.link.state),
+            lambda: self.on_state(self.link.state),
             max_message_bytes=MAX_BYTES,
             **options,
         )
@@ -500,6 +502,25 @@ async def test_reading_is_put_off_when_a_turn_is_used_up() -> None:
                 await pub.send(b"%d" % n)
             await until(lambda: len(heard.messages) == 2000)
             assert heard.messages[-1] == [b"1999"]
+
+
+@told
+async def test_a_bug_of_who_is_told_leaves_no_second_connection_behind() -> None:
+    told_of: list[LinkState] = []
+
+    def tell(state: LinkState) -> None:
+        told_of.append(state)
+        if told_of.count(LinkState.CONNECTED) == 1 and state is LinkState.CONNECTED:
+            raise RuntimeError("a bug")
+
+    async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+        heard.on_state = tell
+        await until(lambda: told_of.count(LinkState.CONNECTED) == 2)
+        sent = itertools.count()
+        while len(heard.messages) < 5:  # the first ones may go before it has subscribed
+            await pub.send(b"%d" % next(sent))
+            await asyncio.sleep(0.01)
+        assert len({message[0] for message in heard.messages}) == len(heard.messages)
 
 
 @told
