@@ -14,10 +14,10 @@ def is_beyond_loopback(host: str) -> bool:
         return True
 
 
-def exposure_warnings(host: str, *, has_tokens: bool, has_allowed: bool) -> list[str]:
-    """What a stranger could make a service do that is bound to `host`. `has_tokens`: who calls
-    must have one; `has_allowed`: endpoints are held against a list."""
-    if has_tokens or not is_beyond_loopback(host):
+def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
+    """What a stranger could make a service do that is bound to `host`. `asks_who`: who
+    calls must have a token, or a certificate; `has_allowed`: endpoints are held against a list."""
+    if asks_who or not is_beyond_loopback(host):
         return []
     if has_allowed:
         return [

@@ -83,7 +83,7 @@ def run_gateway(config: GatewayConfig) -> None:
     selector = config.selector
     exposed = exposure_warnings(
         config.listen.host,
-        has_tokens=config.listen.auth_token_file is not None,
+        asks_who=config.listen.asks_who,
         # Beside a selector nobody can register anything here.
         has_allowed=bool(selector.allowed_endpoints) or config.beside is not None,
     )

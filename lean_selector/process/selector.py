@@ -73,7 +73,7 @@ def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
     exposed = exposure_warnings(
         config.listen.host,
-        has_tokens=config.listen.auth_token_file is not None,
+        asks_who=config.listen.asks_who,
         has_allowed=bool(config.allowed_endpoints),
     )
     warnings = [*config.warnings, *exposed]

@@ -50,6 +50,12 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
     access_log: bool
     auth_token_file: str | None  # None: whoever connects may do everything
 
+    @property
+    def asks_who(self) -> bool:
+        """Whether who calls on the port must have something to show: a token, or a certificate."""
+        is_mutual = self.tls is not None and self.tls.client_ca is not None
+        return is_mutual or self.auth_token_file is not None
+
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a service speaks to its replicas."""

@@ -42,7 +42,7 @@ def run_slot_tracker(config: SlotTrackerConfig) -> None:
         lambda log_state: _slot_tracker(config, log_state),
         exposure_warnings(
             config.listen.host,
-            has_tokens=config.listen.auth_token_file is not None,
+            asks_who=config.listen.asks_who,
             has_allowed=bool(config.allowed_endpoints),
         ),
     )

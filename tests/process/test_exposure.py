@@ -28,11 +28,11 @@ def test_only_loopback_is_reached_by_nobody_else(host: str, is_beyond: bool) -> 
 
 def test_a_warning_is_for_those_who_close_nothing() -> None:
     def warnings(
-        host: str = "0.0.0.0", *, has_tokens: bool = False, has_allowed: bool = False
+        host: str = "0.0.0.0", *, asks_who: bool = False, has_allowed: bool = False
     ) -> str:
-        return "; ".join(exposure_warnings(host, has_tokens=has_tokens, has_allowed=has_allowed))
+        return "; ".join(exposure_warnings(host, asks_who=asks_who, has_allowed=has_allowed))
 
     assert "connect to any endpoint: give --auth-token-file or --allow-endpoint" in warnings()
-    assert not warnings(has_tokens=True)
+    assert not warnings(asks_who=True)
     assert "can call every route: give --auth-token-file" in warnings(has_allowed=True)
     assert not warnings("127.0.0.1")

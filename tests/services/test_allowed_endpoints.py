@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import ChildService, plain_environment
-from tests.certificates import Authority
+from tests.certificates import HOST, Authority, Files
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.gateway.running_gateway import RunningGateway
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
@@ -327,13 +327,18 @@ def test_the_gateway_connects_to_no_worker_that_is_not_allowed_whatever_its_sele
 # -- the warning ----------------------------------------------------------------------------------
 
 
-def test_who_can_be_made_to_connect_anywhere_is_warned_at_the_start() -> None:
-    for flags in ((), ("--allow-endpoint", ALLOWED)):
+def test_who_can_be_made_to_connect_anywhere_is_warned_at_the_start(tmp_path: Path) -> None:
+    """By strangers: who asks for certificates lets none in."""
+    authority = Authority()
+    files = Files(tmp_path, authority, authority.issue(HOST))
+    tls = ("--tls-cert", str(files.cert), "--tls-key", str(files.key))
+    open_to_all = {(), tls}
+    for flags in ((), tls, (*tls, "--tls-client-ca", str(files.ca)), ("--allow-endpoint", ALLOWED)):
         port = free_port()
         command = [sys.executable, "-m", "lean_selector.slot_tracker", "--port", str(port), *flags]
         child = ChildService(command, port, env=plain_environment())
         try:
             wait_until(lambda: "listening" in child.log(), "it is up")  # noqa: B023
-            assert ("connect to any endpoint" in child.log()) is not bool(flags)
+            assert ("connect to any endpoint" in child.log()) is (flags in open_to_all)
         finally:
             child.stop()
