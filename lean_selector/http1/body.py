@@ -13,6 +13,8 @@ from lean_selector.http1.limits import HttpError, Limits
 
 # 15 digits cannot overflow anything; no real chunk needs 8.
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")
+# The beginning of nearly every chunk.
+_PLAIN_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n")
 _TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
 
 _MAX_LINE_BYTES = 4096
@@ -113,6 +115,8 @@ class ChunkedBody(_Kept):
                 if self._left == 0:
                     self._state = _DATA_END
                 continue
+            if self._state == _SIZE and not self._line:
+                at = self._take_whole(data, at)
             stop = data.find(b"\n", at) + 1
             self._line += data[at : stop or len(data)]
             at = stop or len(data)
@@ -126,6 +130,25 @@ class ChunkedBody(_Kept):
                 else:
                     self.error = HttpError(400, "bare line feed in a chunked body")
         self.wire_bytes += at - begin
+        return at
+
+    def _take_whole(self, data: bytes, at: int) -> int:
+        """Take chunks that are here from begin to end, and have no extensions; returns where the
+        next one begins. Of a byte each they cost a fifth of what `feed` takes for one."""
+        pieces: list[bytes] = []
+        begins = _PLAIN_CHUNK.match
+        while True:
+            size = begins(data, at)
+            if size is None:
+                break
+            start = size.end()
+            stop = start + int(size[1], 16)
+            if stop == start or data[stop : stop + 2] != b"\r\n":
+                break  # the last one, one that is not all here, or a malformed one
+            pieces.append(data[start:stop])
+            at = stop + 2
+        if pieces:
+            self._keep(b"".join(pieces))
         return at
 
     def _take_line(self, line: bytes) -> None:

@@ -97,6 +97,24 @@ def test_chunks_over_the_limit_together_are_read_to_the_end_and_dropped() -> Non
     assert (body.is_done, body.is_too_large, body.content) == (True, True, b"")
 
 
+@pytest.mark.parametrize("tail", [b"2\r\nde", b"2\r\nde\r", b"2\r", b"2", b""])
+def test_chunks_that_are_here_are_taken_and_the_one_that_is_not_waits(tail: bytes) -> None:
+    wire = chunk(b"a") + chunk(b"bc") + tail
+    body = chunked(wire)
+    assert (bytes(body.content), body.wire_bytes) == (b"abc" + tail[3:5], len(wire))
+    rest = (chunk(b"de") + END)[len(tail) :]
+    assert feed(body, rest) == b""
+    assert (body.is_done, bytes(body.content), body.error) == (True, b"abcde", None)
+
+
+@pytest.mark.parametrize("malformed", [b"2\r\ndef", b"2\r\nde\n\r", b"2\nde\r\n", b"g\r\n"])
+def test_a_malformed_chunk_behind_good_ones_is_an_error(malformed: bytes) -> None:
+    body = chunked(chunk(b"a") * 3 + malformed + chunk(b"b") + END)
+    assert body.error is not None
+    assert body.error.status == 400
+    assert not body.is_done
+
+
 @given(st.lists(st.binary(min_size=1, max_size=3), max_size=3), st.integers(1, 7))
 def test_it_does_not_matter_how_chunks_arrive(parts: list[bytes], step: int) -> None:
     wire = b"".join(map(chunk, parts)) + END
