@@ -55,10 +55,14 @@ class Bodies:
 def dialect_routes(handlers: Handlers, bodies: Bodies) -> tuple[Route, ...]:
     register = with_body(bodies.registration, handlers.register, 201)
     patch = with_param_and_body(worker_id_param, bodies.change, handlers.patch)
-    one = "/workers/{worker_id}"
     return (
         ("POST", "/workers", ADMIN, warning_of_fields(bodies.fields["/workers"], register)),
-        ("PATCH", one, ADMIN, warning_of_fields(bodies.fields[one], patch)),
+        (
+            "PATCH",
+            "/workers/{worker_id}",
+            ADMIN,
+            warning_of_fields(bodies.fields["/workers/{worker_id}"], patch),
+        ),
         ("POST", "/select", WRITE, with_body(bodies.select, handlers.select)),
         (
             "POST",

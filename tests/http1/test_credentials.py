@@ -25,7 +25,7 @@ def kept_by(blocks: HeaderBlocks) -> bytes:
     parts: list[bytes] = []
     for key, block in blocks.items():
         parts += [key] if isinstance(key, bytes) else key
-        values = [getattr(block, name) for name in type(block).__slots__]
+        values = [getattr(block, name) for name in dir(block)]  # a compiled one has no __slots__
         parts += [value for value in values if isinstance(value, bytes)]
     return b"|".join(parts)
 

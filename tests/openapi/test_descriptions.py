@@ -28,7 +28,7 @@ def declared() -> Iterator[tuple[str, str, str]]:
         if where.split("/")[0] in OTHER_ROOMS:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Tuple) and len(node.elts) == 3:
+            if isinstance(node, ast.Tuple) and len(node.elts) == 4:  # as in services/gate.py
                 method, template = (
                     each.value if isinstance(each, ast.Constant) else None for each in node.elts[:2]
                 )
