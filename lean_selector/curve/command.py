@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     name = parser.parse_args(argv).name
+    if not os.path.basename(name):
+        parser.error(f"NAME `{name}` names a folder: what is to stand before .key and .key_secret?")
     try:
         check_curve("keys")
         pair = new_pair()

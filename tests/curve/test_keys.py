@@ -47,6 +47,18 @@ def test_the_command_makes_a_pair_that_we_and_pyzmq_read(tmp_path: Path) -> None
     assert pair.secret.decode() not in made.stdout + repr(pair)
 
 
+@pytest.mark.parametrize("name", ["", "folder/"])
+def test_the_command_makes_no_hidden_files_of_a_folders_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main([name])
+    assert f"NAME `{name}` names a folder" in capsys.readouterr().err
+    assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
+
+
 @pytest.mark.parametrize("ending", ["key", "key_secret"])
 def test_the_command_touches_no_file_that_exists(
     tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
