@@ -9,8 +9,15 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.curve.keys import KeyPair, Keys
-from lean_selector.curve.zap import ENDPOINT, WARN_EVERY_S, Expelled, ask_for_keys, zap_answer
-from lean_selector.tasks import supervise
+from lean_selector.curve.zap import (
+    ENDPOINT,
+    WARN_EVERY_S,
+    Expelled,
+    ask_for_keys,
+    zap_answer,
+    zap_failure,
+)
+from lean_selector.tasks import failed, supervise
 
 log = logging.getLogger("lean_selector.curve")
 
@@ -52,7 +59,11 @@ class CurveGate:
     async def _run(self) -> None:
         while True:
             request = await self._socket.recv_multipart()
-            answer = zap_answer(request, self._domain, self.admitted, self._refused)
+            try:
+                answer = zap_answer(request, self._domain, self.admitted, self._refused)
+            except Exception:
+                failed("curve gate", "this handshake is refused")
+                answer = zap_failure(request)
             self.has_expelled.note(answer)
             await self._socket.send_multipart(answer)
 

@@ -10,7 +10,14 @@ import zmq
 
 from lean_selector.curve.keys import LOOK_EVERY_S, KeyList, Keys, check_curve, read_pair
 from lean_selector.curve.rebinding import bound_in_time
-from lean_selector.curve.zap import ENDPOINT, WARN_EVERY_S, Expelled, ask_for_keys, zap_answer
+from lean_selector.curve.zap import (
+    ENDPOINT,
+    WARN_EVERY_S,
+    Expelled,
+    ask_for_keys,
+    zap_answer,
+    zap_failure,
+)
 
 log = logging.getLogger("lean_selector.curve")
 
@@ -63,12 +70,19 @@ class ThreadGate:
             while True:
                 if socket.poll(timeout_ms):
                     request = socket.recv_multipart()
-                    answer = zap_answer(request, _DOMAIN, self._admitted, self._refused)
+                    answer = self._answer(request)
                     if has_expelled is not None:
                         has_expelled.note(answer)
                     socket.send_multipart(answer)
                 if has_expelled is not None and has_expelled():
                     self._on_expelled()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        try:
+            return zap_answer(request, _DOMAIN, self._admitted, self._refused)
+        except Exception:
+            log.exception("a handshake is refused for a bug")
+            return zap_failure(request)
 
     def _refused(self, key: str, address: str) -> None:
         now = time.monotonic()

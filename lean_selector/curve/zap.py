@@ -66,7 +66,7 @@ def zap_answer(
     request: list[bytes], domain: bytes, admitted: Keys | None, on_refused: OnRefused
 ) -> list[bytes]:
     """The answer to a request of ZAP. `admitted` None: whoever knows the server's key."""
-    number = request[1] if len(request) > 1 else b""
+    number = _number(request)
     if (
         len(request) != _CREDENTIALS + 1
         or request[0] != _VERSION
@@ -79,3 +79,13 @@ def zap_answer(
         return [_VERSION, number, _OK, b"OK", key, b""]
     on_refused(key.decode(), request[3].decode(errors="replace"))
     return [_VERSION, number, b"400", b"this public key is not admitted", b"", b""]
+
+
+def zap_failure(request: list[bytes]) -> list[bytes]:
+    """The answer where there is none for a bug: each question must have one, or the next is never
+    asked."""
+    return [_VERSION, _number(request), b"500", b"it cannot be told", b"", b""]
+
+
+def _number(request: list[bytes]) -> bytes:
+    return request[1] if len(request) > 1 else b""

@@ -17,6 +17,11 @@ from tests.running_service import wait_until
 
 ANY_PORT = "tcp://127.0.0.1:*"
 DEADLINE_MS = 20_000
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 ENGINE, SERVICE, STRANGER = new_pair(), new_pair(), new_pair()
 
 
@@ -108,6 +113,37 @@ def test_without_descriptors_it_goes_on_and_lets_services_in_again_once_there_ar
         heard.set()
         publishing.join()
         sub.close(0)
+
+
+def test_a_bug_of_the_gate_costs_a_handshake_and_no_more(
+    publisher: KvEventPublisher,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = publisher._gate
+    assert gate is not None
+    whole, bugs = gate._admitted, [RuntimeError("a bug")]
+    assert whole is not None
+
+    def admitted() -> tuple[bytes, ...]:
+        if bugs:
+            raise bugs.pop()
+        return whole()
+
+    gate._admitted = admitted
+    for _ in range(2):
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED)
+            give_keys(dealer, SERVICE, ENGINE.public)
+            dealer.connect(str(publisher.replay_endpoint))
+            assert monitor.poll(DEADLINE_MS)
+            dealer.disable_monitor()
+            monitor.close(0)
+    assert replayed(context, publisher) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "a handshake is refused for a bug"
+    ]
 
 
 def test_one_who_is_refused_again_and_again_is_told_of_once(

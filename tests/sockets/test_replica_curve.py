@@ -184,6 +184,26 @@ def test_who_refuses_tells_whom() -> None:
     uvloop.run(story())
 
 
+def test_a_bug_of_the_gate_costs_a_handshake_and_no_more() -> None:
+    async def story() -> None:
+        one, other = Replica(A, B), Replica(B, A)
+        assert one.gate is not None
+        whole, bugs = one.gate.admitted, [RuntimeError("a bug")]
+
+        def admitted() -> tuple[bytes, ...]:
+            if bugs:
+                raise bugs.pop()
+            return whole()
+
+        one.gate.admitted = admitted  # type: ignore[misc]
+        before = failures["curve gate"]
+        async with two(one, other):
+            await other.hears(one)
+            assert failures["curve gate"] == before + 1
+
+    uvloop.run(story())
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_who_is_taken_off_the_list_is_cut_off_and_the_others_come_back(
     scheme: str, tmp_path: Path
