@@ -107,6 +107,8 @@ def urls(value: str) -> list[str]:
     for item in items:
         if not item.startswith(("http://", "https://")):
             raise ValueError(f"`{item}` is not an http:// or https:// URL")
+        if "@" in item.split("/")[2]:  # they would not be sent, and stand in every log line
+            raise ValueError("credentials in a URL are not supported: give --peer-token-file")
     return items
 
 

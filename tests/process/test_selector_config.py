@@ -260,6 +260,7 @@ BAD = [
     ("--log-level", "loud"),
     ("--indexer-peers", "tcp://a:1"),
     ("--indexer-peers", "a:1"),
+    ("--indexer-peers", "http://name:word@a:1"),
     ("--recovery-timeout-secs", "0"),
     ("--kv-source-grace-secs", "-1"),
     ("--replica-sync-port", "0"),
