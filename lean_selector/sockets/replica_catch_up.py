@@ -101,9 +101,12 @@ class CatchingUp:
         late for this one. `on_taken` hears when the snapshots were taken, and whether they closed
         a gap in what was heard of the peers.
         """
+        is_restored = self._holds_copies()
         try:
             await _connected(self._sync)
             occasion = take_occasion()
+            if occasion is Occasion.START and is_restored:
+                occasion = Occasion.CONNECTED  # of each peer something may have ended meanwhile
             again.clear()
             began = time.monotonic()
             mended = False
@@ -128,6 +131,9 @@ class CatchingUp:
                 self._sessions.give_up_waiting()
         if dropped := self._catch_up.counts[Fate.NOT_REGISTERED]:
             log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
+
+    def _holds_copies(self) -> bool:
+        return any(target.slots.live_counts()[1] for target in self._targets())
 
     async def _admit_waiting(self) -> None:
         now = time.monotonic()
