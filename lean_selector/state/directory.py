@@ -162,6 +162,15 @@ class StateDirectory:
         os.rename(os.path.join(self.path, name), aside)
         return aside
 
+    def keep_copy(self, name: str) -> str:
+        """Links a file as it is beside itself, over one that was kept before, for it will be
+        written anew; its second path. Raises OSError."""
+        copy = os.path.join(self.path, f"{name}.unfit")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(copy)
+        os.link(os.path.join(self.path, name), copy)
+        return copy
+
     def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
         """A file of these parts and their seal, in the place of the one that was; its bytes.
 

@@ -45,7 +45,18 @@ def restore_catalog(directory: StateDirectory, contents: Restored, now: float) -
         raise OtherService(f"{directory.path} has the state of a {file.service}")
     problems = contents.restore(file, now)
     _log_problems("the catalog", problems)
-    log.info("state restored", extra={"file": CATALOG, "workers": len(file.workers)})
+    fields: dict[str, object] = {
+        "file": CATALOG,
+        "workers": len(file.workers),
+        "unfit": len(problems),
+    }
+    if problems:
+        # The file is written without them at the next change; a flag may have been mistyped.
+        try:
+            fields["kept_as"] = directory.keep_copy(CATALOG)
+        except OSError as error:
+            log.error("what does not fit could not be kept", extra={"reason": error.strerror})
+    log.info("state restored", extra=fields)
 
 
 def restore_reservations(

@@ -193,6 +193,20 @@ def start(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:
+    with selector(tmp_path) as service:
+        for worker_id in (1, 2):
+            assert service.post("/workers", worker(worker_id))[0] == 201
+    written = (tmp_path / "catalog").read_bytes()
+    with selector(tmp_path, "--allow-endpoint", "http://w2:*") as service:
+        assert [each["worker_id"] for each in service.get("/workers")[1]] == [2]
+        assert service.request("DELETE", "/workers/2")[0] == 200  # the catalog is written anew
+    assert (tmp_path / "catalog.unfit").read_bytes() == written
+    (tmp_path / "catalog.unfit").rename(tmp_path / "catalog")
+    with selector(tmp_path) as service:
+        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
+
+
 def test_a_second_process_refuses_to_start_and_the_first_goes_on(tmp_path: Path) -> None:
     with selector(tmp_path) as service:
         assert service.post("/workers", worker())[0] == 201
