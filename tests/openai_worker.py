@@ -121,8 +121,8 @@ class OpenAiWorker:
 
     def seen(self) -> dict[str, Any]:
         """What it was asked so far: `requests` (their first lines, headers and bodies),
-        `connections`, completions that were `hung_up` on, `active` requests, `hit_blocks` and
-        `prompt_blocks`."""
+        `connections`, completions that were `hung_up` on, `active` requests, `hit_blocks`,
+        `prompt_blocks` and `published_batches`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         with contextlib.closing(connection):
             connection.request("GET", "/fake/seen")
@@ -284,6 +284,7 @@ class _Worker:
                 "requests": self.requests,
                 "connections": self.connections,
                 "hung_up": self.hung_up,
+                "published_batches": engine.published_batches,
                 "active": engine.active,
                 "hit_blocks": engine.hit_blocks,
                 "prompt_blocks": engine.prompt_blocks,

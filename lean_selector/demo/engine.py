@@ -97,6 +97,11 @@ class SimulatedEngine(EngineModel):
             replay_endpoint=replay_endpoint,
         )
 
+    @property
+    def published_batches(self) -> int:
+        """Event messages sent so far; they are numbered from 0."""
+        return self._publisher.sequence
+
     def registration(self) -> dict[str, object]:
         """The body with which this engine is registered as a worker."""
         return {

@@ -86,6 +86,17 @@ class Fleet:
     def wait_until_free(self) -> None:
         wait_until(lambda: self.loads() == 0, "every reservation is freed")
 
+    def wait_until_known(self) -> None:
+        """What the workers hold: the next choice counts with it."""
+
+        def is_known() -> bool:
+            told = sorted(worker.seen()["published_batches"] for worker in self.workers)
+            rows = self.selector.get("/kv_sources")[1]
+            heard = sorted(0 if row["last_seq"] is None else row["last_seq"] + 1 for row in rows)
+            return heard == told and all(row["lag_batches"] == 0 for row in rows)
+
+        wait_until(is_known, "the workers' events are applied")
+
     def lines(self) -> dict[str, int]:
         """Lines of the access log, by what became of them."""
         found = re.findall(
@@ -169,6 +180,7 @@ def test_a_conversation_stays_with_the_worker_that_has_it_cached_and_ends_free(
             assert status == 200
             answer = json.loads(body)
             fleet.wait_until_free()
+            fleet.wait_until_known()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert sorted(a - b for a, b in zip(fleet.served(), before, strict=True)) == [0, 4]
     assert fleet.lines() == {"freed": 8}
@@ -204,6 +216,7 @@ def test_long_prompts_are_routed_too(peaceful: Fleet) -> None:
     for _ in range(3):
         assert fleet.ask(chat(text, max_tokens=1))[0] == 200
         fleet.wait_until_free()
+        fleet.wait_until_known()
     assert sorted(fleet.served()) == [0, 3]
     assert fleet.lines() == {"freed": 3}
 
