@@ -82,6 +82,7 @@ class Holders(RuleBasedStateMachine):
     def the_pieces_in_order_are_the_strand(self) -> None:
         assert b"".join(run.label for run in self.pieces()) == LABEL
         assert self.trie.strands[self.strand] is self.pieces()[0]
+        assert [run.after for run in self.pieces()] == [*self.pieces()[1:], None]
 
     @precondition(lambda self: len(self.pieces()) > 1)
     @rule()
@@ -120,6 +121,27 @@ def test_a_run_stays_while_another_hangs_on_it() -> None:
     assert trie.strands == {}
 
 
+def test_each_piece_of_a_strand_knows_the_next_one_whatever_is_split_or_goes() -> None:
+    trie = RunTrie()
+    run = trie.add(trie.root, LABEL)
+    run.set_held(0, 0b111111111111)
+
+    def afters() -> list[Run | None]:
+        return [piece.after for piece in trie.pieces(run.strand)]
+
+    for _ in range(3):
+        trie.split(run, 3)
+        assert afters() == [*trie.pieces(run.strand)[1:], None]
+    trie.split(trie.pieces(run.strand)[2], 1)
+    assert afters() == [*trie.pieces(run.strand)[1:], None]
+    for left in (4, 3, 2, 1):
+        last = trie.pieces(run.strand)[-1]
+        last.set_held(0, 0)
+        trie.prune(last)
+        assert len(afters()) == left
+        assert afters() == [*trie.pieces(run.strand)[1:], None]
+
+
 def test_a_common_prefix_is_counted_in_whole_blocks() -> None:
     label = bytearray(LABEL)
     for same in range(12):
@@ -127,3 +149,23 @@ def test_a_common_prefix_is_counted_in_whole_blocks() -> None:
         assert common_prefix(label, 0, other, 0) == same << 3
     assert common_prefix(label, 8, LABEL, 8) == len(LABEL) - 8
     assert common_prefix(label, 8, LABEL[8:24], 0) == 16
+
+
+def test_a_prompt_that_ends_within_a_run_is_matched_to_its_end_by_whoever_holds_more() -> None:
+    trie = RunTrie()
+    start = trie.add(trie.root, LABEL[:32])
+    rest = trie.add(start, LABEL[32:])
+    for bit in (0, 1):
+        start.set_held(bit, 0b1111)
+    rest.set_held(0, 0b11111111)
+    rest.set_held(1, 0b11111)
+    assert trie.match_sets(0b11, LABEL[:48]) == ([(6, 0b10), (6, 0b01)], [start, rest])
+    assert trie.match_sets(0b11, LABEL) == ([(9, 0b10), (12, 0b01)], [start, rest])
+
+
+def test_a_match_tells_no_set_of_ranks_that_were_not_asked_for() -> None:
+    trie = RunTrie()
+    run = trie.add(trie.root, LABEL)
+    for bit, held in enumerate((0b111111111111, 0b11, 0b111)):
+        run.set_held(bit, held)
+    assert trie.match_sets(0b101, LABEL)[0] == [(3, 0b100), (12, 0b001)]
