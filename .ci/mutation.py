@@ -97,7 +97,11 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "index": (
         [f"{CORE}/index/kv_index.py"],
-        ["tests/core/index/test_kv_index.py", f"--deselect={LONG_STORY}"],
+        [
+            *(f"tests/core/index/test_kv_index{part}.py" for part in ("", "_steps")),
+            *(f"tests/core/index/test_{name}.py" for name in ("holes", "lower_tiers")),
+            *(f"--deselect={LONG_STORY}", f"--deselect={REVIEWED_BY_MANY}"),
+        ],
     ),
 }
 CONFIG = """
