@@ -49,11 +49,11 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Raises BadRequest or Unavailable when a target that the request may go to, but for its pin,
-    is elsewhere than that: nothing else is allowed then."""
+    """Of a request with a target and a pin. Raises BadRequest or Unavailable when a target that the
+    request may go to, but for its pin, is elsewhere than that: nothing else is allowed then."""
     target, pinned = request.target, request.pinned
-    if target is None or pinned is None:
-        return
+    assert target is not None, "it has one"
+    assert pinned is not None, "it has one"
     if target.worker_id == pinned.worker_id and target.dp_rank in (None, pinned.dp_rank):
         return
     request.pinned = None

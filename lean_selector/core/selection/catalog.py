@@ -295,9 +295,8 @@ class Catalog:
             return
         del self.partitions[key]
         partition.abandon()
-        for worker in self.matching(*key):
-            if worker.reasons:
-                self._install(worker.spec)
+        for worker in self.matching(*key):  # none of them is schedulable: it would be a member
+            self._install(worker.spec)
 
     # -- rules ---------------------------------------------------------------------------------
 

@@ -171,11 +171,9 @@ class Partition:
                 self.room.put(load, worker.max_num_batched_tokens, limits, self.slots.heard_at)
 
     def _judge(self, load: RankLoad) -> None:
-        """A rank's load or limits may have changed; those of no worker are not our concern."""
+        """A rank's load or limits may have changed."""
         self.order.changed(load)
-        limits = self._limits.get(load.key)
-        if limits is None:
-            return
+        limits = self._limits[load.key]  # each rank here is a worker's
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
             self.busy |= load.mask
         elif self.busy & load.mask:
