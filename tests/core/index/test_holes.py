@@ -219,13 +219,16 @@ def test_a_review_comes_after_many_blocks_were_dropped_by_whatever_way(
 def test_a_start_of_very_many_runs_that_nobody_holds_is_looked_at_for_a_bounded_time() -> None:
     index = KvIndex(16)
     depth = holes._MOST_RUNS_ABOVE + 50
-    trunk = prompt(1, depth)
-    for at in range(1, depth + 1):  # a leaf on each block: every block of the trunk is a run
-        store(index, 1, [*trunk[:at], 90_000_000 + at])
+    trunk = prompt(1, 4 * depth)
+    for at in range(1, depth + 1):  # a leaf on each 4 blocks: these are a run
+        store(index, 1, [*trunk[: 4 * at], 90_000_000 + at])
+    store(index, 2, prompt(2))
     index.remove(1, 0, Tier.DEVICE, trunk)
     review(index)
-    assert index.total_blocks + index.evicted == depth
-    assert positions_kept(index) <= holes.MOST_POSITIONS * max(index.total_blocks, 1) + 2 * depth
+    # Each leaf had 4 blocks above it that nobody holds, in the label and in the row.
+    assert (index.total_blocks, index.evicted) == (LENGTH, depth)
+    assert index.ranks() == [(2, 0)]
+    assert positions_kept(index) == 2 * LENGTH
 
 
 def spoil(index: KvIndex, first: int, prompts: int = 100) -> None:
