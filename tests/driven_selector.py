@@ -15,7 +15,6 @@ from lean_selector.core.selection.records import PinnedWorker, Placement, Select
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
-from lean_selector.core.sessions.settings import SessionSettings
 from lean_selector.core.sessions.table import SessionTables
 
 BLOCK_SIZE = 4
@@ -60,9 +59,9 @@ class DrivenSelector:
         self.told: list[tuple[str, str]] = []
         self.answers: dict[str, Placement | SelectorError] = {}
         self.sources = Sources()
-        tables = settings.pop("sessions", None)
-        if isinstance(tables, SessionSettings):
-            tables = SessionTables(tables)
+        tables = None
+        if isinstance(settings.get("sessions"), SessionTables):
+            tables = settings.pop("sessions")
         self.selector = Selector(
             RouterSettings(**settings),
             self.sources,

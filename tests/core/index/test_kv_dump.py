@@ -196,3 +196,15 @@ def test_a_rank_that_is_gone_is_told_no_further() -> None:
     left = [run for runs in dump for run in runs]
     assert {(run.worker_id, run.dp_rank) for run in left} == {RANKS[2]}
     assert len(left) == 6
+
+
+def test_a_rank_that_goes_while_its_disk_is_told_is_told_no_further() -> None:
+    """What it held is much: it is hidden at once, and still being given back."""
+    index = KvIndex(16)
+    for at in range(2_000):
+        index.store(1, 0, Tier.DISK, None, [at + 1], pack((at,)))
+    dump = index.dump()
+    assert len(next(dump)) == 1
+    index.clear(1, 0)
+    assert index.sweep(0), "there is more to give back"
+    assert [run for runs in dump for run in runs] == []

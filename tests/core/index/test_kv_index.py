@@ -583,6 +583,19 @@ def test_lower_tiers_have_a_bound_each_and_a_default() -> None:
     assert_pristine(index)
 
 
+def test_a_rank_that_is_cleared_while_it_is_brought_below_its_bound_holds_up_no_other() -> None:
+    index = KvIndex(16)
+    for dp_rank in (0, 1):
+        for at in range(1_000):
+            index.store(1, dp_rank, Tier.DISK, None, [at + 1], (at + 1).to_bytes(8, "little"))
+    index.set_bound(1, None, 5)
+    assert index.total_blocks > 1_000, "it is not done at once"
+    index.clear(1, 0)
+    while index.sweep(100):
+        pass
+    assert [index.blocks(1, dp_rank, Tier.DISK) for dp_rank in (0, 1)] == [0, 5]
+
+
 # Dump
 
 

@@ -213,6 +213,13 @@ def test_removed_event_that_does_not_count(
     assert source.device() == 1
 
 
+def test_a_removed_event_in_parts_that_does_not_count_is_skipped_once(source: Source) -> None:
+    """The last part counts for all of them."""
+    source.send(store(1), BlockRemoved([1], None, events=0), BlockRemoved([2], None, events=1))
+    assert source.skipped == {("removed", "unknown_medium"): 1}
+    assert source.device() == 1
+
+
 def test_events_that_the_wire_skipped_are_counted(source: Source) -> None:
     skipped = [SkippedEvent("stored", "malformed", "x"), SkippedEvent("stored", "malformed", "y")]
     source.ingest.apply(EventBatch(None, [store(1)], skipped))

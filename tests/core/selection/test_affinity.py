@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
+from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.peer_sessions import HOLD_S, PeerSessions
+from lean_selector.core.selection.peer_sessions import HOLD_S, MAX_WAITING, PeerSessions
 from lean_selector.core.selection.records import EXPLANATION, AffinityTarget, Placement
 from lean_selector.core.sessions.records import LiveSession, SessionEvent, SessionVerdict
 from lean_selector.core.sessions.settings import SessionSettings
@@ -132,6 +133,13 @@ def test_a_taken_id_is_said_before_a_session_that_is_bound_elsewhere(
     with pytest.raises(Conflict):
         book(driven, "a")
     assert sessions_of(driven).held == 1
+
+
+def test_an_id_that_a_peer_booked_binds_no_session(driven: DrivenSelector) -> None:
+    driven.partition.slots.book(Booking("a", 1, 0), b"", driven.now, router_id=77)
+    with pytest.raises(Conflict, match="Request a already exists"):
+        book(driven, "a")
+    assert len(sessions_of(driven)) == 0
 
 
 def test_a_rank_that_vanished_is_ignored_until_a_booking_binds_anew(driven: DrivenSelector) -> None:
@@ -372,6 +380,36 @@ def test_taking_over_goes_in_steps(driven: DrivenSelector) -> None:
     driven.now = TTL_S
     peers.tend(driven.now, 10)
     assert len(sessions_of(driven)) == 0
+
+
+def test_no_more_than_so_many_sessions_wait_for_their_workers(driven: DrivenSelector) -> None:
+    peers = PeerSessions(driven.selector.catalog, writer_id=4)
+    listed = LiveSession(of_peer(7), 0.0)
+    for _ in range(MAX_WAITING):
+        assert peers.take(listed, driven.now) is SessionVerdict.UNKNOWN_WORKER
+    assert peers.counts[SessionVerdict.UNKNOWN_WORKER] == 0, "they wait"
+    peers.take(LiveSession(of_peer(7, session_id="late"), 0.0), driven.now)
+    assert peers.counts[SessionVerdict.UNKNOWN_WORKER] == 1
+    driven.register(7)
+    assert not peers.admit_waiting(driven.now, 2 * MAX_WAITING)
+    assert sessions_of(driven).bound("p", driven.now) is not None
+    assert sessions_of(driven).bound("late", driven.now) is None
+
+
+def test_what_a_peer_lists_of_a_worker_that_is_here_counts_at_once(driven: DrivenSelector) -> None:
+    peers = PeerSessions(driven.selector.catalog, writer_id=4)
+    assert peers.take(LiveSession(of_peer(1), 0.0), driven.now) is SessionVerdict.BOUND
+    assert peers.counts[SessionVerdict.BOUND] == 1
+    assert select(driven, "p") == (1, 0)
+
+
+def test_a_replica_without_sessions_keeps_none_of_a_peers_and_has_none_to_list() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    peers = PeerSessions(driven.selector.catalog, writer_id=4)
+    assert peers.hear(of_peer(1), driven.now) is SessionVerdict.OFF
+    peers.tend(driven.now, 10)
+    assert list(peers.live(driven.now)) == []
 
 
 # -- what the reference did with frames of a peer --------------------------------------------------

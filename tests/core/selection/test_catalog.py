@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from lean_selector.core.errors import BadRequest, NotFound, Unavailable
+from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound, Unavailable
 from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.limits import MAX_RANKS
+from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.selection import catalog as catalog_module
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
@@ -574,3 +576,32 @@ def test_recovered_blocks_of_another_size_than_the_first_workers_are_told_of_onc
         assert not selector.upsert_worker(spec, 0.0).reasons
     assert discarded == [waiting]
     assert selector.catalog.partitions["m", "u"] is fitting
+
+
+def test_models_without_workers_are_remembered_up_to_a_bound(
+    deaf: DrivenSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest are forgotten first, and those that have workers never."""
+    monkeypatch.setattr(catalog_module, "MAX_REMEMBERED", 3)
+    deaf.register(1, model_name="stays")
+    for name in "abcd":
+        deaf.register(2, model_name=name)
+    catalog = deaf.selector.catalog
+    assert [model for model, _ in catalog.known] == ["stays", "c", "d"]
+    for worker_id, name in enumerate("efg", 3):
+        deaf.register(worker_id, model_name=name)
+    assert [model for model, _ in catalog.known] == ["stays", "d", "e", "f", "g"]
+
+
+def test_a_threshold_counts_from_the_first_complete_worker_of_its_model(
+    deaf: DrivenSelector,
+) -> None:
+    deaf.register(1, endpoint=None)
+    key = ("default", "default")
+    given = BusyThreshold(active_prefill_tokens=10)
+    assert deaf.selector.change_threshold(key, given, deaf.now) == given
+    assert not deaf.selector.catalog.partitions
+    deaf.register(1)
+    deaf.reserve("much", isl_tokens=11, prefill=11)
+    with pytest.raises(AllWorkersBusy):
+        deaf.book("r")

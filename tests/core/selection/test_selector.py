@@ -12,6 +12,7 @@ from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.replication.ledger import REPLICA_GRACE_S, REPUBLISH_AFTER_S
 from lean_selector.core.selection import inspection
+from lean_selector.core.selection.dialect import API_1_6
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import Placement, SelectionRequest
@@ -528,6 +529,16 @@ def test_a_conflict_found_late_is_the_answer(queueing: DrivenSelector) -> None:
     )
 
 
+def test_in_the_16_dialect_a_conflict_found_late_is_told_as_one_found_early() -> None:
+    driven = DrivenSelector(queue_threshold=16.0, dialect=API_1_6)
+    driven.register(1)
+    fill(driven, 1)
+    driven.book("r", isl_tokens=1)
+    copy(driven, "r", ("default", "default"), (1, 0))
+    driven.selector.free("fill1", driven.now)
+    assert error_of(driven, "r") == (409, "selection r is already reserved or being reserved")
+
+
 def test_an_answer_may_free_what_the_next_one_takes(queueing: DrivenSelector) -> None:
     """As when a client's connection goes on with a request that it had pipelined."""
     queueing.remove(2)
@@ -554,6 +565,28 @@ def test_a_stop_answers_all_parked_and_refuses_to_park_more(queueing: DrivenSele
     assert error_of(queueing, "r") == (503, "stopping")
     with pytest.raises(Unavailable, match="stopping"):
         queueing.book("late")
+    assert queueing.pending() == (0, 0)
+
+
+def test_a_stop_answers_no_more_to_who_hangs_up_on_the_answer_of_another(
+    queueing: DrivenSelector,
+) -> None:
+    """As when one client had sent both, pipelined, and closes on the first error."""
+    fill(queueing, 1, 2)
+    parked: list[Parked] = []
+    answered: list[str] = []
+
+    def on_answer(answer_to: Parked, outcome: Placement | SelectorError) -> None:
+        answered.append(answer_to.request.reservation_id)
+        queueing.selector.hung_up(queueing.partition, parked[1], queueing.now)
+
+    for name in "ab":
+        request = queueing.request([], 1, books=True, reservation_id=name)
+        waits = queueing.selector.select(queueing.partition, request, queueing.now, on_answer)
+        assert isinstance(waits, Parked)
+        parked.append(waits)
+    queueing.selector.refuse_parked(Unavailable("stopping"))
+    assert answered == ["a"]
     assert queueing.pending() == (0, 0)
 
 

@@ -42,6 +42,16 @@ def test_an_ejected_worker_is_given_nothing_until_its_time_is_over() -> None:
     assert chosen(driven) == {1, 2, 3}
 
 
+def test_a_poll_of_a_worker_that_is_gone_meanwhile_changes_nothing() -> None:
+    driven = fleet(1, 2)
+    driven.remove(2)
+    for _ in range(10):
+        driven.selector.health.polled(2, "connection refused", driven.now)
+    assert chosen(driven) == {1}
+    driven.register(2)
+    assert chosen(driven) == {1, 2}
+
+
 def test_when_all_are_ejected_all_are_tried() -> None:
     driven = fleet(1, 2)
     fail(driven, 1)

@@ -259,6 +259,15 @@ def test_the_list_for_a_peer_says_how_long_each_was_idle(table: SessionTable) ->
     assert listed == [("idle", TTL_S - 2.0), ("held", 0.0)]
 
 
+def test_a_binding_that_ends_while_the_list_is_read_is_not_in_it(table: SessionTable) -> None:
+    for name in "abc":
+        table.book(f"of {name}", name, 1, 0, 0.0)
+    listed = table.live(0.0)
+    assert next(listed).event.session_id == "of a"
+    table.refuse("of b")
+    assert [live.event.session_id for live in listed] == ["of c"]
+
+
 # -- bounds ---------------------------------------------------------------------------------------
 
 
