@@ -185,9 +185,7 @@ def _query_parameter(field: QueryField) -> dict[str, Any]:
 
 def _body(about: RouteDescription, shapes: _Shapes) -> dict[str, Any]:
     media: dict[str, Any] = {"schema": shapes.of(about.body)}
-    content = {JSON: media}
-    if about.example is not None:
-        content[JSON] = {**media, "example": about.example}
+    content = {JSON: {**media, "example": about.example}}
     if issubclass(about.body, PromptFields):
         content[MSGPACK] = media
     return {"required": not about.is_body_optional, "content": content}

@@ -39,7 +39,7 @@ class RouteDescription(msgspec.Struct, frozen=True, kw_only=True):
     is_body_optional: bool = False
     query: tuple[QueryField, ...] = ()
     errors: dict[int, str] = {}
-    example: Any = None  # a body, as it decodes from JSON
+    example: Any = None  # of a body, as it decodes from JSON: there whenever a body is
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,9 +82,6 @@ class PromptMemory:
         """About what it takes of the process's memory."""
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def look(self, chain: Chain) -> Known:
         """What is known of a prompt."""
         at, entry = self._deepest(chain)

@@ -120,10 +120,7 @@ class ModelRequest:
     def _read_prompt(self) -> None:
         prompt = bytes(self.fields.get("prompt", b""))
         if prompt.startswith(b"["):
-            try:
-                several = msgspec.json.decode(prompt, type=list[Raw])
-            except msgspec.DecodeError:
-                several = []
+            several = msgspec.json.decode(prompt, type=list[Raw])
             if several and bytes(several[0])[:1] in (b'"', b"["):
                 if len(several) > 1:
                     self.why_not = SEVERAL

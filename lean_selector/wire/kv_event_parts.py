@@ -94,8 +94,6 @@ class _List(Generic[_T]):
     """A list of an event, read from its start."""
 
     def __init__(self, data: memoryview, at: int, decode: Callable[[bytes], list[_T]]) -> None:
-        if not is_array(data[at]):
-            raise ValueError("a list of the event is none")
         self._data = data
         self._decode = decode
         self.left, self._at = header(data, at)
@@ -202,7 +200,8 @@ class _LargeEvent:
             yield from self._stored(event)
         elif isinstance(event, MapRemoved):
             yield from self._removed(event)
-        elif event is not None:
+        else:
+            assert event is not None, "the fields were not read"
             record = record_of(event)
             yield [record] if record is not None else [], []
 

@@ -106,8 +106,8 @@ def f32(value: float) -> float:
 
 def f32_shortest(value: float) -> float:
     """The float of the fewest digits that is `value` in single precision: 0.1, not 0.100000001."""
-    for digits in range(1, 10):
+    for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")
         if f32(short) == value:
             return short
-    return value
+    return float(f"{value:.9g}")  # so many tell any two of single precision apart

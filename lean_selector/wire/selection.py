@@ -100,7 +100,7 @@ class Registration(WorkerFields, kw_only=True):
 
     def more(self) -> dict[str, Any]:
         """What only this dialect has."""
-        return {}
+        raise NotImplementedError
 
 
 class WorkerRequest(Registration, kw_only=True):

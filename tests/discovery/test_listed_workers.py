@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lean_selector.discovery.defaults import defaults_of
-from lean_selector.discovery.listed_workers import listed_workers
+from lean_selector.discovery.listed_workers import MOST_WORKERS, listed_workers
 from lean_selector.discovery.particulars import Particulars
 
 YAML = b"""
@@ -88,6 +88,13 @@ def test_what_is_wrong_is_named_and_nothing_counts(text: bytes, reason: str) -> 
     with pytest.raises(ValueError, match=reason) as caught:
         listed_workers(text, is_yaml=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_too_many_workers_is_refused() -> None:
+    workers = [{"endpoint": f"http://a:{1 + at}"} for at in range(MOST_WORKERS + 1)]
+    with pytest.raises(ValueError, match="16385 workers, more than 16384"):
+        listed_workers(json.dumps(workers).encode(), is_yaml=False)
+    assert len(listed_workers(json.dumps(workers[1:]).encode(), False).entries) == MOST_WORKERS
 
 
 def test_defaults_are_fields_of_a_registration() -> None:

@@ -67,6 +67,21 @@ def test_a_struct_is_looked_into_once_wherever_it_stands() -> None:
     assert list(components([Tree, list[Tree]])[1]) == ["Tree"]
 
 
+class Parcel(msgspec.Struct):
+    """One of whom a part stays encoded."""
+
+    content: msgspec.Raw = msgspec.Raw(b"null")
+    labels: list[str] = msgspec.field(default_factory=list)
+    weight: int = 3
+
+
+def test_what_is_left_encoded_may_be_absent_and_the_other_defaults_stand() -> None:
+    shown = components([Parcel])[1]["Parcel"]
+    assert shown.get("required", []) == []
+    assert shown["properties"]["labels"]["default"] == []
+    assert shown["properties"]["weight"]["default"] == 3
+
+
 DOCUMENTS = {service: made(service) for service in TABLES}
 
 

@@ -110,3 +110,40 @@ def test_usage_is_read_without_ids() -> None:
         usage.feed(event)
     assert (usage.cached_tokens, usage.prompt_tokens) == (32, len(PROMPT))
     assert UsageReader().cached_tokens is None
+
+
+def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:
+    usage = UsageReader()
+    for _ in range(1_000):
+        usage.feed(b'data: {"choices":[{"text":" and so on, for a hundred bytes or so"}]}\n\n')
+    usage.feed(b'data: {"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}')
+    assert (usage.cached_tokens, usage.prompt_tokens) == (4, 7)
+
+
+@given(st.lists(st.integers(min_value=0), max_size=12))
+def test_a_stream_may_end_its_lines_with_carriage_returns(places: list[int]) -> None:
+    asked, plain = (
+        b"".join(stream(PROMPT, WORDS, asked=each, usage=each)).replace(b"\n", b"\r\n")
+        for each in (True, False)
+    )
+    sent, learned, reader = read(cut(asked, places), drops_usage=True)
+    assert sent == plain
+    assert (learned.prompt, reader.prompt_tokens) == (PROMPT, len(PROMPT))
+
+
+def test_each_event_of_a_stream_with_carriage_returns_is_sent_on_at_once() -> None:
+    reader = AnswerReader(None, strips=True, drops_usage=True)
+    event = b'data: {"choices":[{"text":"a"}]}\r\n\r\n'
+    assert [reader.feed(event), reader.feed(event[:-2]), reader.feed(event[-2:])] == [
+        event,
+        b"",
+        event,
+    ]
+
+
+def test_of_a_prompt_told_twice_the_first_counts_and_an_empty_output_adds_nothing() -> None:
+    sent, learned, _ = read(
+        [b'[{"prompt_token_ids":[1,2],"token_ids":[]},{"prompt_token_ids":[3],"token_ids":[4]}]']
+    )
+    assert sent.count(b"null") == 4
+    assert (learned.prompt, learned.output) == ([1, 2], [4])

@@ -16,7 +16,7 @@ from lean_selector.prompts.model_request import ModelRequest
 from lean_selector.prompts.served import Served
 from tests.prompts.talking_engine import chat_tokens, tokens_of
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, CHAT = 4, "/v1/chat/completions"
 SERVED = Served("m", "default", BLOCK_SIZE, False, {})
 Message = dict[str, Any]
 
@@ -27,7 +27,7 @@ def packed(tokens: list[int]) -> bytes:
 
 def chain_of(messages: list[Message], **fields: Any) -> Chain:
     body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
-    return Chain(SERVED, None, ModelRequest("/v1/chat/completions", body))
+    return Chain(SERVED, None, ModelRequest(CHAT, body))
 
 
 def truth(messages: list[Message], **fields: Any) -> bytes:
@@ -263,6 +263,66 @@ def test_what_was_used_last_stays() -> None:
         engine.answer([said("user", f" other{number}" * 40)], [])
         assert engine.known(kept).is_whole
     assert not engine.known([said("user", " other0" * 40)]).is_whole
+
+
+def test_a_prompt_that_became_other_tokens_is_known_by_the_newest() -> None:
+    """Also one that others were seen to go on from: a template may change."""
+    memory, first = PromptMemory(1 << 20), [said("user", " one")]
+    longer = [*first, said("assistant", " two"), said("user", " three")]
+    old, new = list(range(100, 140)), list(range(500, 550))
+    memory.learn(chain_of(first), packed(old))
+    memory.learn(chain_of(longer), packed([*old, *range(200, 220)]))
+    memory.learn(chain_of(first), packed(new))
+    known = memory.look(chain_of(first))
+    assert (known.is_whole, known.tokens) == (True, len(new))
+    assert known.hashes == local_hashes(new, BLOCK_SIZE)
+
+
+def test_a_long_prompt_keeps_its_hashes_when_what_goes_on_from_it_has_none_of_them() -> None:
+    memory, first = PromptMemory(1 << 20), [said("user", " one")]
+    longer = [*first, said("assistant", " two")]
+    old, new = list(range(1_000, 1_400)), list(range(5_000, 5_500))  # 100 blocks, and 125
+    memory.learn(chain_of(first), packed(old))
+    memory.learn(chain_of(longer), packed(new))
+    for messages, tokens in ((first, old), (longer, new)):
+        known = memory.look(chain_of(messages))
+        assert (known.is_whole, known.hashes) == (True, local_hashes(tokens, BLOCK_SIZE))
+
+
+def test_a_prompt_of_no_bytes_says_nothing_of_tokens_per_byte() -> None:
+    memory, other = PromptMemory(1 << 20), chain_of([said("user", " word" * 400)])
+    before = memory.look(other).tokens
+    memory.learn(chain_of([]), packed([1, 2, 3, 4, 5, 6, 7, 8]))
+    assert memory.look(chain_of([])).is_whole
+    assert memory.look(other).tokens == before + 8  # those that any prompt begins with
+
+
+def test_of_a_thousand_models_the_first_ones_averages_are_forgotten() -> None:
+    body = json.dumps({"messages": [said("user", " word" * 100)]}).encode()
+
+    def estimate(model: str) -> int:
+        served = Served(model, "default", BLOCK_SIZE, False, {})
+        return memory.look(Chain(served, None, ModelRequest(CHAT, body))).tokens
+
+    memory = PromptMemory(1 << 20)
+    default = estimate("m")
+    for number in range(8):
+        memory.learn(chain_of([said("user", f"{number}")]), packed([number] * 1_000))
+    assert estimate("m") > 10 * default
+    for number in range(1023):
+        estimate(f"m{number}")
+    assert estimate("m") > 10 * default
+    estimate("one more")
+    assert estimate("m") == default
+
+
+def test_a_prompt_that_shares_a_key_with_another_by_chance_is_looked_up_all_the_same() -> None:
+    """Keys are hashes of 64 bits; then the ones before it are nobody's."""
+    memory, known = PromptMemory(1 << 20), chain_of([said("user", " one")])
+    memory.learn(known, packed(list(range(40))))
+    other = chain_of([said("user", " two")])
+    other.keys[:] = [123, known.keys[-1]]
+    assert memory.look(other).hashes == local_hashes(list(range(40)), BLOCK_SIZE)
 
 
 def test_its_memory_is_what_it_says() -> None:

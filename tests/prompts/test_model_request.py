@@ -4,6 +4,7 @@ import contextlib
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from lean_selector.prompts.engine_tokenizer import tokenize_body
 from lean_selector.prompts.memory import PromptMemory
 from lean_selector.prompts.model_request import Kind, ModelRequest
 from lean_selector.prompts.served import Served
+from lean_selector.prompts.template_arguments import template_arguments
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SERVED = Served("m", "default", 4, False, {})
@@ -136,3 +138,26 @@ def test_an_adapter_and_a_block_size_have_chains_of_their_own() -> None:
     ]
     assert len({chain.keys[-1] for chain in chains}) == len(chains)
     assert Chain(Served("m", "other", 4, False, {}), None, request).keys == chains[0].keys
+
+
+@pytest.mark.parametrize("message", ['["type"]', '"\\"type\\""'])
+def test_a_message_of_no_known_form_has_no_media(message: str) -> None:
+    request = ModelRequest(CHAT, f'{{"messages":[{message}]}}'.encode())
+    assert (request.kind, request.why_not) == (Kind.CHAT, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, {}),
+        ({"chat_template_kwargs": {"a": 1}, "documents": [2]}, {"a": 1, "documents": [2]}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"chat_template_kwargs": [1], "documents": [2]}, {}),
+        ({"chat_template_kwargs": "a"}, {}),
+    ],
+)
+def test_arguments_of_the_template_are_those_that_are_an_object(
+    fields: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    request = ModelRequest(CHAT, json.dumps({"messages": [], **fields}).encode())
+    assert json.loads(msgspec.json.encode(template_arguments(request))) == arguments

@@ -1,7 +1,7 @@
 """Batches read in slices: the same outcome as at once, and bounded work whatever the bytes."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -182,7 +182,35 @@ def test_a_large_event_that_names_a_block_twice_is_skipped_whole() -> None:
         assert outcome(encode([1.5, [event], 0]))[1].skipped == {("stored", "self_reference"): 1}
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda names: ["BlockRemoved", names, None],
+        lambda names: {"type": "BlockRemoved", "block_hashes": names, "medium": None},
+    ],
+    ids=["array", "map"],
+)
+def test_a_large_removal_comes_in_parts_and_counts_once(form: Callable[[object], object]) -> None:
+    names = [2**40 + name for name in range(30)]
+    payload = encode([1.5, [form(names)], 0])
+    with small_windows(240):
+        records = [record for batch in slices(payload) for record in batch.events]
+    assert all(isinstance(record, BlockRemoved) for record in records)
+    removals = [record for record in records if isinstance(record, BlockRemoved)]
+    assert [name for each in removals for name in each.block_hashes] == names
+    assert [len(each.block_hashes) for each in removals] == [4] * 7 + [2]
+    assert [each.events for each in removals] == [0] * 7 + [1]
+
+
 # Bounds
+
+
+def test_a_large_event_of_too_many_fields_is_skipped() -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [5], **{f"x{n}": n for n in range(63)}}
+    for count, skipped in ((65, {("unknown", "malformed"): 1}), (64, {})):
+        fields = dict([*event.items()][:count])
+        with small_windows(240):
+            assert outcome(encode([1.5, [fields], 0]))[1].skipped == skipped
 
 
 def test_a_batch_of_too_many_events_is_refused_unread() -> None:

@@ -104,6 +104,7 @@ bodies = st.builds(
 @example(b'{"sequence_hashes":[1],"isl_tokens":5,"block_hashes":[2]}')
 @example(b'{"block_hashes":[1],"sequence_hashes":[2],"isl_tokens":5,"block_hashes":[3]}')
 @example(b'{"block_hashes":[1],"sequence_hashes":[2],"isl_tokens":5,"block_hashes":"x"}')
+@example(b'{"block_hashes":[1],"sequence_hashes":[2],"isl_tokens":5,"sequence_hashes":[3]}')
 @example(b'{"block_hashes":"x","isl_tokens":5,"block_hashes":[1],"sequence_hashes":[2]}')
 @example(b'{"x":{"block_hashes":[1]},"sequence_hashes":[2],"isl_tokens":5}')
 @example(b'{"sequence_hashes":[1,"block_hashes":[2],"isl_tokens":5}')

@@ -493,6 +493,11 @@ def test_a_prompt_of_a_million_tokens_travels_whatever_its_hashes(blocks: int, l
     assert decode_event(odd(values)).sequence_hashes == hashes
 
 
+def test_a_list_that_begins_with_integers_may_hold_a_large_text_where_nobody_reads_it() -> None:
+    payload = odd([1, 2, 3], x=[*range(100), "t" * 100_000, *range(100)])
+    assert decode_event(payload).sequence_hashes == hashes_of(1, 2, 3)
+
+
 def test_integers_of_all_lengths_are_read_from_a_long_odd_array() -> None:
     values = [(2**64 - 59) >> (n % 64) for n in range(20_000)] + [0, 2**64 - 1]
     assert decode_event(odd(values)).sequence_hashes == hashes_of(*values)

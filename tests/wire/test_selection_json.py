@@ -1,10 +1,13 @@
 """Bodies of the selection service: what each field takes, and what comes out of it."""
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.catalog import Worker
@@ -118,6 +121,14 @@ def test_every_single_precision_number_survives_its_printing() -> None:
         assert f32_shortest(value) == float(text)
         assert f32(f32_shortest(value)) == value
     assert f32_shortest(float("inf")) == float("inf")
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+@example(f32(1.36441695e-05))
+def test_nine_digits_are_enough_for_any_single_precision_number(value: float) -> None:
+    short = f32_shortest(value)
+    assert f32(short) == value
+    assert len(Decimal(repr(short)).normalize().as_tuple().digits) <= 9
 
 
 @pytest.mark.parametrize(
@@ -335,6 +346,8 @@ def test_a_reservation_names_its_id_before_its_worker_as_missing() -> None:
         reservation("{}")
     with pytest.raises(msgspec.ValidationError, match="worker_id"):
         reservation('{"reservation_id":"a"}')
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `null`.*worker_id"):
+        reservation('{"reservation_id":"a","worker_id":null}')
     assert reservation('{"reservation_id":"","worker_id":1,"selection_id":"b"}').dp_rank is None
 
 
