@@ -59,15 +59,27 @@ def test_less_than_the_floor_is_a_broken_promise() -> None:
     assert broken(94.99, core=file([], [])) == ["94.99 % of all is less than 95 %"]
 
 
-def test_a_line_or_a_branch_that_a_pure_room_lacks_is_told_where_it_is() -> None:
-    (line,) = broken(99.0, core=file([7], [[3, 5], [4, -1]]), core_b=file([], []))
-    assert line == "core: lean_selector/core.py: 7, 3->5, 4->-1"
-    (line,) = broken(99.0, core=file([7], []), shows_missing=False)
-    assert line == "core: lean_selector/core.py: see --missing"
+def test_a_line_or_a_branch_that_a_pure_room_lacks_is_told_where_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lacking = file([7], [[3, 5], [4, -1]])
+    assert broken(99.0, core=lacking) == ["78.57 % of the pure rooms is less than 99.5 %"]
+    assert "lacks: core: lean_selector/core.py: 7, 3->5, 4->-1\n" in capsys.readouterr().out
+    broken(99.0, core=lacking, shows_missing=False)
+    assert "lacks: core: lean_selector/core.py: see --missing\n" in capsys.readouterr().out
+
+
+def test_what_a_killed_process_took_along_is_told_and_forgiven(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole: dict[str, Any] = {f"core{number}": file([], []) for number in range(20)}
+    assert broken(99.0, core=file([7], []), **whole) == []
+    assert "lacks: core: lean_selector/core.py: 7\n" in capsys.readouterr().out
 
 
 def test_a_room_that_is_not_in_the_data_is_not_taken_for_covered() -> None:
-    assert broken(99.0, gateway=file([], [])) == ["core: lean_selector/core* is not in the data"]
+    told_first = broken(99.0, gateway=file([], []))[0]
+    assert told_first == "core: lean_selector/core* is not in the data"
 
 
 def test_every_pattern_names_files_that_there_are() -> None:
