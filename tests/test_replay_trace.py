@@ -179,7 +179,11 @@ def test_workers_are_deleted_again_from_a_service_that_lives_on(
 def test_a_signal_ends_it_and_leaves_no_process(trace: Path, sign: signal.Signals) -> None:
     slow = ["--trace", str(trace), "--workers", "1", "--speed", "0.001"]
     with subprocess.Popen(
-        [sys.executable, "loadtest/replay_trace.py", *slow], stderr=subprocess.PIPE, text=True
+        [sys.executable, "loadtest/replay_trace.py", *slow],
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background of a shell has SIGINT ignored, and children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         assert "requests/s" in process.stderr.readline()
