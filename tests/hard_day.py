@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from tests.openai_worker import MODEL, rendered, said
 
+REFUSED_SHARE = 0.01  # of those who stay
+SESSIONS = 8  # each has one request under way
 ANSWER_S = 60.0  # generous: an answer takes some tens of milliseconds
 LINGER_S = 0.3  # at most, of one who leaves and reads on where nothing comes any more
 TURNS = 20  # of a conversation, before another begins
@@ -46,11 +48,6 @@ class Outcome:
         return self.complete + self.broken + sum(self.refused.values()) + len(self.wrong)
 
     @property
-    def failed_share(self) -> float:
-        """Of those who stayed: without a 200, or broken."""
-        return 1.0 - self.complete / max(1, self.stayed)
-
-    @property
     def stickiness(self) -> float:
         return self.stuck / max(1, self.followed)
 
@@ -63,11 +60,19 @@ class Outcome:
         )
 
 
+def judge(outcome: Outcome, worker_kills: int) -> None:
+    """What is owed to those who stay, when so many workers were killed."""
+    assert outcome.wrong == []
+    assert sum(outcome.refused.values()) <= REFUSED_SHARE * outcome.stayed, outcome
+    # An answer that has begun ends with its worker, and nothing else breaks one.
+    assert outcome.broken <= SESSIONS * worker_kills, outcome
+
+
 async def hard_day(
     url: str,
     *,
     requests: int = 500,
-    sessions: int = 8,
+    sessions: int = SESSIONS,
     hang_ups: float = 0.3,
     at: Mapping[float, Callable[[], object]] | None = None,
     max_tokens: int = 24,
