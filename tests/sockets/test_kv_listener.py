@@ -53,6 +53,8 @@ class Engine:
         self.requests: list[int] = []
         self.with_topic = True  # newer vLLM and TRT-LLM; False: SGLang and older vLLM
         self.answers: int | None = None  # batches per replay before it falls silent
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -93,6 +95,7 @@ class Engine:
             assert empty == b""
             first = struct.unpack(">Q", start)[0]
             self.requests.append(first)
+            await self.may_answer.wait()
             wanted = [(seq, payload) for seq, payload in self.buffer if seq >= first]
             for seq, payload in wanted[: self.answers]:
                 await router.send_multipart([identity, *shape, struct.pack(">Q", seq), payload])
@@ -854,22 +857,27 @@ async def test_what_a_backlog_had_to_drop_is_replayed() -> None:
 @told
 async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
     port, replay_port, turns = free_port(), free_port(), Stalled()
+    limits: dict[str, Any] = {"max_waiting_bytes": 50_000, "replay_idle_s": DEADLINE_S}
     async with (
         Engine(port, replay_port) as engine,
-        Service(port, replay_port, turns, max_waiting_bytes=50_000) as service,
+        Service(port, replay_port, turns, **limits) as service,
     ):
         turns.is_released = True
         await engine.subscribed()
         await engine.store(1)
+        await service.follows(engine)
+        engine.may_answer.clear()
         await engine.store(*range(2, 900), lost=True)
-        await until(lambda: service.listener.cursor.last_live == 0)
-        turns.is_released = False
         await engine.store(900)
-        while len(engine.asked) < 2:  # the parts are taken in while the next is under way
-            turns.is_released = not turns.is_released
-            await asyncio.sleep(0.005)
+        await until(lambda: service.listener._replay is not None and len(engine.requests) > 1)
+        turns.is_released = False
+        engine.may_answer.set()
+        await until(
+            lambda: (replay := service.listener._replay) is not None and replay.link.has_overflowed
+        )
         turns.is_released = True
         await service.follows(engine)
+        assert len(engine.asked) > 1
         assert engine.requests == sorted(engine.requests)  # each went on where one ended
 
 
