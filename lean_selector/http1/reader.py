@@ -216,8 +216,16 @@ class RequestReader:
                 return
             section = data[version_at:end]
             credentials = self._credentials
-            rest = section if credentials is None else credentials.rest_of(section)
-            block = self._blocks.get(rest)
+            if credentials is None:
+                rest = section
+                block = self._blocks.get(rest)
+            else:
+                block = credentials.block_of(section)
+                if block is None:
+                    rest = credentials.rest_of(section)
+                    block = self._blocks.get(rest)
+                    if block is not None:
+                        credentials.remember(section, block)
             if block is None:
                 block = self._judge(rest)
                 if block is None:

@@ -1,5 +1,7 @@
 """The credentials of requests: known again on their connection, and kept nowhere but as digests."""
 
+import random
+
 import pytest
 
 from lean_selector.http1.credentials import UNUSABLE, digest_of
@@ -113,6 +115,23 @@ def test_a_credential_is_known_again_where_another_line_has_moved_it() -> None:
     for length in (1, 10, 100, 9):
         data = head(b"content-length: %d" % length, b"authorization: Bearer " + TOKEN)
         assert read_one(reader, data + b"b" * length).credential == DIGEST
+
+
+@pytest.mark.parametrize("kinds", [3, 100], ids=["few kinds", "more than are remembered"])
+def test_a_connection_says_what_each_section_says_alone(kinds: int) -> None:
+    drawn = random.Random(kinds)
+    reader = RequestReader(Limits())
+    for _ in range(1_000):
+        size, kind = 10 ** drawn.randrange(3), drawn.randrange(kinds)
+        lines = [b"content-length: %d" % size, b"content-type: a/%d" % kind]
+        token = drawn.choice((b"", b"a", b"a", b"a", b"b"))
+        if token:
+            lines.insert(drawn.randrange(3), b"authorization: Bearer " + token)
+        data = head(*lines) + bytes(size)
+        alone = read_one(RequestReader(Limits()), data)
+        request = read_one(reader, data)
+        assert request.credential == alone.credential == (digest_of(token) if token else None)
+        assert (request.body, request.content_type) == (bytes(size), b"a/%d" % kind)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["at once", "behind one that is known"])
