@@ -6,6 +6,7 @@ Runs one selector with the flags of production, two peers (a second selector, a 
 engines that publish KV events, clients that behave and clients that do not, peers that speak
 nonsense, and injects faults one after the other. Prints a table; exit status 1 when a verdict in it
 fails. With `--seconds`, a run for a machine that others use too, times and memory decide nothing.
+SIGINT or SIGTERM ends it in order once the fault of now is healed: with its table, and with 1.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import contextlib
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,7 @@ DRAIN_S = 180.0
 # Copies of what a killed peer had reserved go that long after the expiry, and then some.
 COPIES_S = 60.0 + 60.0
 STATE_MB = 4
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FAULT_PAUSE_S = 2.0
 
 T = TypeVar("T")
@@ -57,9 +60,12 @@ class Sampler:
         self._fleet, self._lanes = fleet, lanes
         self._goal, self._seconds = goal, seconds
         self._began = time.monotonic()
+        self.is_ended_by_hand = False
 
     def share(self) -> float:
-        """How much of the run is done."""
+        """How much of the run is done; all of it once somebody has ended it."""
+        if self.is_ended_by_hand:
+            return 1.0
         if self._goal is not None:
             return self.report.lifecycles / self._goal
         return (time.monotonic() - self._began) / self._seconds
@@ -128,6 +134,15 @@ class Soak:
         beside = fleet.program("lanes", str(fleet.ports[1]), *second, *own)
         began, pid = time.monotonic(), fleet.measured.pid
         sampler = Sampler(fleet, lanes, None if args.seconds else args.lifecycles, args.seconds)
+
+        def end() -> None:
+            sampler.is_ended_by_hand = self._faults.is_enough = True
+            for number in ENDING_SIGNALS:  # a second one is not waited for
+                loop.remove_signal_handler(number)
+
+        loop = asyncio.get_running_loop()
+        for number in ENDING_SIGNALS:
+            loop.add_signal_handler(number, end)
         stop = asyncio.Event()
         others = [asyncio.create_task(each.run(stop)) for each in (mischief, self._rogues)]
         injecting = asyncio.create_task(
@@ -186,7 +201,7 @@ class Soak:
         with contextlib.suppress(OSError, SoakError):
             failures = int(measured.metric("lean_selector_task_failures_total"))
             late_turns = _late_turns(measured.metrics())
-        status = measured.child.stop(15, DRAIN_S)
+        status = measured.child.stop(signal.SIGTERM, DRAIN_S)
         log = measured.child.log()
         (self._fleet.folder / "measured.log").write_text(log)
         return Outcome(
@@ -209,6 +224,7 @@ class Soak:
             tracebacks=log.count("Traceback (most recent call last)"),
             late_turns=late_turns,
             judges_times=not args.seconds,
+            is_ended_by_hand=sampler.is_ended_by_hand,
             problem=self._problem,
         )
 

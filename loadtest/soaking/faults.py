@@ -65,6 +65,7 @@ class Faults:
     def __init__(self, fleet: Fleet, preload: Preload | str, disk: Path | str, seed: int) -> None:
         self.stops: list[tuple[float, float]] = []  # when the measured process itself stood still
         self.times: list[tuple[str, float, float]] = []  # what was injected, from when to when
+        self.is_enough = False  # after this one, whatever was not injected yet
         self._fleet, self._preload, self._disk = fleet, preload, disk
         self._drawn = Random(f"faults/{seed}")
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
@@ -91,7 +92,8 @@ class Faults:
 
     async def run(self, enough: Callable[[], bool], pause_s: float, only: list[str]) -> None:
         """All kinds (of `only`, if it names any) in order, then shuffled, again and again until it
-        is enough; each at least once. Raises SoakError when the measured process ended."""
+        is enough; each at least once, unless `is_enough`. Raises SoakError when the measured
+        process ended."""
         order = [name for name in self._kinds if not only or name in only]
         while True:
             for name in order:
@@ -107,7 +109,7 @@ class Faults:
                 self.times.append((name, began, time.monotonic()))
                 self._fleet.measured.check()
                 await asyncio.sleep(pause_s)
-                if enough() and not any(map(self._is_missing, order)):
+                if self.is_enough or (enough() and not any(map(self._is_missing, order))):
                     return
             self._drawn.shuffle(order)
 

@@ -63,9 +63,9 @@ def stalls(
 
 
 class Outcome(msgspec.Struct):
-    """All figures of a run. rss_mb: at the marks, by lifecycles done;
-    samples: each second. acts, nonsense: what those
-    who do not behave did. late_turns: of its loop, by more than 50 ms, as it counts them."""
+    """All figures of a run. rss_mb: at the marks, by lifecycles done; samples: each second. acts,
+    nonsense: what those who do not behave did. late_turns: of its loop, by more than 50 ms, as it
+    counts them."""
 
     machine: str
     form: str
@@ -86,6 +86,7 @@ class Outcome(msgspec.Struct):
     tracebacks: int
     late_turns: int
     judges_times: bool
+    is_ended_by_hand: bool = False
     problem: str = ""
 
 
@@ -158,6 +159,8 @@ def rows(outcome: Outcome) -> list[Row]:
             outcome.survived and outcome.status == 0,
         ),
     ]
+    if outcome.is_ended_by_hand:
+        found.append(Row("its length", "ended by hand before it was due", False))
     if outcome.problem:
         found.append(Row("the soak itself", outcome.problem, False))
     return found

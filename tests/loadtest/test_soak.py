@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from loadtest.soaking.answers import Malformed, answer_at
 from loadtest.soaking.lanes import Book, Lane, Report, Run
 from loadtest.soaking.verdict import stalls
 from loadtest.soaking.watch import Late
+from tests.running_service import wait_until
 
 OK = b'HTTP/1.1 200 OK\r\ndate: x\r\ncontent-length:   15\r\n\r\n{"status":"ok"}'
 RUN_S = 240.0  # generous: it takes some fifteen seconds
@@ -170,6 +172,23 @@ def test_a_short_soak_loses_no_answer_and_leaves_no_load(tmp_path: Path) -> None
     injected = figures["faults"]
     assert isinstance(injected, list)
     assert {each["name"] for each in injected if each["done"]} == set(faults)
+
+
+def test_a_soak_that_is_ended_by_hand_tells_what_it_came_to(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.soak", "--lifecycles", "1_000_000_000", "--expiry"]
+    command += ["2", "--engines", "1", "--fault", "engine killed", "--keep", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
+        wait_until(
+            lambda: any(each.stat().st_size for each in tmp_path.glob("lanes-*.out")),
+            "the clients tell of something",
+        )
+        soak.send_signal(signal.SIGINT)
+        output, _ = soak.communicate(timeout=RUN_S)
+    assert soak.returncode == 1
+    assert "| its length | ended by hand before it was due | FAILS |" in output
+    assert "| lost answers | 0 | holds |" in output
+    assert "| load left at the end | none | holds |" in output
+    assert "| engine killed | 1 times, felt and healed | holds |" in output
 
 
 def test_an_interpreter_without_the_service_is_refused_in_a_line(tmp_path: Path) -> None:
