@@ -85,6 +85,7 @@ class KvCursor:
         self._phase = _Phase.IDLE
         self._asked_next = 0  # _next when the replay was requested
         self._asked_digest: int | None = None  # and _digest
+        self._asked_missing = 0  # and _missing
         self._is_blind = False  # it was requested with nothing known beyond its start
         self._has_failed = False  # the last replay did not end
         self.dropped = 0  # kept live batches given up for their number or bytes, ever
@@ -200,6 +201,7 @@ class KvCursor:
         assert self.replay_from is not None
         self._phase = _Phase.ASKED
         self._asked_next, self._asked_digest = self._next, self._digest
+        self._asked_missing = self._missing
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a replayed batch. APPLY, though it may have been applied live before; IGNORE; or
@@ -235,19 +237,25 @@ class KvCursor:
 
         Or RESTART, as of `replayed`.
         """
+        since = 0  # batches in gaps that are younger than the request: it may not know of them
         if self._phase is _Phase.ASKED:
+            since = self._missing - self._asked_missing
             if self._missing_from == 0:
-                self.unknown = self._missing
+                self.unknown = self._asked_missing
             elif self._next == self._missing_from:  # not even the batch that we have
                 self._restarted()
                 self._missing_from = 0
                 return BatchVerdict.RESTART
             else:
-                self.lost += self._missing
+                self.lost += self._asked_missing
         elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
             # It ends before a batch that was heard: that one was not applied in order.
             self.lost += self._asked_next - self._next
         self._end_replay(complete=True)
+        if since:
+            self._missing_from, self._proof = self._asked_next, self._asked_digest
+            self._missing = since
+            self._missing_before = 0 if self._asked_next else since
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:

@@ -171,6 +171,45 @@ def test_a_second_gap_before_the_replay_answers_is_part_of_it() -> None:
     assert cursor.state is SourceState.LIVE
 
 
+def test_an_empty_replay_says_nothing_of_gaps_that_came_after_it_was_asked_for() -> None:
+    """Its answer may be older than they are."""
+    cursor = connected(KvCursor(can_replay=True))
+    assert live(cursor, 0, 1, 2, 9, 10) == [APPLY] * 5
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert (cursor.lost, cursor.unknown, cursor.lag, cursor.replay_from) == (0, 0, 6, 0)
+    cursor.replay_started()
+    replayed(cursor, *range(11))
+    cursor.replay_finished()
+    assert held(cursor) == []
+    assert (cursor.state, cursor.watermark) == (SourceState.LIVE, 10)
+
+
+def test_a_first_batch_that_nobody_answers_for_any_more_is_not_known_of() -> None:
+    cursor = connected(KvCursor(can_replay=True))
+    live(cursor, 9)
+    for lag in (9, 0):
+        cursor.replay_finished()
+        assert held(cursor) == []
+        assert (cursor.lost, cursor.unknown, cursor.lag) == (0, 9 - lag, lag)
+        if lag:
+            assert cursor.state is SourceState.REPLAYING
+            cursor.replay_started()
+    assert (cursor.state, cursor.replay_from) == (SourceState.PARTIAL, None)
+
+
+def test_an_empty_replay_loses_what_was_missing_and_not_what_has_been_since() -> None:
+    cursor = before_answer()
+    live(cursor, 5, 8)
+    cursor.replay_finished()
+    held(cursor)
+    assert (cursor.lost, cursor.lag, cursor.replay_from) == (2, 2, 4)
+    cursor.replay_started()
+    cursor.replay_finished()
+    held(cursor)
+    assert (cursor.lost, cursor.lag, cursor.replay_from) == (4, 0, None)
+
+
 def test_a_number_that_does_not_grow_is_a_new_publisher() -> None:
     cursor = KvCursor(can_replay=True)
     live(cursor, 0, 1, 2)
@@ -843,6 +882,11 @@ class Story(RuleBasedStateMachine):
         while (payload := self.cursor.next_held()) is not None:
             self.apply(payload)
         self.settle()
+
+    @invariant()
+    def what_the_engine_still_has_is_not_lost(self) -> None:
+        if self.followed is self.snapshots and len(self.log) <= BUFFER:
+            assert (self.cursor.lost, self.cursor.unknown) == (0, 0)
 
     @invariant()
     def live_means_what_the_engine_held(self) -> None:
