@@ -19,6 +19,8 @@ from lean_selector.process.service_options import (
 from lean_selector.prompts.settings import Mode, PromptSettings
 
 _MEGABYTE = 1 << 20
+_API_PORT = 8092  # a selector's, wherever it runs
+_METRICS_PORT = 8094  # beside one, which has the other already
 # For workers that say nothing of blocks, as those that publish no events.
 _DEFAULTS = '{"block_size": 16}'
 _TOUCHES = 3.0  # in the life of a reservation
@@ -64,8 +66,9 @@ _OWN_OPTIONS = (
     Option(
         "--selector-port",
         integer(0, 65535),
-        8092,
-        "HTTP port of the selector's own API, and of the metrics; 0 takes a free one",
+        None,
+        "HTTP port of the selector's own API, and of the metrics; 0 takes a free one; unset:"
+        f" {_API_PORT}, and {_METRICS_PORT} with --selector, where it has the metrics alone",
     ),
     Option(
         "--selector",
@@ -147,7 +150,8 @@ def _selector(
     own = argparse.Namespace(**vars(args))
     for option in _OWN_OPTIONS:
         setattr(own, option.name, None)
-    own.port = str(values["selector_port"])
+    default = _API_PORT if values["selector"] is None else _METRICS_PORT
+    own.port = str(default if values["selector_port"] is None else values["selector_port"])
     own.uds = None
     interval = values["worker_health_interval_secs"]
     own.worker_health_interval_secs = None if interval is None else str(interval)

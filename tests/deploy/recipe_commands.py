@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lean_selector.process.gateway_config import GATEWAY_OPTIONS, gateway_config
+from lean_selector.process.gateway_config import GATEWAY_OPTIONS, GatewayConfig, gateway_config
 from lean_selector.process.options import OneLineParser, add_options
 from lean_selector.process.selector_config import (
     SELECTOR_OPTIONS,
@@ -76,12 +76,12 @@ def unit_command(flags: str | None = None) -> list[str]:
     return shlex.split(found[1].replace("$LEAN_SELECTOR_FLAGS", flags))
 
 
-def check_gateway(words: list[str]) -> None:
-    """Reads a command of the gateway as at its start. A wrong one ends in SystemExit."""
+def configured_gateway(words: list[str]) -> GatewayConfig:
+    """A command of the gateway, read as at its start. A wrong one ends in SystemExit."""
     parser = OneLineParser(prog="lean-selector gateway", allow_abbrev=False)
     add_options(parser, GATEWAY_OPTIONS)
     parser.add_argument("workers", nargs="*")
-    gateway_config(parser, parser.parse_args(words), {})
+    return gateway_config(parser, parser.parse_args(words), {})
 
 
 def configured(words: list[str]) -> SelectorConfig:

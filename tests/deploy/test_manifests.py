@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from loadtest.child_service import ChildService, plain_environment
+from loadtest.child_service import ChildService, asked, plain_environment
 from tests.certificates import Authority
 from tests.deploy.recipe_commands import (
     MANIFESTS,
     command_of,
+    configured,
+    configured_gateway,
     containers,
     documents,
     is_ours,
@@ -26,8 +28,9 @@ from tests.deploy.recipe_commands import (
 from tests.fake_engine import FakeEngine
 from tests.kube_api import KubeApi, slice_of
 from tests.openai_worker import MODEL, OpenAiWorker
+from tests.own_network import own_network
 from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import RunningService, free_port, wait_until
+from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="pip install kubernetes-validate"
@@ -136,6 +139,30 @@ def test_the_account_may_watch_the_services_that_are_discovered_and_nothing_else
     assert allowed == dict.fromkeys(namespaces, rules)
 
 
+def ports_of(container: dict[str, Any]) -> list[int]:
+    """That its command listens on."""
+    words = [word.replace("$(POD_IP)", "10.0.0.1") for word in command_of(container)[1:]]
+    if words[0] == "gateway":
+        config = configured_gateway(words[1:])
+        return [config.listen.port, config.selector.listen.port]
+    selector = configured(words)
+    replica = [] if selector.replica is None else [selector.replica.bind.rpartition(":")[2]]
+    return [selector.listen.port, *map(int, replica)]
+
+
+@pytest.mark.parametrize("resource", PODS)
+def test_the_containers_of_a_pod_take_the_ports_that_they_declare_and_each_its_own(
+    resource: dict[str, Any],
+) -> None:
+    """They share one address, so a port is had by one of them."""
+    pod = pod_of(resource)
+    ours = [each for each in [*pod.get("initContainers", []), *pod["containers"]] if is_ours(each)]
+    taken = [port for each in ours for port in ports_of(each)]
+    assert sorted(taken) == sorted(set(taken))
+    for each in ours:
+        assert {port["containerPort"] for port in each["ports"]} == set(ports_of(each))
+
+
 # -- what runs ------------------------------------------------------------------------------------
 
 QUICK = (
@@ -228,32 +255,42 @@ def test_replicas_find_the_engines_and_each_other_and_share_what_runs(cluster: C
 
 def gateway_pod(
     cluster: Cluster, folder: Path, running: ExitStack
-) -> tuple[RunningService, ChildService]:
-    """The two containers of a pod of `sidecar.yaml`, with its volume, on ports of their own."""
+) -> tuple[ChildService, ChildService]:
+    """The two containers of a pod of `sidecar.yaml`, with its volume, on the ports that they have
+    there. The first has the selector's API, the second is the door."""
     sidecar, gateway = containers("kubernetes/sidecar.yaml")
     volume = folder / "socket"
     volume.mkdir()
-    sync, door = free_port(), free_port()
 
-    def placed(container: dict[str, Any]) -> list[str]:
+    def started(container: dict[str, Any], port: int, *more: str) -> ChildService:
         (mount,) = container["volumeMounts"]
-        return [
-            word.replace("$(POD_IP)", "127.0.0.1")
-            .replace("9092", str(sync))
-            .replace("--port=8080", f"--port={door}")
-            .replace(mount["mountPath"], str(volume))
+        words = [
+            word.replace("$(POD_IP)", "127.0.0.1").replace(mount["mountPath"], str(volume))
             for word in command_of(container)[1:]
-            if word != "--port=8092"
         ]
+        command = [sys.executable, "-m", "lean_selector", *words, *more]
+        service = ChildService(command, port, env=plain_environment())
+        running.callback(service.stop, 15, DEADLINE_S)
+        return service
 
-    selector = RunningService(*placed(sidecar), *QUICK, *cluster.flags)
-    running.enter_context(selector)  # a sidecar is up before the containers begin
-    command = [sys.executable, "-m", "lean_selector", *placed(gateway)]
-    served = ChildService(command, door, env=plain_environment())
-    running.callback(served.stop)
-    return selector, served
+    selector = started(sidecar, 8092, *QUICK, *cluster.flags)
+
+    def is_up() -> bool:
+        assert selector.process.poll() is None, selector.log()
+        return selector.is_healthy()
+
+    wait_until(is_up, "the sidecar is up before the containers begin")
+    return selector, started(gateway, 8080)
 
 
+@pytest.fixture
+def pod_network() -> Iterator[None]:
+    """All containers of a pod are in one network."""
+    with own_network():
+        yield
+
+
+@pytest.mark.usefixtures("pod_network")
 def test_a_gateway_serves_requests_with_the_selector_beside_it(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -263,9 +300,12 @@ def test_a_gateway_serves_requests_with_the_selector_beside_it(
             cluster.start("vllm", worker.port, "http")
         selector, gateway = gateway_pod(cluster, tmp_path, running)
         assert (tmp_path / "socket" / "selector.sock").is_socket()
+
+        def told(path: str) -> Any:
+            return json.loads(selector.request("GET", path)[1])
+
         wait_until(
-            lambda: bool(selector.get("/ready")[1]["schedulable_workers"] == 2),
-            "both engines can be chosen",
+            lambda: bool(told("/ready")["schedulable_workers"] == 2), "both engines can be chosen"
         )
         chat = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
         body, headers = json.dumps(chat).encode(), {"content-type": "application/json"}
@@ -285,11 +325,17 @@ def test_a_gateway_serves_requests_with_the_selector_beside_it(
             return value(samples, name, route=route, outcome="placed") > 0
 
         wait_until(is_served, "a request goes by the selector to an engine")
+        (declared,) = (
+            port["containerPort"]
+            for port in containers("kubernetes/sidecar.yaml")[1]["ports"]
+            if port["name"] == "metrics"
+        )
+        assert asked(declared, "GET", "/health")[0] == 200
+        samples = parsed(scrape(declared))
+        assert value(samples, "lean_selector_gateway_answers_total", status="200") > 0
         wait_until(
             lambda: all(
-                rank["active_requests"] == 0
-                for row in selector.get("/loads")[1]
-                for rank in row["loads"]
+                rank["active_requests"] == 0 for row in told("/loads") for rank in row["loads"]
             ),
             "its end is told",
         )

@@ -19,9 +19,9 @@ from tests.deploy.recipe_commands import (
     DEPLOY,
     MANIFESTS,
     TEXTS,
-    check_gateway,
     command_of,
     configured,
+    configured_gateway,
     containers,
     entrypoint,
     flags_of,
@@ -181,6 +181,6 @@ def test_the_manifests_run_commands_that_there_are() -> None:
         assert program == "lean-selector"
         words = [word.replace("$(POD_IP)", "10.0.0.1") for word in words]
         if words[0] == "gateway":
-            check_gateway(words[1:])
+            configured_gateway(words[1:])
         else:
             configured(words)

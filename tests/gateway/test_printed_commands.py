@@ -1,13 +1,18 @@
 """The commands by which documents start the gateway do so, in front of workers of ours."""
 
+import json
 import shlex
+import sys
+from contextlib import ExitStack
 
 import pytest
 
+from loadtest.child_service import JSON, ChildService, plain_environment
 from tests.documents.pages import OURS, blocks, commands
 from tests.gateway.running_gateway import RunningGateway
-from tests.openai_worker import OpenAiWorker
-from tests.running_service import RunningService, wait_until
+from tests.openai_worker import MODEL, OpenAiWorker
+from tests.own_network import own_network
+from tests.running_service import DEADLINE_S, RunningService, wait_until
 
 LINES = sorted(
     {
@@ -19,6 +24,8 @@ LINES = sorted(
         if command[:2] == ["lean-selector", "gateway"]
     }
 )
+
+CHAT = "/v1/chat/completions"
 
 
 def test_there_are_some() -> None:
@@ -42,3 +49,33 @@ def test_every_printed_gateway_answers_a_chat(line: str) -> None:
                     lambda: "x-lean-overlap" in gateway.chat("hello " * 20).headers,
                     "requests are placed by the selector",
                 )
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_it_does_so_on_its_own_ports_beside_a_selector_on_its_own(line: str) -> None:
+    """Where the line names one: nothing is replaced but the workers' names."""
+    _, _, *arguments = shlex.split(line)
+    with own_network(), ExitStack() as running:
+        a, b = (running.enter_context(OpenAiWorker()) for _ in range(2))
+        ours = {"http://gpu-a:8000": a.url, "http://gpu-b:8000": b.url}
+
+        def started(port: int, *words: str) -> ChildService:
+            command = [sys.executable, "-m", "lean_selector", *words]
+            service = ChildService(command, port, env=plain_environment())
+            running.callback(service.stop, 15, DEADLINE_S)
+            return service
+
+        if "--selector" in arguments:
+            found = [f"--discover=url:{each.url}" for each in (a, b)]
+            wait_until(started(8092, *found).is_healthy, "the selector is up")
+        gateway = started(8080, "gateway", *(ours.get(each, each) for each in arguments))
+        chat = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+
+        def is_served() -> bool:
+            assert gateway.process.poll() is None, gateway.log()
+            try:
+                return gateway.request("POST", CHAT, json.dumps(chat).encode(), JSON)[0] == 200
+            except OSError:
+                return False
+
+        wait_until(is_served, "a request is answered")

@@ -26,6 +26,26 @@ def test_reservations_are_touched_often_enough_for_a_selector_whose_expiry_is_no
     assert config.touch_after_s == touch_after_s
 
 
+@pytest.mark.parametrize(
+    ("words", "port"),
+    [
+        ("http://a", 8092),
+        ("--selector http://127.0.0.1:8092", 8094),
+        ("--selector unix:/run/selector.sock http://a", 8094),
+        ("--selector http://s --selector-port 8092", 8092),
+        ("http://a --selector-port 0", 0),
+    ],
+)
+def test_metrics_beside_a_selector_are_not_on_the_port_that_it_has_itself(
+    words: str, port: int
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, GATEWAY_OPTIONS)
+    parser.add_argument("workers", nargs="*")
+    config = gateway_config(parser, parser.parse_args(words.split()), {})
+    assert config.selector.listen.port == port
+
+
 def test_the_state_of_a_selector_that_runs_beside_is_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
