@@ -12,7 +12,7 @@ from lean_selector.doctor.event_port import judge_port
 from lean_selector.doctor.findings import Finding, Level
 from lean_selector.doctor.probe import Probe, judge_hashes
 from lean_selector.doctor.replay import BEYOND_ALL, stored_since
-from lean_selector.doctor.selector_judgement import judge_selector, subject_of
+from lean_selector.doctor.selector_judgement import NO_REPLAY, judge_selector, subject_of
 from lean_selector.doctor.selector_questions import Selector
 from lean_selector.doctor.selector_shapes import SelectorFacts, Source, WorkerRecord
 from lean_selector.outbound.client import OutboundClient, Resolve
@@ -80,11 +80,8 @@ class Examination:
             ]
             replay = source.replay_endpoint
             if replay is None:
-                mend = "start the engine with a replay_endpoint in its --kv-events-config"
-                what = (
-                    "no replay endpoint: what is missed, also by a restart of the selector, is lost"
-                )
-                found.append(Finding(Level.WARNING, subject, what, mend))
+                if source.state != NO_REPLAY:  # else the selector's own word says so
+                    found.append(_without_replay(subject))
                 return found
             found.append(await judge_port(resolve, subject, "replay_endpoint", replay, patience_s))
             if found[-1].level is Level.OK:
@@ -130,6 +127,15 @@ class Examination:
     async def _probed(self, probe: Probe, worker: WorkerRecord) -> Finding:
         async with self._turn:
             return await probe.run(worker)
+
+
+def _without_replay(subject: str) -> Finding:
+    return Finding(
+        Level.WARNING,
+        subject,
+        "no replay endpoint: what is missed, also by a restart of the selector, is lost",
+        "start the engine with a replay_endpoint in its --kv-events-config",
+    )
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:

@@ -28,6 +28,7 @@ class Source(msgspec.Struct):
     dp_rank: int
     endpoint: str
     state: str
+    problem: str | None = None  # what is wrong, in the selector's own words
     replay_endpoint: str | None = None
     last_seq: int | None = None
     messages: int = 0

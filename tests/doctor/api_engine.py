@@ -105,7 +105,8 @@ class ApiEngine:
                 f'num_gpu_blocks="{self.blocks}"}} 1.0\n'
             ).encode()
         elif request.path == "/v1/completions" and body is not None:
-            self._complete(body["prompt"])
+            self.prompts.append(body["prompt"])
+            self.cache(body["prompt"])
             answer = json.dumps({"choices": [{"text": "x", "index": 0}]}).encode()
         elif request.path != "/health":
             status = 404
@@ -114,8 +115,8 @@ class ApiEngine:
         request.end_headers()
         request.wfile.write(answer)
 
-    def _complete(self, prompt: list[int]) -> None:
-        self.prompts.append(prompt)
+    def cache(self, prompt: list[int]) -> None:
+        """Its full blocks, and publishes them."""
         full = len(prompt) // self.block_size
         if self.publishes and full:
             self._publisher.publish_stored(

@@ -55,12 +55,24 @@ def followed(selector: RunningService, worker_id: int) -> bool:
     )
 
 
+def is_in(selector: RunningService, worker_id: int, state: str) -> bool:
+    """The source of its first rank."""
+    rows = selector.get("/kv_sources")[1]
+    return any(row["worker_id"] == worker_id and row["state"] == state for row in rows)
+
+
 def what(found: Findings, level: str, subject: str) -> list[str]:
     return [
         finding["what"]
         for finding in found
         if finding["level"] == level and finding["subject"] == subject
     ]
+
+
+def told(found: Findings, level: str, worker_id: int, state: str) -> list[str]:
+    """What is said of the state of a worker's first rank."""
+    lines = what(found, level, f"worker {worker_id} rank 0")
+    return [line for line in lines if line.startswith(f"{state} at ")]
 
 
 def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
@@ -154,6 +166,37 @@ def test_events_in_place_of_the_replay_are_no_answer(selector: RunningService) -
         found = findings(selector, status=1)
         errors = what(found, "error", "worker 1 rank 0")
         assert any("no answer to a request" in line for line in errors)
+
+
+def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
+    selector: RunningService,
+) -> None:
+    with ApiEngine(1, block_size=16) as mismatched, ApiEngine(2) as unasked:
+        body = unasked.registration()
+        del body["replay_endpoint"]
+        assert selector.post("/workers", body)[0] == 201
+        with ApiEngine(3) as closing:
+            register(selector, closing)
+            wait_until(lambda: followed(selector, 3), "its events are followed")
+        # Its API is away: nobody but its events tells the size of its blocks.
+        away = f"http://127.0.0.1:{free_port()}"
+        register(selector, mismatched, block_size=32, endpoint=away, model_name="other")
+
+        def is_heard() -> bool:
+            mismatched.cache(list(range(16)))
+            return is_in(selector, 1, "mismatch")
+
+        wait_until(is_heard, "its blocks are seen")
+        for worker_id, state in ((2, "no_replay"), (3, "unreachable")):
+            wait_until(partial(is_in, selector, worker_id, state), state)
+        found = findings(selector, status=1)
+        [mismatch] = told(found, "error", 1, "mismatch")
+        assert "blocks are of 16 tokens, the worker's block_size is 32" in mismatch
+        [no_replay] = what(found, "warning", "worker 2 rank 0")
+        assert no_replay.endswith("connected, nothing heard, and no replay endpoint to ask")
+        [unreachable] = told(found, "error", 3, "unreachable")
+        assert "the connection was lost" in unreachable
+        assert "never" not in unreachable
 
 
 def test_an_address_that_is_only_bound_and_a_worker_without_a_replay(
