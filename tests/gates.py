@@ -18,6 +18,7 @@ from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService
 from lean_selector.services.selection_16 import SelectionService16
+from lean_selector.services.selection_handlers import Timer
 from lean_selector.services.service_state import ServiceState
 from lean_selector.services.slot_tracker import SlotTrackerService
 from lean_selector.wire.worker_details import SourceCondition
@@ -63,7 +64,9 @@ class Turns:
         return turns
 
 
-def selection_service(**settings: Any) -> SelectionService:
+def selection_service(
+    call_later: Callable[[float, Callable[[], None]], Timer] | None = None, **settings: Any
+) -> SelectionService:
     """The selection service without engines; nothing is registered."""
     engines = NoEngines()
     return SelectionService(
@@ -71,6 +74,7 @@ def selection_service(**settings: Any) -> SelectionService:
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
+        call_later=call_later,
         clock=lambda: NOW,
     )
 

@@ -358,16 +358,19 @@ async def _awaited(
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)
-    answered: asyncio.Future[tuple[int, Fields]] = asyncio.get_running_loop().create_future()
-    result.take = lambda status, said: answered.set_result((status, _decoded(said)))
+    answered: asyncio.Future[tuple[int, object]] = asyncio.get_running_loop().create_future()
+    result.take = lambda status, said: answered.set_result((status, said))
     try:
         # Not cancelled with us: who is let go while we are must be known to be booked.
-        status, decoded = await asyncio.shield(answered)
+        status, said = await asyncio.shield(answered)
     except asyncio.CancelledError:
         result.hang_up()
         if undo is not None and answered.done() and answered.result()[0] == 200:
-            undo(answered.result()[1])
+            undo(_decoded(answered.result()[1]))
         raise
+    if isinstance(said, SelectorError):
+        raise refusal(said)
+    decoded = _decoded(said)
     if status != 200:
         raise refusal_of(status, decoded["error"])
     return decoded

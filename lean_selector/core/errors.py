@@ -6,6 +6,7 @@
       Conflict       409  it clashes with what exists
       Unavailable    503  no worker can take it now
         AllWorkersBusy    those that could are above their thresholds
+        WaitedTooLong     it was parked for longer than it may be
         NoWorkers         the model has none that are schedulable
 
 Each class carries the HTTP status that fits it, so that a server needs no second table. A method
@@ -48,6 +49,13 @@ class AllWorkersBusy(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("All workers are busy, please retry later")
+
+
+class WaitedTooLong(Unavailable):
+    """Shed: none of those that could take the request had room while it was parked."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"no worker became free within {limit_s:g} seconds")
 
 
 class NoWorkers(Unavailable):

@@ -5,7 +5,13 @@ A gateway may hand an error to its client as it is, so it looks like one of an e
 
 from typing import Final
 
-from lean_selector.core.errors import AllWorkersBusy, NotFound, SelectorError, Unavailable
+from lean_selector.core.errors import (
+    AllWorkersBusy,
+    NotFound,
+    SelectorError,
+    Unavailable,
+    WaitedTooLong,
+)
 from lean_selector.core.selection.records import Selection
 from lean_selector.http1.response import encode_response
 from lean_selector.outbound.url import Url, url_at
@@ -49,7 +55,7 @@ def _authority_of(endpoint: str) -> bytes:
 
 def error_of(error: SelectorError) -> bytes:
     """The answer that tells of it."""
-    if isinstance(error, AllWorkersBusy):
+    if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
         return refusal(SHED, error.message)
     if isinstance(error, NotFound):
         return refusal(UNKNOWN, error.message, "model_not_found")

@@ -98,8 +98,10 @@ class RouteDoor:
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
                 pending.resolve(self._told(body, reservation_id))
+            elif isinstance(body, SelectorError):
+                pending.resolve(error_of(body))
             else:
-                pending.resolve(refusal(status, str(getattr(body, "error", ""))))
+                pending.resolve(refusal(status, "internal error"))
 
         parked.take = take
         pending.on_disconnect = parked.hang_up

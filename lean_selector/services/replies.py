@@ -71,7 +71,7 @@ class Standing:
 class LaterReply(PendingReply):
     """What a handler returns that answers later, once, in the form that its request accepts.
 
-    A caller in this process sets `take`, and is told the status and the body instead.
+    A caller in this process sets `take`, and is told the status and the body instead, or the error.
     """
 
     __slots__ = ("is_packed", "take")
@@ -87,13 +87,18 @@ class LaterReply(PendingReply):
         """200 and what `shape` makes of `found`. What it raises is answered here, as the gate
         would: whoever let a request go that waited goes on with the others, and with its turn."""
         try:
-            status, body = 200, shape(found)
+            body = shape(found)
         except SelectorError as error:
-            status, body = error.status, ErrorBody(error.message)
+            self.refuse(error)
         except Exception:
             _log.exception("a request that waited could not be answered")
-            status, body = 500, INTERNAL_ERROR
-        self.answer(status, body)
+            self.answer(500, INTERNAL_ERROR)
+        else:
+            self.answer(200, body)
+
+    def refuse(self, error: SelectorError) -> None:
+        """A caller in this process gets the error itself for the body."""
+        self.answer(error.status, ErrorBody(error.message) if self.take is None else error)
 
     def answer(self, status: int, body: object) -> None:
         if self.take is not None:

@@ -13,7 +13,13 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from lean_selector.access.roles import READ, WRITE
-from lean_selector.core.errors import BadRequest, NotFound, SelectorError, Unavailable
+from lean_selector.core.errors import (
+    BadRequest,
+    NotFound,
+    SelectorError,
+    Unavailable,
+    WaitedTooLong,
+)
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
@@ -53,7 +59,6 @@ from lean_selector.services.worker_handlers import KvSources, WorkerHandlers
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import check_finite
 from lean_selector.wire.selection import (
-    ErrorBody,
     OutputBlockRequest,
     SelectFields,
 )
@@ -150,7 +155,7 @@ class SelectionHandlers(WorkerHandlers):
             assert pending is not None
             self._unclaim(request)
             if isinstance(outcome, SelectorError):
-                pending.answer(outcome.status, ErrorBody(outcome.message))
+                pending.refuse(outcome)
             else:
                 pending.answer_with(shape, outcome)
 
@@ -189,7 +194,7 @@ class SelectionHandlers(WorkerHandlers):
 
         def give_up() -> None:
             if partition.parked.leave(parked):
-                on_answer(parked, Unavailable(f"no worker became free within {limit:g} seconds"))
+                on_answer(parked, WaitedTooLong(limit))
 
         timer = self._call_later(limit, give_up)
         # Or the request, and its prompt, would be kept until the limit has passed.

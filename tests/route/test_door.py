@@ -63,7 +63,8 @@ class Door:
     """The door of a selector, and a gateway's side of it."""
 
     def __init__(self, **settings: Any) -> None:
-        self.service = selection_service(**settings)
+        loop = asyncio.get_running_loop()
+        self.service = selection_service(loop.call_later, **settings)
         self.selector = self.service.selector
         self.prompts = Scripted()
         self.ended: set[str] = set()
@@ -225,6 +226,18 @@ async def test_what_is_shed_is_told_to_come_back_in_a_form_that_clients_of_opena
 
 
 @told
+async def test_who_is_shed_from_the_queue_is_told_to_come_back_as_who_is_shed_at_once() -> None:
+    """Not with a 503, for which gateways balance by themselves: unbooked, onto what is full."""
+    door = crowded(queue_max_wait_s=0.01)
+    assert (await door.ask(x_reservation_id="first"))[0] == 200
+    status, headers, body = await door.ask(x_reservation_id="second")
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert error(body)["message"] == "no worker became free within 0.01 seconds"
+    assert error(body)["type"] == "rate_limit_error"
+    assert door.live == {"first"}
+
+
+@told
 async def test_errors_say_whose_they_are_and_book_nothing() -> None:
     door = Door()
     status, headers, body = await door.ask()
@@ -286,9 +299,9 @@ async def test_an_end_that_the_log_tells_before_the_booking_is_not_booked() -> N
     assert (await door.ask(x_reservation_id="over"))[0] == 409
 
 
-def crowded(endpoint: str = "http://10.0.0.7:8000") -> Door:
-    """One rank that is full: who comes is parked."""
-    door = Door(queue_threshold=0.1)
+def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> Door:
+    """One rank that is full after one request: who comes then is parked."""
+    door = Door(queue_threshold=0.1, **settings)
     door.worker(7, endpoint, max_num_batched_tokens=16)
     return door
 
@@ -387,7 +400,8 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     assert (pending.response, door.live) == (None, set())
 
 
-def test_other_methods_are_told_which_one_there_is() -> None:
+@told
+async def test_other_methods_are_told_which_one_there_is() -> None:
     door = Door()
     request = asked(PATH, b"", {})
     request.method = b"GET"
