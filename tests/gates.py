@@ -41,7 +41,10 @@ class NoEngines:
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
         return []
 
-    def listeners(self, endpoint: str) -> Sequence[tuple[int, int]]:
+    def listeners(self, key: str) -> Sequence[tuple[int, int]]:
+        return []
+
+    def askers(self, key: str) -> Sequence[tuple[int, int]]:
         return []
 
 

@@ -1,8 +1,12 @@
-"""ZMQ endpoint texts: what is accepted, and the words for what is not.
+"""ZMQ endpoint texts: what is accepted, and the words for what is not; and when two endpoints are
+one place, those of HTTP too.
 
 The words are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
 is resolved or dialled here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse them.
 """
+
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 _PORT_MAX = 0xFFFF
 
@@ -31,6 +35,35 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
             " does not exist"
         )
     return f"{address}:{shifted}"
+
+
+def zmq_key(endpoint: str) -> str:
+    """The same for every spelling of an endpoint that `check_endpoint` accepts: of tcp the host in
+    lower case, and the port without zeros before it."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return f"{host.lower()}:{port.lstrip('+0') or '0'}"
+
+
+class HttpPlace(NamedTuple):
+    """Where an HTTP endpoint is reached, the same for every spelling of it."""
+
+    address: str  # host:port, as in a tcp endpoint
+    path: str  # "" where there is none
+
+
+def http_place(endpoint: str) -> HttpPlace | None:
+    """None for what is no HTTP endpoint. One without a scheme is plain HTTP."""
+    try:
+        url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        port = url.port or {"http": 80, "https": 443}.get(url.scheme)
+        host = url.hostname
+    except ValueError:
+        return None
+    if host is None or port is None:
+        return None
+    return HttpPlace(f"{f'[{host}]' if ':' in host else host}:{port}", url.path.rstrip("/"))
 
 
 def _fault(endpoint: str) -> str | None:

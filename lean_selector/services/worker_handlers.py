@@ -12,7 +12,6 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
-from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.selector import Selector
 from lean_selector.services.bodies import Query, wants_detail, worker_id_param
@@ -24,7 +23,7 @@ from lean_selector.services.gate import (
     with_query,
 )
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
-from lean_selector.services.registration_warnings import registration_warnings
+from lean_selector.services.registration_warnings import Sources, registration_warnings
 from lean_selector.services.replies import Reply, Standing
 from lean_selector.services.routes import Abridged
 from lean_selector.services.service_state import ServiceState
@@ -36,12 +35,10 @@ from lean_selector.wire.worker_details import SourceCondition
 from lean_selector.wire.worker_health import EjectedWorker, WorkerReport
 
 
-class KvSources(Protocol):
+class KvSources(Sources, Protocol):
     """Where the KV events come from."""
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
-
-    def listeners(self, endpoint: str) -> Sequence[RankKey]: ...
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> Sequence[SourceCondition]: ...
 
@@ -118,8 +115,11 @@ class WorkerHandlers(ReplicaHandlers):
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
         """A worker as it stands now, and what is probably wrong with it."""
         record = self._records.one(worker)
-        listens = self.selector.settings.use_kv_events
-        warnings = registration_warnings(worker.spec, self._sources.listeners, listens=listens)
+        selector = self.selector
+        listens = selector.settings.use_kv_events
+        warnings = registration_warnings(
+            worker, selector.catalog.places, self._sources, listens=listens
+        )
         return Reply(status, record, warnings) if warnings else record
 
     def remove(self, worker_id: int) -> object:

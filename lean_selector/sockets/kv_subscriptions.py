@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from lean_selector.core.endpoints import zmq_key
 from lean_selector.core.index.kv_index import RankKey
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.selection.partition import Partition
@@ -47,7 +48,9 @@ class KvSubscriptions:
         self._held: set[RankKey] | None = None  # that wait for a recovery to end
         self._listeners: dict[RankKey, KvListener] = {}
         self._partitions: dict[RankKey, Partition] = {}  # of the same keys
-        self._by_endpoint: dict[str, list[RankKey]] = {}  # of the same ranks; none is empty
+        # Of the same ranks, by zmq_key; none is empty.
+        self._by_endpoint: dict[str, list[RankKey]] = {}
+        self._by_replay: dict[str, list[RankKey]] = {}
         self.notes_of_ends: list[set[RankKey]] = []  # that `noting_ends` keeps
         # Told of a worker whose source had a connection and lost it: it may be gone.
         self.on_lost: Callable[[int], None] | None = None
@@ -75,7 +78,9 @@ class KvSubscriptions:
         assert rank not in self._listeners
         self._listeners[rank] = listener
         self._partitions[rank] = partition
-        self._by_endpoint.setdefault(source.endpoint, []).append(rank)
+        self._by_endpoint.setdefault(zmq_key(source.endpoint), []).append(rank)
+        if source.replay_endpoint is not None:
+            self._by_replay.setdefault(zmq_key(source.replay_endpoint), []).append(rank)
         if self._held is not None and source.replay_endpoint is not None:
             self._held.add(rank)
         else:
@@ -145,10 +150,9 @@ class KvSubscriptions:
             return
         listener = self._listeners.pop(rank)
         del self._partitions[rank]
-        sharing = self._by_endpoint[listener.endpoint]
-        sharing.remove(rank)
-        if not sharing:
-            del self._by_endpoint[listener.endpoint]
+        _leave(self._by_endpoint, listener.endpoint, rank)
+        if listener.replay_endpoint is not None:
+            _leave(self._by_replay, listener.replay_endpoint, rank)
         for ended in self.notes_of_ends:
             ended.add(rank)
         self._ended_counts.add(listener.ingest.counts)
@@ -197,9 +201,14 @@ class KvSubscriptions:
                 watermarks[rank] = watermark
         return watermarks
 
-    def listeners(self, endpoint: str) -> Sequence[RankKey]:
-        """The ranks whose events are expected at an endpoint: one, where all is well."""
-        return self._by_endpoint.get(endpoint, ())
+    def listeners(self, key: str) -> Sequence[RankKey]:
+        """The ranks whose events are expected at an endpoint, told by its `zmq_key`: one, where all
+        is well."""
+        return self._by_endpoint.get(key, ())
+
+    def askers(self, key: str) -> Sequence[RankKey]:
+        """The ranks whose missed batches are asked for there."""
+        return self._by_replay.get(key, ())
 
     def is_listening(self, rank: RankKey) -> bool:
         if rank not in self._listeners:
@@ -238,6 +247,14 @@ class KvSubscriptions:
         for key in list(self._listeners):
             self.unsubscribe(*key)
         await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+def _leave(ranks: dict[str, list[RankKey]], endpoint: str, rank: RankKey) -> None:
+    key = zmq_key(endpoint)
+    sharing = ranks[key]
+    sharing.remove(rank)
+    if not sharing:
+        del ranks[key]
 
 
 def _has_work(partition: Partition, worker_id: int, dp_rank: int) -> bool:

@@ -74,7 +74,10 @@ class NoSources:
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
         return []
 
-    def listeners(self, endpoint: str) -> list[tuple[int, int]]:
+    def listeners(self, key: str) -> list[tuple[int, int]]:
+        return []
+
+    def askers(self, key: str) -> list[tuple[int, int]]:
         return []
 
     def each_status(self):  # type: ignore[no-untyped-def] # a bench: the protocol wants structs

@@ -1,8 +1,13 @@
-"""Every text below was given by the reference (1.3.1) for the same endpoint."""
+"""Every text of a fault below was given by the reference (1.3.1) for the same endpoint."""
 
 import pytest
 
-from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
+from lean_selector.core.endpoints import (
+    check_endpoint,
+    http_place,
+    replay_endpoint_for,
+    zmq_key,
+)
 
 EMPTY = "invalid TCP port: cannot parse integer from empty string"
 DIGIT = "invalid TCP port: invalid digit found in string"
@@ -92,3 +97,39 @@ def test_replay_port_moves_with_the_rank(endpoint: str, offset: int, expected: s
 def test_replay_endpoint_must_exist(endpoint: str, offset: int) -> None:
     with pytest.raises(ValueError, match="invalid ZMQ endpoint"):
         replay_endpoint_for(endpoint, offset)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key"),
+    [
+        ("tcp://Host:05557", "tcp://host:5557"),
+        ("tcp://h:+80", "tcp://h:80"),
+        ("tcp://[FE80::1]:5", "tcp://[fe80::1]:5"),
+        ("tcp://h:000", "tcp://h:0"),
+        ("ipc:///Run/a:05", "ipc:///Run/a:05"),
+    ],
+)
+def test_every_spelling_of_a_zmq_endpoint_has_one_key(endpoint: str, key: str) -> None:
+    assert zmq_key(endpoint) == key
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "place"),
+    [
+        ("http://Host", ("host:80", "")),
+        ("https://host/", ("host:443", "")),
+        ("http://host:08000/v1/", ("host:8000", "/v1")),
+        ("Host:8000/v1", ("host:8000", "/v1")),
+        ("http://[FE80::1]:5", ("[fe80::1]:5", "")),
+        ("grpc://host:5", ("host:5", "")),
+        ("grpc://host", None),
+        ("http://host:99999", None),
+        ("http://[", None),
+        ("http://", None),
+        ("", None),
+    ],
+)
+def test_every_spelling_of_an_http_endpoint_is_one_place(
+    endpoint: str, place: tuple[str, str] | None
+) -> None:
+    assert http_place(endpoint) == place

@@ -7,19 +7,28 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lean_selector.core.rank_bits import RankKey
+from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.http_places import HttpPlaces
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.services.registration_warnings import registration_warnings
 from lean_selector.services.replies import warning_line
 from tests.running_service import DEADLINE_S, RunningService
 
 
-def nobody(endpoint: str) -> Sequence[RankKey]:
-    return []
+class Nobody:
+    """Listens or asks anywhere."""
+
+    def listeners(self, key: str) -> Sequence[RankKey]:
+        return []
+
+    def askers(self, key: str) -> Sequence[RankKey]:
+        return []
 
 
 def warnings(**fields: object) -> list[str]:
-    spec: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000", **fields}
-    return registration_warnings(WorkerSpec(**spec), nobody)  # type: ignore[arg-type]
+    told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000", **fields}
+    spec = WorkerSpec(**told)  # type: ignore[arg-type]
+    return registration_warnings(Worker(spec, [], {}), HttpPlaces(), Nobody())
 
 
 @pytest.mark.parametrize(
@@ -94,16 +103,17 @@ def sent(
 
 
 def worker(worker_id: int, **fields: object) -> dict[str, object]:
-    return {"worker_id": worker_id, "endpoint": "http://w:8000", "block_size": 16, **fields}
+    own = {"worker_id": worker_id, "endpoint": f"http://w:{8000 + worker_id}", "block_size": 16}
+    return {**own, **fields}
 
 
 def test_a_registration_says_so_in_a_header_and_nowhere_else(service: RunningService) -> None:
-    body = worker(1, kv_events_endpoint="tcp://*:5557", replay_endpoint="tcp://w:8000")
+    body = worker(1, kv_events_endpoint="tcp://*:5557", replay_endpoint="tcp://w:8001")
     status, warning, record = sent(service, "POST", "/workers", body)
     assert (status, record["lifecycle"]) == (201, "schedulable")
     assert warning == (
         "kv_events_endpoint tcp://*:5557 is where an engine listens, not where it is reached: name "
-        "its host; replay_endpoint tcp://w:8000 is the address of the worker's HTTP endpoint"
+        "its host; replay_endpoint tcp://w:8001 is the address of the worker's HTTP endpoint"
     )
     mended: dict[str, object] = {
         "kv_events_endpoint": "tcp://127.0.0.1:1",
@@ -138,6 +148,181 @@ def test_the_endpoint_of_another_worker_is_named_until_it_goes(service: RunningS
     assert warning == (
         "kv_events_endpoints[0] tcp://w:7 is also that of worker 12 dp_rank 1; "
         "kv_events_endpoints[1] tcp://w:7 is also that of worker 12 dp_rank 0"
+    )
+
+
+def warned(service: RunningService, body: dict[str, object]) -> str | None:
+    """What the registration of a worker warns of; the worker is gone again."""
+    status, warning, _ = sent(service, "POST", "/workers", body)
+    assert status == 201
+    assert service.request("DELETE", f"/workers/{body['worker_id']}")[0] == 200
+    return warning
+
+
+@pytest.fixture(scope="module")
+def neighbour(service: RunningService) -> dict[str, object]:
+    """Worker 20, with an endpoint of each kind and two ranks."""
+    body = worker(
+        20,
+        endpoint="http://n:8000/v1",
+        data_parallel_size=2,
+        kv_events_endpoints={"0": "tcp://n:5557", "1": "tcp://n:5558"},
+        replay_endpoint="tcp://n:6557",
+    )
+    assert sent(service, "POST", "/workers", body)[:2] == (201, None)
+    return body
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "replay_endpoint": "tcp://N:06557"},
+            "replay_endpoint tcp://N:06557 is also that of worker 20 dp_rank 0",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "replay_endpoint": "tcp://n:6558"},
+            "replay_endpoint tcp://n:6558 is also that of worker 20 dp_rank 1",
+        ),
+        (
+            {
+                "data_parallel_size": 2,
+                "kv_events_endpoints": {"0": "tcp://m:5557", "1": "tcp://m:5558"},
+                "replay_endpoint": "tcp://n:6556",
+            },
+            "replay_endpoint of dp_rank 1 tcp://n:6557 is also that of worker 20 dp_rank 0",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "replay_endpoint": "tcp://n:5558"},
+            "replay_endpoint tcp://n:5558 is the kv_events endpoint of worker 20 dp_rank 1",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "replay_endpoint": "tcp://n:8000"},
+            "replay_endpoint tcp://n:8000 is the address of the HTTP endpoint of worker 20",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://n:6558"},
+            "kv_events_endpoint tcp://n:6558 is the replay endpoint of worker 20 dp_rank 1",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://n:8000"},
+            "kv_events_endpoint tcp://n:8000 is the address of the HTTP endpoint of worker 20",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "replay_endpoint": "tcp://M:5557"},
+            "replay_endpoint tcp://M:5557 is where the worker's events are expected",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "endpoint": "http://n:8000/v1/"},
+            "endpoint http://n:8000/v1/ is also that of worker 20",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "endpoint": "http://n:5557"},
+            "endpoint http://n:5557 is the kv_events endpoint of worker 20 dp_rank 0",
+        ),
+        (
+            {"kv_events_endpoint": "tcp://m:5557", "endpoint": "http://n:6557"},
+            "endpoint http://n:6557 is the replay endpoint of worker 20 dp_rank 0",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("neighbour")
+def test_whatever_is_at_another_worker_is_named(
+    service: RunningService, fields: dict[str, object], warning: str
+) -> None:
+    assert warned(service, worker(21, **fields)) == warning
+
+
+@pytest.mark.usefixtures("neighbour")
+def test_other_endpoints_of_the_same_host_are_no_fault(service: RunningService) -> None:
+    """The next rank of one engine, as a worker of its own; and an engine behind the same proxy."""
+    ranks = {"data_parallel_start_rank": 2, "endpoint": "http://n:8000/v1"}
+    source = {"kv_events_endpoint": "tcp://n:5559", "replay_endpoint": "tcp://n:6559"}
+    assert warned(service, worker(21, **ranks, **source)) is None
+    assert warned(service, worker(21, **source, endpoint="http://n:8000/v2")) is None
+
+
+def test_the_ranks_of_one_worker_may_ask_at_one_endpoint(service: RunningService) -> None:
+    events = {"0": "tcp://w:7557", "1": "tcp://w:7558"}
+    one = {"0": "tcp://w:7600", "1": "tcp://w:7600"}
+    body = worker(21, data_parallel_size=2, kv_events_endpoints=events, replay_endpoints=one)
+    assert warned(service, body) is None
+    body = worker(
+        21, data_parallel_size=2, kv_events_endpoints=events, replay_endpoint="ipc:///run/replay"
+    )
+    assert warned(service, body) is None
+
+
+def test_a_rank_with_a_replay_endpoint_of_its_own_needs_no_port_beside_the_first(
+    service: RunningService,
+) -> None:
+    taken = worker(22, kv_events_endpoint="tcp://w:7901", replay_endpoint="tcp://w:7911")
+    assert sent(service, "POST", "/workers", taken)[1] is None
+    body = worker(
+        21,
+        data_parallel_size=2,
+        kv_events_endpoints={"0": "tcp://w:7902", "1": "tcp://w:7903"},
+        replay_endpoint="tcp://w:7910",
+    )
+    named = "replay_endpoint of dp_rank 1 tcp://w:7911 is also that of worker 22 dp_rank 0"
+    assert warned(service, body) == named
+    assert warned(service, {**body, "replay_endpoints": {"1": "tcp://w:7912"}}) is None
+
+
+def test_a_replay_that_meets_the_events_of_the_next_rank_is_named(service: RunningService) -> None:
+    body = worker(
+        21,
+        data_parallel_size=2,
+        kv_events_endpoints={"0": "tcp://w:7557", "1": "tcp://w:7558"},
+        replay_endpoint="tcp://w:7558",
+    )
+    assert warned(service, body) == (
+        "replay_endpoint tcp://w:7558 is where the worker's events are expected"
+    )
+
+
+def test_of_a_replay_that_binds_every_host_the_first_rank_is_named_alone(
+    service: RunningService,
+) -> None:
+    body = worker(
+        21,
+        data_parallel_size=4,
+        kv_events_endpoints={str(rank): f"tcp://w:{7557 + rank}" for rank in range(4)},
+        replay_endpoint="tcp://*:7600",
+    )
+    assert warned(service, body) == (
+        "replay_endpoint tcp://*:7600 is where an engine listens, not where it is reached: name "
+        "its host"
+    )
+
+
+def test_a_replay_endpoint_is_that_of_others_until_they_go(service: RunningService) -> None:
+    replay = "tcp://w:7700"
+    first = worker(30, kv_events_endpoint="tcp://w:7730", replay_endpoint=replay)
+    second = worker(31, kv_events_endpoint="tcp://w:7731", replay_endpoint=replay)
+    assert sent(service, "POST", "/workers", first)[1] is None
+    assert sent(service, "POST", "/workers", first)[1] is None  # again
+    named = f"replay_endpoint {replay} is also that of worker 30 dp_rank 0"
+    assert warned(service, second) == named
+    assert service.request("DELETE", "/workers/30")[0] == 200
+    assert warned(service, second) is None
+
+
+def test_of_many_at_one_endpoint_the_first_are_named(service: RunningService) -> None:
+    for worker_id in range(40, 45):
+        events = f"tcp://w:{7800 + worker_id}"
+        body = worker(worker_id, endpoint="http://many", kv_events_endpoint=events)
+        sent(service, "POST", "/workers", body)
+    four = "worker 40, worker 41, worker 42, worker 43 and more"
+    one_more = worker(45, endpoint="many:80", kv_events_endpoint="tcp://many:80")
+    assert warned(service, one_more) == (
+        "endpoint many:80 has no scheme: http://many:80 is probably meant; "
+        f"endpoint many:80 is also that of {four}; "
+        "kv_events_endpoint tcp://many:80 is the address of the worker's HTTP endpoint"
+    )
+    one_more = worker(45, kv_events_endpoint="tcp://many:80")
+    assert warned(service, one_more) == (
+        f"kv_events_endpoint tcp://many:80 is the address of the HTTP endpoint of {four}"
     )
 
 

@@ -18,6 +18,7 @@ from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
 from lean_selector.core.errors import BadRequest, NotFound
 from lean_selector.core.limits import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.selection.http_places import HttpPlaces
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import PartitionKey, Source, WorkerRecord, WorkerSpec
@@ -105,6 +106,7 @@ class Catalog:
         self._on_discarded = on_discarded
         self._check = check
         self.workers: dict[int, Worker] = {}
+        self.places = HttpPlaces()  # of the same workers
         self.revision = 0  # grows whenever what `workers` shows changes
         # Every model and tenant that ever had a worker here, while there are not too many.
         self.known: dict[PartitionKey, None] = {}
@@ -224,6 +226,9 @@ class Catalog:
             known = None
         if known is None:
             insort(self._order, _place(worker))
+        else:
+            self.places.remove(known.spec)
+        self.places.put(worker.spec)
         self.workers[worker.spec.worker_id] = worker
         self.revision += 1
         self._remember(worker.spec.key)
@@ -238,6 +243,7 @@ class Catalog:
                         del self.known[old]
 
     def _forget(self, worker: Worker) -> None:
+        self.places.remove(worker.spec)
         del self.workers[worker.spec.worker_id]
         del self._order[bisect_left(self._order, _place(worker))]
         self.revision += 1
