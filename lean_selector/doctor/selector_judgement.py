@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from lean_selector.doctor.findings import Finding, Level
-from lean_selector.doctor.selector_shapes import SelectorFacts, Source, WorkerRecord
-
-_SCHEDULABLE: Final = "schedulable"
+from lean_selector.doctor.selector_shapes import SelectorFacts, Source
+from lean_selector.doctor.worker_judgement import can_be_chosen, judge_workers
 
 NO_REPLAY: Final = "no_replay"
 _NOT_HEARD: Final = (
@@ -67,58 +66,25 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
     """The service as a whole, then its workers and their sources."""
-    schedulable = sum(worker.lifecycle == _SCHEDULABLE for worker in facts.workers)
+    yield _judge_readiness(facts)
+    yield from judge_workers(facts.workers)
+    yield from _judge_sources(facts)
+
+
+def _judge_readiness(facts: SelectorFacts) -> Finding:
     if not facts.workers:
-        yield Finding(
+        return Finding(
             Level.ERROR,
             "selector",
             "no worker is registered",
             "POST /workers for each engine, or start it with --discover",
         )
-    elif not facts.is_ready:
-        yield Finding(
-            Level.ERROR,
-            "selector",
-            f"not ready: {schedulable} of {len(facts.workers)} workers can be chosen",
-            None if schedulable else "mend the workers below",
-        )
-    else:
-        yield Finding(
-            Level.OK,
-            "selector",
-            f"ready: {schedulable} of {len(facts.workers)} workers can be chosen",
-        )
-    for worker in facts.workers:
-        if worker.lifecycle != _SCHEDULABLE:
-            yield _not_schedulable(worker)
-    yield from _judge_block_sizes(facts.workers)
-    yield from _judge_sources(facts)
-
-
-def _not_schedulable(worker: WorkerRecord) -> Finding:
-    reasons = "; ".join(worker.not_schedulable_reasons) or worker.lifecycle
-    return Finding(
-        Level.ERROR,
-        f"worker {worker.worker_id}",
-        f"cannot be chosen: {reasons}",
-        f"PATCH /workers/{worker.worker_id} with what is missing",
-    )
-
-
-def _judge_block_sizes(workers: list[WorkerRecord]) -> Iterator[Finding]:
-    sizes: dict[tuple[str, str], set[int]] = {}
-    for worker in workers:
-        if worker.block_size is not None:
-            key = worker.model_name, worker.tenant_id
-            sizes.setdefault(key, set()).add(worker.block_size)
-    for (model_name, tenant_id), found in sizes.items():
-        if len(found) > 1:
-            yield Finding(
-                Level.ERROR,
-                f"model {model_name}",
-                f"its workers (tenant {tenant_id}) have blocks of {sorted(found)} tokens",
-                "start all engines of a model with one block size",
-            )
+    count = can_be_chosen(facts.workers)
+    what = f"{count} of {len(facts.workers)} workers can be chosen"
+    if facts.is_ready:
+        return Finding(Level.OK, "selector", f"ready: {what}")
+    mend = None if count else "mend the workers below"
+    return Finding(Level.ERROR, "selector", f"not ready: {what}", mend)
 
 
 def _judge_sources(facts: SelectorFacts) -> Iterator[Finding]:

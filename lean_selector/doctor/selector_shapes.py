@@ -3,6 +3,21 @@
 import msgspec
 
 
+class RankHealth(msgspec.Struct):
+    """A rank that something is held against."""
+
+    dp_rank: int
+    state: str  # in_service, probation or ejected
+    reason: str | None = None  # why it was ejected, if it was
+    returns_in_s: float | None = None  # None: when a poll succeeds, or it is not ejected
+
+
+class WorkerHealth(msgspec.Struct):
+    """Of the ranks of a worker."""
+
+    ranks: list[RankHealth] = []
+
+
 class WorkerRecord(msgspec.Struct):
     """Of GET /workers?detail=true; of the reference's, what it has of these."""
 
@@ -14,6 +29,8 @@ class WorkerRecord(msgspec.Struct):
     endpoint: str | None = None
     block_size: int | None = None
     total_kv_blocks: int | None = None
+    data_parallel_size: int | None = None  # None: one rank
+    health: WorkerHealth = msgspec.field(default_factory=WorkerHealth)  # the reference has none
     not_schedulable_reasons: list[str] = []
 
     def __post_init__(self) -> None:

@@ -221,6 +221,20 @@ def test_a_worker_that_lacks_something_is_told_with_its_reasons(selector: Runnin
     assert "block_size" in error
 
 
+def test_a_worker_that_was_ejected_is_named_and_does_not_count(selector: RunningService) -> None:
+    with ApiEngine(1) as one, ApiEngine(2) as two:
+        for engine in (one, two):
+            register(selector, engine)
+        for _ in range(3):
+            selector.post("/workers/1/report", {"outcome": "refused"})
+        found = findings(selector, status=0)
+        assert what(found, "ok", "selector") == ["ready: 1 of 2 workers can be chosen"]
+        [warning] = what(found, "warning", "worker 1")
+        assert warning.startswith("ejected, for ")
+        assert "3 requests in a row failed, the last: connection refused" in warning
+        assert what(found, "warning", "worker 2") == []
+
+
 def test_engines_that_want_a_token_get_that_of_the_file(
     selector: RunningService, tmp_path: Path
 ) -> None:

@@ -66,33 +66,16 @@ def test_a_replay_endpoint_that_is_registered_is_not_asked_for_again(state: str)
     assert "and register that" not in beside
 
 
-def worker(worker_id: int, block_size: int, tenant_id: str = "default") -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=worker_id,
-        model_name="m",
-        lifecycle="schedulable",
-        tenant_id=tenant_id,
-        block_size=block_size,
-    )
-
-
-def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_none() -> None:
-    def errors(*workers: WorkerRecord) -> list[str]:
-        facts = SelectorFacts(True, list(workers), [source("live")])
-        return [finding.what for finding in judge_selector(facts) if finding.level is Level.ERROR]
-
-    assert errors(worker(1, 16), worker(2, 32)) == [
-        "its workers (tenant default) have blocks of [16, 32] tokens"
-    ]
-    assert errors(worker(1, 16), worker(2, 32, "other")) == []
+def worker(worker_id: int) -> WorkerRecord:
+    return WorkerRecord(worker_id=worker_id, model_name="m", lifecycle="schedulable", block_size=16)
 
 
 def test_workers_without_any_events_are_a_warning() -> None:
-    found = list(judge_selector(SelectorFacts(True, [worker(1, 16)], [])))
+    found = list(judge_selector(SelectorFacts(True, [worker(1)], [])))
     assert [finding.level for finding in found] == [Level.OK, Level.WARNING]
     assert "by load alone" in found[1].what
 
 
 def test_a_selector_that_tells_no_sources_as_the_reference_is_a_note() -> None:
-    found = list(judge_selector(SelectorFacts(True, [worker(1, 16)], None)))
+    found = list(judge_selector(SelectorFacts(True, [worker(1)], None)))
     assert [finding.level for finding in found] == [Level.OK, Level.NOTE]
