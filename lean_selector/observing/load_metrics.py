@@ -40,6 +40,8 @@ class ReplicaCounts(Protocol):
     """The replica sockets, as far as counts go."""
 
     @property
+    def waiting(self) -> int: ...
+    @property
     def overflows(self) -> int: ...
     @property
     def undecodable(self) -> int: ...
@@ -185,6 +187,12 @@ def replica_families(plane: Replicas | None) -> Families:
             "counter",
             "Times that a peer's send queue was found full.",
             lambda: [("", sync.overflows)],
+        ),
+        Family(
+            "lean_selector_replica_outbox_events",
+            "gauge",
+            "Events that wait to be published to peers.",
+            lambda: [("", sync.waiting)],
         ),
         Family(
             "lean_selector_replica_missed_events_total",

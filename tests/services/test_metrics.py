@@ -289,6 +289,7 @@ def test_replica_events_by_direction_kind_and_result() -> None:
         wait_until(lambda: value(read(a), peers, state="connected") == 1, "connected both ways")
         assert value(read(b), "lean_selector_reservations", origin="replica") > 0
         assert value(samples, "lean_selector_replica_send_overflows_total") == 0
+        assert value(samples, "lean_selector_replica_outbox_events") == 0
 
 
 # -- the format -----------------------------------------------------------------------------------

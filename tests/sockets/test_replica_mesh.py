@@ -22,7 +22,12 @@ from lean_selector.sockets import replica_links, replica_mesh
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.lookups import Address
 from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
-from lean_selector.sockets.replica_mesh import HIGH_WATER_MARK, ReplicaSync, ReplicaSyncError
+from lean_selector.sockets.replica_mesh import (
+    HIGH_WATER_MARK,
+    MAX_DUE_PER_TURN,
+    ReplicaSync,
+    ReplicaSyncError,
+)
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.wire import replica_odd_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
@@ -619,6 +624,32 @@ def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
 
     uvloop.run(scenario())
     assert "the outbox is full" in caplog.text
+
+
+def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lean_selector.sockets.replica_mesh.MAX_TURN_S", 0.0)  # it is over at once
+
+    async def scenario() -> None:
+        async with mesh() as made:
+            sync = made.replica().sync
+
+            async def sent_after(count: int) -> int:
+                before = sync.published
+                for n in range(count):
+                    sync.publish(changed(EVENT, request_id=str(n)))
+                await asyncio.sleep(0)
+                return sync.published - before
+
+            assert [await sent_after(count) for count in (1, 1_000, 1)] == [1, 1_000, 1]
+            assert await sent_after(MAX_DUE_PER_TURN + 20) == MAX_DUE_PER_TURN
+            assert sync.waiting == 20
+            # The others wait their turns, and hold up nothing that comes: as many go as have come.
+            assert [await sent_after(count) for count in (0, 5, 7)] == [1, 5, 7]
+            await until(lambda: sync.published == sync.sequence == 2_058)
+
+    uvloop.run(scenario())
 
 
 def test_there_is_a_limit_to_the_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
