@@ -109,7 +109,9 @@ def worker_families(
         return ((scope_labels(each), each.health.spared) for each in partitions())
 
     def ejections() -> Iterator[Sample]:
-        return ((scope_labels(each), each.health.ejected) for each in partitions())
+        for each in partitions():
+            for reason, count in each.health.ejected.items():
+                yield f'{scope_labels(each)[:-1]},reason="{reason}"}}', count
 
     return [
         Family(
@@ -127,7 +129,7 @@ def worker_families(
         Family(
             "lean_selector_rank_ejections_total",
             "counter",
-            "Ranks that were ejected because they failed.",
+            "Ranks that were ejected because they failed, by the last failure.",
             ejections,
         ),
         Family(

@@ -68,7 +68,27 @@ def test_how_long_a_worker_is_ejected() -> None:
     assert found[f'lean_selector_worker_ejected_seconds{{{NAMED}"2"}}'] == 7.0
     assert found[f'lean_selector_worker_ejected_ranks{{{NAMED}"2"}}'] == 1
     assert found[f'lean_selector_worker_ejected_ranks{{{NAMED}"1"}}'] == 0
-    assert found['lean_selector_rank_ejections_total{model="default",tenant_id="default"}'] == 1
+
+
+def test_ejections_are_counted_by_what_they_came_of() -> None:
+    driven = DrivenSelector()
+    for worker_id in range(8):
+        driven.register(worker_id)
+    health = driven.selector.health
+    for worker_id, outcomes in enumerate(
+        (["refused"] * 3, ["refused", "failed", "refused"], ["refused", "refused", "failed"])
+    ):
+        for outcome in outcomes:
+            health.report(worker_id, None, outcome, driven.now)
+    for _ in range(3):
+        health.polled(3, "503", driven.now)
+    driven.now = 31.0
+    health.settle(driven.now)
+    health.report(0, 0, "failed", driven.now)  # on probation: at once
+    found = scraped(driven)
+    start = 'lean_selector_rank_ejections_total{model="default",tenant_id="default",reason='
+    counts = {name[len(start) : -1]: found[name] for name in found if name.startswith(start)}
+    assert counts == {'"refused"': 2, '"failed"': 2, '"poll"': 1}
 
 
 def test_a_worker_that_goes_while_a_scrape_is_made_is_left_out_of_it() -> None:

@@ -22,6 +22,7 @@ from lean_selector.core.rank_bits import RankKey
 OK: Final = "ok"
 FAILED: Final = "failed"
 REFUSED: Final = "refused"
+POLL: Final = "poll"  # beside FAILED and REFUSED: what an ejection came of
 _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
@@ -35,7 +36,7 @@ class Ejections:
         self._looks_at = math.inf  # when the first of them comes back, or is healed by time
         self.ranks: dict[RankKey, RankHealth] = {}  # those of whom there is something to remember
         self.out: set[RankKey] = set()
-        self.ejected = 0  # ranks, ever
+        self.ejected = {REFUSED: 0, FAILED: 0, POLL: 0}  # ranks, ever
         self.spared = 0  # ranks that would have been ejected, if not too many were already
 
     # -- what is heard -------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Ejections:
             health.ejections = max(0, health.ejections - rested) + 1
             longest = self._settings.longest_s
             health.returns_at = now + min(longest, self._settings.base_s * health.ejections)
-            self._eject(key, reason, now)
+            self._eject(key, outcome, reason, now)
             self._looks_at = min(self._looks_at, health.returns_at)
         return True
 
@@ -105,8 +106,9 @@ class Ejections:
         if not due or not self._may_go(due, total):
             return changed
         for key in due:
-            self.ranks[key].is_down = True
-            self._eject(key, f"{self.ranks[key].failed_polls} polls in a row failed: {fault}", now)
+            health = self.ranks[key]
+            health.is_down = True
+            self._eject(key, POLL, f"{health.failed_polls} polls in a row failed: {fault}", now)
         return True
 
     def settle(self, now: float) -> bool:
@@ -156,12 +158,12 @@ class Ejections:
         self.spared += len(due)
         return False
 
-    def _eject(self, key: RankKey, reason: str, now: float) -> None:
+    def _eject(self, key: RankKey, cause: str, reason: str, now: float) -> None:
         health = self.ranks[key]
         health.is_out, health.on_probation = True, False
         health.since, health.reason = now, reason
         self.out.add(key)
-        self.ejected += 1
+        self.ejected[cause] += 1
 
     def _return(self, key: RankKey, at: float, probation_ends_at: float) -> None:
         health = self.ranks[key]
