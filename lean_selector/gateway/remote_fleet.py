@@ -28,6 +28,7 @@ class RemoteFleet:
         self._answer = b""
         self._is_away = False
         self._refusal: int | None = None  # its status, while it does not tell
+        self._unread: str | None = None  # what is wrong with its answer, while that is no list
 
     def model(self, model_name: str, tenant_id: str) -> Served | None:
         return self._served.get((model_name, tenant_id))
@@ -46,7 +47,7 @@ class RemoteFleet:
                 status, answer = await self._link.call("GET", "/workers", insists=True)
                 self._look_at(status, answer)
                 if status == 200:
-                    self._take(answer)
+                    self._read(answer)
                 if self._is_away:
                     log.info("the selector answers again", extra={"selector": self._link.target})
                 self._is_away = False
@@ -58,8 +59,6 @@ class RemoteFleet:
                         extra={"selector": self._link.target},
                     )
                 self._is_away = True
-            except (msgspec.DecodeError, ValueError) as error:
-                log.warning("the selector's workers cannot be read: %s", error)
             await asyncio.sleep(EVERY_S if self._served and not self._is_away else _SOON_S)
 
     def _look_at(self, status: int, answer: bytes) -> None:
@@ -75,6 +74,24 @@ class RemoteFleet:
         elif refusal is None and self._refusal is not None:
             log.info("the selector tells its workers", extra={"selector": self._link.target})
         self._refusal = refusal
+
+    def _read(self, answer: bytes) -> None:
+        """Take it, or say once what is wrong with it."""
+        extra = {"selector": self._link.target}
+        try:
+            self._take(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if str(error) != self._unread:
+                log.warning(
+                    "the selector's workers cannot be read: %s",
+                    error,
+                    extra=extra,
+                )
+            self._unread = str(error)
+            return
+        if self._unread is not None:
+            log.info("the selector's workers can be read again", extra=extra)
+        self._unread = None
 
     def _take(self, answer: bytes) -> None:
         if answer == self._answer:

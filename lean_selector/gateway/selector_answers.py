@@ -29,8 +29,13 @@ class ListedWorker(msgspec.Struct):
 
     worker_id: int
     model_name: str
-    tenant_id: str
     lifecycle: str
+    tenant_id: str = "default"
+    routing_group: str | None = None  # the same, as 1.6 calls it
     endpoint: str | None = None
     block_size: int | None = None
     is_eagle: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.routing_group is not None:
+            self.tenant_id = self.routing_group

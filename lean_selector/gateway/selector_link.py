@@ -169,5 +169,5 @@ def told(answer: bytes) -> Told:
     """An answer that is an error, whoever gave it."""
     try:
         return msgspec.json.decode(answer, type=Told)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Told("")

@@ -120,19 +120,22 @@ def test_an_end_that_is_refused_for_its_token_is_told_again(
     assert asyncio.run(play()) == (["/reservations/r1"] * 3, 0)
 
 
-def test_a_selector_that_does_not_tell_its_workers_is_in_the_log_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def logged_of_the_fleet(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: list[bytes]
+) -> list[str]:
+    """What is in the log when a selector has told its workers with these answers, one by one."""
+    monkeypatch.setattr("lean_selector.gateway.remote_fleet._SOON_S", 0.01)
     caplog.set_level("INFO", "lean_selector.gateway")
 
     async def play() -> None:
-        answers = [REFUSED, REFUSED, response(b"[]"), response(b"[]")]
         is_over = asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(answers.pop(0))
-            if not answers:
-                is_over.set()
+            if answers:
+                writer.write(answers.pop(0))
+            else:
+                is_over.set()  # the last of them was read
+                await asyncio.Event().wait()
 
         async with serving(serve) as served:
             running = asyncio.ensure_future(
@@ -144,8 +147,41 @@ def test_a_selector_that_does_not_tell_its_workers_is_in_the_log_once(
             await asyncio.wait({running})
 
     asyncio.run(play())
-    told = [each.getMessage() for each in caplog.records if each.name == "lean_selector.gateway"]
-    assert told == [
+    return [each.getMessage() for each in caplog.records if each.name == "lean_selector.gateway"]
+
+
+def test_a_selector_that_does_not_tell_its_workers_is_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [REFUSED, REFUSED, response(b"[]"), response(b"[]")]
+    assert logged_of_the_fleet(monkeypatch, caplog, answers) == [
         "the selector does not tell its workers: status 401: the bearer token is not known",
         "the selector tells its workers",
+    ]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b'{"error":"\xff"}', b'{"error":1}', b'{"x":' + b"[" * 9_999]
+)
+def test_a_refusal_that_cannot_be_read_is_one_without_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
+    answers = [response(body, "500 Internal Server Error")]
+    assert logged_of_the_fleet(monkeypatch, caplog, answers) == [
+        "the selector does not tell its workers: status 500: no reason"
+    ]
+
+
+def test_workers_that_cannot_be_read_are_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = [b"{}", b"{}", b'[{"worker_id":"1"}]', b'[{"model_name":"\xff"}]', b"[]", b"[]", b"{}"]
+    answers = [response(each) for each in told]
+    cannot = "the selector's workers cannot be read"
+    assert logged_of_the_fleet(monkeypatch, caplog, answers) == [
+        f"{cannot}: Expected `array`, got `object`",
+        f"{cannot}: Expected `int`, got `str` - at `$[0].worker_id`",
+        f"{cannot}: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        "the selector's workers can be read again",
+        f"{cannot}: Expected `array`, got `object`",
     ]
