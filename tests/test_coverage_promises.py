@@ -63,7 +63,7 @@ def test_a_line_or_a_branch_that_a_pure_room_lacks_is_told_where_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lacking = file([7], [[3, 5], [4, -1]])
-    assert broken(99.0, core=lacking) == ["78.57 % of the pure rooms is less than 99.5 %"]
+    assert broken(99.0, core=lacking) == ["78.57 % of the pure rooms is less than 99.9 %"]
     assert "lacks: core: lean_selector/core.py: 7, 3->5, 4->-1\n" in capsys.readouterr().out
     broken(99.0, core=lacking, shows_missing=False)
     assert "lacks: core: lean_selector/core.py: see --missing\n" in capsys.readouterr().out
