@@ -10,12 +10,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection import cells as making
 from lean_selector.core.selection.cells import Pricing, cells, match_by_rank, match_sets
 from lean_selector.core.selection.choice import FEW_LOADS, TRIES, all_costs, cheapest, dearest
 from lean_selector.core.selection.cost import cached_tokens, softmax
@@ -185,8 +187,23 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
     changes=options,
     scale=st.none() | scales,
     isl_tokens=st.integers(0, 400),
+    looks=st.sampled_from([0, making._LOOKS_PER_RANK]),
 )
 def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
+    fleet: Fleet,
+    router: RouterSettings,
+    changes: dict[str, Any],
+    scale: float | None,
+    isl_tokens: int,
+    looks: int,
+) -> None:
+    """Also as if the sets were many, so that it is looked up which of them a rank is in."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(making, "_LOOKS_PER_RANK", looks)
+        hold_each_rank_to_the_model(fleet, router, changes, scale, isl_tokens)
+
+
+def hold_each_rank_to_the_model(
     fleet: Fleet,
     router: RouterSettings,
     changes: dict[str, Any],

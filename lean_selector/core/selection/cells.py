@@ -7,8 +7,10 @@ a bit, `RankBits`), so making them is a few `&`. Who is cheapest is `choice`'s.
 """
 
 import math
+from typing import TypeVar
 
 from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cost import (
     cached_tokens,
     credit_blocks,
@@ -23,10 +25,13 @@ from lean_selector.core.selection.records import SelectionRequest
 MatchSets = list[tuple[Matched, int]]  # what ranks hold of a prompt; the sets are apart
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other
 Matches = dict[tuple[int, int], Matched]
+Value = TypeVar("Value")
+Numbers = dict[int, int]  # of the one of several sets that a rank is in, by its bit
 
 NOTHING = Matched(0)
 _EVERYONE = -1  # as a set: all bits
 _NO_PREFERENCE = [(1.0, _EVERYONE)]
+_LOOKS_PER_RANK = 8  # at a set; finding out which set a rank is in costs as much
 
 
 class Cell:
@@ -155,14 +160,21 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
     if not predicted:
         return found
     raised: MatchSets = []
-    for match, ranks in [*found, (NOTHING, _EVERYONE)]:
-        for at, (blocks, believed) in enumerate(predicted):
+    everyone = 0
+    for _, believed in predicted:
+        everyone |= believed
+    numbers = set_numbers(predicted, everyone, len(found))
+    for match, ranks in found:
+        everyone &= ~ranks
+        for blocks, believed in predicted if numbers is None else met(predicted, numbers, ranks):
             if both := ranks & believed:
-                ranks &= ~both
-                predicted[at] = blocks, believed & ~both
+                ranks ^= both
                 raised.append((_with_device(match, blocks), both))
-        if ranks and match is not NOTHING:
+        if ranks:
             raised.append((match, ranks))
+    for blocks, believed in predicted:
+        if rest := believed & everyone:
+            raised.append((Matched(blocks), rest))
     raised.sort(key=_device_blocks, reverse=True)
     return raised
 
@@ -197,6 +209,27 @@ def match_of(matches: MatchSets, mask: int) -> Matched:
         if ranks & mask:
             return match
     return NOTHING
+
+
+def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
+    """What is said of the set that a rank is in, by its bit; of these ranks, if they are in any."""
+    return {bit: value for value, alike in sets for bit in bits_of(alike & ranks)}
+
+
+def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
+    """Which of the sets each of these ranks is in, if so many times each set would be looked at
+    otherwise that it pays; the sets are apart."""
+    if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
+        return None
+    return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
+
+
+def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
+    """The sets, in their order, that some of these ranks may be in: no fewer than they are in."""
+    if ranks.bit_count() >= len(sets):
+        return sets
+    found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}
+    return [sets[number] for number in sorted(found)]
 
 
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
@@ -238,6 +271,12 @@ def cells(
     if preferred := preferences(request):
         weighed = taint_weights(partition, preferred)
         groups = [(taint_factor(weight), having) for weight, having in weighed]
+    sharers = members = None
+    if shares:
+        sharers = set_numbers(shares, ranks, len(matches) + 1)
+    if preferred:
+        pieces = min(ranks.bit_count(), (len(matches) + 1) * (len(shares) + 1))
+        members = set_numbers(groups, ranks, pieces)
     found: list[Cell] = []
     for match, holding in [*matches, (NOTHING, _EVERYONE)]:
         alike = ranks & holding
@@ -250,15 +289,15 @@ def cells(
             if cached > isl:
                 tokens = cached
             credit = credit_blocks(terms, 1.0, match)
-        for shared, sharing in shares:
+        for shared, sharing in shares if sharers is None else met(shares, sharers, alike):
             if both := alike & sharing:
                 alike ^= both
-                for factor, having in groups:
+                for factor, having in groups if members is None else met(groups, members, both):
                     if here := both & having:
                         blocks = new_blocks - shared
                         found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
         if alike:
-            for factor, having in groups:
+            for factor, having in groups if members is None else met(groups, members, alike):
                 if here := alike & having:
                     found.append(Cell(pricing, here, match, tokens, credit, new_blocks, factor))
     return _favouring(found, pricing, request) if request.favoured else found

@@ -11,11 +11,12 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.affinity import explained_session
 from lean_selector.core.selection.cells import (
+    NOTHING,
     MatchSets,
     Pricing,
     active_prefix_sets,
+    by_bit,
     cells,
-    match_of,
     taint_weights,
 )
 from lean_selector.core.selection.choice import all_costs
@@ -55,21 +56,21 @@ def explained(
     chance_of_each, drawn = probabilities(costs, terms.temperature)
     chances = dict(zip(bits, zip(costs, chance_of_each, strict=True), strict=True))
     least_tokens = order.least_tokens(ranks, now)
-    shares = active_prefix_sets(partition, request)
-    weights = taint_weights(partition, preferences(request))
+    everyone = partition.everyone
+    held = by_bit(matches, everyone)
+    shares = by_bit(active_prefix_sets(partition, request), everyone)
+    weights = by_bit(taint_weights(partition, preferences(request)), everyone)
     favoured, bonus = request.favoured, request.bonus_blocks
     unfavoured: float | UnsetType = 0.0 if favoured else UNSET
     rows = []
     for worker_id, worker in sorted(partition.workers.items()):
         for load in worker.loads:
             chance = chances.get(load.bit)
-            match = match_of(matches, load.mask)
+            match = held.get(load.bit, NOTHING)
             tokens = load.prefill_tokens_at(now)
             decay = credit_decay(terms, tokens - least_tokens, prompt.isl_tokens, block_size)
             cached = cached_tokens(terms, match, block_size)
             added = max(0, prompt.isl_tokens - cached) if terms.track_prefill else 0
-            shared = next((blocks for blocks, sharing in shares if sharing & load.mask), 0)
-            weight = next(weight for weight, having in weights if having & load.mask)
             rows.append(
                 RankExplanation(
                     worker_id,
@@ -83,11 +84,11 @@ def explained(
                     min(tokens, U64_MAX),
                     min(tokens + added, U64_MAX),
                     load.active_decode_blocks,
-                    load.active_decode_blocks + prompt.charged_blocks - shared,
+                    load.active_decode_blocks + prompt.charged_blocks - shares.get(load.bit, 0),
                     load.active_requests,
                     credit_blocks(terms, decay, match),
                     decay,
-                    taint_factor(weight),
+                    taint_factor(weights[load.bit]),
                     None if chance is None else chance[0],
                     0.0 if chance is None else chance[1],
                     bonus if load.mask & favoured else unfavoured,

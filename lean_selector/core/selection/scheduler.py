@@ -14,6 +14,7 @@ from lean_selector.core.selection.cells import (
     NOTHING,
     MatchSets,
     Pricing,
+    by_bit,
     cells,
     match_of,
 )
@@ -118,8 +119,8 @@ def placement(
     """What the answer says of a chosen rank: the overlap is about its whole worker."""
     isl_tokens = request.prompt.isl_tokens
     block_size, worker_id, endpoint = partition.block_size, worker.worker_id, worker.endpoint
-    own = match_of(matches, load.mask)
     if len(worker.loads) == 1:
+        own = match_of(matches, load.mask)
         if own is NOTHING:
             return Placement(
                 worker_id, load.dp_rank, endpoint, block_size, worker.no_overlap, isl_tokens
@@ -131,8 +132,10 @@ def placement(
     else:
         dp: dict[str, int] = {}
         gpu = cpu = disk = 0
+        held = by_bit(matches, worker.mask)
+        own = held.get(load.bit, NOTHING)
         for rank in worker.loads:
-            match = match_of(matches, rank.mask)
+            match = held.get(rank.bit, NOTHING)
             device = match.device
             dp[str(rank.dp_rank)] = device * block_size
             gpu = max(gpu, device)
