@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from lean_selector.doctor.discovery_judgement import judge_discoveries, looks_for_workers
 from lean_selector.doctor.findings import Finding, Level
 from lean_selector.doctor.selector_shapes import SelectorFacts, Source
 from lean_selector.doctor.worker_judgement import can_be_chosen, judge_workers
@@ -65,20 +66,20 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 
 def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
-    """The service as a whole, then its workers and their sources."""
+    """The service as a whole, then its discoveries, its workers and their sources."""
     yield _judge_readiness(facts)
+    if facts.discoveries is not None:
+        yield from judge_discoveries(facts.discoveries)
     yield from judge_workers(facts.workers)
     yield from _judge_sources(facts)
 
 
 def _judge_readiness(facts: SelectorFacts) -> Finding:
     if not facts.workers:
-        return Finding(
-            Level.ERROR,
-            "selector",
-            "no worker is registered",
-            "POST /workers for each engine, or start it with --discover",
-        )
+        advice = "POST /workers for each engine, or start it with --discover"
+        if looks_for_workers(facts.discoveries):
+            advice = "mend its discoveries, as told below, or POST /workers for each engine"
+        return Finding(Level.ERROR, "selector", "no worker is registered", advice)
     count = can_be_chosen(facts.workers)
     what = f"{count} of {len(facts.workers)} workers can be chosen"
     if facts.is_ready:

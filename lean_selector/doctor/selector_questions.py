@@ -1,10 +1,11 @@
-"""Asks a selector for its workers and for how it follows their events."""
+"""Asks a selector for its workers, how it follows their events, and what it looks for itself."""
 
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from lean_selector.doctor.selector_shapes import (
+    Discoveries,
     OverlapScores,
     SelectorFacts,
     Source,
@@ -12,6 +13,8 @@ from lean_selector.doctor.selector_shapes import (
 )
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.failure import OutboundFailed
+
+T = TypeVar("T")
 
 _NOT_SERVED: Final = (404, 405)
 
@@ -36,29 +39,35 @@ class Selector:
                 raise NotASelector(
                     f"GET {self.url}/ready: status {ready.status}: this is no selection service"
                 )
-            text = await self._client.text(
-                f"{self.url}/workers?detail=true", timeout_s=self._timeout_s
+            workers = await self._told("/workers?detail=true", list[WorkerRecord])
+            return SelectorFacts(
+                ready.status == 200,
+                workers,
+                await self._told_if_served("/kv_sources", list[Source]),
+                await self._told_if_served("/discovery", Discoveries),
             )
-            workers = msgspec.json.decode(text, type=list[WorkerRecord])
-            return SelectorFacts(ready.status == 200, workers, await self.sources())
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
-        except msgspec.DecodeError as error:
-            raise NotASelector(
-                f"GET {self.url}/workers: this is no answer of a selection service: {error}"
-            ) from None
 
-    async def sources(self) -> list[Source] | None:
-        """None where it has no such route. Raises OutboundFailed, and DecodeError of msgspec."""
-        url = f"{self.url}/kv_sources"
+    async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
+        """None where it has no such route. Raises OutboundFailed and NotASelector."""
         try:
-            return msgspec.json.decode(
-                await self._client.text(url, timeout_s=self._timeout_s), type=list[Source]
-            )
+            return await self._told(path, kind)
         except OutboundFailed as error:
             if error.status in _NOT_SERVED:
                 return None
             raise
+
+    async def _told(self, path: str, kind: type[T]) -> T:
+        """Raises OutboundFailed and NotASelector."""
+        url = f"{self.url}{path}"
+        try:
+            text = await self._client.text(url, timeout_s=self._timeout_s)
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as error:
+            raise NotASelector(
+                f"GET {url}: this is no answer of a selection service: {error}"
+            ) from None
 
     async def cached_blocks(
         self, worker: WorkerRecord, token_ids: list[int]

@@ -54,6 +54,42 @@ class Source(msgspec.Struct):
     last_error: str | None = None
 
 
+class Discovery(msgspec.Struct):
+    """A `--discover` or `--replica-sync-discover` of GET /discovery."""
+
+    discovery: str
+    finds: str  # "workers" or "peers"
+    state: str  # starting, watching or failing
+    found: int | None = None  # what it found last, which holds; None before
+    last_error: str | None = None
+
+
+class DiscoveredWorker(msgspec.Struct):
+    """A worker that a discovery names."""
+
+    endpoint: str
+    worker_id: int
+    state: str  # asking, registered, by_http, removed or refused
+    discoveries: list[str] = []
+    last_error: str | None = None
+
+
+class DiscoveredPeer(msgspec.Struct):
+    """A peer that a discovery names."""
+
+    endpoint: str
+    state: str  # registered, known, removed, refused or itself
+    last_error: str | None = None
+
+
+class Discoveries(msgspec.Struct):
+    """Of GET /discovery."""
+
+    discoveries: list[Discovery] = []
+    workers: list[DiscoveredWorker] = []
+    peers: list[DiscoveredPeer] = []
+
+
 class OverlapRow(msgspec.Struct):
     """One rank of POST /overlap_scores."""
 
@@ -74,3 +110,4 @@ class SelectorFacts(msgspec.Struct):
     is_ready: bool
     workers: list[WorkerRecord]
     sources: list[Source] | None  # None: it does not tell
+    discoveries: Discoveries | None = None  # None: it has none of its own, as the reference

@@ -258,6 +258,27 @@ def test_a_selector_without_workers_says_what_to_do(selector: RunningService) ->
     assert done.stdout.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
 
 
+def test_discoveries_that_find_nobody_are_told_with_their_reasons(tmp_path: Path) -> None:
+    away, nowhere = f"http://127.0.0.1:{free_port()}", f"file:{tmp_path}/nothere.json"
+    with RunningService("--discover", f"url:{away}", "--discover", nowhere) as service:
+
+        def has_asked() -> bool:
+            report = service.get("/discovery")[1]
+            return all(
+                any(row["last_error"] for row in report[of]) for of in ("discoveries", "workers")
+            )
+
+        wait_until(has_asked, "both have failed")
+        found = findings(service, status=1)
+        [none] = [finding for finding in found if finding["subject"] == "selector"]
+        assert none["what"] == "no worker is registered"
+        assert "--discover" not in none["mend"]
+        assert what(found, "error", "discovery") == [f"{nowhere} fails: No such file or directory"]
+        [asking] = [line["what"] for line in found if line["subject"].startswith("worker ")]
+        assert asking.startswith(f"found at {away} by url:{away}, not registered: ")
+        assert asking.endswith("/v1/models: Connection refused")
+
+
 def test_nobody_to_ask_is_a_status_of_its_own() -> None:
     done = check(f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 2
