@@ -72,7 +72,7 @@ def test_a_line_or_a_branch_that_a_pure_room_lacks_is_told_where_it_is(
 def test_what_a_killed_process_took_along_is_told_and_forgiven(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole: dict[str, Any] = {f"core{number}": file([], []) for number in range(20)}
+    whole: dict[str, Any] = {f"core{number}": file([], []) for number in range(99)}
     assert broken(99.0, core=file([7], []), **whole) == []
     assert "lacks: core: lean_selector/core.py: 7\n" in capsys.readouterr().out
 
