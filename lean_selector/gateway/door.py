@@ -26,6 +26,7 @@ from lean_selector.wire.openai_errors import openai_error
 
 log = logging.getLogger(ACCESS_LOG)
 
+MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
 COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 
 
@@ -122,6 +123,9 @@ class Door:
             fields["worker"] = lease.endpoint.text
             if lease.overlap_tokens is not None:
                 fields["overlap_tokens"] = lease.overlap_tokens
+                if errand.why_unknown is not None:
+                    fields["prompt"] = errand.why_unknown.why.value
+                    fields["prompt_detail"] = errand.why_unknown.text[:MOST_DETAIL_CHARACTERS]
         if errand.tried:
             fields["tried"] = len(errand.tried)
         log.info("request", extra=fields)

@@ -28,6 +28,7 @@ from lean_selector.prompts.answers import UsageReader
 
 if TYPE_CHECKING:
     from lean_selector.prompts.routed import Routed
+    from lean_selector.prompts.unknown import Unknown
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -109,6 +110,11 @@ class Errand(Receiver):
     @property
     def age_s(self) -> float:
         return monotonic() - self._began
+
+    @property
+    def why_unknown(self) -> "Unknown | None":
+        """Why not all blocks of the prompt are known, if one was looked at."""
+        return None if self.routed is None else self.routed.why_not
 
     # -- on the way there ----------------------------------------------------------------------
 
@@ -282,6 +288,8 @@ class Errand(Receiver):
         lines += b"x-lean-worker: %b\r\n" % lease.endpoint.text.encode()
         if lease.overlap_tokens is not None:
             lines += b"x-lean-overlap: %d\r\n" % lease.overlap_tokens
+            if self.why_unknown is not None:
+                lines += b"x-lean-prompt: %b\r\n" % self.why_unknown.why.encode()
         return lines
 
     # -- the end -------------------------------------------------------------------------------

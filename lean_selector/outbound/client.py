@@ -18,7 +18,7 @@ from lean_selector.outbound.connecting import Resolve as Resolve
 from lean_selector.outbound.connecting import SocketAddress as SocketAddress
 from lean_selector.outbound.connecting import connected, reason
 from lean_selector.outbound.exchange import Exchange
-from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.failure import OutboundFailed, OutboundTimedOut
 from lean_selector.outbound.lines import Lines
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
@@ -187,7 +187,7 @@ def _told_of(asked: str, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise OutboundFailed(f"{asked}: no answer in {timeout_s:g} s") from None
+        raise OutboundTimedOut(f"{asked}: no answer in {timeout_s:g} s") from None
     except OutboundFailed as error:
         raise OutboundFailed(f"{asked}: {error.message}", error.status) from None
     except (OSError, ValueError) as error:

@@ -8,3 +8,7 @@ class OutboundFailed(Exception):
         super().__init__(message)
         self.message = message
         self.status = status
+
+
+class OutboundTimedOut(OutboundFailed):
+    """Nobody answered in the time that there was."""

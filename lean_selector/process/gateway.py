@@ -32,6 +32,7 @@ from lean_selector.http1.protocol import App
 from lean_selector.http1.streaming import StreamingProtocol
 from lean_selector.observing import logs
 from lean_selector.observing.load_metrics import Families
+from lean_selector.observing.prompt_metrics import prompt_families
 from lean_selector.outbound.client import Resolve
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
@@ -137,8 +138,9 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     most = config.listen.max_connections
     front = Connections(loop.call_soon, limits, max_connections=most, refusal=http_refusal)
     behind = Connections(loop.call_soon, Limits(), max_connections=most)
+    families = [*gateway_families(counts, rotation), *prompt_families(prompts.unknown)]
     api = HttpServer(
-        choice.app(behind, log_state, gateway_families(counts, rotation), tokens),
+        choice.app(behind, log_state, families, tokens),
         behind,
         config.selector.listen,
         "lean-selector",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from lean_selector.observing.load_metrics import Families
+from lean_selector.observing.prompt_metrics import prompt_families
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_plane import AccessLogPlane
@@ -50,7 +51,9 @@ class GatewayDoors:
         return () if self._route is None else self._route.routes()
 
     def families(self) -> Families:
-        return [] if self._logs is None else self._logs.families()
+        of_prompts = [] if self._prompts is None else prompt_families(self._prompts.unknown)
+        of_logs = [] if self._logs is None else self._logs.families()
+        return [*of_prompts, *of_logs]
 
     async def close(self) -> None:
         if self._route is not None:

@@ -8,11 +8,14 @@ from msgspec import Raw
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 from lean_selector.prompts.answers import AnswerReader
 from lean_selector.prompts.model_request import ModelRequest
+from lean_selector.prompts.unknown import Unknown, Why
 
 # As vLLM takes them: it refuses longer ones, and some characters.
 MOST_SALT_CHARACTERS: Final = 128
 _NOT_IN_SALTS: Final = frozenset("@/\\\0")
-UNMARKABLE: Final = "its cache_salt cannot be marked: it is too long, or has @, /, \\ or NUL"
+UNMARKABLE: Final = Unknown(
+    Why.SALT, "its cache_salt cannot be marked: it is too long, or has @, /, \\ or NUL"
+)
 _TRUE: Final = Raw(b"true")
 _USAGE: Final = Raw(b'{"include_usage":true}')
 

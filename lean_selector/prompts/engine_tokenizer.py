@@ -7,12 +7,13 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.failure import OutboundFailed, OutboundTimedOut
 from lean_selector.prompts.answers import MOST_ID_BYTES
 from lean_selector.prompts.model_card import TokenizeAnswer
 from lean_selector.prompts.model_request import Kind, ModelRequest
 from lean_selector.prompts.template_arguments import template_arguments
 from lean_selector.prompts.tokenizing import NotTokenized
+from lean_selector.prompts.unknown import Why
 from lean_selector.wire.integer_text import packed_u32
 
 # Taken by /tokenize as they are; of the rest it takes what goes into the template's arguments.
@@ -35,10 +36,10 @@ class EngineTokenizer:
         """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
         bases = list(workers.values())
         if not bases:
-            raise NotTokenized("no worker has a URL to ask for tokens")
+            raise NotTokenized(Why.FAILED, "no worker has a URL to ask for tokens")
         self._turn += 1
         body = tokenize_body(request, model)
-        fault = ""
+        failures: list[OutboundFailed] = []
         for attempt in range(min(2, len(bases))):
             base = bases[(self._turn + attempt) % len(bases)]
             try:
@@ -46,13 +47,15 @@ class EngineTokenizer:
                     base + "/tokenize", body, timeout_s=self._timeout_s, most_bytes=MOST_ID_BYTES
                 )
             except OutboundFailed as error:
-                fault = error.message
+                failures.append(error)
                 continue
             if answer.status != 200:
                 # What one worker refuses, another does too.
-                raise NotTokenized(f"POST {base}/tokenize: status {answer.status}")
+                raise NotTokenized(Why.REFUSED, f"POST {base}/tokenize: status {answer.status}")
             return _read(base, answer.body)
-        raise NotTokenized(fault)
+        last = failures[-1]
+        why = Why.TIMEOUT if isinstance(last, OutboundTimedOut) else Why.FAILED
+        raise NotTokenized(why, last.message)
 
     def close(self) -> None:
         """Nothing is kept between two questions."""
@@ -64,7 +67,7 @@ def _read(base: str, body: bytes) -> bytes:
     except msgspec.DecodeError:
         tokens = None
     if not tokens:
-        raise NotTokenized(f"POST {base}/tokenize: an answer without tokens")
+        raise NotTokenized(Why.FAILED, f"POST {base}/tokenize: an answer without tokens")
     return tokens
 
 

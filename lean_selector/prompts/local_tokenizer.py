@@ -16,6 +16,7 @@ from lean_selector.prompts.chat_template import ChatTemplate
 from lean_selector.prompts.model_request import Kind, ModelRequest
 from lean_selector.prompts.template_arguments import template_arguments
 from lean_selector.prompts.tokenizing import NotTokenized
+from lean_selector.prompts.unknown import Why
 from lean_selector.wire.integer_text import packer
 
 THREADS: Final = 2
@@ -45,7 +46,7 @@ class LocalTokenizer:
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each, whoever serves it. Raises NotTokenized."""
         if self._waiting >= MOST_WAITING:
-            raise NotTokenized(f"{self._waiting} prompts wait for the tokenizer")
+            raise NotTokenized(Why.BUSY, f"{self._waiting} prompts wait for the tokenizer")
         self._waiting += 1
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._tokens, request)
         work.add_done_callback(self._done)
@@ -53,7 +54,7 @@ class LocalTokenizer:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(work)
         except TimeoutError:
-            raise NotTokenized(f"not tokenized in {self._timeout_s:g} s") from None
+            raise NotTokenized(Why.TIMEOUT, f"not tokenized in {self._timeout_s:g} s") from None
 
     def close(self) -> None:
         """What has begun is waited for by nobody."""
@@ -73,7 +74,7 @@ class LocalTokenizer:
             raise
         # A template is a program that a client feeds, and the tokenizer's panics are no Exception.
         except BaseException as error:
-            raise NotTokenized(str(error)) from None
+            raise NotTokenized(Why.FAILED, str(error)) from None
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
@@ -83,9 +84,9 @@ class LocalTokenizer:
                 "add_special_tokens", True
             )
         if request.has("chat_template"):
-            raise NotTokenized("the request brings a chat template of its own")
+            raise NotTokenized(Why.REFUSED, "the request brings a chat template of its own")
         if request.flag("continue_final_message", False):
-            raise NotTokenized("`continue_final_message` is left to engines")
+            raise NotTokenized(Why.REFUSED, "`continue_final_message` is left to engines")
         arguments: dict[str, Any] = msgspec.json.decode(
             msgspec.json.encode(template_arguments(request))
         )

@@ -11,14 +11,15 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
+from lean_selector.prompts.unknown import Unknown, Why
 from lean_selector.wire.integer_text import packed_u32
 
 T = TypeVar("T")
 
-MEDIA: Final = "an image, a recording or a file in a message"
-SEVERAL: Final = "several prompts in one request"
-UNKNOWN_FORM: Final = "a prompt in a form that is not known"
-NO_PROMPT: Final = "no prompt that is known on this path"
+MEDIA: Final = Unknown(Why.MEDIA, "an image, a recording or a file in a message")
+SEVERAL: Final = Unknown(Why.SEVERAL, "several prompts in one request")
+UNKNOWN_FORM: Final = Unknown(Why.FORM, "a prompt in a form that is not known")
+NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
 
 # Whatever else has a hand in what the engine makes of the messages or of the text.
 CHAT_FIELDS: Final = (
@@ -53,7 +54,7 @@ class ModelRequest:
         self.streams = bool(self._value("stream", bool, "true or false"))
         self.salt = self._value("cache_salt", str, "a string") or None
         self.kind = Kind.NONE
-        self.why_not: str | None = None  # why its blocks cannot be known
+        self.why_not: Unknown | None = None  # why its blocks cannot be known
         self.messages: list[Raw] = []
         self.text: bytes = b""  # of the prompt, as JSON
         self.ids: bytes = b""  # packed, 4 bytes each
@@ -67,7 +68,7 @@ class ModelRequest:
             self.why_not = NO_PROMPT
         for name in _CHANGING:
             if self.has(name):
-                self.why_not = f"`{name}` changes the prompt"
+                self.why_not = Unknown(Why.CHANGED, f"`{name}` changes the prompt")
 
     def has(self, name: str) -> bool:
         """Whether a field is there, and not null."""

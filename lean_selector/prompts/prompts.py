@@ -1,5 +1,6 @@
 """From a raw request to its prompt's blocks, whichever way they are found: what a door asks."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -19,12 +20,15 @@ from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.served import Served
 from lean_selector.prompts.settings import Mode, PromptSettings
 from lean_selector.prompts.tokenizing import NotTokenized, Tokenizer
+from lean_selector.prompts.unknown import Unknown, Why
 from lean_selector.wire.integer_text import packed_u32
 
-OFF: Final = "prompts are off"
-UNMARKED: Final = "its cache_salt is not marked, so its blocks count as blocks without a salt"
-UNKNOWN: Final = "it was not seen before"
-BEGINNING: Final = "only its beginning was seen before"
+OFF: Final = Unknown(Why.OFF, "prompts are off")
+UNMARKED: Final = Unknown(
+    Why.SALT, "its cache_salt is not marked, so its blocks count as blocks without a salt"
+)
+NEW: Final = Unknown(Why.NEW, "it was not seen before")
+BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
 # Engines that take `stream_options`, and say so in no other way.
 _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
@@ -41,6 +45,7 @@ class Prompts:
     ) -> None:
         """`local` tokenizes where the mode says so."""
         self.memory = PromptMemory(settings.memory_bytes)
+        self.unknown: Counter[str] = Counter()  # prompts, by why not all of their blocks are known
         self._settings = settings
         self._fleet = fleet
         self._engines = Engines(fleet, client)
@@ -64,9 +69,11 @@ class Prompts:
         chain = None
         if request.why_not is None and request.kind is not Kind.IDS:
             chain = Chain(served, lora_name, request)
-        prompt, exact, why_not = await self._prompt(request, served, lora_name, worker_ids, chain)
+        prompt, why_not = await self._prompt(request, served, lora_name, worker_ids, chain)
         if is_unmarked and why_not is None:
-            exact, why_not = False, UNMARKED
+            why_not = UNMARKED
+        if why_not is not None:
+            self.unknown[why_not.why] += 1
         if forwards and request.kind is not Kind.NONE:
             make = await self._engines.make(served)
             if chain is not None and self._settings.mode is Mode.LEARN and make == "vllm":
@@ -78,7 +85,6 @@ class Prompts:
             served.tenant_id,
             prompt,
             additions.body(request),
-            exact=exact,
             why_not=why_not,
             streams=request.streams,
             worker_ids=worker_ids,
@@ -117,18 +123,18 @@ class Prompts:
         lora_name: str | None,
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
-    ) -> tuple[Prompt, bool, str | None]:
-        """The prompt, whether it is exact, and why not if not."""
+    ) -> tuple[Prompt, Unknown | None]:
+        """The prompt, as far as it is known, and why no further."""
         if request.why_not is not None:
-            return _prompt_of(b"", request.estimated_tokens(), lora_name), False, request.why_not
+            return _prompt_of(b"", request.estimated_tokens(), lora_name), request.why_not
         if chain is None:
             seed = hash_seed(lora_name, request.salt)
             hashes = any_local_hashes(request.ids, served.block_size, seed, None, served.is_eagle)
-            return _prompt_of(hashes, len(request.ids) // 4, lora_name), True, None
+            return _prompt_of(hashes, len(request.ids) // 4, lora_name), None
         known = self.memory.look(chain)
         if known.is_whole:
-            return _prompt_of(known.hashes, known.tokens, lora_name), True, None
-        why_not = BEGINNING if known.hashes else UNKNOWN
+            return _prompt_of(known.hashes, known.tokens, lora_name), None
+        why_not = BEGINNING if known.hashes else NEW
         if known.unknown_bytes >= self._settings.ask_from_bytes:
             workers = served.workers
             if worker_ids is not None:
@@ -137,11 +143,11 @@ class Prompts:
                 tokens_of = self._tokenizer.tokens
                 tokens_packed = await tokens_of(request, lora_name or served.model_name, workers)
             except NotTokenized as error:
-                why_not = str(error)
+                why_not = error.unknown
             else:
                 hashes = self.memory.learn(chain, tokens_packed)
-                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), True, None
-        return _prompt_of(known.hashes, known.tokens, lora_name), False, why_not
+                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), None
+        return _prompt_of(known.hashes, known.tokens, lora_name), why_not
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
         """What is done with the ids of an answer."""

@@ -2,20 +2,20 @@
 
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.prompts.answers import AnswerReader
+from lean_selector.prompts.unknown import Unknown
 
 
 class Routed:
     """One request, ready to be routed.
 
-    `why_not` says in words why blocks of the prompt are unknown; None where they are known.
-    `exact`: the blocks are those of the whole prompt; otherwise they are those of its beginning
-    (none, where load alone decides), and `prompt.isl_tokens` is an estimate.
+    Where `why_not` is None the blocks are those of the whole prompt. Otherwise it says why they are
+    not: they are those of its beginning (none, where load alone decides), and `prompt.isl_tokens`
+    is an estimate; or its salt is not in them.
     """
 
     __slots__ = (
         "answer",
         "body",
-        "exact",
         "model_name",
         "prompt",
         "streams",
@@ -31,8 +31,7 @@ class Routed:
         prompt: Prompt,
         body: bytes,
         *,
-        exact: bool,
-        why_not: str | None,
+        why_not: Unknown | None,
         streams: bool,
         worker_ids: frozenset[int] | None = None,
         answer: AnswerReader | None = None,
@@ -41,7 +40,6 @@ class Routed:
         self.tenant_id = tenant_id
         self.prompt = prompt  # isl_tokens >= 1
         self.body = body  # to be forwarded
-        self.exact = exact
         self.why_not = why_not
         self.streams = streams
         self.worker_ids = worker_ids  # only these have the adapter; None: any

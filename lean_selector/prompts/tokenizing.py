@@ -4,10 +4,15 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from lean_selector.prompts.model_request import ModelRequest
+from lean_selector.prompts.unknown import Unknown, Why
 
 
 class NotTokenized(Exception):
-    """Nobody said what the tokens are; why, in words."""
+    """Nobody said what the tokens are."""
+
+    def __init__(self, why: Why, text: str) -> None:
+        super().__init__(text)
+        self.unknown = Unknown(why, text)
 
 
 class Tokenizer(Protocol):

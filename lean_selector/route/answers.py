@@ -15,6 +15,7 @@ from lean_selector.core.errors import (
 from lean_selector.core.selection.records import Selection
 from lean_selector.http1.response import encode_response
 from lean_selector.outbound.url import Url, url_at
+from lean_selector.prompts.unknown import Unknown
 from lean_selector.wire.openai_errors import openai_error
 
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
@@ -26,8 +27,9 @@ _MAX_KNOWN: Final = 4096
 _authorities: dict[str, bytes] = {}  # of endpoints
 
 
-def worker_headers(selection: Selection) -> bytes:
-    """An empty 200 that names the worker. Raises Unavailable for one that speaks no HTTP."""
+def worker_headers(selection: Selection, why_not: Unknown | None) -> bytes:
+    """An empty 200 that names the worker, and says `why_not` all blocks of the prompt are known.
+    Raises Unavailable for a worker that speaks no HTTP."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -37,6 +39,8 @@ def worker_headers(selection: Selection) -> bytes:
     reservation_id = selection.reservation_id.encode("ascii")
     where = _authority_of(selection.endpoint)
     extra = lines % (where, selection.worker_id, selection.dp_rank, reservation_id, overlap)
+    if why_not is not None:
+        extra += b"x-lean-prompt: %b\r\n" % why_not.why.encode("ascii")
     return encode_response(200, b"", b"", extra)
 
 

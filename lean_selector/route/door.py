@@ -17,6 +17,7 @@ from lean_selector.core.selection.records import Selection
 from lean_selector.http1.reader import Request
 from lean_selector.http1.response import Response
 from lean_selector.prompts.routed import Routed
+from lean_selector.prompts.unknown import Unknown
 from lean_selector.route.answers import error_of, refusal, worker_headers
 from lean_selector.services.gate import Route
 from lean_selector.services.replies import Answer, LaterReply
@@ -81,10 +82,10 @@ class RouteDoor:
             self._check_live(reservation_id)
             selected = self._select(_selection_of(routed, reservation_id))
             if isinstance(selected, LaterReply):
-                self._wait(selected, reservation_id, pending)
+                self._wait(selected, reservation_id, routed.why_not, pending)
                 return
             assert isinstance(selected, Selection)
-            response = self._told(selected, reservation_id)
+            response = self._told(selected, reservation_id, routed.why_not)
         except SelectorError as error:
             response = error_of(error)
         except Exception:
@@ -92,12 +93,18 @@ class RouteDoor:
             response = refusal(500, "internal error")
         pending.resolve(response)
 
-    def _wait(self, parked: LaterReply, reservation_id: str, pending: LaterReply) -> None:
+    def _wait(
+        self,
+        parked: LaterReply,
+        reservation_id: str,
+        why_not: Unknown | None,
+        pending: LaterReply,
+    ) -> None:
         """The request is in the queue: its answer is made here when it leaves."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
-                pending.resolve(self._told(body, reservation_id))
+                pending.resolve(self._told(body, reservation_id, why_not))
             elif isinstance(body, SelectorError):
                 pending.resolve(error_of(body))
             else:
@@ -106,11 +113,11 @@ class RouteDoor:
         parked.take = take
         pending.on_disconnect = parked.hang_up
 
-    def _told(self, selection: Selection, reservation_id: str) -> Response:
+    def _told(self, selection: Selection, reservation_id: str, why_not: Unknown | None) -> Response:
         """Of what is booked by now; what cannot be told is freed again."""
         try:
             self._check_live(reservation_id)
-            return worker_headers(selection)
+            return worker_headers(selection, why_not)
         except SelectorError as error:
             response = error_of(error)
         except Exception:

@@ -5,8 +5,10 @@ not JSON objects have none. Text of clients is cut, and escaped by `logs`.
 """
 
 import logging
+import re
 from collections.abc import Callable
 from time import perf_counter
+from typing import Final
 
 import msgspec
 
@@ -22,8 +24,11 @@ from lean_selector.wire.body_ids import BodyIds
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
 MAX_TARGET_CHARACTERS = 1024
 
-_log = logging.getLogger(ACCESS_LOG)
+# Answers of POST /route, and the fields that they fill.
+_IN_HEADERS: Final = {b"x-reservation-id": "reservation_id", b"x-lean-prompt": "prompt"}
+_HEADERS: Final = re.compile(rb"\r\n(%b): ([!-~]+)" % b"|".join(_IN_HEADERS))
 
+_log = logging.getLogger(ACCESS_LOG)
 
 _decode = msgspec.json.Decoder(BodyIds).decode
 ID_FIELDS = BodyIds.__struct_fields__
@@ -70,11 +75,21 @@ def _write(
         fields["path"] = request.path.decode("latin-1")[:MAX_TARGET_CHARACTERS]
     if request.method == b"POST":
         # A generated reservation id is only in the answer; a refused request's only in the body.
-        for body in (request.body, response.partition(b"\r\n\r\n")[2]):
+        head, _, answer = response.partition(b"\r\n\r\n")
+        for body in (request.body, answer):
             fields.update(_ids(body))
+        fields.update(_told_in(head))
     if request.traceparent is not None:
         fields["traceparent"] = request.traceparent.decode("latin-1")[:MAX_ID_CHARACTERS]
     _log.info("request", extra=fields)
+
+
+def _told_in(head: bytes | bytearray) -> dict[str, object]:
+    """Of an answer that says what it has to say in headers."""
+    return {
+        _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
+        for name, value in _HEADERS.findall(head)
+    }
 
 
 def percent_decode_or_raw(param: bytes) -> str:

@@ -80,6 +80,33 @@ def test_what_was_asked_before_goes_where_it_is_cached(gateway: RunningGateway) 
     assert gateway.metric("lean_selector_gateway_compared_predicted_tokens_total") > 0
 
 
+def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningGateway) -> None:
+    before = gateway.metric("lean_selector_unknown_prompts_total")
+    text = "It was the best of times, " * 20
+    assert gateway.chat(text).headers["x-lean-prompt"] == "new"
+    assert "x-lean-prompt" not in gateway.chat(text).headers  # learned from the answer
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}, image]}]
+    told = gateway.ask("POST", "/v1/chat/completions", {"model": "m", "messages": messages})
+    assert (told.headers["x-lean-overlap"], told.headers["x-lean-prompt"]) == ("0", "media")
+    assert gateway.metric("lean_selector_unknown_prompts_total") == before + 2
+    listed = gateway.ask("GET", "/echo")
+    assert "x-lean-prompt" not in listed.headers
+
+
+def test_the_access_log_says_in_words_why_blocks_are_not_known(
+    workers: list[OpenAiWorker],
+) -> None:
+    flags = ("--prompts", "off", "--access-log", "true", "--log-format", "json")
+    with RunningGateway(workers[0].url, *flags, knows=1) as gateway:
+        assert gateway.chat(TEXT).headers["x-lean-prompt"] == "off"
+        wait_until(lambda: '"prompt_detail"' in gateway.log(), "the request is logged")
+        lines = [json.loads(line) for line in gateway.log().splitlines()]
+    (line,) = (each for each in lines if each.get("path") == "/v1/chat/completions")
+    assert (line["prompt"], line["prompt_detail"]) == ("off", "prompts are off")
+    assert line["overlap_tokens"] == 0
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_has_what_was_asked_for_and_nothing_that_the_gateway_added(
     gateway: RunningGateway, path: str

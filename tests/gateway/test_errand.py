@@ -285,7 +285,7 @@ TestOneRequest = OneRequest.TestCase
 
 
 def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
-    sent = Routed("m", "default", cast(Any, None), b"{}", exact=True, why_not=None, streams=True)
+    sent = Routed("m", "default", cast(Any, None), b"{}", why_not=None, streams=True)
     errands: list[Errand] = []
 
     def app(request: Request) -> PendingReply:

@@ -69,7 +69,8 @@ def test_a_websocket_is_told_from_other_upgrades() -> None:
 
 
 def test_what_an_answer_s_connection_says_is_not_sent_on() -> None:
-    lines = b"\r\nDate: x\r\nConnection: close\r\nX-Lean-Worker: fake\r\nx-request-id: y"
+    own = b"\r\nX-Lean-Worker: fake\r\nx-lean-prompt: fake\r\nx-request-id: y"
+    lines = b"\r\nDate: x\r\nConnection: close" + own
     assert answer_lines(lines) == b"\r\nDate: x"
     lines = b"\r\ncontent-length: 3\r\na: b\r\ntransfer-encoding: chunked"
     assert answer_lines(lines) == b"\r\ncontent-length: 3\r\na: b"

@@ -113,6 +113,7 @@ class TalkingEngine:
         self.adapters = [ADAPTER]
         self.models_status = self.tokenize_status = 200
         self.is_silent = False  # at /tokenize
+        self.tells_tokens = True
         self.served: Served | None = None
 
     @property
@@ -146,7 +147,8 @@ class TalkingEngine:
             body: dict[str, Any] = json.loads(raw)
             text = body["prompt"] if "prompt" in body else rendered(body)
             tokens = tokens_of(text)
-            told = {"count": len(tokens), "max_model_len": 9_999, "tokens": tokens}
+            told: dict[str, Any] = {"count": len(tokens), "max_model_len": 9_999}
+            told["tokens"] = tokens if self.tells_tokens else []
             writer.write(response(compact(told)))
         else:
             status = self.tokenize_status if path == "/tokenize" else 404

@@ -22,6 +22,7 @@ from lean_selector.prompts.model_request import ModelRequest
 from lean_selector.prompts.prompts import Prompts
 from lean_selector.prompts.settings import Mode, PromptSettings
 from lean_selector.prompts.tokenizing import NotTokenized
+from lean_selector.prompts.unknown import Unknown, Why
 from lean_selector.sockets.resolver import Resolver
 from tests.prompts.test_prompts import CHAT, TEXT, Workers, hashes
 
@@ -150,26 +151,31 @@ async def test_the_door_has_the_blocks_without_asking_an_engine(
     )
     body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
     routed = await prompts.of(CHAT, body, forwards=False)
-    assert (routed.exact, routed.why_not) == (True, None)
+    assert routed.why_not is None
     assert routed.prompt.local_hashes == hashes(encoded(RENDERED))
     assert routed.prompt.isl_tokens == len(encoded(RENDERED))
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "why", "message"),
     [
-        ({"messages": MESSAGES, "chat_template": "x"}, "brings a chat template of its own"),
-        ({"messages": MESSAGES, "continue_final_message": True}, "left to engines"),
-        ({"messages": [{"role": "user"}, 7]}, "Expected `object`"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        (
+            {"messages": MESSAGES, "chat_template": "x"},
+            Why.REFUSED,
+            "brings a chat template of its own",
+        ),
+        ({"messages": MESSAGES, "continue_final_message": True}, Why.REFUSED, "left to engines"),
+        ({"messages": [{"role": "user"}, 7]}, Why.FAILED, "Expected `object`"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, Why.FAILED, "text"),
     ],
 )
 @on_loop
 async def test_what_cannot_be_rendered_is_said(
-    tokenizer: LocalTokenizer, fields: dict[str, Any], message: str
+    tokenizer: LocalTokenizer, fields: dict[str, Any], why: Why, message: str
 ) -> None:
-    with pytest.raises(NotTokenized, match=message):
+    with pytest.raises(NotTokenized, match=message) as caught:
         await tokens(tokenizer, request(**fields))
+    assert caught.value.unknown.why is why
 
 
 def nested(depth: int) -> Any:
@@ -195,8 +201,9 @@ async def test_whatever_template_or_tokenizer_raise_is_said(
         broken = Mock()
         broken.rendered.side_effect = broken.encode.side_effect = raised
         setattr(tokenizer, part, broken)
-        with pytest.raises(NotTokenized, match=str(raised)):
+        with pytest.raises(NotTokenized) as caught:
             await tokens(tokenizer, request(messages=MESSAGES))
+        assert caught.value.unknown == (Why.FAILED, str(raised))
         tokenizer.close()
 
 
@@ -241,9 +248,10 @@ async def test_prompts_that_wait_are_bounded_and_none_waits_for_ever(folder: Pat
     slow._tokens = lambda _: bytes(hold.wait(20))
     waiting = [asyncio.create_task(tokens(tokenizer, request(TEXT, prompt="a"))) for _ in range(99)]
     done = await asyncio.gather(*waiting, return_exceptions=True)
-    said = [str(error) for error in done]
-    assert said.count(f"{MOST_WAITING} prompts wait for the tokenizer") == 99 - MOST_WAITING
-    assert said.count("not tokenized in 0.01 s") == MOST_WAITING
+    said = [error.unknown for error in done if isinstance(error, NotTokenized)]
+    busy = Unknown(Why.BUSY, f"{MOST_WAITING} prompts wait for the tokenizer")
+    assert said.count(busy) == 99 - MOST_WAITING
+    assert said.count(Unknown(Why.TIMEOUT, "not tokenized in 0.01 s")) == MOST_WAITING
     hold.set()
     tokenizer.close()
 

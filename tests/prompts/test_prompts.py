@@ -13,13 +13,15 @@ import uvloop
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import hash_seed, local_hashes
 from lean_selector.outbound.client import OutboundClient
+from lean_selector.prompts.additions import UNMARKABLE
 from lean_selector.prompts.engines import FRESH_S, Engines
 from lean_selector.prompts.fleet import UnknownModel
-from lean_selector.prompts.model_request import MEDIA, NO_PROMPT, SEVERAL
-from lean_selector.prompts.prompts import BEGINNING, OFF, UNKNOWN, UNMARKED, Prompts
+from lean_selector.prompts.model_request import MEDIA, NO_PROMPT, SEVERAL, UNKNOWN_FORM
+from lean_selector.prompts.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts
 from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.served import Served
 from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.prompts.unknown import Unknown, Why
 from lean_selector.sockets.resolver import Resolver
 from tests.prompts.talking_engine import (
     ADAPTER,
@@ -91,12 +93,12 @@ def hashes(tokens: list[int], lora: str | None = None, salt: str | None = None) 
 
 
 def is_exactly(routed: Routed, tokens: list[int]) -> bool:
-    assert (routed.exact, routed.why_not) == (True, None)
+    assert routed.why_not is None
     return (routed.prompt.isl_tokens, routed.prompt.local_hashes) == (len(tokens), hashes(tokens))
 
 
-def is_load_only(routed: Routed, why_not: str) -> bool:
-    assert (routed.exact, routed.why_not) == (False, why_not)
+def is_load_only(routed: Routed, why_not: Unknown) -> bool:
+    assert routed.why_not == why_not
     return routed.prompt.local_hashes == b"" and routed.prompt.isl_tokens >= 1
 
 
@@ -182,7 +184,7 @@ async def test_a_chat_is_tokenized_as_the_engine_will(fields: dict[str, Any]) ->
         assert is_exactly(routed, chat_tokens({"messages": MESSAGES, **fields}))
         again = await prompts.of(CHAT, chat(temperature=0.5, **fields))
         assert again.prompt.local_hashes == routed.prompt.local_hashes
-        assert again.exact
+        assert again.why_not is None
         assert len(engine.asked("/tokenize")) == 1  # what was asked before is known
 
 
@@ -201,12 +203,13 @@ async def test_a_worker_that_refuses_leaves_what_was_known_of_the_beginning() ->
         await prompts.of(CHAT, chat())
         engine.tokenize_status = 404
         routed = await prompts.of(CHAT, chat([*MESSAGES, {"role": "user", "content": "And?"}]))
-        assert not routed.exact
-        assert routed.why_not == f"POST {engine.url}/tokenize: status 404"
+        refused = Unknown(Why.REFUSED, f"POST {engine.url}/tokenize: status 404")
+        assert routed.why_not == refused
         known = hashes(chat_tokens({"messages": MESSAGES}))
         assert routed.prompt.local_hashes == known
         other = await prompts.of(TEXT, text("Something else"))
-        assert is_load_only(other, f"POST {engine.url}/tokenize: status 404")
+        assert is_load_only(other, refused)
+        assert prompts.unknown == {"refused": 2}
 
 
 @on_loop
@@ -214,7 +217,24 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
     async with door(Mode.TOKENIZE, ask_timeout_s=0.05) as (prompts, engine):
         engine.is_silent = True
         routed = await prompts.of(CHAT, chat())
-        assert is_load_only(routed, f"POST {engine.url}/tokenize: no answer in 0.05 s")
+        late = Unknown(Why.TIMEOUT, f"POST {engine.url}/tokenize: no answer in 0.05 s")
+        assert is_load_only(routed, late)
+
+
+@on_loop
+async def test_an_engine_that_cannot_be_asked_or_tells_no_tokens_has_failed() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        engine.tells_tokens = False
+        routed = await prompts.of(CHAT, chat())
+        text = f"POST {engine.url}/tokenize: an answer without tokens"
+        assert is_load_only(routed, Unknown(Why.FAILED, text))
+    for workers in ({}, {1: "http://127.0.0.1:1"}):
+        settings = PromptSettings(mode=Mode.TOKENIZE)
+        prompts = Prompts(settings, Workers(workers), OutboundClient(Resolver().resolve))
+        routed = await prompts.of(CHAT, chat())
+        assert routed.why_not is not None
+        assert routed.why_not.why is Why.FAILED
+        await prompts.close()
 
 
 @on_loop
@@ -223,7 +243,7 @@ async def test_a_known_beginning_is_enough_when_little_is_new() -> None:
         long = [{"role": "system", "content": "word " * 200}]
         await prompts.of(CHAT, chat(long))
         routed = await prompts.of(CHAT, chat([*long, {"role": "user", "content": "short"}]))
-        assert (routed.exact, routed.why_not) == (False, BEGINNING)
+        assert routed.why_not == BEGINNING
         assert len(engine.asked("/tokenize")) == 1
         await prompts.of(CHAT, chat([*long, {"role": "user", "content": "long " * 200}]))
         assert len(engine.asked("/tokenize")) == 2
@@ -243,7 +263,7 @@ async def test_what_an_answer_tells_is_known_the_next_time(streams: bool) -> Non
     async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, engine):
         body = chat(stream=True) if streams else chat()
         routed = await prompts.of(CHAT, body)
-        assert is_load_only(routed, UNKNOWN)
+        assert is_load_only(routed, NEW)
         assert json.loads(routed.body)["return_token_ids"] is True
         prompt, words = chat_tokens({"messages": MESSAGES}), [" Jupiter", "."]
         output = [token for word in words for token in tokens_of(word)]
@@ -261,7 +281,7 @@ async def test_what_an_answer_tells_is_known_the_next_time(streams: bool) -> Non
             {"role": "user", "content": "And the smallest?"},
         ]
         routed = await prompts.of(CHAT, chat([*MESSAGES, *more]))
-        assert (routed.exact, routed.why_not) == (False, BEGINNING)
+        assert routed.why_not == BEGINNING
         assert routed.prompt.local_hashes == hashes([*prompt, *output])
         assert engine.asked("/tokenize") == []
 
@@ -359,10 +379,9 @@ async def test_ids_that_are_none_and_prompts_in_unknown_forms_go_by_load() -> No
     async with door(Mode.TOKENIZE) as (prompts, _):
         for prompt in ([1, -2], [1, 2**32], [], [1, "a"], {"a": 1}, 7, None, [[1, 2.5]]):
             routed = await prompts.of(TEXT, text(prompt))
-            assert not routed.exact, prompt
-            assert routed.why_not == "a prompt in a form that is not known", prompt
+            assert routed.why_not == UNKNOWN_FORM, prompt
         for body in (chat("Hello"), b'{"model":"m"}', chat({"role": "user"})):
-            assert not (await prompts.of(CHAT, body)).exact
+            assert (await prompts.of(CHAT, body)).why_not is not None
 
 
 @on_loop
@@ -377,8 +396,8 @@ async def test_several_prompts_go_by_load() -> None:
 async def test_what_changes_the_prompt_within_the_engine_is_said(field: str) -> None:
     async with door(Mode.TOKENIZE) as (prompts, _):
         routed = await prompts.of(TEXT, text("one two three", **{field: "1"}))
-        assert is_load_only(routed, f"`{field}` changes the prompt")
-        assert (await prompts.of(TEXT, text("one two three", **{field: None}))).exact
+        assert is_load_only(routed, Unknown(Why.CHANGED, f"`{field}` changes the prompt"))
+        assert (await prompts.of(TEXT, text("one two three", **{field: None}))).why_not is None
 
 
 @on_loop
@@ -412,7 +431,7 @@ async def test_a_salt_is_marked_so_that_the_engines_events_tell_it() -> None:
         assert json.loads(routed.body)["messages"] == MESSAGES
         tokens = chat_tokens({"messages": MESSAGES})
         assert routed.prompt.local_hashes == hashes(tokens, salt="pepper")
-        assert routed.exact
+        assert routed.why_not is None
         body = chat(cache_salt="dynamo-cache-salt:pepper")
         marked = await prompts.of(CHAT, body)
         assert marked.body is body
@@ -425,7 +444,7 @@ async def test_where_a_salt_cannot_be_marked_its_blocks_are_those_without_one() 
     async with door(Mode.TOKENIZE) as (prompts, _):
         body = chat(cache_salt="pepper")
         routed = await prompts.of(CHAT, body, forwards=False)
-        assert (routed.exact, routed.why_not) == (False, UNMARKED)
+        assert routed.why_not == UNMARKED
         assert routed.body is body
         assert routed.prompt.local_hashes == hashes(chat_tokens({"messages": MESSAGES}))
 
@@ -436,8 +455,7 @@ async def test_a_salt_that_the_engine_would_refuse_when_marked_goes_by_load(salt
     async with door(Mode.TOKENIZE) as (prompts, _):
         body = chat(cache_salt=salt)
         routed = await prompts.of(CHAT, body)
-        assert routed.why_not is not None
-        assert routed.why_not.startswith("its cache_salt cannot be marked")
+        assert routed.why_not == UNMARKABLE
         assert json.loads(routed.body)["cache_salt"] == salt
 
 
@@ -451,7 +469,7 @@ async def test_a_salt_that_the_engine_would_refuse_when_marked_goes_by_load(salt
     ids=lambda part: str(part["type"]),
 )
 @on_loop
-async def test_media_go_by_load_and_that_is_said(part: dict[str, Any]) -> None:
+async def test_media_go_by_load(part: dict[str, Any]) -> None:
     async with door(Mode.LEARN) as (prompts, engine):
         content = [{"type": "text", "text": "What is it?"}, part]
         body = chat([*MESSAGES, {"role": "user", "content": content}])
@@ -473,4 +491,4 @@ async def test_an_image_counts_as_an_image_not_as_the_text_that_it_is_written_in
 async def test_a_text_that_speaks_of_images_is_a_text() -> None:
     async with door(Mode.TOKENIZE) as (prompts, _):
         messages = [{"role": "user", "content": 'What is {"type": "image_url"}?'}]
-        assert (await prompts.of(CHAT, chat(messages))).exact
+        assert (await prompts.of(CHAT, chat(messages))).why_not is None

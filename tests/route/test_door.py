@@ -17,7 +17,9 @@ from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.http1.header_block import block_of
 from lean_selector.http1.reader import Request
 from lean_selector.prompts.fleet import UnknownModel
+from lean_selector.prompts.model_request import MEDIA
 from lean_selector.prompts.routed import Routed
+from lean_selector.prompts.unknown import Unknown
 from lean_selector.route.door import RouteDoor
 from lean_selector.services.gate import Gate
 from lean_selector.services.replies import LaterReply
@@ -35,6 +37,7 @@ class Scripted:
         self.asked: list[tuple[str, bytes]] = []
         self.fault: Exception | None = None
         self.worker_ids: frozenset[int] | None = None
+        self.why_not: Unknown | None = None
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -52,8 +55,7 @@ class Scripted:
             "default",
             prompt,
             body,
-            exact=True,
-            why_not=None,
+            why_not=self.why_not,
             streams=False,
             worker_ids=self.worker_ids,
         )
@@ -161,6 +163,14 @@ async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id()
     }
     assert door.live == {"gw-1"}
     assert door.prompts.asked == [("/v1/chat/completions", b'{"a": 1}')]
+
+
+@told
+async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason() -> None:
+    door = Door()
+    door.worker(7)
+    door.prompts.why_not = MEDIA
+    assert (await door.ask())[1]["x-lean-prompt"] == "media"
 
 
 @told
@@ -347,6 +357,7 @@ async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
 async def test_a_parked_request_is_answered_when_there_is_room() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
+    door.prompts.why_not = MEDIA
     pending = door.begin(x_reservation_id="second")
     await until(lambda: door.prompts.asked[1:])
     await until(lambda: not door.door._under_way)
@@ -356,6 +367,7 @@ async def test_a_parked_request_is_answered_when_there_is_room() -> None:
     assert answer is not None
     status, headers, _ = answer
     assert (status, headers["x-reservation-id"]) == (200, "second")
+    assert headers["x-lean-prompt"] == "media"
     assert door.live == {"second"}
 
 
