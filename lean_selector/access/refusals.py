@@ -11,13 +11,14 @@ _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 
 
 class Refusal:
-    """One answer; `line` is a whole header line."""
+    """One answer; `line` is a whole header line, `code` the word for programs in OpenAI's shape."""
 
-    __slots__ = ("line", "status", "text")
+    __slots__ = ("code", "line", "status", "text")
 
     def __init__(self, status: int, text: str, attributes: bytes = b"") -> None:
         self.status = status
         self.text = text
+        self.code = "invalid_api_key" if status == 401 else "insufficient_permissions"
         self.line = _CHALLENGE % attributes
 
 

@@ -27,8 +27,7 @@ def guarded(door: Door, tokens: AccessTokens, counts: Counts) -> Door:
         if role < needed:
             refused = refusal_of(request.credential, role, needed)
             counts.answers[refused.status] += 1
-            code = "invalid_api_key" if refused.status == 401 else "insufficient_permissions"
-            return refusal(refused.status, refused.text, code, refused.line)
+            return refusal(refused.status, refused.text, refused.code, refused.line)
         if request.credential is not None:
             request.section = without_authorization(request.section)
         return door(request)

@@ -75,7 +75,7 @@ def document(
         if role is not None:
             operation["x-role"] = role
             if asks_tokens and role != OPEN:
-                _secure(operation, role)
+                _secure(operation, role, about.refusal, shapes)
         paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -91,7 +91,7 @@ def document(
         "components": {
             "schemas": shapes.named,
             "responses": {
-                **(_refusals(shapes) if asks_tokens else {}),
+                **(_refusals(shapes.of(ErrorBody)) if asks_tokens else {}),
                 **{str(each): _error([text], shapes) for each, text in CONNECTION_ERRORS.items()},
             },
             **({"securitySchemes": {"token": _SCHEME}} if asks_tokens else {}),
@@ -99,18 +99,22 @@ def document(
     }
 
 
-def _secure(operation: dict[str, Any], role: str) -> None:
+def _secure(operation: dict[str, Any], role: str, refusal: Any, shapes: "_Shapes") -> None:
     operation["security"] = [{"token": [role]}]
     responses = operation["responses"]
-    for status in _REFUSALS if role != _LEAST else [401]:
-        responses[str(status)] = {"$ref": f"#/components/responses/{status}"}
+    own = {} if refusal is ErrorBody else _refusals(shapes.of(refusal))
+    for status in map(str, _REFUSALS if role != _LEAST else [401]):
+        responses[status] = own.get(status, {"$ref": f"#/components/responses/{status}"})
     operation["responses"] = dict(sorted(responses.items()))
 
 
-def _refusals(shapes: "_Shapes") -> dict[str, Any]:
+def _refusals(schema: Schema) -> dict[str, Any]:
     line = {"description": "RFC 6750", "schema": {"type": "string"}}
     return {
-        str(status): {**_error([text], shapes), "headers": {"www-authenticate": line}}
+        str(status): {
+            **_response(text, {JSON: {"schema": schema}}),
+            "headers": {"www-authenticate": line},
+        }
         for status, text in _REFUSALS.items()
     }
 
@@ -126,7 +130,7 @@ class _Shapes:
         types: list[Any] = [ErrorBody, OverloadBody]
         for each in described:
             answers = [one for answer in each.answers.values() for one in _alternatives(answer)]
-            types += [one for one in (*answers, each.body) if one is not None]
+            types += [one for one in (*answers, each.body, each.refusal) if one is not None]
         self._types = types
         self._schemas, self.named = components(types)
 

@@ -296,7 +296,8 @@ DOOR_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
         group="gateways",
         answers={
             200: None,
-            **dict.fromkeys((400, 409, 413, 429, 503), OpenAiErrorBody),
+            **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody),
         },
+        refusal=OpenAiErrorBody,
     ),
 }

@@ -6,6 +6,7 @@ import msgspec
 
 from lean_selector.wire.dump_shapes import TierEvent
 from lean_selector.wire.replica_shapes import SessionLine, SnapshotLine
+from lean_selector.wire.selection import ErrorBody
 
 
 class QueryField(msgspec.Struct, frozen=True):
@@ -29,7 +30,8 @@ class RouteDescription(msgspec.Struct, frozen=True, kw_only=True):
     `answers` are those that the handler gives, by status: a type that msgspec knows, a list of such
     types where it is one or another, a Text, or None for an empty body. `errors` are the statuses
     of its own refusals, each with when; what every route of its kind may answer (a body that is no
-    JSON, a path that cannot be read, a service that fails) is added by itself.
+    JSON, a path that cannot be read, a service that fails) is added by itself. `refusal` is what is
+    said to whoever has no token, or one of a lesser role.
     """
 
     summary: str
@@ -39,6 +41,7 @@ class RouteDescription(msgspec.Struct, frozen=True, kw_only=True):
     is_body_optional: bool = False
     query: tuple[QueryField, ...] = ()
     errors: dict[int, str] = {}
+    refusal: Any = ErrorBody
     example: Any = None  # of a body, as it decodes from JSON: there whenever a body is
 
 

@@ -5,6 +5,7 @@ A gateway may hand an error to its client as it is, so it looks like one of an e
 
 from typing import Final
 
+from lean_selector.access.refusals import Refusal
 from lean_selector.core.errors import (
     AllWorkersBusy,
     NotFound,
@@ -64,6 +65,12 @@ def error_of(error: SelectorError) -> bytes:
     if isinstance(error, NotFound):
         return refusal(UNKNOWN, error.message, "model_not_found")
     return refusal(error.status, error.message)
+
+
+def unauthorized(refused: Refusal) -> bytes:
+    """To a gateway whose token may not ask."""
+    body = openai_error(refused.status, refused.text, refused.code)
+    return encode_response(refused.status, body, extra=refused.line)
 
 
 def refusal(status: int, message: str, code: str | None = None) -> bytes:

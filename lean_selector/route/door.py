@@ -18,9 +18,10 @@ from lean_selector.http1.reader import Request
 from lean_selector.http1.response import Response
 from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.unknown import Unknown
-from lean_selector.route.answers import error_of, refusal, worker_headers
+from lean_selector.route.answers import error_of, refusal, unauthorized, worker_headers
 from lean_selector.services.gate import Route
 from lean_selector.services.replies import Answer, LaterReply
+from lean_selector.services.routes import Handed
 from lean_selector.tasks import watched
 from lean_selector.wire.selection import SelectAndReserveRequest
 
@@ -55,7 +56,7 @@ class RouteDoor:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def routes(self) -> tuple[Route, ...]:
-        return (("POST", "/route/{path*}", WRITE, self._answer),)
+        return (("POST", "/route/{path*}", WRITE, Handed(self._answer, unauthorized)),)
 
     def _answer(self, request: Request, param: bytes | None) -> Answer:
         assert param is not None

@@ -116,7 +116,7 @@ class Gate:
         self, request: Request, param: bytes | None, endpoint: Endpoint, needed: int
     ) -> Answer:
         assert self._guard is not None
-        refused = self._guard.refused(request, needed)
+        refused = self._guard.refused(request, needed, endpoint)
         return endpoint(request, param) if refused is None else refused
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | NotFound) -> bytes:

@@ -9,7 +9,7 @@ from lean_selector.access.roles import READ, Role
 from lean_selector.access.token_file import AccessTokens
 from lean_selector.http1.reader import Request
 from lean_selector.services.replies import Answer, error_reply
-from lean_selector.services.routes import Abridged, Endpoint
+from lean_selector.services.routes import Abridged, Endpoint, Handed
 
 
 class Guard:
@@ -19,12 +19,17 @@ class Guard:
         self._tokens = tokens
         self.seen = tokens.seen
 
-    def refused(self, request: Request, needed: int) -> bytes | None:
-        """The answer to a request whose token has not the role; None where it has."""
+    def refused(
+        self, request: Request, needed: int, endpoint: Endpoint | None = None
+    ) -> bytes | None:
+        """The answer to a request of this endpoint whose token has not the role; None where it
+        has."""
         role = self._tokens.role_of(request.credential)
         if role >= needed:
             return None
         refusal = refusal_of(request.credential, role, Role(needed))
+        if isinstance(endpoint, Handed):
+            return endpoint.refused(refusal)
         return error_reply(request, refusal.status, refusal.text, refusal.line)
 
     def endpoint(self, endpoint: Endpoint) -> Endpoint:

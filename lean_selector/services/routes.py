@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lean_selector.access.refusals import Refusal
 from lean_selector.access.roles import Role
 from lean_selector.http1.reader import Request
 from lean_selector.services.replies import Answer
@@ -20,6 +21,20 @@ class Abridged:
 
     def __call__(self, request: Request, param: bytes | None) -> Answer:
         return self.whole(request, param)
+
+
+class Handed:
+    """An endpoint whose errors its caller hands on to clients of its own: they have the shape that
+    those read, and so has what is said to a caller who may not ask."""
+
+    __slots__ = ("_answer", "refused")
+
+    def __init__(self, answer: Endpoint, refused: Callable[[Refusal], bytes]) -> None:
+        self._answer = answer
+        self.refused = refused
+
+    def __call__(self, request: Request, param: bytes | None) -> Answer:
+        return self._answer(request, param)
 
 
 # Method, path template, whose it is where tokens are asked for, what answers. There is no default

@@ -169,6 +169,25 @@ def test_a_route_that_nobody_described_is_shown_as_such(name: str) -> None:
     assert document["paths"]["/new/{path}"]["post"]["summary"] == "Not described"
 
 
+def test_who_may_not_ask_is_told_in_the_shape_of_the_routes_errors() -> None:
+    routes = [*TABLES["selector"], *DOOR_ROUTES]
+    roles = {route: "open" if route[1] == "/health" else "write" for route in routes}
+    document = json.loads(service_document("selector", routes, roles, asks_tokens=True))
+    OpenAPIV31SpecValidator(document).validate()
+    shapes: dict[str, set[str]] = {}
+    for _, path, operation in operations(document):
+        for status in (401, 403):
+            response = response_of(document, operation, status)
+            if response is None:
+                assert path == "/health"
+                continue
+            assert "www-authenticate" in response["headers"]
+            schema = response["content"]["application/json"]["schema"]["$ref"]
+            shapes.setdefault(schema.rpartition("/")[2], set()).add(path)
+    assert shapes["OpenAiErrorBody"] == {"/route/{path}"}
+    assert shapes.keys() == {"ErrorBody", "OpenAiErrorBody"}
+
+
 # -- what the services answer ---------------------------------------------------------------------
 
 

@@ -106,6 +106,14 @@ def operations(client: Client) -> list[tuple[str, str, str, Any]]:
     return found
 
 
+def error_of(target: str, message: str, code: str) -> dict[str, Any]:
+    """The API's own shape; but what gateways may hand to their clients has OpenAI's."""
+    if not target.startswith("/route/"):
+        return {"error": message}
+    kind = "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
 def test_every_route_of_the_document_asks_for_its_role(client: Client) -> None:
     routes = operations(client)
     assert {target for _, target, role, _ in routes if role == "open"} <= OPEN_PATHS
@@ -115,13 +123,16 @@ def test_every_route_of_the_document_asks_for_its_role(client: Client) -> None:
             continue
         status, challenge, text = client.ask(method, target, None, body)
         assert (status, challenge) == (401, 'Bearer realm="lean-selector"'), (method, target)
-        assert json.loads(text) == {"error": "a bearer token is required"}
+        said = error_of(target, "a bearer token is required", "invalid_api_key")
+        assert json.loads(text) == said
         for wrong in ("nonsense", TOKENS["admin"] + "x", TOKENS["admin"][:-1], ""):
             status, challenge, text = client.ask(method, target, wrong, body)
             assert (status, challenge) == (
                 401,
                 'Bearer realm="lean-selector", error="invalid_token"',
             ), (method, target)
+            said = error_of(target, "the bearer token is not known", "invalid_api_key")
+            assert json.loads(text) == said
         for given, token in TOKENS.items():
             status, challenge, text = client.ask(method, target, token, body)
             if RANKS.index(given) >= RANKS.index(role):
@@ -133,7 +144,7 @@ def test_every_route_of_the_document_asks_for_its_role(client: Client) -> None:
                     f'Bearer realm="lean-selector", error="insufficient_scope", scope="{role}"',
                 ), (method, target, given)
                 fault = f"the token's role is {given}, and this needs {role}"
-                assert json.loads(text) == {"error": fault}
+                assert json.loads(text) == error_of(target, fault, "insufficient_permissions")
 
 
 def test_nobody_without_a_token_learns_which_routes_there_are(client: Client) -> None:
