@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
         *("bindings", "client.aio", "client.sync", "client", "process", "services", "sockets"),
         *("wire", "tasks", *CORE),
     },
-    "doctor": {"doctor", "discovery", "sockets", "outbound", "wire", *CORE},
+    "doctor": {"doctor", "discovery", "sockets", "curve", "outbound", "wire", *CORE},
     # wiring
     "process": {
         "form",

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
+import zmq.asyncio
 
+from lean_selector.curve.client import CurveClient
+from lean_selector.doctor.engine_keys import SECRET, SERVERS, client_keys
 from lean_selector.doctor.examination import Examination, as_json
 from lean_selector.doctor.findings import Finding, Level
+from lean_selector.doctor.replay import Replays
 from lean_selector.doctor.selector_questions import NotASelector, Selector
 from lean_selector.doctor.table import table
 from lean_selector.outbound.client import OutboundClient
@@ -17,6 +21,7 @@ from lean_selector.outbound.credentials import Credentials
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
 from lean_selector.outbound.url import Url
+from lean_selector.sockets.links import Links
 from lean_selector.sockets.resolver import Resolver
 
 DEFAULT_URL = "http://127.0.0.1:8092"
@@ -41,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", help="a bearer token for the selector")
     parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
     parser.add_argument("--key-file", help="the key of that certificate")
+    parser.add_argument(
+        SERVERS, metavar="PATH", help="public keys of engines that encrypt, as the selector has it"
+    )
+    parser.add_argument(
+        SECRET, metavar="PATH", help="key pair that engines admit, as the selector has it"
+    )
 
 
 def _url(text: str) -> str:
@@ -75,11 +86,14 @@ def main(argv: Sequence[str]) -> int:
         ours = Trust(args.ca_file, args.cert_file, args.key_file)
         selector = Credentials(_token(args.token_file), ours)
         ours.context()
+        keys = client_keys(
+            args.kv_events_curve_server_keys_file, args.kv_events_curve_secret_key_file
+        )
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            findings = runner.run(_check(args, selector, engines))
+            findings = runner.run(_check(args, selector, engines, keys))
     except NotASelector as error:
         sys.stderr.write(f"lean-selector check: error: {error}\n")
         return 2
@@ -98,11 +112,18 @@ def _token(path: str | None) -> TokenFile | None:
 
 
 async def _check(
-    args: argparse.Namespace, ours: Credentials, engines: Credentials
+    args: argparse.Namespace, ours: Credentials, engines: Credentials, keys: CurveClient | None
 ) -> list[Finding]:
-    resolve = Resolver().resolve
+    resolver = Resolver()
+    resolve = resolver.resolve
     selector = Selector(
         OutboundClient(resolve, token=ours.token, trust=ours.trust), args.url, args.seconds
     )
     asked = OutboundClient(resolve, token=engines.token, trust=engines.trust)
-    return await Examination(selector, asked, resolve, args.seconds, args.probe).run()
+    context = zmq.asyncio.Context()
+    try:
+        replays = Replays(Links(context, resolver, engine_keys=keys))
+        patience_s, may_probe = args.seconds, args.probe
+        return await Examination(selector, asked, replays, resolve, patience_s, may_probe).run()
+    finally:
+        context.destroy(linger=0)

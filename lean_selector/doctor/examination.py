@@ -8,10 +8,11 @@ import msgspec
 
 from lean_selector.discovery.engine_questions import ask_engine
 from lean_selector.doctor.engine_judgement import judge_engine
+from lean_selector.doctor.engine_keys import SECRET, SERVERS, is_about_keys
 from lean_selector.doctor.event_port import judge_port
 from lean_selector.doctor.findings import Finding, Level
 from lean_selector.doctor.probe import Probe, judge_hashes
-from lean_selector.doctor.replay import BEYOND_ALL, stored_since
+from lean_selector.doctor.replay import BEYOND_ALL, NoReplay, Replays
 from lean_selector.doctor.selector_judgement import NO_REPLAY, judge_selector, subject_of
 from lean_selector.doctor.selector_questions import Selector
 from lean_selector.doctor.selector_shapes import SelectorFacts, Source, WorkerRecord
@@ -28,6 +29,7 @@ class Examination:
         self,
         selector: Selector,
         engines: OutboundClient,
+        replays: Replays,
         resolve: Resolve,
         patience_s: float,
         may_probe: bool,
@@ -35,6 +37,7 @@ class Examination:
         """`patience_s`: for each answer, and for events after a completion."""
         self._selector = selector
         self._engines = engines
+        self._replays = replays
         self._resolve = resolve
         self._patience_s = patience_s
         self._may_probe = may_probe
@@ -89,14 +92,23 @@ class Examination:
         return found
 
     async def _ask_replay(self, subject: str, endpoint: str) -> Finding:
-        if await stored_since(endpoint, BEYOND_ALL, self._patience_s) is not None:
-            return Finding(Level.OK, subject, f"replay_endpoint {endpoint}: answers")
-        return Finding(
-            Level.ERROR,
-            subject,
-            f"replay_endpoint {endpoint}: no answer to a request in {self._patience_s:g} s",
-            "register the engine's replay_endpoint (vLLM: one port per rank), not its endpoint",
-        )
+        try:
+            await self._replays.stored_since(endpoint, BEYOND_ALL, self._patience_s)
+        except NoReplay as error:
+            if is_about_keys(str(error)):  # whether the selector has the right ones, it says itself
+                return Finding(
+                    Level.NOTE,
+                    subject,
+                    f"replay_endpoint {endpoint}: not asked from here: {error}",
+                    f"give this check {SERVERS} and {SECRET} as the selector has them",
+                )
+            return Finding(
+                Level.ERROR,
+                subject,
+                f"replay_endpoint {endpoint}: no replay in {self._patience_s:g} s: {error}",
+                "register the engine's replay_endpoint (vLLM: one port per rank), not its endpoint",
+            )
+        return Finding(Level.OK, subject, f"replay_endpoint {endpoint}: answers")
 
     async def _probe(self, facts: SelectorFacts) -> list[Finding]:
         found: list[Finding] = []
@@ -107,7 +119,9 @@ class Examination:
         for worker in probed:
             size = worker.block_size or 1
             if size not in probes:
-                probes[size] = Probe(self._selector, self._engines, size, self._patience_s)
+                probes[size] = Probe(
+                    self._selector, self._engines, self._replays, size, self._patience_s
+                )
         found += await asyncio.gather(
             *(self._probed(probes[worker.block_size or 1], worker) for worker in probed)
         )

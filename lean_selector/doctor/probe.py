@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from lean_selector.doctor.findings import Finding, Level
-from lean_selector.doctor.replay import stored_since
+from lean_selector.doctor.replay import NoReplay, Replays
 from lean_selector.doctor.selector_questions import Selector
 from lean_selector.doctor.selector_shapes import Source, WorkerRecord
 from lean_selector.outbound.client import OutboundClient
@@ -28,10 +28,16 @@ class Probe:
     """Of all engines whose blocks have `block_size` tokens."""
 
     def __init__(
-        self, selector: Selector, engines: OutboundClient, block_size: int, patience_s: float
+        self,
+        selector: Selector,
+        engines: OutboundClient,
+        replays: Replays,
+        block_size: int,
+        patience_s: float,
     ) -> None:
         self._selector = selector
         self._engines = engines
+        self._replays = replays
         self._patience_s = patience_s
         self._block_size = block_size
         self.prompt: Final = random.choices(_TOKEN_IDS, k=BLOCKS * block_size + 1)
@@ -90,8 +96,13 @@ class Probe:
         if source.replay_endpoint is None:
             return None
         first = 0 if source.last_seq is None else source.last_seq + 1
-        stored = await stored_since(source.replay_endpoint, first, self._patience_s)
-        for event in stored or ():
+        try:
+            stored = await self._replays.stored_since(
+                source.replay_endpoint, first, self._patience_s
+            )
+        except NoReplay:
+            return None
+        for event in stored:
             if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
                 return event.block_hashes[0]
         return None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from lean_selector.doctor.discovery_judgement import judge_discoveries, looks_for_workers
+from lean_selector.doctor.engine_keys import SECRET, SERVERS, is_about_keys
 from lean_selector.doctor.findings import Finding, Level
 from lean_selector.doctor.selector_shapes import SelectorFacts, Source
 from lean_selector.doctor.worker_judgement import can_be_chosen, judge_workers
@@ -115,6 +116,8 @@ def judge_source(source: Source) -> Finding:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
         parts.append(f"skipped events: {counts}")
     mend = _REPLAY_MENDS.get((source.state, source.replay_endpoint is not None), mend)
+    if source.problem and is_about_keys(source.problem):
+        mend = f"compare the selector's {SERVERS} and {SECRET} with the engine's keys"
     return Finding(level, subject_of(source), "; ".join(parts), mend)
 
 

@@ -16,7 +16,8 @@ MODEL = "tiny"
 
 
 class ApiEngine:
-    """Serves while entered. `publishes=False`: it caches and tells nobody."""
+    """Serves while entered. `publishes=False`: it caches and tells nobody. With the file
+    `secret` its events are encrypted, and told to those alone who have a key of `clients`."""
 
     def __init__(
         self,
@@ -26,12 +27,16 @@ class ApiEngine:
         publishes: bool = True,
         seed: int = 0,
         token: str | None = None,
+        secret: str | None = None,
+        clients: str | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.block_size = block_size
         self.publishes = publishes
         self.blocks = 100
         self.token = token
+        self._secret = secret
+        self._clients = clients
         self.prompts: list[list[int]] = []
         self._hashes = random.Random(seed)
 
@@ -41,6 +46,8 @@ class ApiEngine:
             kv_block_size=self.block_size,
             endpoint="tcp://127.0.0.1:0",
             replay_endpoint="tcp://127.0.0.1:0",
+            curve_secret_key_file=self._secret,
+            curve_client_keys_file=self._clients,
         )
         self.events_endpoint = self._publisher.endpoint
         assert self._publisher.replay_endpoint is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.doctor.api_engine import ApiEngine
+from tests.key_files import KeyFiles
 from tests.running_service import RunningService, free_port, wait_until
 
 LIMIT_S = 60.0
@@ -165,7 +166,7 @@ def test_events_in_place_of_the_replay_are_no_answer(selector: RunningService) -
         register(selector, engine, replay_endpoint=engine.events_endpoint)
         found = findings(selector, status=1)
         errors = what(found, "error", "worker 1 rank 0")
-        assert any("no answer to a request" in line for line in errors)
+        assert any("no replay in 2 s" in line for line in errors)
 
 
 def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
@@ -233,6 +234,50 @@ def test_a_worker_that_was_ejected_is_named_and_does_not_count(selector: Running
         assert warning.startswith("ejected, for ")
         assert "3 requests in a row failed, the last: connection refused" in warning
         assert what(found, "warning", "worker 2") == []
+
+
+def test_engines_that_encrypt_are_asked_with_the_keys_of_the_selector_and_else_not_at_all(
+    tmp_path: Path,
+) -> None:
+    keys = KeyFiles(tmp_path, "engine", "selector")
+    servers = ("--kv-events-curve-server-keys-file", keys.list("them", "engine"))
+    secret = ("--kv-events-curve-secret-key-file", keys.secret("selector"))
+    clients = keys.list("us", "selector")
+    with (
+        ApiEngine(1, secret=keys.secret("engine"), clients=clients) as engine,
+        RunningService(*servers, *secret) as service,
+    ):
+        engine.cache(list(range(16)))
+        register(service, engine)
+        wait_until(partial(is_in, service, 1, "live"), "its events are followed")
+        replay = f"replay_endpoint {engine.replay_endpoint}: "
+        not_asked = f"{replay}not asked from here: no connection: "
+        found = findings(service, status=0)
+        assert f"{not_asked}it asks for keys (CURVE), and none are given for it" in what(
+            found, "note", "worker 1 rank 0"
+        )
+        found = findings(service, *servers, status=0)
+        assert any(
+            line.startswith(f"{not_asked}it does not admit our public key ")
+            for line in what(found, "note", "worker 1 rank 0")
+        )
+        found = findings(service, "--probe", *servers, *secret, status=0)
+        assert f"{replay}answers" in what(found, "ok", "worker 1 rank 0")
+        assert what(found, "note", "worker 1 rank 0") == []
+
+
+def test_a_selector_without_the_keys_of_its_engine_is_told_of_them(
+    selector: RunningService, tmp_path: Path
+) -> None:
+    keys = KeyFiles(tmp_path, "engine")
+    with ApiEngine(1, secret=keys.secret("engine")) as engine:
+        register(selector, engine)
+        wait_until(partial(is_in, selector, 1, "unreachable"), "it is not heard")
+        found = findings(selector, status=1)
+        [error] = told(found, "error", 1, "unreachable")
+        assert "it asks for keys (CURVE), and none are given for it" in error
+        [mend] = [line["mend"] for line in found if line["what"] == error]
+        assert "--kv-events-curve-server-keys-file" in mend
 
 
 def test_engines_that_want_a_token_get_that_of_the_file(
@@ -311,3 +356,17 @@ def test_a_key_without_its_certificate_is_refused() -> None:
     done = check("--key-file", "key.pem")
     assert done.returncode == 2
     assert "--key-file requires --cert-file" in done.stderr
+
+
+def test_a_pair_without_the_keys_of_the_engines_and_files_that_hold_none_are_refused(
+    tmp_path: Path,
+) -> None:
+    keys = KeyFiles(tmp_path, "selector")
+    done = check("--kv-events-curve-secret-key-file", keys.secret("selector"))
+    assert done.returncode == 2
+    assert "requires --kv-events-curve-server-keys-file" in done.stderr
+    empty = tmp_path / "empty"
+    empty.touch()
+    done = check("--kv-events-curve-server-keys-file", str(empty))
+    assert done.returncode == 2
+    assert f"{empty} holds no public key" in done.stderr

@@ -2,16 +2,14 @@
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lean_selector.curve.command import write_pair
-from lean_selector.curve.keys import KeyPair, new_pair
 from lean_selector.publisher import KvEventPublisher
+from tests.key_files import KeyFiles
 from tests.recording_proxy import RecordingProxy
 from tests.replica_member import BOOKED, IDLE, Member
 from tests.running_service import RunningService, free_port, wait_until
@@ -19,31 +17,6 @@ from tests.running_service import RunningService, free_port, wait_until
 BLOCK_SIZE = 4
 TOKENS = [11, 12, 13, 14]
 SECRET = "an adapter that nobody else may read of"
-
-
-class Folder:
-    """Pairs by name, and lists of their public keys."""
-
-    def __init__(self, path: Path, *names: str) -> None:
-        self._path = path
-        self.pairs: dict[str, KeyPair] = {}
-        for name in names:
-            pair = self.pairs[name] = new_pair()
-            write_pair(str(path / name), pair)
-
-    def secret(self, name: str) -> str:
-        return str(self._path / f"{name}.key_secret")
-
-    def public(self, name: str) -> str:
-        return self.pairs[name].public.decode()
-
-    def list(self, file: str, *names: str) -> str:
-        """Writes it, in one step."""
-        path = self._path / file
-        text = "".join(f"{self.public(name)} {name}\n" for name in names)
-        path.with_suffix(".new").write_text(text)
-        os.replace(path.with_suffix(".new"), path)
-        return str(path)
 
 
 # -- engines --------------------------------------------------------------------------------------
@@ -108,7 +81,7 @@ def port_of(endpoint: str | None) -> int:
 
 
 def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_path: Path) -> None:
-    keys = Folder(tmp_path, "selector", "engine", "stranger")
+    keys = KeyFiles(tmp_path, "selector", "engine", "stranger")
     us, them = keys.list("us", "selector"), keys.list("them", "engine")
     nobody = keys.list("nobody", "stranger")
     flags = (
@@ -158,7 +131,7 @@ def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_
 
 
 def test_an_engine_that_asks_for_keys_is_not_heard_without_and_that_is_told(tmp_path: Path) -> None:
-    keys = Folder(tmp_path, "engine")
+    keys = KeyFiles(tmp_path, "engine")
     with (
         RunningService("--kv-source-grace-secs", "0") as service,
         engine(keys.secret("engine")) as encrypting,
@@ -172,7 +145,7 @@ def test_an_engine_that_asks_for_keys_is_not_heard_without_and_that_is_told(tmp_
 def test_events_and_replays_can_be_read_on_the_wire_without_keys_alone(
     tmp_path: Path, is_encrypted: bool
 ) -> None:
-    keys = Folder(tmp_path, "engine")
+    keys = KeyFiles(tmp_path, "engine")
     flags = ("--kv-events-curve-server-keys-file", keys.list("them", "engine"))
     secret = keys.secret("engine") if is_encrypted else None
     with (
@@ -204,7 +177,7 @@ def test_events_and_replays_can_be_read_on_the_wire_without_keys_alone(
 def test_replicas_that_encrypt_catch_up_lose_who_is_expelled_and_mend_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    keys = Folder(tmp_path, "one", "other")
+    keys = KeyFiles(tmp_path, "one", "other")
     ports = free_port(), free_port()
     flags = [
         (

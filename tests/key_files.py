@@ -1,0 +1,32 @@
+"""Files with keys for CURVE, as services and engines are given them."""
+
+import os
+from pathlib import Path
+
+from lean_selector.curve.command import write_pair
+from lean_selector.curve.keys import KeyPair, new_pair
+
+
+class KeyFiles:
+    """Pairs by name, and lists of their public keys."""
+
+    def __init__(self, path: Path, *names: str) -> None:
+        self._path = path
+        self.pairs: dict[str, KeyPair] = {}
+        for name in names:
+            pair = self.pairs[name] = new_pair()
+            write_pair(str(path / name), pair)
+
+    def secret(self, name: str) -> str:
+        return str(self._path / f"{name}.key_secret")
+
+    def public(self, name: str) -> str:
+        return self.pairs[name].public.decode()
+
+    def list(self, file: str, *names: str) -> str:
+        """Writes it, in one step."""
+        path = self._path / file
+        text = "".join(f"{self.public(name)} {name}\n" for name in names)
+        path.with_suffix(".new").write_text(text)
+        os.replace(path.with_suffix(".new"), path)
+        return str(path)
