@@ -28,6 +28,7 @@ from lean_selector.wire.discovery_states import (
 
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
+Run = Callable[[], Coroutine[object, object, None]]
 
 LOOK_S: Final = 0.5
 
@@ -57,7 +58,7 @@ class Discoveries:
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._world = surroundings
-        self._finders: list[tuple[str, Callable[[], Coroutine[object, object, None]]]] = []
+        self._finders: list[tuple[Sighting, Run]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.workers: Roster | None = None
         self.peers: PeerRoster | None = None
@@ -90,10 +91,10 @@ class Discoveries:
                 sighting.found(1)
                 report.found(Found((entry,)))
 
-            self._finders.append((target.text, once))
+            self._finders.append((sighting, once))
         elif target.kind == "file":
             finder = FileFinder(sighting, target.name, self._world.interval_s, report.found)
-            self._finders.append((target.text, finder.run))
+            self._finders.append((sighting, finder.run))
         else:
             self._follow(target, sighting, report.places)
 
@@ -110,7 +111,7 @@ class Discoveries:
                 world.ask_service,
                 on_places,
             )
-            self._finders.append((target.text, dns.run))
+            self._finders.append((sighting, dns.run))
         else:
             assert world.api_client is not None
             kubernetes = KubernetesFinder(
@@ -122,14 +123,14 @@ class Discoveries:
                 target.port,
                 on_places,
             )
-            self._finders.append((target.text, kubernetes.run))
+            self._finders.append((sighting, kubernetes.run))
 
     # -- running -------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Call it in the running loop."""
-        for _, run in self._finders:
-            self._tasks.append(supervise("discovery", run))
+        for sighting, run in self._finders:
+            self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
         rosters = (self.workers, self.peers)
         self._tasks += [
             supervise("discovery looks", partial(self._look, roster.look))
@@ -188,6 +189,15 @@ class Discoveries:
                 for each in (self.peers.known() if self.peers is not None else ())
             ],
         )
+
+
+async def _seen(sighting: Sighting, run: Run) -> None:
+    """What a finder fails of is seen where it is looked for, until it finds again."""
+    try:
+        await run()
+    except Exception as error:
+        sighting.failed(f"{type(error).__name__}: {error}")
+        raise
 
 
 class _Reporter:

@@ -41,7 +41,7 @@ async def ask_engine(client: OutboundClient, base: str) -> Particulars:
         sources = await _first(client, base, ("/kv_event_sources",))
         if sources is not None:
             read_vllm_sources(sources, host, told)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise OutboundFailed(f"{base}: an answer in words that we do not know: {error}") from None
     return told
 

@@ -46,4 +46,7 @@ class FileFinder:
             except ValueError as error:
                 fault = str(error)
                 self._sighting.failed(fault)
+            except Exception:
+                self._file.forget()  # what became of it is not known
+                raise
             await asyncio.sleep(self._interval_s)

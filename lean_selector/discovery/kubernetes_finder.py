@@ -87,7 +87,7 @@ class KubernetesFinder:
                     self.version = ""
                 else:
                     self._sighting.failed(error.message)
-            except (msgspec.DecodeError, ValueError) as error:
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self.version = ""
                 self._sighting.failed(f"an answer in words that we do not know: {error}")
             # A server that ends every watch at once must not be asked without a pause.

@@ -73,6 +73,7 @@ async def test_a_token_and_an_authority_go_with_every_question(tmp_path: Path) -
         (b'{"data":[]}', "it serves no model yet"),
         (b"<html>", "in words that we do not know"),
         (b'{"data":[{"id":5}]}', "in words that we do not know"),
+        (b'{"data":' + b"[" * 100_000, "in words that we do not know"),
     ],
 )
 @on_loop

@@ -15,14 +15,13 @@ from lean_selector.discovery.kubernetes_finder import KubernetesFinder
 from lean_selector.discovery.particulars import Place
 from lean_selector.discovery.sighting import Sighting
 from lean_selector.discovery.slice_shapes import Slice
-from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
-from lean_selector.sockets.resolver import Resolver
 from lean_selector.tasks import supervise
 from tests.certificates import Authority
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.on_loop import on_loop, until
+from tests.outbound_server import client, response, says, serving
 
 
 class Following:
@@ -35,12 +34,9 @@ class Following:
         self.token_file = folder / "token"
         self.token_file.write_text(api.token)
         trust = Trust(str(folder / "ca.crt"))
-        client = OutboundClient(
-            Resolver().resolve, token=TokenFile(str(self.token_file)), trust=trust
-        )
         self.finder = KubernetesFinder(
             self.sighting,
-            client,
+            client(TokenFile(str(self.token_file)), trust),
             api.url,
             NAMESPACE,
             SERVICE,
@@ -155,6 +151,22 @@ async def test_while_the_server_fails_what_was_found_holds(tmp_path: Path) -> No
         api.fails_with = None
         await it.finds("10.0.0.2:8000")
         assert it.sighting.error is None
+
+
+@on_loop
+async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -> None:
+    async with serving(says(response(b'{"items":' + b"[" * 100_000))) as served:
+        sighting = Sighting("kubernetes:a/b")
+        told: list[object] = []
+        finder = KubernetesFinder(
+            sighting, client(), served.url, "a", "b", None, lambda *places: told.append(places)
+        )
+        running = asyncio.create_task(finder.run())
+        await until(lambda: sighting.failures)
+        assert "an answer in words that we do not know" in str(sighting.error)
+        assert (running.done(), told) == (False, [])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 @on_loop

@@ -82,12 +82,37 @@ endpoints:
         (b"[{endpoint: 'http://a', events_port: 0}]", "events_port 0 is no port"),
         (b"endpoints: [{address: a, port: http}]", "`http` of a is no port"),
         (b"endpoints: [{port: 1}]", "missing required field `address`"),
+        (
+            b"[{endpoint: 'http://a', topology_domains: {on: rack1}}]",
+            r"as true, false and null, .*: true at `\$.workers\[0\].topology_domains`$",
+        ),
+        (b"{no: 1, workers: [{~: 2}]}", r"false at `\$`, null at `\$.workers\[0\]`$"),
+        (b"workers: !!pairs [a: {yes: 1}]", r"true at `\$.workers\[0\]\[1\]`$"),
+        (b"{on: 1, off: 1, workers: [{on: 1}, {on: 1}]}", r"workers\[0\]`$"),  # three are enough
+        (b"workers: &a [*a]", "nested too deeply, or within themselves"),
+        (b"workers: &a {b: *a, on: *a}", "nested too deeply, or within themselves"),
+        (b"workers: " + b"[" * 100_000, "nested too deeply"),
+        (b"workers: " + b"{a: " * 1000 + b"}" * 1000, "nested too deeply"),
+        (b"[{endpoint: 'http://a', is_eagle: !!bool maybe}]", "not what its tag says: .*'maybe'"),
+        (b"[{endpoint: 'http://a', block_size: !!int ''}]", "not what its tag says"),
+        (b"[{endpoint: 'http://a', block_size: !!timestamp 1}]", "not what its tag says"),
+        (b"[{endpoint: 'http://a', block_size: 2026-13-45}]", "month must be in"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_counts(text: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         listed_workers(text, is_yaml=True)
     assert "\n" not in str(caught.value)
+
+
+def test_json_that_is_nested_too_deeply_is_refused_too() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        listed_workers(b"[" * 100_000, is_yaml=False)
+
+
+def test_lists_and_objects_side_by_side_are_not_nested() -> None:
+    rows = [f"- {{endpoint: 'http://a:{1 + at}', taints: [a]}}" for at in range(500)]
+    assert len(listed_workers("\n".join(rows).encode(), is_yaml=True).entries) == 500
 
 
 def test_a_list_of_too_many_workers_is_refused() -> None:
