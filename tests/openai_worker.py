@@ -37,6 +37,7 @@ MODEL = "m"
 BLOCK_SIZE = 16
 DEFAULT_MAX_TOKENS = 16
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+ASKED_FIRST = ("/v1/models", "/metrics", "/kv_event_sources", "/health", "/fake/seen")
 
 
 def rendered(messages: list[dict[str, Any]]) -> str:
@@ -217,6 +218,8 @@ class _Worker:
         writer: asyncio.StreamWriter,
     ) -> bool:
         try:
+            if self.options.fails is not None and path not in ASKED_FIRST:
+                raise _Refused(self.options.fails, "the fake always refuses")
             if method == "POST" and path in COMPLETIONS:
                 body = self._body(raw)
                 return await _Completion(self, "chat" in path, body, headers, writer).run()
@@ -498,6 +501,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens-per-s", type=float, default=2_000.0)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=200_000.0)
     parser.add_argument("--silent", action="store_true", help="tells no event source")
+    parser.add_argument("--fails", type=int, default=None, help="status of all but ASKED_FIRST")
     parser.add_argument("--certificate", default=None, help="PEM of a chain and its key: HTTPS")
     return parser.parse_args()
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED
+from lean_selector.core.health.statuses import outcome_of_status
 
-_FULL: Final = frozenset({429, 503})
 _GAVE_UP: Final = 499  # nginx's word for a client that left
 _LIST: Final = re.compile(r" ?[,:] ")  # between the tries of one request, in nginx's variables
 _TERMINATION: Final = re.compile(r"[-A-Za-z]{2,4}")
@@ -41,9 +41,9 @@ def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
 
 
 def _of_status(status: int | None) -> str | None:
-    if status is None or status < 100 or status == _GAVE_UP or status in _FULL:
+    if status is None or status < 100 or status == _GAVE_UP:
         return None
-    return FAILED if status >= 500 else OK
+    return outcome_of_status(status)
 
 
 def _of_nginx(fields: Mapping[str, str]) -> str | None:

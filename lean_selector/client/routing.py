@@ -34,6 +34,8 @@ from lean_selector.client.router_config import KvRouterConfig
 from lean_selector.client.service_calls import prompt_fields
 from lean_selector.client.steps import Ask, Flow, HandOver, OpenStream, Pause, Release
 from lean_selector.client.terms import Generation, Prompt, Terms
+from lean_selector.core.health.ejections import FAILED, REFUSED
+from lean_selector.core.health.statuses import NOT_FREE, outcome_of_status
 
 T = TypeVar("T")
 
@@ -42,8 +44,6 @@ RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
 REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
 # How long a booking may still be on its way that the service did not know when it was freed.
 AMBIGUOUS_S = 0.5
-# A worker that sheds load or is starting up is passed over like one that refuses the connection.
-_WORKER_IS_NOT_FREE = frozenset({429, 503, 529})
 
 
 def ask(call: Call[T]) -> Flow[T]:
@@ -325,21 +325,20 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """True for a worker that did not take the request: another one may."""
+    """True for a worker that did not take the request, as one that sheds load or is starting up:
+    another one may."""
     if isinstance(error, WorkerRefused):
-        return error.status in _WORKER_IS_NOT_FREE
+        return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """What an error tells of the worker's health; None: nothing. Who sheds load or says that a
-    request makes no sense is well."""
+    """What an error tells of the worker's health; None: nothing."""
     if isinstance(error, WorkerRefused):
-        is_fault = error.status >= 500 and error.status not in _WORKER_IS_NOT_FREE
-        return "failed" if is_fault else None
+        return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):
-        return "refused" if error.never_connected else "failed"
-    return "failed" if isinstance(error, WorkerStreamBroken) else None
+        return REFUSED if error.never_connected else FAILED
+    return FAILED if isinstance(error, WorkerStreamBroken) else None
 
 
 def _open_stream(selected: Selected, body: bytes) -> OpenStream:

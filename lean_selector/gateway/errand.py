@@ -15,6 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED
+from lean_selector.core.health.statuses import outcome_of_status
 from lean_selector.gateway.answer_head import AnswerHead
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import answer_lines, request_lines
@@ -207,7 +208,7 @@ class Errand(Receiver):
             if rest or last:
                 self.reply.write((self._piece(rest) if rest else b"") + last)
         reply = self.reply
-        self._finish(OK if self.status < 500 else None)
+        self._finish(outcome_of_status(self.status))
         reply.finish()
 
     def on_lost(self, reason: str, is_stale: bool) -> None:

@@ -33,6 +33,7 @@ def outcome(line: bytes) -> str | None:
         (b'status=500 upstream="500" connect="0.001" done=OK', "failed"),
         (b'status=503 upstream="503" connect="0.001" done=OK', None),
         (b'status=429 upstream="429" connect="0.001" done=OK', None),
+        (b'status=529 upstream="529" connect="0.001" done=OK', None),
         # The first is the one that was booked, whoever answered in the end.
         (b'status=200 upstream="502, 200" connect="-, 0.000" done=OK', "refused"),
         (b'status=200 upstream="502, 200" connect="0.000, 0.000" done=OK', "failed"),

@@ -66,7 +66,7 @@ def test_a_stream_that_ends_well_is_told_with_what_the_engine_had_cached(fleet: 
         ({"break_after": 1}, {"failed": 1}),
         ({"error_after": 1}, {"failed": 1}),
         ({"status": 500}, {"failed": 1}),
-        ({"status": 400}, {}),
+        ({"status": 400}, {"ok": 1}),
     ],
 )
 def test_what_goes_wrong_is_told_as_it_is(
@@ -102,9 +102,8 @@ def test_a_stream_that_its_reader_gave_up_tells_nothing(fleet: Fleet) -> None:
 
 
 def test_who_sheds_load_is_well() -> None:
-    for status in (429, 503, 529, 400, 404):
-        assert outcome_of(WorkerRefused(1, "http://w", status, "no")) is None
-    assert outcome_of(WorkerRefused(1, "http://w", 502, "no")) == "failed"
+    for status, outcome in ((429, None), (503, None), (529, None), (400, "ok"), (502, "failed")):
+        assert outcome_of(WorkerRefused(1, "http://w", status, "no")) == outcome
     assert outcome_of(WorkerStreamBroken(1, "http://w", "it broke")) == "failed"
     assert outcome_of(asyncio.CancelledError()) is None
 
