@@ -24,6 +24,7 @@ ONE_FORM = {
     "prompts": "reading prompts of text is not compiled",
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
     " tests/route, and what it reads of them in tests/access_logs",
+    "test_ci_run.py": "a script of continuous integration",
     "test_lowest_versions.py": "a script of continuous integration",
     "test_property_runs.py": "how tests draw",
     "test_side_by_side.py": "a script of continuous integration",
