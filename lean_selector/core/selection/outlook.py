@@ -9,7 +9,12 @@ import msgspec
 from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.cells import MatchSets, active_prefix_sets, match_of
+from lean_selector.core.selection.cells import (
+    MatchSets,
+    active_prefix_sets,
+    match_of,
+    match_sets,
+)
 from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import (
@@ -58,8 +63,8 @@ def _outlook(
             shared = blocks
             break
     hint = None
-    if request.adds & HINT and worker.hint_type:
-        hint = _hint(partition, worker, load, matches, request.prompt.local_hashes)
+    if request.adds & HINT and worker.hint_type and partition.routed is None:
+        hint = _hint(partition, worker, load, request, matches)
     return RankOutlook(
         load.active_decode_blocks + request.prompt.charged_blocks - shared,
         min(load.prefill_tokens_at(now), U64_MAX),
@@ -73,11 +78,17 @@ def _hint(
     partition: Partition,
     worker: SchedulableWorker,
     load: RankLoad,
+    request: SelectionRequest,
     matches: MatchSets,
-    local_hashes: bytes,
 ) -> FetchHint | None:
     """The rank of a worker of the same type that holds most of the prompt on its device, if that is
-    more than the chosen one does: of equals the first by worker and rank."""
+    more than the chosen one does: of equals the first by worker and rank.
+
+    Only what engines told can be named: never what is believed of bookings.
+    """
+    local_hashes = request.prompt.local_hashes
+    if request.matches:  # it waited, and may have been chosen for by what is gone by now
+        matches = match_sets(partition, local_hashes)
     most, source, endpoint = match_of(matches, load.mask).device, load, ""
     for match, holding in matches:
         if match.device < max(most, 1):
