@@ -13,9 +13,10 @@ from lean_selector.doctor.event_port import judge_port
 from lean_selector.doctor.findings import Finding, Level
 from lean_selector.doctor.probe import Probe, judge_hashes
 from lean_selector.doctor.replay import BEYOND_ALL, NoReplay, Replays
-from lean_selector.doctor.selector_judgement import NO_REPLAY, judge_selector, subject_of
+from lean_selector.doctor.selector_judgement import judge_selector
 from lean_selector.doctor.selector_questions import Selector
 from lean_selector.doctor.selector_shapes import SelectorFacts, Source, WorkerRecord
+from lean_selector.doctor.source_judgement import NO_REPLAY, subject_of
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.failure import OutboundFailed
 

@@ -200,6 +200,19 @@ def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
         assert "never" not in unreachable
 
 
+def test_a_replay_endpoint_of_another_worker_is_an_error_though_it_answers(
+    selector: RunningService,
+) -> None:
+    with ApiEngine(1) as one, ApiEngine(2) as two:
+        register(selector, one)
+        register(selector, two, replay_endpoint=one.replay_endpoint)
+        found = findings(selector, status=1)
+        shared = f"replay_endpoint {one.replay_endpoint}"
+        [error] = what(found, "error", "worker 1 rank 0")
+        assert error.startswith(f"{shared} is also the replay_endpoint of worker 2 rank 0: ")
+        assert f"{shared}: answers" in what(found, "ok", "worker 2 rank 0")
+
+
 def test_an_address_that_is_only_bound_and_a_worker_without_a_replay(
     selector: RunningService,
 ) -> None:
