@@ -60,12 +60,23 @@ class WaitedTooLong(Unavailable):
 
 class NoWorkers(Unavailable):
     """The model and tenant have no schedulable worker. `is_missing`: they had one, or nobody has;
-    otherwise the name is unknown. `known_models` have schedulable workers, sorted."""
+    otherwise the name is unknown, or with `other_tenants` only that of the tenant.
 
-    def __init__(self, message: str, is_missing: bool, known_models: list[str]) -> None:
+    `known_models` have schedulable workers, sorted; `other_tenants`, in words: those of this model
+    that have some.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        is_missing: bool,
+        known_models: list[str],
+        other_tenants: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.is_missing = is_missing
         self.known_models = known_models
+        self.other_tenants = other_tenants
 
 
 class DuplicateRequest(Conflict):

@@ -69,6 +69,7 @@ class RouteMeter:
         "shed",
         "slower",
         "unknown_models",
+        "unknown_tenants",
     )
 
     def __init__(self, method: str, route: str) -> None:
@@ -81,6 +82,7 @@ class RouteMeter:
         self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
         self.shed = 0  # of those, the requests that were shed
         self.unknown_models = 0  # and those for models that never had a worker
+        self.unknown_tenants = 0  # and for tenants that never had one of a model that has some
 
     def add(self, seconds: float, status: bytes) -> None:
         if seconds <= FASTEST_S:

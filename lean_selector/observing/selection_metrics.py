@@ -131,8 +131,9 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         for status, count in meter.by_status().items():
             counts[OUTCOMES.get(status, "refused")] += count
         counts[OUTCOMES.get(str(overload_status), "refused")] -= meter.shed
-        counts["no_worker"] -= meter.unknown_models
+        counts["no_worker"] -= meter.unknown_models + meter.unknown_tenants
         counts["unknown_model"] = meter.unknown_models
+        counts["unknown_tenant"] = meter.unknown_tenants
         for outcome, count in sorted(counts.items()):
             yield labels(route=meter.route, outcome=outcome), count
 

@@ -117,7 +117,8 @@ def worker_families(
         Family(
             "lean_selector_model_selections_total",
             "counter",
-            "Requests for a worker by model and outcome; unknown_model: it never had a worker.",
+            "Requests for a worker by model and outcome; unknown_model: it never had a worker; "
+            "unknown_tenant: it has some, but not of that tenant.",
             by_model,
         ),
         Family(
@@ -209,7 +210,8 @@ def worker_families(
 def model_outcomes(
     selector: Selector, partitions: list[Partition], most_models: int = MOST_MODELS
 ) -> Iterator[Sample]:
-    """placed, shed and no_worker of each model and tenant; unknown_model of all others together."""
+    """placed, shed and no_worker of each model and tenant; unknown_tenant of a model's others, and
+    unknown_model of all others, together."""
     counts: dict[tuple[str, str], tuple[int, int, int]] = {}
     for each in partitions:
         key = each.model_name, each.tenant_id
@@ -229,6 +231,15 @@ def model_outcomes(
     if len(counts) > most_models or refused:
         yield from _outcomes(other, (placed, shed, refused))
     yield f'{other[:-1]},outcome="unknown_model"}}', selector.refusals.unknown
+    more = 0
+    for number, (model, count) in enumerate(list(selector.refusals.misplaced.items())):
+        if number < most_models:
+            label = labels(model=model, tenant_id=OTHER)
+            yield f'{label[:-1]},outcome="unknown_tenant"}}', count
+        else:
+            more += count
+    if more:
+        yield f'{other[:-1]},outcome="unknown_tenant"}}', more
 
 
 def _outcomes(label: str, counts: tuple[int, int, int]) -> Iterator[Sample]:

@@ -138,8 +138,11 @@ class Gate:
             return reply(request, status, OverloadBody.of(error.message, status), RETRY_AFTER)
         if isinstance(error, msgspec.ValidationError):
             error = shape_fault(request, error)
-        if isinstance(error, NoWorkers):
-            meter.unknown_models += not error.is_missing
+        if isinstance(error, NoWorkers) and not error.is_missing:
+            if error.other_tenants is None:
+                meter.unknown_models += 1
+            else:
+                meter.unknown_tenants += 1
         if isinstance(error, SelectorError):
             lines = self._lines(request, error, meter.route) if self._lines is not None else b""
             return error_reply(request, error.status, error.message, lines)

@@ -107,8 +107,11 @@ def refusal_lines_16(request: Request, error: Exception, route: str) -> bytes:
 
 
 def _refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    lines = known_models_line(error.known_models) if isinstance(error, NoWorkers) else b""
-    warnings = unread_fields(request, fields)
+    lines, warnings = b"", unread_fields(request, fields)
+    if isinstance(error, NoWorkers):
+        lines = known_models_line(error.known_models)
+        if error.other_tenants is not None:
+            warnings.insert(0, error.other_tenants)
     return lines + warning_line(warnings) if warnings else lines
 
 

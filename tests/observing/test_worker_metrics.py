@@ -144,6 +144,29 @@ def test_a_model_that_had_workers_is_refused_under_its_name_and_any_other_under_
     assert not any("typo" in label for label in samples)
 
 
+def test_a_tenant_that_a_model_has_no_workers_of_is_neither_missing_nor_an_unknown_model() -> None:
+    driven = DrivenSelector()
+    driven.register(1, model_name="a", tenant_id="acme")
+    driven.register(2, model_name="b", tenant_id="acme")
+    for model in ("a", "b", "b"):
+        error = refused(driven, model)
+        assert not error.is_missing
+        assert error.other_tenants == f"model {model} has workers of another tenant: acme"
+    assert refused(driven, "typo").other_tenants is None
+    samples = dict(filter(None, model_outcomes(driven.selector, partitions(driven))))
+    assert samples['{model="a",tenant_id="other",outcome="unknown_tenant"}'] == 1
+    assert samples['{model="b",tenant_id="other",outcome="unknown_tenant"}'] == 2
+    assert samples['{model="other",tenant_id="other",outcome="unknown_model"}'] == 1
+    assert '{model="other",tenant_id="other",outcome="unknown_tenant"}' not in samples
+    bounded = dict(filter(None, model_outcomes(driven.selector, partitions(driven), 1)))
+    assert '{model="b",tenant_id="other",outcome="unknown_tenant"}' not in bounded
+    assert bounded['{model="other",tenant_id="other",outcome="unknown_tenant"}'] == 2
+    driven.remove(1)
+    driven.register(3, model_name="a")
+    driven.remove(3)
+    assert refused(driven, "a").is_missing
+
+
 def test_where_nobody_has_workers_any_model_is_one_that_misses_them() -> None:
     driven = DrivenSelector()
     assert refused(driven, "whatever").is_missing

@@ -34,6 +34,34 @@ def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:
     assert "x-known-models" not in headers(gate_with(), "/select", {"token_ids": [1]})[1]
 
 
+def test_a_model_of_another_tenant_is_answered_with_the_tenants_that_it_has() -> None:
+    gate = gate_with("llama")
+    worker = {"model_name": "qwen", "endpoint": "http://w", "block_size": 16}
+    for worker_id, tenant in enumerate(("b", "acme"), 7):
+        headers(gate, "/workers", {**worker, "worker_id": worker_id, "tenant_id": tenant})
+    for body in ({"token_ids": [1]}, {"token_ids": [1], "tenant": "acme"}):
+        status, lines = headers(gate, "/select", {"model_name": "qwen", **body})
+        assert (status, lines["x-known-models"]) == (503, '"llama", "qwen"')
+        said, _, more = lines["x-warning"].partition("; ")
+        assert said == "model qwen has workers of another tenant: acme, b"
+        assert ("is tenant_id meant?" in more) == ("tenant" in body)
+    assert "x-warning" not in headers(gate, "/select", {"token_ids": [1]})[1]
+    for worker_id in range(10, 15):
+        one = {**worker, "worker_id": worker_id, "tenant_id": f"c{worker_id}"}
+        headers(gate, "/workers", one)
+    lines = headers(gate, "/select", {"model_name": "qwen", "token_ids": [1]})[1]
+    assert lines["x-warning"].endswith(": acme, b, c10, c11 and 3 more")
+
+
+def test_a_tenant_whose_own_workers_are_gone_is_told_of_the_others_too() -> None:
+    gate = gate_with("llama")
+    worker = {"model_name": "llama", "endpoint": "http://w", "block_size": 16, "tenant_id": "acme"}
+    headers(gate, "/workers", {**worker, "worker_id": 7})
+    assert headers(gate, "/workers/0", None, "DELETE")[0] == 200
+    lines = headers(gate, "/select", {"model_name": "llama", "token_ids": [1]})[1]
+    assert lines["x-warning"] == "model llama has workers of another tenant: acme"
+
+
 def test_the_models_that_are_named_are_bounded() -> None:
     many = known_models_line(f"m{number:04}" for number in range(10_000))
     assert many.endswith(b', "m0031", ...\r\n')

@@ -96,16 +96,20 @@ def test_selections_by_outcome_and_the_names_of_the_document() -> None:
         service.post("/busy_threshold", {"model": "default", "active_prefill_tokens_threshold": 0})
         assert service.post("/select", prompt())[0] == 429
         assert service.post("/select_and_reserve", prompt())[0] == 429
+        assert service.post("/select", prompt(tenant_id="acme"))[0] == 503
+        assert service.post("/select", prompt(model_name="typo"))[0] == 503
         samples = read(service)
     name = "lean_selector_selections_total"
     assert value(samples, name, route="/select", outcome="placed") == 1
     assert value(samples, name, route="/select", outcome="no_worker") == 1
+    assert value(samples, name, route="/select", outcome="unknown_tenant") == 1
+    assert value(samples, name, route="/select", outcome="unknown_model") == 1
     assert value(samples, name, route="/select", outcome="refused") == 1
     assert value(samples, name, route="/select", outcome="shed") == 1
     assert value(samples, name, route="/select_and_reserve", outcome="placed") == 1
     assert value(samples, name, route="/select_and_reserve", outcome="conflict") == 1
     assert value(samples, name, route="/select_and_reserve", outcome="shed") == 1
-    assert value(samples, "dynamo_tasks_issued_total") == 7
+    assert value(samples, "dynamo_tasks_issued_total") == 9
     assert value(samples, "dynamo_tasks_rejected_total", model="default") == 2
     assert value(samples, "dynamo_queued_requests", tenant_id="default") == 0
     assert value(samples, "lean_selector_busy_workers", model="default") == 1

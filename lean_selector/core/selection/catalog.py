@@ -132,6 +132,11 @@ class Catalog:
         """The models that have schedulable workers, of any tenant, sorted."""
         return sorted({key[0] for key, each in self.partitions.items() if each.workers})
 
+    def served_tenants(self, model_name: str) -> list[str]:
+        """The tenants of a model that have schedulable workers, sorted."""
+        found = self.partitions.items()
+        return sorted(key[1] for key, each in found if key[0] == model_name and each.workers)
+
     def schedulable_count(self) -> int:
         return sum(len(partition.workers) for partition in self.partitions.values())
 
