@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lean_selector.doctor.discovery_judgement import judge_discoveries, looks_for_workers
 from lean_selector.doctor.endpoint_judgement import judge_shared_endpoints
 from lean_selector.doctor.findings import Finding, Level
-from lean_selector.doctor.selector_shapes import SelectorFacts
+from lean_selector.doctor.selector_shapes import Readiness, SelectorFacts
 from lean_selector.doctor.source_judgement import judge_source
 from lean_selector.doctor.worker_judgement import can_be_chosen, judge_workers
 
@@ -13,6 +13,7 @@ from lean_selector.doctor.worker_judgement import can_be_chosen, judge_workers
 def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
     """The service as a whole, then its discoveries, its workers and their sources."""
     yield _judge_readiness(facts)
+    yield from _judge_keeping(facts.readiness)
     if facts.discoveries is not None:
         yield from judge_discoveries(facts.discoveries)
     yield from judge_workers(facts.workers)
@@ -33,6 +34,19 @@ def _judge_readiness(facts: SelectorFacts) -> Finding:
     return Finding(Level.ERROR, "selector", f"not ready: {what}", mend)
 
 
+def _judge_keeping(readiness: Readiness) -> Iterator[Finding]:
+    """What it knew before, and what the next one will."""
+    if readiness.recovering:
+        yield Finding(Level.NOTE, "selector", "it still recovers its index from --indexer-peers")
+    if readiness.state_fault is not None:
+        yield Finding(
+            Level.WARNING,
+            "selector",
+            f"its state is not written, and a restart would lose it: {readiness.state_fault}",
+            "mend the disk of --state-dir; it is tried again every second",
+        )
+
+
 def _judge_sources(facts: SelectorFacts) -> Iterator[Finding]:
     if facts.sources is None:
         yield Finding(Level.NOTE, "selector", "it does not tell how it follows KV events")
@@ -41,7 +55,8 @@ def _judge_sources(facts: SelectorFacts) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             "selector",
-            "it follows no KV events: workers are chosen by load alone",
+            "it follows no KV events: workers are chosen by load alone, or with "
+            "--router-ttl-secs by what was booked on them",
             "register workers with kv_events_endpoint, and run without --use-kv-events false",
         )
     for source in facts.sources:

@@ -7,6 +7,7 @@ import msgspec
 from lean_selector.doctor.selector_shapes import (
     Discoveries,
     OverlapScores,
+    Readiness,
     SelectorFacts,
     Source,
     WorkerRecord,
@@ -45,6 +46,7 @@ class Selector:
                 workers,
                 await self._told_if_served("/kv_sources", list[Source]),
                 await self._told_if_served("/discovery", Discoveries),
+                _readiness(ready.body),
             )
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
@@ -88,3 +90,11 @@ class Selector:
             raise OutboundFailed(f"POST {url}: status {answer.status}", answer.status)
         rows = msgspec.json.decode(answer.body, type=OverlapScores).workers
         return {(row.worker_id, row.dp_rank): row.device_blocks for row in rows}
+
+
+def _readiness(body: bytes) -> Readiness:
+    """What else the answer says; one of another service may be anything."""
+    try:
+        return msgspec.json.decode(body, type=Readiness)
+    except msgspec.DecodeError:
+        return Readiness()

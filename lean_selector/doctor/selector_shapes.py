@@ -3,6 +3,13 @@
 import msgspec
 
 
+class Readiness(msgspec.Struct):
+    """Of GET /ready, whose status says whether it is."""
+
+    recovering: bool = False
+    state_fault: str | None = None  # why the state directory cannot be written
+
+
 class RankHealth(msgspec.Struct):
     """A rank that something is held against."""
 
@@ -111,3 +118,4 @@ class SelectorFacts(msgspec.Struct):
     workers: list[WorkerRecord]
     sources: list[Source] | None  # None: it does not tell
     discoveries: Discoveries | None = None  # None: it has none of its own, as the reference
+    readiness: Readiness = msgspec.field(default_factory=Readiness)

@@ -337,6 +337,21 @@ def test_discoveries_that_find_nobody_are_told_with_their_reasons(tmp_path: Path
         assert asking.endswith("/v1/models: Connection refused")
 
 
+def test_a_state_directory_that_is_gone_is_told_of(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with RunningService("--state-dir", str(state)) as service:
+        lost = "its state is not written, and a restart would lose it: "
+        assert service.post("/workers", {"worker_id": 4, "model_name": "m"})[0] == 201
+        warnings = what(findings(service, status=1), "warning", "selector")
+        assert not any(line.startswith(lost) for line in warnings)
+        state.rename(tmp_path / "elsewhere")
+        assert service.post("/workers", {"worker_id": 5, "model_name": "m"})[0] == 201
+        wait_until(lambda: "state_fault" in service.get("/ready")[1], "it says so")
+        warnings = what(findings(service, status=1), "warning", "selector")
+        [warning] = [line for line in warnings if line.startswith(lost)]
+        assert "No such file or directory" in warning
+
+
 def test_nobody_to_ask_is_a_status_of_its_own() -> None:
     done = check(f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 2

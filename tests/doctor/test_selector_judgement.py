@@ -2,7 +2,7 @@
 
 from lean_selector.doctor.findings import Level
 from lean_selector.doctor.selector_judgement import judge_selector
-from lean_selector.doctor.selector_shapes import SelectorFacts, WorkerRecord
+from lean_selector.doctor.selector_shapes import Readiness, SelectorFacts, WorkerRecord
 
 
 def worker(worker_id: int) -> WorkerRecord:
@@ -18,3 +18,14 @@ def test_workers_without_any_events_are_a_warning() -> None:
 def test_a_selector_that_tells_no_sources_as_the_reference_is_a_note() -> None:
     found = list(judge_selector(SelectorFacts(True, [worker(1)], None)))
     assert [finding.level for finding in found] == [Level.OK, Level.NOTE]
+
+
+def test_a_state_that_is_not_written_is_a_warning_and_a_recovery_under_way_a_note() -> None:
+    readiness = Readiness(recovering=True, state_fault="catalog: No space left on device")
+    facts = SelectorFacts(True, [worker(1)], None, readiness=readiness)
+    ok, note, warning, _ = judge_selector(facts)
+    assert ok.level is Level.OK
+    assert (note.level, note.subject) == (Level.NOTE, "selector")
+    assert "recovers its index" in note.what
+    assert (warning.level, warning.subject) == (Level.WARNING, "selector")
+    assert warning.what.endswith(": catalog: No space left on device")
