@@ -1,7 +1,7 @@
 """What an answer says in headers beside a recorded body: known models, and fields that nobody read.
 
-Looked for only where a request has failed, or a worker is registered: no request that is given a
-worker pays for it.
+Looked for only where a request has failed, and where a worker is registered or reported on: no
+request that is given a worker pays for it.
 """
 
 from collections.abc import Iterable
@@ -31,6 +31,7 @@ from lean_selector.wire.selection_16 import (
     WorkerPatch16,
     WorkerRequest16,
 )
+from lean_selector.wire.worker_health import WorkerReport
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
@@ -58,7 +59,16 @@ _OTHER_NAMES: Final = {
     "dp_start": "data_parallel_start_rank",
     "request_id": "reservation_id",
     "reservation_id": "selection_id",
+    "rank": "dp_rank",
+    "data_parallel_rank": "dp_rank",
+    "status": "outcome",
+    "result": "outcome",
+    "ttft": "ttft_ms",
+    "ttft_s": "ttft_ms",
+    "ttft_seconds": "ttft_ms",
+    "cached": "cached_tokens",
 }
+REPORT: Final = "/workers/{worker_id}/report"
 BODY_FIELDS: Final = {
     "/select": frozenset(SelectRequest.__struct_fields__),
     "/select_and_reserve": frozenset(SelectAndReserveRequest.__struct_fields__),
@@ -67,6 +77,7 @@ BODY_FIELDS: Final = {
     "/overlap_scores": frozenset(ProjectionRequest.__struct_fields__),
     "/workers": frozenset(WorkerRequest.__struct_fields__),
     "/workers/{worker_id}": frozenset(WorkerPatch.__struct_fields__),
+    REPORT: frozenset(WorkerReport.__struct_fields__),
 }
 BODY_FIELDS_16: Final = {
     "/select": frozenset(SelectRequest16.__struct_fields__),
@@ -76,6 +87,7 @@ BODY_FIELDS_16: Final = {
     "/overlap_scores": frozenset(ProjectionRequest16.__struct_fields__),
     "/workers": frozenset(WorkerRequest16.__struct_fields__),
     "/workers/{worker_id}": frozenset(WorkerPatch16.__struct_fields__),
+    REPORT: frozenset(WorkerReport.__struct_fields__),
 }
 _NO_FIELDS: Final = frozenset[str]()
 _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -1,13 +1,14 @@
 """What answers say in headers: the models that exist, and fields that nobody reads."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lean_selector.services.gate import Gate
 from lean_selector.services.helpful_headers import known_models_line, refusal_lines
-from tests.gates import request, selection_gate
+from tests.gates import request, selection_gate, selection_gate_16
 
 
 def headers(gate: Gate, path: str, body: Any, method: str = "POST") -> tuple[int, dict[str, str]]:
@@ -75,6 +76,7 @@ def test_the_models_that_are_named_are_bounded() -> None:
         ("/select", {"model_name": "llama", "prompt": [1]}, "prompt is ignored: is token_ids"),
         ("/select_and_reserve", {"model_name": "llama", "block_hash": [1]}, "is block_hashes"),
         ("/reservations", {"model_name": "llama", "worker": 0}, "is worker_id meant?"),
+        ("/workers/0/report", {"status": "failed"}, "status is ignored: is outcome meant?"),
     ],
 )
 def test_a_request_that_fails_is_told_of_fields_that_look_like_known_ones(
@@ -94,6 +96,22 @@ def test_a_registration_is_told_of_them_though_it_succeeds_and_of_a_missing_sche
     assert isinstance(answer, bytes)
     assert b"endpoint 10.0.0.1:8000 has no scheme: http://10.0.0.1:8000 is probably" in answer
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["model_name"] == "default"
+
+
+@pytest.mark.parametrize("gate_of", [gate_with, selection_gate_16])
+def test_a_report_is_told_of_them_though_it_counts(gate_of: Callable[[], Gate]) -> None:
+    gate = gate_of()
+    worker = {"worker_id": 0, "endpoint": "http://w", "block_size": 16, "data_parallel_size": 2}
+    headers(gate, "/workers", worker)
+    path = "/workers/0/report"
+    status, lines = headers(gate, path, {"outcome": "refused", "rank": 1, "ttft": 4})
+    assert status == 200
+    assert lines["x-warning"] == (
+        "unknown field rank is ignored: is dp_rank meant?; "
+        "unknown field ttft is ignored: is ttft_ms meant?"
+    )
+    right = {"outcome": "ok", "dp_rank": 1, "ttft_ms": 4.0, "cached_tokens": 3, "trace": "a"}
+    assert "x-warning" not in headers(gate, path, right)[1]
 
 
 def test_fields_of_ones_own_and_those_beside_the_right_one_are_nobodys_concern() -> None:
