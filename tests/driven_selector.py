@@ -3,7 +3,6 @@
 import random
 from typing import Any
 
-from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
@@ -57,7 +56,7 @@ class DrivenSelector:
         settings.setdefault("use_kv_events", False)
         self.now = 0.0
         self.told: list[tuple[str, str]] = []
-        self.answers: dict[str, Placement | SelectorError] = {}
+        self.answers: dict[str, Placement | Exception] = {}
         self.sources = Sources()
         tables = None
         if isinstance(settings.get("sessions"), SessionTables):
@@ -115,7 +114,7 @@ class DrivenSelector:
     def submit(self, name: str, request: SelectionRequest) -> Placement | Parked:
         """Answers at once or parks; a late answer lands in `answers[name]`."""
 
-        def on_answer(_: Parked, outcome: Placement | SelectorError) -> None:
+        def on_answer(_: Parked, outcome: Placement | Exception) -> None:
             assert name not in self.answers, "answered once"
             self.answers[name] = outcome
 

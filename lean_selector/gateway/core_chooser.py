@@ -77,11 +77,9 @@ class CoreChooser:
 
     async def _parked(self, partition: Partition, request: SelectionRequest) -> Placement:
         """Waits for room, if need be."""
-        answer: asyncio.Future[Placement | SelectorError] = (
-            asyncio.get_running_loop().create_future()
-        )
+        answer: asyncio.Future[Placement | Exception] = asyncio.get_running_loop().create_future()
 
-        def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+        def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
             if not answer.done():
                 answer.set_result(outcome)
             elif isinstance(outcome, Placement):  # cancelled a moment ago
@@ -103,7 +101,7 @@ class CoreChooser:
         except asyncio.CancelledError:
             self._leave(partition, outcome, request, answer)
             raise
-        if isinstance(given, SelectorError):
+        if isinstance(given, Exception):
             raise given
         return given
 
@@ -112,7 +110,7 @@ class CoreChooser:
         partition: Partition,
         parked: Parked,
         request: SelectionRequest,
-        answer: "asyncio.Future[Placement | SelectorError]",
+        answer: "asyncio.Future[Placement | Exception]",
     ) -> None:
         """Nobody waits any more; what was booked in the same moment is freed."""
         now = self._clock()

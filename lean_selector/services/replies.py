@@ -88,17 +88,19 @@ class LaterReply(PendingReply):
         would: whoever let a request go that waited goes on with the others, and with its turn."""
         try:
             body = shape(found)
-        except SelectorError as error:
+        except Exception as error:
             self.refuse(error)
-        except Exception:
-            _log.exception("a request that waited could not be answered")
-            self.answer(500, INTERNAL_ERROR)
         else:
             self.answer(200, body)
 
-    def refuse(self, error: SelectorError) -> None:
-        """A caller in this process gets the error itself for the body."""
-        self.answer(error.status, ErrorBody(error.message) if self.take is None else error)
+    def refuse(self, error: Exception) -> None:
+        """Tells why there is no answer; a caller in this process gets a SelectorError itself for
+        the body. Any other is ours, and is logged."""
+        if not isinstance(error, SelectorError):
+            _log.error("a request that waited could not be answered", exc_info=error)
+            self.answer(500, INTERNAL_ERROR)
+        else:
+            self.answer(error.status, ErrorBody(error.message) if self.take is None else error)
 
     def answer(self, status: int, body: object) -> None:
         if self.take is not None:

@@ -16,7 +16,6 @@ from lean_selector.access.roles import READ, WRITE
 from lean_selector.core.errors import (
     BadRequest,
     NotFound,
-    SelectorError,
     Unavailable,
     WaitedTooLong,
 )
@@ -151,13 +150,13 @@ class SelectionHandlers(WorkerHandlers):
         """
         pending: LaterReply | None = None
 
-        def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+        def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
             assert pending is not None
             self._unclaim(request)
-            if isinstance(outcome, SelectorError):
-                pending.refuse(outcome)
-            else:
+            if isinstance(outcome, Placement):
                 pending.answer_with(shape, outcome)
+            else:
+                pending.refuse(outcome)
 
         outcome = self.selector.select(partition, request, self._clock(), on_answer)
         if not isinstance(outcome, Parked):
@@ -184,7 +183,7 @@ class SelectionHandlers(WorkerHandlers):
         self,
         partition: Partition,
         parked: Parked,
-        on_answer: Callable[[Parked, Placement | SelectorError], None],
+        on_answer: Callable[[Parked, Placement | Exception], None],
         pending: LaterReply,
     ) -> None:
         limit = self.selector.settings.queue_max_wait_s

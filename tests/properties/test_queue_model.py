@@ -358,11 +358,12 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             assert isinstance(outcome, Unavailable)
 
-    def on_answer(self, parked: Parked, outcome: Placement | SelectorError) -> None:
+    def on_answer(self, parked: Parked, outcome: Placement | Exception) -> None:
         name = parked.request.reservation_id
         if isinstance(outcome, Placement):
             self.placed.append((name, outcome))
         else:
+            assert isinstance(outcome, SelectorError)
             self.refused[name] = outcome
 
     @precondition(lambda self: self.waiting)

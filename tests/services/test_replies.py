@@ -122,7 +122,7 @@ def test_what_goes_wrong_with_an_answer_is_not_the_matter_of_who_lets_it_go() ->
     def untaken(status: int, body: object) -> None:
         raise RuntimeError("a bug")
 
-    answers = [LaterReply() for _ in range(3)]
+    answers = [LaterReply() for _ in range(4)]
     answers[0].answer_with(broken, 1)
     answers[1].answer_with(refused, 1)
     answers[2].take = untaken
@@ -130,3 +130,5 @@ def test_what_goes_wrong_with_an_answer_is_not_the_matter_of_who_lets_it_go() ->
     assert parts(answers[0].response)[::2] == (b"500", b'{"error":"internal error"}')
     assert parts(answers[1].response)[::2] == (b"503", b'{"error":"not here"}')
     assert answers[2].response == b""
+    answers[3].refuse(RuntimeError("a bug"))
+    assert parts(answers[3].response)[::2] == (b"500", b'{"error":"internal error"}')

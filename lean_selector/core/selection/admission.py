@@ -8,7 +8,7 @@ only who goes is visited, in the order of the queue.
 import heapq
 from collections.abc import Callable
 
-from lean_selector.core.errors import SelectorError, Unavailable
+from lean_selector.core.errors import Unavailable
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.selection.cells import MatchSets, as_sets, match_sets
 from lean_selector.core.selection.parking import Line, Parked, Place
@@ -23,7 +23,7 @@ class Admission:
     """Lets parked requests go."""
 
     def __init__(self, place: PlaceNow, refresh_after_s: float | None) -> None:
-        """`place` chooses among ranks and books, or raises SelectorError. The overlap of who has
+        """`place` chooses among ranks and books, or raises. The overlap of who has
         waited for `refresh_after_s` is looked up again."""
         self._place = place
         self._refresh_after_s = refresh_after_s
@@ -90,7 +90,7 @@ class Admission:
         request, now = parked.request, room.now
         waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
-        answer: Placement | SelectorError
+        answer: Placement | Exception
         try:
             ranks = not_busy(partition, request, eligible(partition, request), now)
             if passes:
@@ -102,6 +102,6 @@ class Admission:
             answer = self._place(partition, request, ranks, matches, now)
             partition.parked.admitted += 1
             partition.parked.waited_s += waited_s
-        except SelectorError as error:
+        except Exception as error:  # what broke is told to this request, and to no other's call
             answer = error
         parked.on_answer(parked, answer)

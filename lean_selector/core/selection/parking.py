@@ -13,7 +13,6 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
-from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.headroom import Headroom
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
 from lean_selector.core.selection.schedulable import SchedulableWorker
@@ -25,7 +24,8 @@ Place = tuple[int, float, int]  # in the queue; no two are equal
 
 
 class Parked:
-    """A request in the queue. `on_answer` hears once: a placement, or why there is none."""
+    """A request in the queue. `on_answer` hears once: a placement, or why there is none, which is a
+    SelectorError unless something broke."""
 
     __slots__ = ("arrived_at", "key", "line", "on_answer", "request")
 
@@ -35,7 +35,7 @@ class Parked:
         arrived_at: float,
         serial: int,
         score: float,
-        on_answer: Callable[["Parked", Placement | SelectorError], None],
+        on_answer: Callable[["Parked", Placement | Exception], None],
         line: "Line",
     ) -> None:
         self.request = request
@@ -134,7 +134,7 @@ class ParkedQueue:
         self,
         request: SelectionRequest,
         now: float,
-        on_answer: Callable[[Parked, Placement | SelectorError], None],
+        on_answer: Callable[[Parked, Placement | Exception], None],
         uncached_tokens: int = 0,
     ) -> Parked:
         """`uncached_tokens`: what is left to prefill where most is cached; of use to wspt only."""

@@ -52,7 +52,7 @@ from lean_selector.core.sessions.table import SessionTables
 # register meanwhile: without any event it is answered this late. The reference does so every 60 s.
 RECHECK_AFTER_S = 2.0
 
-OnAnswer = Callable[[Parked, Placement | SelectorError], None]
+OnAnswer = Callable[[Parked, Placement | Exception], None]
 
 
 class Selector:

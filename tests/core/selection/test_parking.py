@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection.parking import Parked, ParkedQueue
 from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.settings import QueuePolicy, Terms
@@ -17,7 +16,7 @@ from tests.driven_selector import prompt_of
 TERMS = Terms(1.0, 0.0, 1.0, 0.0, True)
 
 
-def never(_: Parked, outcome: Placement | SelectorError) -> None:
+def never(_: Parked, outcome: Placement | Exception) -> None:
     raise AssertionError(f"a queue answers nobody: {outcome}")
 
 

@@ -497,7 +497,7 @@ def test_a_pipelined_request_does_not_overtake_who_is_about_to_be_let_go(
     fill(queueing, 1)
     order = []
 
-    def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+    def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
         order.append(parked.request.reservation_id)
         if order == ["a"]:
             late = queueing.request([], 10, books=True, reservation_id="late")
@@ -539,13 +539,30 @@ def test_in_the_16_dialect_a_conflict_found_late_is_told_as_one_found_early() ->
     assert error_of(driven, "r") == (409, "selection r is already reserved or being reserved")
 
 
+def test_what_breaks_for_one_that_waited_is_its_own_answer_and_the_others_go_on(
+    queueing: DrivenSelector,
+) -> None:
+    for worker_id in (1, 2):
+        queueing.register(worker_id, taints=frozenset({"gpu"}))
+    fill(queueing, 1, 2)
+    broken: Any = {"gpu": "heavy"}  # as if a check had let it pass
+    queueing.book("first", isl_tokens=1)
+    queueing.book("broken", isl_tokens=1, preferred_taints=broken)
+    queueing.book("last", isl_tokens=1)
+    assert queueing.pending() == (3, 3)
+    queueing.selector.prefill_complete("fill1", queueing.now)
+    assert isinstance(queueing.answers["broken"], TypeError)
+    assert [queueing.placed(name) for name in ("first", "last")] == [(1, 0), (1, 0)]
+    assert queueing.pending() == (0, 0)
+
+
 def test_an_answer_may_free_what_the_next_one_takes(queueing: DrivenSelector) -> None:
     """As when a client's connection goes on with a request that it had pipelined."""
     queueing.remove(2)
     fill(queueing, 1)
     order = []
 
-    def on_answer(parked: Parked, outcome: Placement | SelectorError) -> None:
+    def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
         name = parked.request.reservation_id
         order.append(name)
         queueing.selector.prefill_complete(name, queueing.now)
@@ -576,7 +593,7 @@ def test_a_stop_answers_no_more_to_who_hangs_up_on_the_answer_of_another(
     parked: list[Parked] = []
     answered: list[str] = []
 
-    def on_answer(answer_to: Parked, outcome: Placement | SelectorError) -> None:
+    def on_answer(answer_to: Parked, outcome: Placement | Exception) -> None:
         answered.append(answer_to.request.reservation_id)
         queueing.selector.hung_up(queueing.partition, parked[1], queueing.now)
 
