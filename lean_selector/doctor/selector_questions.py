@@ -17,6 +17,7 @@ from lean_selector.outbound.failure import OutboundFailed
 
 T = TypeVar("T")
 
+_MOST_BYTES: Final = 256 << 20  # of an answer: a record takes a kilobyte
 _NOT_SERVED: Final = (404, 405)
 
 
@@ -64,7 +65,7 @@ class Selector:
         """Raises OutboundFailed and NotASelector."""
         url = f"{self.url}{path}"
         try:
-            text = await self._client.text(url, timeout_s=self._timeout_s)
+            text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
             raise NotASelector(
