@@ -97,7 +97,7 @@ def _gateway(arguments: Sequence[str]) -> int:
         run,
         arguments,
         lambda parser: parser.add_argument(
-            "workers", nargs="*", metavar="URL", help="base URLs of workers: http://HOST:PORT"
+            "workers", nargs="*", metavar="URL", help="workers: http://HOST:PORT or .../v1"
         ),
     )
 

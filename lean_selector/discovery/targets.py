@@ -24,6 +24,8 @@ def target_of(text: str) -> Target:
         return Target(text, "file", rest)
     if kind == "url":
         Url(rest)
+        if "?" in rest or "#" in rest:
+            raise ValueError(f"`{text}`: expected a URL without a query")
         return Target(text, "url", rest)
     if kind == "dns":
         return _dns(text, rest)

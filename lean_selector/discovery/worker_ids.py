@@ -4,7 +4,7 @@ from typing import Final
 
 import xxhash
 
-from lean_selector.outbound.url import Url
+from lean_selector.outbound.url import Url, base_without_version
 
 # 53 bits: what JavaScript, Lua and jq still read as they stand. Of 10 000 workers two have the same
 # with a probability of one in a hundred million.
@@ -12,7 +12,8 @@ _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """The same for every spelling of one endpoint: `http://host:port`, and a path if it has one.
+    """The same for every spelling of one endpoint: `http://host:port`, and a path if it has one,
+    without the /v1 at its end.
 
     Whatever is no URL stands for itself.
     """
@@ -20,7 +21,7 @@ def endpoint_key(endpoint: str) -> str:
         url = Url(endpoint)
     except ValueError:
         return endpoint
-    return url.origin + url.target.rstrip("/")
+    return base_without_version(url.origin + url.target)
 
 
 def worker_id_of(key: str) -> int:

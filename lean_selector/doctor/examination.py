@@ -19,6 +19,7 @@ from lean_selector.doctor.selector_shapes import SelectorFacts, Source, WorkerRe
 from lean_selector.doctor.source_judgement import NO_REPLAY, subject_of
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.url import base_without_version
 
 MOST_AT_ONCE: Final = 16  # engines that are asked
 
@@ -59,7 +60,7 @@ class Examination:
         return [*found, *probed]
 
     async def _ask(self, worker: WorkerRecord) -> list[Finding]:
-        base = (worker.endpoint or "").rstrip("/")
+        base = base_without_version(worker.endpoint or "")
         async with self._turn:
             try:
                 told = await ask_engine(self._engines, base)

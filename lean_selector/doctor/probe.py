@@ -17,6 +17,7 @@ from lean_selector.doctor.selector_questions import Selector
 from lean_selector.doctor.selector_shapes import Source, WorkerRecord
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.url import base_without_version
 
 BLOCKS: Final = 2  # full ones; one token more, so that an engine keeps both
 _TOKEN_IDS: Final = range(10, 100)
@@ -75,7 +76,7 @@ class Probe:
 
     async def _complete(self, worker: WorkerRecord) -> None:
         body = {"model": worker.model_name, "prompt": self.prompt, "max_tokens": 1}
-        url = f"{(worker.endpoint or '').rstrip('/')}/v1/completions"
+        url = f"{base_without_version(worker.endpoint or '')}/v1/completions"
         answer = await self._engines.post(
             url, msgspec.json.encode(body), timeout_s=max(self._patience_s, 30.0)
         )

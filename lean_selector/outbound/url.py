@@ -47,6 +47,13 @@ def origin_of(text: str) -> str:
     return Url(text).origin
 
 
+def base_without_version(endpoint: str) -> str:
+    """What `/v1/...` is put behind, of an endpoint that may end in /v1 itself, as the base URLs of
+    OpenAI's clients do."""
+    scheme, separator, rest = endpoint.rstrip("/").rpartition("://")
+    return scheme + separator + rest.removesuffix("/v1").rstrip("/")
+
+
 def url_at(endpoint: str | None, path: str) -> str | None:
     """The URL of a path of the worker with this endpoint; None: it is none that speaks HTTP.
 

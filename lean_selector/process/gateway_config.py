@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lean_selector.outbound.url import Url
+from lean_selector.outbound.url import Url, base_without_version
 from lean_selector.process.endpoint_options import check_given
 from lean_selector.process.options import Option, integer, number, or_none, path, resolve
 from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
@@ -51,8 +51,24 @@ def selector_target(value: str) -> str:
     if value.startswith("unix:"):
         path(value.removeprefix("unix:"))
         return value
-    Url(value)
+    if Url(value).target != "/" or _has_query(value):
+        raise ValueError("expected http://HOST:PORT, without a path")
     return value.rstrip("/")
+
+
+def worker_url(value: str) -> str:
+    """`http://host:port` of a worker, of whom nothing else is used; /v1 may be behind it, as in
+    what OpenAI's clients are told. Raises ValueError."""
+    url = Url(value)
+    if base_without_version(url.target) or _has_query(value):
+        raise ValueError(
+            f"`{value}`: expected http://HOST:PORT, perhaps with /v1: workers are asked at the root"
+        )
+    return url.origin
+
+
+def _has_query(url: str) -> bool:
+    return "?" in url or "#" in url
 
 
 _OWN_OPTIONS = (
@@ -111,18 +127,17 @@ def gateway_config(
 ) -> GatewayConfig:
     """The configuration of `lean-selector gateway`. `args.workers` are base URLs."""
     values = resolve(parser, GATEWAY_OPTIONS, args, environ)
-    for url in args.workers:
-        try:
-            Url(url)
-        except ValueError as error:
-            parser.error(str(error))
-    check_given(parser, values, "", args.workers)
+    try:
+        workers = list(dict.fromkeys(map(worker_url, args.workers)))
+    except ValueError as error:
+        parser.error(str(error))
+    check_given(parser, values, "", workers)
     beside = values["selector"]
     if beside is not None and args.discover is not None:
         parser.error("--discover is the selector's: give it to the one at --selector")
     if beside is not None and args.state_dir is not None:
         parser.error("--state-dir is the selector's: give it to the one at --selector")
-    if beside is None and not args.workers and args.discover is None:
+    if beside is None and not workers and args.discover is None:
         parser.error("name the workers: lean-selector gateway http://HOST:PORT ...")
     prompts = prompt_settings_of(parser, values)
     assert prompts is not None
@@ -130,8 +145,8 @@ def gateway_config(
     assert isinstance(megabytes, int)
     return GatewayConfig(
         listen=msgspec.convert(listen_of(parser, values), Listen),
-        workers=list(dict.fromkeys(args.workers)),
-        selector=_selector(parser, args, environ, values),
+        workers=workers,
+        selector=_selector(parser, args, environ, values, workers),
         beside=None if beside is None else str(beside),
         beside_timeout_s=msgspec.convert(values["selector_timeout_secs"], float),
         prompts=msgspec.convert(prompts, PromptSettings),
@@ -145,6 +160,7 @@ def _selector(
     args: argparse.Namespace,
     environ: Mapping[str, str],
     values: Mapping[str, object],
+    workers: list[str],
 ) -> SelectorConfig:
     """Of the selector in this process: as it would be told on its own command line."""
     own = argparse.Namespace(**vars(args))
@@ -155,8 +171,8 @@ def _selector(
     own.uds = None
     interval = values["worker_health_interval_secs"]
     own.worker_health_interval_secs = None if interval is None else str(interval)
-    if args.workers and values["selector"] is None:
-        own.discover = [*(args.discover or ()), *(f"url:{url}" for url in args.workers)]
+    if workers and values["selector"] is None:
+        own.discover = [*(args.discover or ()), *(f"url:{url}" for url in workers)]
         if args.discover_defaults is None:
             own.discover_defaults = _DEFAULTS
     config = selector_config(parser, own, environ)

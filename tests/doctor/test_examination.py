@@ -79,9 +79,10 @@ def told(found: Findings, level: str, worker_id: int, state: str) -> list[str]:
 def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
     selector: RunningService,
 ) -> None:
+    """An endpoint may end in /v1, as what OpenAI's clients are told does."""
     with ApiEngine(1) as one, ApiEngine(2) as two:
-        for engine in (one, two):
-            register(selector, engine)
+        for engine, version in ((one, ""), (two, "/v1")):
+            register(selector, engine, endpoint=engine.endpoint + version)
             wait_until(partial(followed, selector, engine.worker_id), "its events are followed")
         found = findings(selector, "--probe", status=0)
         assert what(found, "ok", "selector") == ["ready: 2 of 2 workers can be chosen"]

@@ -516,6 +516,16 @@ def test_a_stop_that_cuts_streams_off_frees_them_at_the_selector_beside(
             wait_until(lambda: active() == 0, "it is freed")
 
 
+def test_workers_may_be_given_by_the_urls_that_openai_s_clients_have(
+    workers: list[OpenAiWorker],
+) -> None:
+    first, second = workers
+    with RunningGateway(f"{first.url}/v1", f"{second.url}/v1/", knows=2) as gateway:
+        answer = gateway.chat(TEXT)
+        assert "x-lean-overlap" in answer.headers
+        assert answer.headers["x-lean-worker"] in (first.url, second.url)
+
+
 def test_without_workers_or_with_a_bad_url_it_does_not_start() -> None:
     import subprocess
     import sys
@@ -523,6 +533,7 @@ def test_without_workers_or_with_a_bad_url_it_does_not_start() -> None:
     for arguments, said_so in (
         ((), "name the workers"),
         (("gpu-a:8000",), "not an http:// or https:// URL"),
+        (("http://a/llama/v1",), "`http://a/llama/v1`: expected http://HOST:PORT"),
         (("http://a", "--selector", "https://b:x"), "`https://b:x` has no valid port"),
         (("http://a", "--prompts", "local"), "--prompts-tokenizer"),
         (("http://a", "--selector", "http://b", "--discover", "url:http://c"), "--discover"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.outbound.url import Url, origin_of
+from lean_selector.outbound.url import Url, base_without_version, origin_of
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,25 @@ from lean_selector.outbound.url import Url, origin_of
 )
 def test_every_spelling_of_an_endpoint_has_the_same_origin(text: str, origin: str) -> None:
     assert origin_of(text) == origin
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "base"),
+    [
+        ("http://a:1/v1", "http://a:1"),
+        ("http://a:1/v1/", "http://a:1"),
+        ("http://a:1/", "http://a:1"),
+        ("http://a/b/v1", "http://a/b"),
+        ("a:1/v1", "a:1"),
+        ("http://v1", "http://v1"),
+        ("v1", "v1"),
+        ("", ""),
+    ],
+)
+def test_an_endpoint_may_end_in_the_version_that_every_request_begins_with(
+    endpoint: str, base: str
+) -> None:
+    assert base_without_version(endpoint) == base
 
 
 def test_what_is_asked_of_a_host_is_its_path_and_query() -> None:

@@ -210,6 +210,20 @@ def test_a_url_is_all_that_a_selector_needs_to_know(engine: FakeEngine) -> None:
         wait_until(is_known, "its events are heard")
 
 
+def test_the_url_may_be_the_one_that_openai_s_clients_have(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    """In a flag or in a file, and it is one worker that they name."""
+    (tmp_path / "workers.json").write_text(json.dumps([{"endpoint": f"{engine.url}/v1/"}]))
+    urls = ("--discover", f"url:{engine.url}/v1", "--discover", f"url:{engine.url}")
+    listed = ("--discover", f"file:{tmp_path / 'workers.json'}")
+    for flags in (urls, listed):
+        with RunningService(*QUICK, *flags) as service:
+            wait_for_workers(service, [engine])
+            (found,) = service.get("/discovery")[1]["workers"]
+            assert found["endpoint"] == engine.url
+
+
 def test_an_engine_that_starts_late_is_registered_when_it_is_up(engine: FakeEngine) -> None:
     engine.is_up = False
     local = ("--host", "127.0.0.1")  # whoever listens everywhere is warned
