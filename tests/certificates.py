@@ -31,8 +31,10 @@ class Authority:
         self._authority = trustme.CA()
         self.pem: bytes = self._authority.cert_pem.bytes()
 
-    def issue(self, *names: str, expired: bool = False) -> trustme.LeafCert:
-        return self._authority.issue_cert(*names, not_after=PAST if expired else None)
+    def issue(
+        self, *names: str, expired: bool = False, not_after: datetime.datetime | None = None
+    ) -> trustme.LeafCert:
+        return self._authority.issue_cert(*names, not_after=PAST if expired else not_after)
 
     def server(self, *names: str, clients: "Authority | None" = None) -> ssl.SSLContext:
         """Of a server with these names; with `clients`, of one that lets in only theirs."""

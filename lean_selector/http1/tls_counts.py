@@ -17,7 +17,15 @@ REASONS: Final = (
 class TlsCounts:
     """Ever; all 0 while TLS is off."""
 
-    __slots__ = ("completed", "failures", "is_on", "last_failure", "reload_failures", "reloads")
+    __slots__ = (
+        "completed",
+        "failures",
+        "is_on",
+        "last_failure",
+        "not_after",
+        "reload_failures",
+        "reloads",
+    )
 
     def __init__(self) -> None:
         self.is_on = False
@@ -26,3 +34,4 @@ class TlsCounts:
         self.last_failure = ""  # who, and why, in words
         self.reloads = 0  # of the files
         self.reload_failures = 0
+        self.not_after: int | None = None  # of the certificate, in seconds since 1970

@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 from lean_selector.http1.connections import Connections
 from lean_selector.http1.tls import TlsDoor
 from lean_selector.http1.tls_counts import TlsCounts
+from lean_selector.http1.tls_not_after import not_after_of
 from lean_selector.process.service_options import TlsFiles
 
 log = logging.getLogger("lean_selector.server")
@@ -35,7 +36,7 @@ class ServerTls:
         """Raises ValueError in one clear line, naming the flag and the file."""
         self._files: Final = files
         self._counts: Final = connections.tls
-        self._door: Final = TlsDoor(server_context(files), connections, new_protocol)
+        self._door: Final = TlsDoor(self._context(), connections, new_protocol)
         self._log: Final = HandshakeLog(connections.tls)
         self._loaded = self._seen = _marks(files)
 
@@ -58,10 +59,15 @@ class ServerTls:
         """Takes them over at once, also when they look as they did."""
         self._load(_marks(self._files))
 
+    def _context(self) -> ssl.SSLContext:
+        context = server_context(self._files)
+        self._counts.not_after = not_after_of(_read("--tls-cert", self._files.cert))
+        return context
+
     def _load(self, marks: Marks) -> None:
         self._loaded = marks  # what cannot be used is tried again when it has changed again
         try:
-            self._door.context = server_context(self._files)
+            self._door.context = self._context()
         except ValueError as error:
             self._counts.reload_failures += 1
             log.error(
@@ -101,7 +107,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     _check_certificates("--tls-cert", files.cert)
-    _check_readable("--tls-key", files.key)
+    _read("--tls-key", files.key)
     try:
         context.load_cert_chain(files.cert, files.key, _no_passphrase)
     except _Locked:
@@ -128,16 +134,16 @@ class _Locked(Exception):
     """The key has a passphrase."""
 
 
-def _check_readable(flag: str, path: str) -> None:
+def _read(flag: str, path: str) -> bytes:
     try:
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            return file.read()
     except OSError as error:
         raise ValueError(f"{flag}: {path}: {error.strerror or error}") from None
 
 
 def _check_certificates(flag: str, path: str) -> None:
-    _check_readable(flag, path)
+    _read(flag, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except (OSError, ValueError):

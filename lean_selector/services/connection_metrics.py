@@ -73,4 +73,10 @@ def connection_families(connections: Connections) -> Families:
                 else []
             ),
         ),
+        Family(
+            "lean_selector_tls_certificate_not_after_seconds",
+            "gauge",
+            "The last second of the certificate that clients are shown, since 1970.",
+            lambda: [("", tls.not_after)] if tls.not_after is not None else [],
+        ),
     ]

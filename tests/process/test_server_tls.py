@@ -1,5 +1,6 @@
 """TLS as the services have it: their files, what is refused, and real processes that speak it."""
 
+import datetime
 import http.client
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import closing
+from datetime import UTC
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from lean_selector.http1.tls_counts import TlsCounts
 from lean_selector.process.server_tls import HandshakeLog, server_context
 from lean_selector.process.service_options import TlsFiles
 from tests.certificates import HOST, LOCKED_KEY, Authority, Files
+from tests.prometheus_tools import scrape
 from tests.running_service import RunningService, free_port, wait_until
 from tests.tls_service import TlsService, ask, shown_by
 
@@ -328,6 +331,28 @@ def test_new_files_are_for_new_connections(files: Files, how: str) -> None:
             wait_until(is_new, "the new certificate is shown")
         assert ask(kept, "GET", "/health")[0] == 200
         assert shown_by(kept) == shown
+
+
+def _last_second(service: TlsService) -> float:
+    return _sample(service.get("/metrics")[1], "lean_selector_tls_certificate_not_after_seconds")
+
+
+def test_the_last_second_of_the_certificate_is_told_and_follows_the_files(files: Files) -> None:
+    first, second = (datetime.datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC) for year in (2051, 2052))
+    files.write(OURS.issue(HOST, not_after=first))
+    with TlsService(files, OURS) as service:
+        assert _last_second(service) == first.timestamp()
+        files.write(OURS.issue(HOST, not_after=second))
+        wait_until(lambda: _last_second(service) == second.timestamp(), "it is the new one's")
+        files.write(OURS.issue(HOST, not_after=first))
+        said = _other_key(files)
+        wait_until(lambda: said in service.log(), "the log says why")
+        assert _last_second(service) == second.timestamp(), "what is shown is still the last one"
+
+
+def test_nothing_is_told_of_a_certificate_where_there_is_none() -> None:
+    with RunningService() as service:
+        assert "\nlean_selector_tls_certificate" not in scrape(service.port)
 
 
 def test_a_broken_pair_leaves_the_old_one_and_says_why(files: Files) -> None:

@@ -492,8 +492,9 @@ def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape(tmp_path: Path
             return "lean_selector_kv_source_last_message_age_seconds{" in scrape(service.port)
 
         wait_until(is_heard, "the engine is heard")
-        missing = names - set(parsed(scrape(service.port)))
-    assert not missing
+        text = scrape(service.port)
+    # Some have samples only with TLS.
+    assert names <= {*parsed(text), *re.findall(r"^# TYPE (\S+) ", text, re.M)}
 
 
 def test_the_documents_queries_evaluate_on_a_real_prometheus(tmp_path: Path) -> None:
