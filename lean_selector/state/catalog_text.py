@@ -1,15 +1,24 @@
 """The file `catalog` of either service: one JSON object, each worker on a line of its own."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from lean_selector.state.seal import Damaged
+from lean_selector.state.seal import Damaged, OtherVersion
 from lean_selector.state.shapes import CatalogFile
 
 T = TypeVar("T")
 
+VERSION: Final = 1
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+_decode_version = msgspec.json.Decoder(_Version).decode
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(CatalogFile).decode
 _NO_WORKERS = b"[]}"
@@ -23,10 +32,16 @@ def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
 
 
 def read_catalog(text: bytes) -> CatalogFile:
-    """Raises Damaged."""
+    """Raises Damaged, or OtherVersion."""
     try:
         return _decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            version = _decode_version(text).version
+            if version != VERSION:
+                raise OtherVersion(
+                    f"it has version {version}, and this release reads version {VERSION}"
+                ) from None
         raise Damaged(str(error)) from None
 
 

@@ -8,7 +8,7 @@ from lean_selector.core.replication.records import LiveBooking
 from lean_selector.state.catalog_text import read_catalog
 from lean_selector.state.directory import StateDirectory
 from lean_selector.state.keeper import CATALOG, RESERVATIONS
-from lean_selector.state.seal import Damaged, elapsed_s, opened
+from lean_selector.state.seal import Damaged, OtherVersion, elapsed_s, opened
 from lean_selector.state.shapes import CatalogFile, Stamp
 from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
 
@@ -119,12 +119,12 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T
     except (Damaged, OSError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         fields = {"file": name, "reason": reason}
+        is_other = isinstance(error, OtherVersion)
+        what = "state is of another release" if is_other else "state is damaged"
         try:
-            log.error(
-                "state is damaged, and set aside", extra={**fields, "as": directory.set_aside(name)}
-            )
+            log.error(f"{what}, and set aside", extra={**fields, "as": directory.set_aside(name)})
         except OSError as failed:
-            log.error("state is damaged", extra={**fields, "not_set_aside": failed.strerror})
+            log.error(what, extra={**fields, "not_set_aside": failed.strerror})
     return None
 
 

@@ -23,6 +23,10 @@ class Damaged(ValueError):
     """What was read is not what was written; the message says what is wrong."""
 
 
+class OtherVersion(Damaged):
+    """It is what was written, by a release that writes another format."""
+
+
 def stamp_now() -> Stamp:
     try:
         with open(_BOOT_ID, encoding="ascii") as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.state.seal import opened
+from lean_selector.state.seal import Seal, opened
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
@@ -183,6 +183,22 @@ def test_a_damaged_file_is_set_aside_and_said_so(tmp_path: Path) -> None:
     assert (tmp_path / "catalog.damaged").read_bytes() == text
     with service:
         assert len(service.get("/workers")[1]) == 1
+
+
+def test_a_catalog_of_another_release_is_set_aside_and_called_that(tmp_path: Path) -> None:
+    with selector(tmp_path) as service:
+        assert service.post("/workers", worker())[0] == 201
+        kill(service)
+    text, stamp = opened((tmp_path / "catalog").read_bytes())
+    newer = text.replace(b'"version":1', b'"version":2').replace(b'"workers"', b'"fleet"')
+    seal = Seal()
+    seal.add(newer)
+    (tmp_path / "catalog").write_bytes(newer + seal.end(stamp))
+    with service:
+        assert service.get("/workers") == (200, [])
+        assert "state is of another release, and set aside" in service.log()
+        assert "it has version 2, and this release reads version 1" in service.log()
+    assert opened((tmp_path / "catalog.damaged").read_bytes())[0] == newer
 
 
 # -- who may write --------------------------------------------------------------------------------
