@@ -7,18 +7,14 @@ from typing import Final, TypeVar
 import msgspec
 
 from lean_selector.state.seal import Damaged, OtherVersion
-from lean_selector.state.shapes import CatalogFile
+from lean_selector.state.shapes import CatalogFile, CatalogHead
 
 T = TypeVar("T")
 
 VERSION: Final = 1
 
 
-class _Version(msgspec.Struct):
-    version: int
-
-
-_decode_version = msgspec.json.Decoder(_Version).decode
+_decode_head = msgspec.json.Decoder(CatalogHead).decode
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(CatalogFile).decode
 _NO_WORKERS = b"[]}"
@@ -37,7 +33,7 @@ def read_catalog(text: bytes) -> CatalogFile:
         return _decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            version = _decode_version(text).version
+            version = _decode_head(text).version
             if version != VERSION:
                 raise OtherVersion(
                     f"it has version {version}, and this release reads version {VERSION}"

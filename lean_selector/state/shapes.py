@@ -38,6 +38,12 @@ class ThresholdRow(msgspec.Struct, frozen=True):
     threshold: BusyThreshold
 
 
+class CatalogHead(msgspec.Struct, frozen=True):
+    """What a catalog of any release has."""
+
+    version: int
+
+
 class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
     """Everything but what lives: the file `catalog`. A worker is a WorkerSpec in the file of a
     selector, a WorkerRow in that of a slot tracker."""

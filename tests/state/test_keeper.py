@@ -275,6 +275,28 @@ async def test_what_lives_costs_no_more_than_its_share(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_what_lives_is_written_once_an_interval(tmp_path: Path) -> None:
+    pauses: list[float] = []
+    real_sleep, real_monotonic = asyncio.sleep, time.monotonic
+
+    async def sleep(delay: float) -> None:
+        """What would take long is over at once, for the clock too."""
+        if delay > 1.0:
+            pauses.append(delay)
+            kept.target.slots.book(Booking(f"r{len(pauses)}", 1, 0), b"", 1.0)
+        await real_sleep(0.0 if delay > 1.0 else delay)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(asyncio, "sleep", sleep)
+        patches.setattr(time, "monotonic", lambda: real_monotonic() + sum(pauses))
+        kept = Kept(tmp_path, interval_s=60.0)
+        await until(lambda: kept.keeper.writes[RESERVATIONS] >= 5, "it is written five times")
+        await kept.keeper.close()
+    assert pauses[0] == 60.0
+    assert all(0.0 < pause <= 60.0 for pause in pauses)
+
+
+@on_loop
 async def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
     kept = Kept(tmp_path, interval_s=0.05)
     await until(lambda: kept.keeper.writes[RESERVATIONS] == 1, "it is written once")

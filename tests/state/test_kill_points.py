@@ -11,7 +11,7 @@ POINTS = 8
 
 
 def test_what_is_lost_by_kill_9_lies_within_an_interval_and_expires(tmp_path: Path) -> None:
-    play = Play(tmp_path, seed=1, interval_s=0.5, longest_s=1.5)
+    play = Play(tmp_path, seed=1, interval_s=0.4, longest_s=2.5)
     play.run(POINTS)
     assert play.problems == []
     assert len(play.points) == POINTS
