@@ -13,12 +13,15 @@ from lean_selector.http1.protocol import HttpProtocol
 from lean_selector.http1.reader import Limits, Request
 from lean_selector.http1.response import encode_response
 from lean_selector.http1.tls import TlsDoor
+from tests.certificates import Authority
 from tests.on_loop import until
 
 DEADLINE_S = 20.0  # for the whole of a test; none waits for it
 MIB = 1024 * 1024
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 TOO_LARGE = encode_response(413, b'{"error":"too large"}')
+
+OURS = Authority()
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
@@ -27,13 +30,16 @@ Writer = asyncio.StreamWriter
 class Server:
     """A server on a free port, and an app: /park waits, /large is 8 MiB, the rest echo."""
 
-    def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        """`context`: TLS is spoken on TCP."""
+    def __init__(
+        self, context: ssl.SSLContext | None = None, believing: ssl.SSLContext | None = None
+    ) -> None:
+        """`context`: TLS is spoken on TCP, with clients who have that of `believing`."""
         loop = asyncio.get_running_loop()
         self.connections = Connections(loop.call_soon, Limits(max_body_bytes=8 * MIB))
         self.door: TlsDoor | None = None
         if context is not None:
             self.door = TlsDoor(context, self.connections, self.new_protocol)
+        self._believing = believing
         self.protocols: list[HttpProtocol] = []
         self.parked: asyncio.Queue[PendingReply] = asyncio.Queue()
         self.hung_up = asyncio.Event()
@@ -63,6 +69,7 @@ class Server:
         self, unix_path: str | None = None, context: ssl.SSLContext | None = None
     ) -> tuple[Reader, Writer]:
         if unix_path is None:
+            context = context or self._believing
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=context)
         else:
             reader, writer = await asyncio.open_unix_connection(unix_path)
@@ -92,9 +99,14 @@ class Server:
         await until(lambda: not self.connections.open and not self.connections.greeting)
 
 
-def run(test: Callable[[Server], Awaitable[None]], context: ssl.SSLContext | None = None) -> None:
+Story = Callable[[Server], Awaitable[None]]
+
+
+def run(
+    test: Story, context: ssl.SSLContext | None = None, believing: ssl.SSLContext | None = None
+) -> None:
     async def main() -> None:
-        server = Server(context)
+        server = Server(context, believing)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await server.listen()
@@ -104,6 +116,11 @@ def run(test: Callable[[Server], Awaitable[None]], context: ssl.SSLContext | Non
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
+
+
+def run_over_tls(test: Story, context: ssl.SSLContext | None = None) -> None:
+    """`context` is the server's own, if it is to have another than the usual one."""
+    run(test, OURS.server() if context is None else context, OURS.client())
 
 
 async def answer(reader: Reader) -> tuple[int, bytes, bytes]:

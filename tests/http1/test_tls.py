@@ -1,11 +1,14 @@
-"""TLS on real sockets and uvloop: the same connections, and what only handshakes bring (D46)."""
+"""TLS on real sockets and uvloop: what it says in its own way, and what handshakes bring (D46).
+
+What is the same with and without it is told over either in test_real_socket.py.
+"""
 
 import asyncio
 import contextlib
 import logging
 import ssl
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,48 +17,33 @@ from lean_selector.http1.protocol import HttpProtocol
 from lean_selector.http1.response import encode_response
 from lean_selector.http1.tls import HANDSHAKES_PER_TURN, TlsDoor
 from tests.certificates import Authority
-from tests.http1.live_server import GET, MIB, Reader, Server, Writer, answer, run
+from tests.http1.live_server import GET, MIB, OURS, Reader, Server, Writer, answer, run_over_tls
 from tests.http1.tls_client import TlsClient, raw
 from tests.on_loop import until
 
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
 LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"
 
-OURS, STRANGERS = Authority(), Authority()
+STRANGERS = Authority()
 TRUSTING = OURS.client()
 
 
-def served(
-    test: Callable[[Server], Awaitable[None]], context: ssl.SSLContext | None = None
-) -> None:
-    run(test, OURS.server() if context is None else context)
-
-
-async def connected(server: Server) -> tuple[Reader, Writer]:
-    return await server.connect(context=TRUSTING)
+async def bare(server: Server) -> tuple[Reader, Writer]:
+    """A connection without TLS."""
+    reader, writer = await raw(server.port)
+    server.clients.append(writer)
+    return reader, writer
 
 
 async def client_of(server: Server, context: ssl.SSLContext = TRUSTING) -> TlsClient:
-    reader, writer = await raw(server.port)
-    server.clients.append(writer)
-    return TlsClient(reader, writer, context)
+    return TlsClient(*await bare(server), context)
 
 
 def failures(server: Server) -> dict[str, int]:
     return {reason: n for reason, n in server.connections.tls.failures.items() if n}
 
 
-# -- the same as without --------------------------------------------------------------------------
-
-
-def test_pipelined_requests_come_back_in_order() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await connected(server)
-        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % i for i in range(1000)))
-        bodies = [(await answer(reader))[2] for _ in range(1000)]
-        assert bodies == [b"/%d 0" % i for i in range(1000)]
-
-    served(test)
+# -- what is said in its own way ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -71,22 +59,7 @@ def test_large_bodies_pass_whole_in_both_directions(version: ssl.TLSVersion) -> 
         writer.write(LARGE)
         assert (await answer(reader))[2] == body
 
-    served(test)
-
-
-def test_a_client_still_sending_can_read_why_it_was_refused() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await connected(server)
-        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
-        with contextlib.suppress(ConnectionError):  # it is told while it sends
-            for _ in range(9):
-                writer.write(bytes(MIB))
-                await writer.drain()
-        status, head, body = await answer(reader)
-        assert (status, body) == (413, b'{"error":"too large"}')
-        assert b"connection: close" in head
-
-    served(test)
+    run_over_tls(test)
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "farewell", "end without farewell"])
@@ -111,20 +84,7 @@ def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
         await until(lambda: not server.connections.open)
         assert server.handled == 1
 
-    served(test)
-
-
-def test_a_parked_request_is_answered_before_those_behind_it() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await connected(server)
-        writer.write(GET + PARK + GET)
-        parked = await server.parked.get()
-        assert (await answer(reader))[2] == b"/a 0"
-        parked.resolve(encode_response(200, b"at last"))
-        assert (await answer(reader))[2] == b"at last"
-        assert (await answer(reader))[2] == b"/a 0"
-
-    served(test)
+    run_over_tls(test)
 
 
 @pytest.mark.parametrize("requests", [1, 200])
@@ -136,23 +96,7 @@ def test_a_client_that_says_farewell_gets_all_its_answers(requests: int) -> None
         client.say_farewell()
         assert (await client.read_all()).count(b"/a 0") == requests
 
-    served(test)
-
-
-def test_a_client_that_does_not_read_holds_back_its_own_requests_only() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await connected(server)
-        writer.write(LARGE * 20)
-        await until(lambda: server.handled > 0)
-        other_reader, other_writer = await connected(server)
-        for _ in range(100):
-            other_writer.write(GET)
-            await answer(other_reader)
-        assert server.handled - 100 < 10, "answers of 8 MiB each must not pile up"
-        for _ in range(20):
-            assert len((await answer(reader))[2]) == 8 * MIB
-
-    served(test)
+    run_over_tls(test)
 
 
 def test_an_idle_connection_is_closed_and_told_so() -> None:
@@ -164,48 +108,7 @@ def test_an_idle_connection_is_closed_and_told_so() -> None:
         server.connections.sweep(76.0)
         assert await client.read() == b""  # by a farewell: a mere end would raise
 
-    served(test)
-
-
-def test_draining_finishes_what_is_parked() -> None:
-    async def test(server: Server) -> None:
-        idle_reader, idle_writer = await connected(server)
-        idle_writer.write(GET)
-        await answer(idle_reader)
-        reader, writer = await connected(server)
-        writer.write(PARK)
-        parked = await server.parked.get()
-        server.connections.start_draining()
-        server.connections.sweep(2.0)
-        assert await idle_reader.read() == b""
-        parked.resolve(encode_response(503, b"{}"))
-        status, head, _ = await answer(reader)
-        assert status == 503
-        assert b"connection: close" in head
-        assert await reader.read() == b""
-        idle_writer.close()
-        writer.close()
-        await until(lambda: not server.connections.open)
-
-    served(test)
-
-
-def test_one_connection_too_many_reads_503() -> None:
-    async def test(server: Server) -> None:
-        server.connections.max_connections = 1
-        first = await connected(server)
-        first[1].write(GET)
-        assert (await answer(first[0]))[0] == 200
-        client = await client_of(server)
-        await client.shake_hands()
-        client.writer.write(client.sealed(GET))
-        told = await client.read_all()
-        assert told.startswith(b"HTTP/1.1 503 ")
-        assert told.endswith(b'{"error":"too many connections"}')
-        first[1].write(GET)
-        assert (await answer(first[0]))[0] == 200
-
-    served(test)
+    run_over_tls(test)
 
 
 def test_a_record_that_comes_byte_by_byte_is_a_request_once_it_is_whole() -> None:
@@ -217,12 +120,12 @@ def test_a_record_that_comes_byte_by_byte_is_a_request_once_it_is_whole() -> Non
             await asyncio.sleep(0)
         assert b"/a 0" in await client.read()
 
-    served(test)
+    run_over_tls(test)
 
 
 def test_what_cannot_be_decrypted_ends_its_connection_and_no_other() -> None:
     async def test(server: Server) -> None:
-        reader, writer = await connected(server)
+        reader, writer = await server.connect()
         client = await client_of(server)
         await client.shake_hands()
         await until(lambda: len(server.connections.open) == 2)
@@ -234,7 +137,7 @@ def test_what_cannot_be_decrypted_ends_its_connection_and_no_other() -> None:
         writer.write(GET)
         assert (await answer(reader))[0] == 200
 
-    served(test)
+    run_over_tls(test)
 
 
 # -- handshakes -----------------------------------------------------------------------------------
@@ -256,13 +159,13 @@ def test_handshakes_that_never_end_have_places_and_are_cleared() -> None:
         server.connections.sweep(11.0)
         await until(lambda: not server.connections.greeting)
         assert failures(server) == {"timeout": 3}
-        reader, writer = await connected(server)
+        reader, writer = await server.connect()
         writer.write(GET)
         assert (await answer(reader))[0] == 200
         for _, bare in silent:
             bare.transport.abort()
 
-    served(test)
+    run_over_tls(test)
 
 
 def test_who_only_looks_whether_the_port_is_open_has_failed_at_nothing() -> None:
@@ -273,7 +176,7 @@ def test_who_only_looks_whether_the_port_is_open_has_failed_at_nothing() -> None
         await until(lambda: not server.connections.greeting)
         assert failures(server) == {}
 
-    served(test)
+    run_over_tls(test)
 
 
 def test_a_handshake_under_way_when_a_stop_begins_ends_in_an_answer() -> None:
@@ -288,7 +191,7 @@ def test_a_handshake_under_way_when_a_stop_begins_ends_in_an_answer() -> None:
         assert told.startswith(b"HTTP/1.1 200 ")
         assert b"connection: close" in told
 
-    served(test)
+    run_over_tls(test)
 
 
 def test_a_stop_does_not_wait_for_who_is_silent_in_a_handshake() -> None:
@@ -302,7 +205,7 @@ def test_a_stop_does_not_wait_for_who_is_silent_in_a_handshake() -> None:
         await until(lambda: not server.connections.greeting)
         writer.transport.abort()
 
-    served(test)
+    run_over_tls(test)
 
 
 @pytest.fixture
@@ -315,7 +218,7 @@ def nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_logged")
 def test_who_speaks_plain_http_is_told_what_is_spoken() -> None:
     async def test(server: Server) -> None:
-        reader, writer = await server.connect()
+        reader, writer = await bare(server)
         writer.write(GET)
         status, head, body = await answer(reader)
         assert (status, body) == (400, b'{"error":"this port speaks TLS: use https://"}')
@@ -325,7 +228,7 @@ def test_who_speaks_plain_http_is_told_what_is_spoken() -> None:
         await until(lambda: not server.connections.greeting)
         assert failures(server) == {"not_tls": 1}
 
-    served(test)
+    run_over_tls(test)
 
 
 @pytest.mark.usefixtures("nothing_logged")
@@ -334,7 +237,7 @@ def test_who_speaks_plain_http_is_told_what_is_spoken() -> None:
 )
 def test_garbage_in_place_of_a_handshake_is_refused(garbage: bytes) -> None:
     async def test(server: Server) -> None:
-        reader, writer = await server.connect()
+        reader, writer = await bare(server)
         writer.write(garbage)
         while await reader.read(65536):  # an alert, perhaps
             pass
@@ -342,7 +245,7 @@ def test_garbage_in_place_of_a_handshake_is_refused(garbage: bytes) -> None:
         await until(lambda: not server.connections.greeting)
         assert sum(failures(server).values()) == 1
 
-    served(test)
+    run_over_tls(test)
 
 
 async def _is_refused(server: Server, context: ssl.SSLContext) -> bool:
@@ -359,7 +262,7 @@ async def _is_refused(server: Server, context: ssl.SSLContext) -> bool:
 def test_what_is_sent_in_handshakes_is_bounded_for_all_together() -> None:
     async def test(server: Server) -> None:
         server.connections.max_held_bytes = 100_000
-        reader, writer = await connected(server)
+        reader, writer = await server.connect()
         senders = [await raw(server.port) for _ in range(10)]
         for _, sender in senders:
             sender.write(b"\x16\x03\x01\x40\x00\x01\x01\xff\xfc" + bytes(15_000))
@@ -372,7 +275,7 @@ def test_what_is_sent_in_handshakes_is_bounded_for_all_together() -> None:
         writer.write(GET)
         assert (await answer(reader))[0] == 200
 
-    served(test)
+    run_over_tls(test)
 
 
 def test_a_client_that_leaves_amid_its_handshake_is_counted() -> None:
@@ -383,7 +286,7 @@ def test_a_client_that_leaves_amid_its_handshake_is_counted() -> None:
         client.writer.close()
         await until(lambda: failures(server) == {"closed": 1})
 
-    served(test)
+    run_over_tls(test)
 
 
 def test_tls_1_1_is_refused() -> None:
@@ -398,7 +301,7 @@ def test_tls_1_1_is_refused() -> None:
 
     context = OURS.server()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    served(test, context)
+    run_over_tls(test, context)
 
 
 @pytest.mark.parametrize("names", [("127.0.0.1",), ("elsewhere.test",)])
@@ -418,7 +321,7 @@ def test_clients_believe_the_right_name_of_the_right_authority_alone(
                 await client.shake_hands()
             await until(lambda: failures(server) == {"refused_by_client": 1})
 
-    served(test, authority.server(*names))
+    run_over_tls(test, authority.server(*names))
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -440,22 +343,22 @@ def test_mutual_tls_lets_in_who_has_a_certificate_that_counts(
         await until(lambda: failures(server) == expected)
         assert server.handled == (whose == "ours")
 
-    served(test, OURS.server(clients=OURS))
+    run_over_tls(test, OURS.server(clients=OURS))
 
 
 def test_a_new_certificate_is_for_new_handshakes_and_open_connections_stay() -> None:
     async def test(server: Server) -> None:
         assert server.door is not None
-        reader, writer = await connected(server)
+        reader, writer = await server.connect()
         shown = writer.get_extra_info("ssl_object").getpeercert(True)
         server.door.context = OURS.server()
-        _, newcomer = await connected(server)
+        _, newcomer = await server.connect()
         assert newcomer.get_extra_info("ssl_object").getpeercert(True) != shown
         writer.write(GET)
         assert (await answer(reader))[0] == 200
         assert writer.get_extra_info("ssl_object").getpeercert(True) == shown
 
-    served(test)
+    run_over_tls(test)
 
 
 class Wire(asyncio.Transport):
