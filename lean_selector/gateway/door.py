@@ -5,18 +5,18 @@ Every request but a list of models becomes an errand. Knows no selector: `placin
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from typing import Final
 
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.errand import Errand
-from lean_selector.gateway.header_lines import request_id_of, wants_websocket
+from lean_selector.gateway.header_lines import wants_websocket
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.refusals import refusal
+from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.http1.limits import HttpError
 from lean_selector.http1.pending_reply import PendingReply
@@ -64,28 +64,25 @@ class Door:
         self._token = token
         self._access_log = access_log
         self._most_body_bytes = most_body_bytes
-        self._prefix: Final = os.urandom(8).hex()
-        self._asked = 0
+        self._ids = RequestIds()
         self._under_way: set[Errand] = set()
 
     def __call__(self, request: Request) -> bytes | PendingReply:
-        self._asked += 1
-        own_id = request_id_of(request.section)
-        request_id = own_id or b"%b-%x" % (self._prefix.encode(), self._asked)
+        own_id = self._ids.new()
+        request_id = id_of(request.section, own_id)
         if not request.keep_alive and wants_websocket(request.section):
-            return self._refused(
-                501, "websocket upgrades are not supported by this gateway", "no_websocket"
-            )
+            text = "websocket upgrades are not supported by this gateway"
+            return self._refused(request_id, 501, text, "no_websocket")
         if request.body_too_large:
             text = f"the request body has more than {self._most_body_bytes} bytes"
-            return self._refused(413, text, "request_too_large")
+            return self._refused(request_id, 413, text, "request_too_large")
         is_completion = request.path in COMPLETIONS and request.method == b"POST"
         if not is_completion and request.path == b"/v1/models" and request.method == b"GET":
-            return self._models.answer(request)
+            return self._models.answer(id_line(request_id))
         errand = Errand(
             request,
             request_id,
-            f"{self._prefix}-{self._asked:x}",
+            own_id,
             self._counts,
             lambda each: self._placing.begin(each, is_completion),
             self._failed,
@@ -95,9 +92,9 @@ class Door:
         self._under_way.add(errand)
         return errand.reply
 
-    def _refused(self, status: int, message: str, code: str) -> bytes:
+    def _refused(self, request_id: bytes, status: int, message: str, code: str) -> bytes:
         self._counts.answers[status] += 1
-        return refusal(status, message, code)
+        return refusal(status, message, code, id_line(request_id))
 
     def _failed(self, lease: WorkerLease, outcome: str) -> None:
         self._rotation.report(lease.endpoint, outcome, self._clock())

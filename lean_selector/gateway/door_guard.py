@@ -12,6 +12,7 @@ from lean_selector.access.token_file import AccessTokens
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import without_authorization
 from lean_selector.gateway.refusals import refusal
+from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.reader import Request
 
@@ -20,6 +21,7 @@ Door = Callable[[Request], bytes | PendingReply]
 
 def guarded(door: Door, tokens: AccessTokens, counts: Counts) -> Door:
     """The same door for those who have a token."""
+    ids = RequestIds()
 
     def app(request: Request) -> bytes | PendingReply:
         role = tokens.role_of(request.credential)
@@ -27,7 +29,8 @@ def guarded(door: Door, tokens: AccessTokens, counts: Counts) -> Door:
         if role < needed:
             refused = refusal_of(request.credential, role, needed)
             counts.answers[refused.status] += 1
-            return refusal(refused.status, refused.text, refused.code, refused.line)
+            line = id_line(id_of(request.section, ids.new())) + refused.line
+            return refusal(refused.status, refused.text, refused.code, line)
         if request.credential is not None:
             request.section = without_authorization(request.section)
         return door(request)

@@ -21,6 +21,7 @@ from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import answer_lines, request_lines
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.refusals import refusal
+from lean_selector.gateway.request_ids import id_line
 from lean_selector.gateway.worker_connection import Receiver, WorkerConnection
 from lean_selector.http1.passage import UnboundedPassage
 from lean_selector.http1.reader import Request
@@ -283,7 +284,7 @@ class Errand(Receiver):
 
     def _own_lines(self) -> bytes:
         lease = self.lease
-        lines = b"x-request-id: %b\r\n" % self.request_id
+        lines = id_line(self.request_id)
         if lease is None:
             return lines
         lines += b"x-lean-worker: %b\r\n" % lease.endpoint.text.encode()

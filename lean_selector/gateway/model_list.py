@@ -12,7 +12,6 @@ import msgspec
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.reader import Request
 from lean_selector.http1.response import encode_response
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.failure import OutboundFailed
@@ -35,9 +34,10 @@ class ModelList:
         self._until = 0.0
         self._asking: asyncio.Task[bytes | None] | None = None
 
-    def answer(self, request: Request) -> bytes | PendingReply:
+    def answer(self, line: bytes) -> bytes | PendingReply:
+        """With this header line, which is the request's own."""
         if self._known is not None and self._clock() < self._until:
-            return encode_response(200, self._known)
+            return encode_response(200, self._known, extra=line)
         if self._asking is None:
             self._asking = watched("list of models", self._ask())
         reply = PendingReply()
@@ -47,9 +47,9 @@ class ModelList:
                 return
             body = None if asked.exception() is not None else asked.result()
             if body is None:
-                reply.resolve(refusal(503, "no worker tells its models", "no_worker"))
+                reply.resolve(refusal(503, "no worker tells its models", "no_worker", line))
             else:
-                reply.resolve(encode_response(200, body))
+                reply.resolve(encode_response(200, body, extra=line))
 
         self._asking.add_done_callback(told)
         return reply

@@ -31,6 +31,13 @@ def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def small(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
+    """Takes bodies of a megabyte and no more."""
+    with RunningGateway(workers[0].url, "--max-body-mb", "1", knows=1) as running:
+        yield running
+
+
 def prompt_tokens(text: str) -> int:
     return len(tokens_of(rendered([{"role": "user", "content": text}])))
 
@@ -146,6 +153,31 @@ def test_the_client_s_request_id_goes_to_the_worker_and_back(gateway: RunningGat
     assert answer.json()["id"] == "cmpl-mine-7"
     ids = {gateway.chat(TEXT).headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("GET", "/v1/models", None, {}, 200),
+        ("GET", "/v1/realtime", None, WEBSOCKET, 501),
+        ("POST", "/v1/completions", b" " * ((1 << 20) + 1), {}, 413),
+        ("POST", "/v1/completions", b"{", {}, 400),
+    ],
+)
+def test_what_the_gateway_answers_itself_has_a_request_id_too(
+    small: RunningGateway,
+    method: str,
+    path: str,
+    body: bytes | None,
+    headers: dict[str, str],
+    status: int,
+) -> None:
+    mine = {**headers, "x-request-id": "mine-1"}
+    given = [small.ask(method, path, raw=body, headers=each) for each in (headers, headers, mine)]
+    assert [each.status for each in given] == [status] * 3
+    first, second, third = (each.headers["x-request-id"] for each in given)
+    assert third == "mine-1"
+    assert first != second
 
 
 def test_one_request_id_twice_at_a_time_is_two_requests(gateway: RunningGateway) -> None:
@@ -269,12 +301,11 @@ def test_what_cannot_be_served_is_refused_in_openai_s_words(gateway: RunningGate
     gateway.wait_until_free()
 
 
-def test_a_body_that_is_too_large_is_refused(workers: list[OpenAiWorker]) -> None:
-    with RunningGateway(workers[0].url, "--max-body-mb", "1", knows=1) as gateway:
-        answer = gateway.ask("POST", "/v1/completions", raw=b" " * (1 << 20) + b"x")
-        assert answer.status == 413
-        assert answer.json()["error"]["code"] == "request_too_large"
-        assert gateway.ask("POST", "/echo", raw=b" " * (1 << 20)).status == 200
+def test_a_body_that_is_too_large_is_refused(small: RunningGateway) -> None:
+    answer = small.ask("POST", "/v1/completions", raw=b" " * (1 << 20) + b"x")
+    assert answer.status == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert small.ask("POST", "/echo", raw=b" " * (1 << 20)).status == 200
 
 
 # -- leases ---------------------------------------------------------------------------------------
@@ -385,6 +416,8 @@ def test_it_serves_before_it_knows_its_workers_and_while_there_are_none() -> Non
         nobody = gateway.chat(TEXT)
         assert nobody.status in (502, 503)
         assert nobody.json()["error"]["type"] == "server_error"
+        models = gateway.ask("GET", "/v1/models", headers={"x-request-id": "mine-1"})
+        assert (models.status, models.headers["x-request-id"]) == (503, "mine-1")
         with worker:
             wait_until(lambda: gateway.chat(TEXT).status == 200, "it serves as soon as it can")
 

@@ -27,6 +27,16 @@ def gateway(
         yield running
 
 
+def test_whoever_is_refused_has_a_request_id_to_speak_of(gateway: RunningGateway) -> None:
+    for headers, status in (({}, 401), (bearer(READ), 403)):
+        own = {**headers, "x-request-id": "mine-1"}
+        given = [gateway.chat(TEXT, each) for each in (headers, headers, own)]
+        assert [each.status for each in given] == [status] * 3
+        first, second, third = (each.headers["x-request-id"] for each in given)
+        assert third == "mine-1"
+        assert first != second
+
+
 def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
