@@ -1,6 +1,7 @@
 """A worker that a discovery has named, and how far it has come."""
 
 import asyncio
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
@@ -31,6 +32,7 @@ class KnownWorker:
         "leaves_at",
         "spec",
         "state",
+        "warnings",
         "worker_id",
     )
 
@@ -45,6 +47,7 @@ class KnownWorker:
         self.spec: WorkerSpec | None = None
         self.leaves_at: float | None = None  # monotonic; while nobody names it
         self.asking: asyncio.Task[None] | None = None
+        self.warnings: Sequence[str] = ()  # of its last registration, as the log has them
         self.is_restored = False  # nobody has named it since the process began
 
     def id_by(self, entry: Particulars) -> int:

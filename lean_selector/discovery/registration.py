@@ -5,7 +5,7 @@ from typing import Final
 
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.discovery.particulars import Particulars
-from lean_selector.outbound.url import Url
+from lean_selector.outbound.url import endpoint_url
 from lean_selector.wire.selection import WorkerRequest
 
 _EVENTS: Final = ("kv_events_endpoint", "kv_events_endpoints")
@@ -54,7 +54,7 @@ def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
     """On the endpoint's host, the next port for each further rank."""
     assert isinstance(port, int)
     try:
-        url = Url(endpoint)
+        url = endpoint_url(endpoint)
     except ValueError as error:
         raise ValueError(
             f"events_port and replay_port need a URL to tell the host: {error}"

@@ -7,7 +7,7 @@ and waits for nothing: time is an argument, and what asks engines is told of who
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from lean_selector.core.errors import SelectorError
@@ -43,7 +43,7 @@ class Roster:
     def __init__(
         self,
         catalog: Workers,
-        register: Callable[[WorkerSpec], object],
+        register: Callable[[WorkerSpec], Sequence[str]],
         remove: Callable[[int], object],
         *,
         defaults: Particulars,
@@ -53,7 +53,8 @@ class Roster:
         on_gone: Callable[[KnownWorker], None],
         refusal: Callable[[str], str | None] = lambda endpoint: None,
     ) -> None:
-        """`register` and `remove` raise SelectorError. `on_new` hears of workers whose engines are
+        """`register` and `remove` raise SelectorError; `register` says what is probably wrong with
+        what it registered. `on_new` hears of workers whose engines are
         to be asked, `on_gone` of all that are forgotten. `refusal(endpoint)`: why a worker there is
         neither asked nor registered."""
         self._refusal = refusal
@@ -193,7 +194,7 @@ class Roster:
                 return
             if self._is_taken(known):
                 return
-            self._register(spec)
+            warnings = self._register(spec)
         except (SelectorError, ValueError) as error:
             self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return
@@ -202,6 +203,7 @@ class Roster:
         known.error = None
         self.registrations += 1
         self._tell(what, known)
+        self._warn(known, warnings)
 
     def _refuse(self, known: KnownWorker, reason: str) -> None:
         """What is said of it now is not registered; what was registered before stays."""
@@ -238,8 +240,14 @@ class Roster:
             self._tell("removed", known)
 
     def _tell(self, what: str, known: KnownWorker) -> None:
-        fields = {"worker_id": known.worker_id, "endpoint": known.key}
-        log.info("discovered worker %s is %s", known.key, what, extra=fields)
+        log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
+
+    def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
+        """Whoever registers over HTTP reads them in the answer: here is the log, once."""
+        if warnings and warnings != known.warnings:
+            text = "; ".join(warnings)
+            log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
+        known.warnings = warnings
 
     # -- what was done over HTTP ---------------------------------------------------------------
 
@@ -274,6 +282,10 @@ class Roster:
 
     def _is_away(self, known: KnownWorker) -> bool:
         return known.worker_id not in self._catalog.workers and known.key not in self._others
+
+
+def _named(known: KnownWorker) -> dict[str, object]:
+    return {"worker_id": known.worker_id, "endpoint": known.key}
 
 
 def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:

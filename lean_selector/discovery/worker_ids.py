@@ -4,7 +4,7 @@ from typing import Final
 
 import xxhash
 
-from lean_selector.outbound.url import Url, base_without_version
+from lean_selector.outbound.url import base_without_version, endpoint_url
 
 # 53 bits: what JavaScript, Lua and jq still read as they stand. Of 10 000 workers two have the same
 # with a probability of one in a hundred million.
@@ -12,13 +12,13 @@ _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """The same for every spelling of one endpoint: `http://host:port`, and a path if it has one,
-    without the /v1 at its end.
+    """The same for every spelling of one endpoint, also without a scheme: `http://host:port`, and a
+    path if it has one, without the /v1 at its end.
 
     Whatever is no URL stands for itself.
     """
     try:
-        url = Url(endpoint)
+        url = endpoint_url(endpoint)
     except ValueError:
         return endpoint
     return base_without_version(url.origin + url.target)

@@ -42,6 +42,12 @@ class Url:
         return f"{'https' if self.is_secure else 'http'}://{self.authority}"
 
 
+def endpoint_url(endpoint: str) -> Url:
+    """That of a worker's endpoint, which is plain HTTP where it says no scheme. Raises
+    ValueError."""
+    return Url(_with_scheme(endpoint))
+
+
 def origin_of(text: str) -> str:
     """The origin of a URL; raises ValueError."""
     return Url(text).origin
@@ -63,10 +69,14 @@ def url_at(endpoint: str | None, path: str) -> str | None:
     if not endpoint:
         return None
     try:
-        url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        url = urlsplit(_with_scheme(endpoint))
         if url.scheme not in ("http", "https") or not url.hostname:
             return None
         _ = url.port  # raises for what is none
     except ValueError:
         return None
     return f"{url.scheme}://{url.netloc}{path}"
+
+
+def _with_scheme(endpoint: str) -> str:
+    return endpoint if "://" in endpoint else f"http://{endpoint}"

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
+from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.discovery.asking import Asking
 from lean_selector.discovery.defaults import defaults_of
@@ -12,7 +13,7 @@ from lean_selector.discovery.discoveries import Discoveries, Surroundings
 from lean_selector.discovery.dns_finder import AskService
 from lean_selector.discovery.engine_questions import ask_engine
 from lean_selector.discovery.peer_roster import PeerRoster
-from lean_selector.discovery.roster import Roster, Workers
+from lean_selector.discovery.roster import Roster
 from lean_selector.discovery.target_shapes import Target
 from lean_selector.discovery.targets import peer_target_of, target_of
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
@@ -22,15 +23,16 @@ from lean_selector.outbound.trust import Trust
 from lean_selector.process.discovery_config import FinderConfig, PeerDiscovery, WorkerDiscovery
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.services.registration_warnings import Sources, registration_warnings
 
 
 class Registry(Protocol):
     """Where workers are registered: what the routes call."""
 
     @property
-    def catalog(self) -> Workers: ...
+    def catalog(self) -> Catalog: ...
 
-    def upsert_worker(self, spec: WorkerSpec, now: float) -> object: ...
+    def upsert_worker(self, spec: WorkerSpec, now: float) -> Worker: ...
 
     def remove_worker(self, worker_id: int, now: float) -> object: ...
 
@@ -63,15 +65,22 @@ def find_workers(
     config: WorkerDiscovery,
     finder: FinderConfig,
     registry: Registry,
+    sources: Sources,
     clock: Callable[[], float],
     engines: OutboundClient,
     use_kv_events: bool,
     allowed: AllowedEndpoints | None = None,
 ) -> None:
     """The workers behind `targets` are registered and removed as over HTTP."""
+
+    def register(spec: WorkerSpec) -> list[str]:
+        worker = registry.upsert_worker(spec, clock())
+        places = registry.catalog.places
+        return registration_warnings(worker, places, sources, listens=use_kv_events)
+
     roster = Roster(
         registry.catalog,
-        lambda spec: registry.upsert_worker(spec, clock()),
+        register,
         lambda worker_id: registry.remove_worker(worker_id, clock()),
         defaults=defaults_of(config.defaults),
         grace_s=finder.grace_s,

@@ -237,7 +237,7 @@ class SelectorParts:
             self.sessions = PeerSessions(selector.catalog, writer_id)
             if plane is not None:
                 plane.sessions = self.sessions
-        self.finding = finding = _finding(config, selector, plane, links)
+        self.finding = finding = _finding(config, selector, subscriptions, plane, links)
         peers = config.indexer_peers if config.router.use_kv_events else []
         if peers:
             subscriptions.hold()  # workers that are restored wait for the recovery, too
@@ -355,7 +355,11 @@ def _keeper(
 
 
 def _finding(
-    config: SelectorConfig, selector: Selector, plane: ReplicaPlane | None, links: Links
+    config: SelectorConfig,
+    selector: Selector,
+    subscriptions: KvSubscriptions,
+    plane: ReplicaPlane | None,
+    links: Links,
 ) -> "Discoveries | None":
     """What finds workers and peers, if any are to be found. Raises StartError."""
     peers = None if config.replica is None else config.replica.discover
@@ -374,6 +378,7 @@ def _finding(
             config.discover,
             config.finder,
             selector,
+            subscriptions,
             time.monotonic,
             engine_client(config.engines, resolve, links.allowed),
             config.router.use_kv_events,

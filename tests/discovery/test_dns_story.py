@@ -77,6 +77,7 @@ class Fleet:
             WorkerDiscovery(targets=[], defaults="{}", refresh_s=0.02),
             FINDER,
             self.selector,
+            self.subscriptions,
             time.monotonic,
             OutboundClient(names.resolve),
             True,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -30,10 +31,12 @@ class Driven:
         self.asked: list[str] = []
         self.gone: list[str] = []
         self.registered: list[int] = []
+        self.warnings: list[str] = []  # of whatever is registered
 
-        def register(spec: WorkerSpec) -> None:
+        def register(spec: WorkerSpec) -> list[str]:
             self.registered.append(spec.worker_id)
             selector.upsert_worker(spec, self.selecting.now)
+            return list(self.warnings)
 
         self.roster = Roster(
             selector.catalog,
@@ -126,6 +129,41 @@ def test_what_nobody_says_leaves_a_worker_incomplete_for_all_to_see() -> None:
     worker = driven.catalog.workers[worker_id_of(A)]
     assert worker.reasons == ["kv_events endpoint is required for dp_rank 0"]
     assert driven.known(A).state is State.REGISTERED
+
+
+def test_what_is_probably_wrong_with_a_worker_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def logged() -> list[str]:
+        return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+    driven = Driven()
+    driven.warnings = ["one", "two"]
+    for _ in range(3):
+        driven.find(entry())
+        driven.later(1)
+    assert logged() == [f"discovered worker {A}: one; two"]
+    driven.find(entry(total_kv_blocks=9))
+    assert len(driven.registered) == 2
+    assert len(logged()) == 1
+    driven.warnings = []
+    driven.find(entry(total_kv_blocks=10))
+    driven.warnings = ["one"]
+    driven.find(entry(total_kv_blocks=11))
+    assert logged()[1:] == [f"discovered worker {A}: one"]
+    assert driven.known(A).error is None
+
+
+def test_an_endpoint_without_a_scheme_is_one_with_that_of_http() -> None:
+    driven = Driven()
+    driven.find(entry("a:8000", replay_port=6000))
+    worker_id = worker_id_of(A)
+    assert driven.sources.subscribed == {(worker_id, 0): Source("tcp://a:5557", "tcp://a:6000")}
+    driven.post(5, endpoint="A:8000/")
+    driven.post(6, endpoint="b:8000")
+    driven.find(entry("a:8000"), entry(B))
+    assert list(driven.catalog.workers) == [5, 6]
+    assert [driven.known(key).state for key in (A, B)] == [State.BY_HTTP, State.BY_HTTP]
 
 
 def test_what_cannot_be_registered_says_why_and_is_tried_again() -> None:

@@ -35,7 +35,10 @@ def test_ids_are_read_as_they_stand_by_those_who_know_floats_alone() -> None:
         ("http://v1", "http://v1:80"),
         ("http://worker/of-v1", "http://worker:80/of-v1"),
         ("ray://replica", "ray://replica"),
-        ("worker-1", "worker-1"),
+        ("worker-1", "http://worker-1:80"),
+        ("Worker:8000/", "http://worker:8000"),
+        ("[FE80::1]:8000/engine-a", "http://[fe80::1]:8000/engine-a"),
+        ("worker one", "worker one"),
     ],
 )
 def test_one_endpoint_has_one_key_however_it_is_spelled(endpoint: str, key: str) -> None:

@@ -355,6 +355,27 @@ def test_who_is_registered_over_http_is_not_touched(tmp_path: Path, engine: Fake
         assert workers(service)[worker_id_of(engine.url)]["model_name"] == "mine"
 
 
+def test_what_a_registration_would_be_warned_of_is_in_the_log(tmp_path: Path) -> None:
+    file = File(tmp_path, "json")
+    entry = {"model_name": "m", "block_size": 16}
+    rows = [
+        {**entry, "endpoint": "127.0.0.1:1", "kv_events_endpoint": "tcp://*:5557"},
+        {**entry, "endpoint": "http://127.0.0.1:2", "kv_events_endpoint": "tcp://127.0.0.1:1"},
+    ]
+    file.write(json.dumps(rows))
+    with RunningService(*QUICK, *file.flags) as service:
+        wait_until(lambda: len(workers(service)) == 2, "both are registered")
+        said = [line for line in service.log().splitlines() if "WARNING" in line]
+        rows = service.get("/discovery")[1]["workers"]
+    assert [row["endpoint"] for row in rows] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    (first,) = [line for line in said if "discovered worker http://127.0.0.1:1: " in line]
+    assert "endpoint 127.0.0.1:1 has no scheme: http://127.0.0.1:1 is probably meant" in first
+    assert "tcp://*:5557 is where an engine listens, not where it is reached" in first
+    (second,) = [line for line in said if "discovered worker http://127.0.0.1:2: " in line]
+    ours = worker_id_of("http://127.0.0.1:1")
+    assert f"is the address of the HTTP endpoint of worker {ours}" in second
+
+
 # -- peers ----------------------------------------------------------------------------------------
 
 
