@@ -50,7 +50,7 @@ class HttpPlace(NamedTuple):
     """Where an HTTP endpoint is reached, the same for every spelling of it."""
 
     address: str  # host:port, as in a tcp endpoint
-    path: str  # "" where there is none
+    path: str  # "" where there is none; without the /v1 that may stand at its end
 
 
 def http_place(endpoint: str) -> HttpPlace | None:
@@ -63,7 +63,8 @@ def http_place(endpoint: str) -> HttpPlace | None:
         return None
     if host is None or port is None:
         return None
-    return HttpPlace(f"{f'[{host}]' if ':' in host else host}:{port}", url.path.rstrip("/"))
+    path = url.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return HttpPlace(f"{f'[{host}]' if ':' in host else host}:{port}", path)
 
 
 def _fault(endpoint: str) -> str | None:

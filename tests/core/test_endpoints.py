@@ -118,8 +118,9 @@ def test_every_spelling_of_a_zmq_endpoint_has_one_key(endpoint: str, key: str) -
     [
         ("http://Host", ("host:80", "")),
         ("https://host/", ("host:443", "")),
-        ("http://host:08000/v1/", ("host:8000", "/v1")),
-        ("Host:8000/v1", ("host:8000", "/v1")),
+        ("http://host:08000/v1/", ("host:8000", "")),
+        ("http://host/a//v1/", ("host:80", "/a")),
+        ("Host:8000/of-v1", ("host:8000", "/of-v1")),
         ("http://[FE80::1]:5", ("[fe80::1]:5", "")),
         ("grpc://host:5", ("host:5", "")),
         ("grpc://host", None),

@@ -16,8 +16,8 @@ def at(driven: DrivenSelector, address: str) -> list[int]:
 def test_workers_share_an_endpoint_in_whatever_spelling_and_model() -> None:
     driven = DrivenSelector()
     driven.register(1, endpoint="http://Host:8000")
-    driven.register(2, endpoint="host:8000/", model_name="other")
-    driven.register(3, endpoint="http://host:8000/v1")
+    driven.register(2, endpoint="host:8000/v1/", model_name="other")
+    driven.register(3, endpoint="http://host:8000/engine-b")
     assert sharing(driven, 1) == [2]
     assert sharing(driven, 2) == [1]
     assert sharing(driven, 3) == []
