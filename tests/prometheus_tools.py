@@ -30,9 +30,11 @@ def promtool(*words: str, text: str | None = None) -> str:
     return done.stdout + done.stderr
 
 
-def scrape(port: int) -> str:
+def scrape(port: int, token: str | None = None) -> str:
     url = f"http://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    asked = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         text = answer.read().decode()
     assert isinstance(text, str)

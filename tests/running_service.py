@@ -34,6 +34,7 @@ class RunningService:
         self._module = module
         self._flags = flags
         self._env = plain_environment(**(env or {}))
+        self.token: str | None = None  # sent with every request that names no headers of its own
 
     def __enter__(self) -> Self:
         self._start()
@@ -93,7 +94,9 @@ class RunningService:
         """One request on a connection of its own; the body of the answer parsed as JSON."""
         content = raw if body is None else json.dumps(body).encode()
         if headers is None:
-            headers = {} if content is None else JSON
+            headers = {} if content is None else dict(JSON)
+            if self.token is not None:
+                headers["authorization"] = f"Bearer {self.token}"
         status, text = self._child.request(method, path, content, headers)
         return status, json.loads(text) if text else None
 

@@ -1,6 +1,7 @@
 -- Routes completions by the selector's answers; see haproxy.cfg beside this file.
 
 local SELECTOR = os.getenv("LEAN_SELECTOR")
+local TOKEN = os.getenv("LEAN_SELECTOR_TOKEN") -- none: nothing is sent
 local BACKEND = "workers"
 local TIMEOUT_MS = 3000
 
@@ -28,14 +29,18 @@ local function route(txn)
     -- Named before we ask: if the client hangs up meanwhile, the line of the log still frees it.
     local reservation = txn.sf:unique_id()
     txn:set_var("txn.lean_reservation", reservation)
+    local headers = {
+        ["content-type"] = { "application/json" },
+        ["x-reservation-id"] = { reservation },
+    }
+    if TOKEN then
+        headers["authorization"] = { "Bearer " .. TOKEN }
+    end
     local answer = core.httpclient():post{
         url = "http://lean-selector/route" .. txn.sf:pathq(),
         dst = SELECTOR,
         timeout = TIMEOUT_MS,
-        headers = {
-            ["content-type"] = { "application/json" },
-            ["x-reservation-id"] = { reservation },
-        },
+        headers = headers,
         body = body,
     }
     if answer.status == 200 then
@@ -49,12 +54,14 @@ local function route(txn)
         txn:set_var("txn.lean_rank", first(answer.headers, "x-data-parallel-rank"))
     elseif answer.status == 429 or answer.status == 400 or answer.status == 413 then
         -- Shed (come back in a second), or a request that no worker would take either.
-        local headers = { ["content-type"] = { "application/json" } }
+        local said = { ["content-type"] = { "application/json" } }
         local retry_after = first(answer.headers, "retry-after")
         if retry_after then
-            headers["retry-after"] = { retry_after }
+            said["retry-after"] = { retry_after }
         end
-        txn:done(txn:reply{ status = answer.status, headers = headers, body = answer.body })
+        txn:done(txn:reply{ status = answer.status, headers = said, body = answer.body })
+    elseif answer.status == 401 or answer.status == 403 then
+        core.Warning("the selector refuses LEAN_SELECTOR_TOKEN")
     end
     -- Else it is down, or has no worker for this model: what a worker says is the best answer.
 end

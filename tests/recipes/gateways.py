@@ -1,7 +1,7 @@
 """The recipes of `deploy/` on the real gateways: the files as they are shipped, but for places.
 
 What a recipe's comments tell a user to change is what is changed here: the workers, where the
-selector and its ends are, the port, and where files lie.
+selector and its ends are, the token that it asks for, the port, and where files lie.
 """
 
 import contextlib
@@ -61,6 +61,7 @@ class Gateway:
         """`workers` are ports of this host."""
         self.folder, self.places = folder, places
         self.workers = [f"127.0.0.1:{port}" for port in workers]
+        self.token = ""  # the selector's; none is sent
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._output = folder / "gateway.log"
@@ -112,6 +113,9 @@ class Gateway:
     ) -> None:
         self.stop()
 
+    def _authorization(self) -> str:
+        return f"Bearer {self.token}" if self.token else ""
+
     def _workers(self) -> dict[str, str]:
         return dict(zip(WORKERS, self.workers, strict=True))
 
@@ -157,7 +161,12 @@ class NginxNjs(Nginx):
     packages = (("ngx_http_js_module.so", "libnginx-mod-http-js"),)
 
     def _files(self) -> dict[str, str]:
-        return {"/etc/nginx/lean": str(DEPLOY / "nginx" / "njs")}
+        return {
+            "/etc/nginx/lean": str(DEPLOY / "nginx" / "njs"),
+            'proxy_set_header Authorization "";': (
+                f'proxy_set_header Authorization "{self._authorization()}";'
+            ),
+        }
 
 
 class NginxLua(Nginx):
@@ -165,7 +174,10 @@ class NginxLua(Nginx):
     packages = (("ngx_http_lua_module.so", "libnginx-mod-http-lua"),)
 
     def _files(self) -> dict[str, str]:
-        return {"/etc/nginx/lean": str(DEPLOY / "nginx" / "lua")}
+        return {
+            "/etc/nginx/lean": str(DEPLOY / "nginx" / "lua"),
+            'token = ""': f'token = "{self.token}"',
+        }
 
 
 class HaProxy(Gateway):
@@ -183,6 +195,9 @@ class HaProxy(Gateway):
                         unix="unix@{0}", tcp="127.0.0.1:{1}"
                     ),
                     "/run/lean/ends.sock": self.places.ends(unix="{0}", tcp="127.0.0.1:{1}"),
+                    "#setenv LEAN_SELECTOR_TOKEN TOKEN": (
+                        f"setenv LEAN_SELECTOR_TOKEN {self.token}" if self.token else ""
+                    ),
                 },
             )
         )
@@ -211,6 +226,9 @@ class Envoy(Gateway):
                     "pipe: { path: /run/lean/selector.sock }": self.places.selector(
                         unix="pipe: {{ path: {0} }}",
                         tcp="socket_address: {{ address: 127.0.0.1, port_value: {1} }}",
+                    ),
+                    'key: authorization, value: ""': (
+                        f'key: authorization, value: "{self._authorization()}"'
                     ),
                 },
             )

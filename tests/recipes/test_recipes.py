@@ -2,11 +2,13 @@
 
 import asyncio
 import http.client
+import http.server
 import json
 import os
 import re
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -30,7 +32,7 @@ class Fleet:
 
     def __init__(self, folder: Path, gateway: str, kind: str, *flags: str) -> None:
         self.workers = [OpenAiWorker(), OpenAiWorker()]
-        places = Places(folder, kind)
+        self.places = places = Places(folder, kind)
         self.selector = RunningService(
             *places.flags(),
             *("--prompts", "tokenize", "--discover-interval-secs", "0.2"),
@@ -109,7 +111,7 @@ class Fleet:
         """Lines of the access log, by what became of them."""
         found = re.findall(
             r'^lean_selector_lifecycle_lines_total\{result="(\w+)"\} (\d+)',
-            scrape(self.selector.port),
+            scrape(self.selector.port, self.selector.token),
             re.M,
         )
         every = Counter({result: int(count) for result, count in found})
@@ -280,6 +282,8 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
             assert answer.status == 200
             answer.read(1)
     assert all(fleet.served())
+    if isinstance(fleet.gateway, Nginx):  # the others say it in their figures
+        assert re.search(r"connect\(\) .*failed|could not be asked", fleet.gateway.log())
     for worker in fleet.workers:
         for request in worker.seen()["requests"]:
             assert request["headers"].get("x-data-parallel-rank", "") == ""
@@ -293,6 +297,48 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
         # Over UDP a process of nginx hears of a closed port with its next line, and loses that.
         most = 0 if fleet.gateway.places.is_unix else os.cpu_count() or 1
         wait_until(lambda: fleet.loads() <= most, "what was asked for again is freed")
+
+
+def test_what_a_selector_says_to_the_gateway_alone_never_reaches_a_client(
+    tmp_path: Path, gateway: str
+) -> None:
+    """An id that ended already, a selector that is told no --prompts or fails, and so on."""
+
+    class Says(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        status, asked = 0, 0
+
+        def do_POST(self) -> None:
+            Says.asked += 1
+            self.rfile.read(int(self.headers.get("content-length", "0")))
+            if "transfer-encoding" in self.headers:
+                while self.rfile.readline() != b"0\r\n":
+                    pass
+                self.rfile.readline()
+            self.send_response(Says.status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    places = Places(tmp_path, "tcp")
+    with ExitStack() as stack:
+        workers = [stack.enter_context(OpenAiWorker()) for _ in range(2)]
+        server = stack.enter_context(
+            http.server.ThreadingHTTPServer(("127.0.0.1", places.selector_port), Says)
+        )
+        stack.callback(server.shutdown)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running = GATEWAYS[gateway](tmp_path, places, [worker.port for worker in workers])
+        stack.enter_context(running)
+        for number, status in enumerate((404, 405, 409, 500, 503)):
+            Says.status = status
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+            with closing(connection):
+                connection.request("POST", CHAT, json.dumps(chat("hello")))
+                assert connection.getresponse().status == 200, status
+            assert Says.asked == number + 1
 
 
 def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None:

@@ -13,9 +13,12 @@ local function host_and_port(text)
     return host, tonumber(port)
 end
 
--- `selector` is "unix:/path" or "host:port"; `workers` are "address:port", as they are registered.
+-- `selector` is "unix:/path" or "host:port"; `workers` are "address:port", as they are registered;
+-- `token` is the selector's, "" where it asks for none.
 function _M.new(options)
     local self = setmetatable({ selector = options.selector, workers = {}, turn = 0 }, _M)
+    local token = options.token or ""
+    self.authorization = token == "" and "" or "Authorization: Bearer " .. token .. "\r\n"
     for i, text in ipairs(options.workers) do
         local host, port = host_and_port(text)
         self.workers[i] = { host = host, port = port }
@@ -40,7 +43,7 @@ function _M:ask(path, reservation, body)
     end
     ok, err = socket:send({
         "POST ", path, " HTTP/1.1\r\nHost: lean-selector\r\nContent-Type: application/json\r\n",
-        "X-Reservation-Id: ", reservation, "\r\nContent-Length: ", tostring(#body), "\r\n\r\n", body,
+        self.authorization, "X-Reservation-Id: ", reservation, "\r\nContent-Length: ", tostring(#body), "\r\n\r\n", body,
     })
     if not ok then
         return nil, err
@@ -106,7 +109,7 @@ function _M:route()
     ngx.var.lean_reservation = reservation
     local status, headers, said = self:ask("/route" .. ngx.var.request_uri, reservation, body)
     if not status then
-        ngx.log(ngx.WARN, "the selector could not be asked: ", headers)
+        ngx.log(ngx.ERR, "the selector could not be asked: ", headers)
         return
     end
     if status == 200 then
@@ -121,6 +124,8 @@ function _M:route()
         ngx.header["retry-after"] = headers["retry-after"]
         ngx.print(said)
         return ngx.exit(status)
+    elseif status == 401 or status == 403 then
+        ngx.log(ngx.ERR, "the selector refuses the token of nginx.conf")
     end
     -- Else it is down, or has no worker for this model: what a worker says is the best answer.
 end

@@ -33,6 +33,9 @@ async function route(r) {
         r.return(answer.status, answer.responseText);
         return;
     }
+    if (answer.status === 401 || answer.status === 403) {
+        r.error('the selector refuses the token of nginx.conf');
+    }
     // Down, slow, or without a worker for this model: what a worker says of it is the best answer.
     r.internalRedirect('@balanced');
 }
