@@ -1,5 +1,6 @@
 """What the documents and the code refer to is there: laws, sections, pages, routes, figures."""
 
+import configparser
 import http.client
 import re
 from collections.abc import Iterator
@@ -33,6 +34,21 @@ ROUTE_PAGES = {
     "docs/reference/http-api.md": "lean_selector",
     "docs/reference/slot-tracker-api.md": "lean_selector.slot_tracker",
 }
+
+
+# -- extras ---------------------------------------------------------------------------------------
+
+
+def test_every_extra_that_is_named_can_be_asked_for() -> None:
+    config = configparser.ConfigParser()
+    config.read_string(TEXTS["setup.cfg"])
+    named = {
+        extra
+        for text in TEXTS.values()
+        for found in re.findall(r"lean-selector\[([a-z,]+)\]|extra `\[([a-z]+)\]`", text)
+        for extra in "".join(found).split(",")
+    }
+    assert {"client", "gateway"} <= named <= set(config["options.extras_require"])
 
 
 # -- laws -----------------------------------------------------------------------------------------
