@@ -364,14 +364,18 @@ def test_what_a_registration_would_be_warned_of_is_in_the_log(tmp_path: Path) ->
     ]
     file.write(json.dumps(rows))
     with RunningService(*QUICK, *file.flags) as service:
-        wait_until(lambda: len(workers(service)) == 2, "both are registered")
-        said = [line for line in service.log().splitlines() if "WARNING" in line]
-        rows = service.get("/discovery")[1]["workers"]
-    assert [row["endpoint"] for row in rows] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    (first,) = [line for line in said if "discovered worker http://127.0.0.1:1: " in line]
+
+        def of(at: int) -> list[str]:
+            start = f"discovered worker http://127.0.0.1:{at}: "
+            return [line for line in service.log().splitlines() if start in line]
+
+        wait_until(lambda: bool(of(1) and of(2)), "both are warned of")
+        found = service.get("/discovery")[1]["workers"]
+        (first,), (second,) = of(1), of(2)
+    assert [row["endpoint"] for row in found] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    assert "WARNING" in first
     assert "endpoint 127.0.0.1:1 has no scheme: http://127.0.0.1:1 is probably meant" in first
     assert "tcp://*:5557 is where an engine listens, not where it is reached" in first
-    (second,) = [line for line in said if "discovered worker http://127.0.0.1:2: " in line]
     ours = worker_id_of("http://127.0.0.1:1")
     assert f"is the address of the HTTP endpoint of worker {ours}" in second
 
