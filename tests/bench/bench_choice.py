@@ -4,7 +4,8 @@
 
 Prints microseconds per selection, the least of many rounds, and in brackets how many times a plain
 selection of the same fleet that is. `alike`: no rank has load. `apart`: every rank has another.
-Eight blocks, half of them cached on every second worker.
+Eight blocks, half of them cached on every second worker; or, for one holder, 800 blocks that one
+worker holds all of, against a plain selection of the same prompt.
 """
 
 import random
@@ -25,7 +26,9 @@ from lean_selector.core.selection.workers import Source, WorkerSpec
 
 BLOCK_SIZE = 16
 BLOCKS = list(range(1, 9))
+LONG = list(range(1, 801))
 ROUNDS, CALLS = 15, 60
+TEMPERATURES = 0.5, 0.1, 0.01
 
 
 def packed(values: Sequence[int]) -> bytes:
@@ -74,6 +77,11 @@ class Fleet:
         for number in range(0, len(self.partition.workers), 4):
             self.partition.index.store(number, 0, Tier.HOST_PINNED, 4, rest, packed(rest))
 
+    def give_to_one(self) -> None:
+        """One worker has the whole of the long prompt."""
+        hashes = packed(LONG)
+        self.partition.index.store(1, 0, Tier.DEVICE, None, LONG, hashes)
+
     def request(self) -> SelectionRequest:
         hashes = packed(BLOCKS)
         prompt = Prompt(len(BLOCKS) * BLOCK_SIZE, hashes, 8, hashes[:8], hashes)
@@ -96,6 +104,12 @@ class Fleet:
 
 def plain(request: SelectionRequest) -> None:
     """As it is."""
+
+
+def long(request: SelectionRequest) -> None:
+    """Of 800 blocks."""
+    hashes = packed(LONG)
+    request.prompt = Prompt(len(LONG) * BLOCK_SIZE, hashes, len(LONG), hashes[:8], hashes)
 
 
 def half_allowed(workers: int) -> Callable[[SelectionRequest], None]:
@@ -126,21 +140,31 @@ def measure(workers: int, *, apart: bool) -> None:
     alone = base.cost(plain)
     print(f"{workers} workers, loads {'apart' if apart else 'alike'}: plain {alone:.1f}")
     queue = fleet(queue_threshold=16.0)
-    heat, decay, lower = fleet(temperature=0.5), fleet(overlap_score_credit_decay=0.5), fleet()
+    decay, lower = fleet(overlap_score_credit_decay=0.5), fleet()
     lower.lower()
     rows: list[tuple[str, Fleet, Callable[[SelectionRequest], None]]] = [
         ("queue threshold", queue, plain),
         ("credit decay", decay, plain),
         ("half allowed", base, half_allowed(workers)),
         ("lower tier", lower, plain),
-        ("temperature", heat, plain),
         ("required taint", base, required),
         ("preferred taints", base, preferred),
         ("another scale", base, scaled),
     ]
+    rows += [(f"temperature {heat}", fleet(temperature=heat), plain) for heat in TEMPERATURES]
     for name, subject, change in rows:
-        cost = subject.cost(change)
-        print(f"  {name:20} {cost:8.1f} ({cost / alone:.2f})")
+        show(name, subject.cost(change), alone)
+    base.give_to_one()
+    alone = base.cost(long)
+    print(f"  one holder, plain {alone:13.1f}")
+    for heat in TEMPERATURES:
+        subject = fleet(temperature=heat)
+        subject.give_to_one()
+        show(f"temperature {heat}", subject.cost(long), alone)
+
+
+def show(name: str, cost: float, alone: float) -> None:
+    print(f"  {name:20} {cost:8.1f} ({cost / alone:.2f})")
 
 
 if __name__ == "__main__":

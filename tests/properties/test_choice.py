@@ -18,10 +18,12 @@ from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import cells as making
+from lean_selector.core.selection import choice
 from lean_selector.core.selection.cells import Pricing, cells, match_by_rank, match_sets
-from lean_selector.core.selection.choice import FEW_LOADS, TRIES, all_costs, cheapest, dearest
+from lean_selector.core.selection.choice import FEW_LOADS, all_costs, cheapest, dearest
 from lean_selector.core.selection.cost import cached_tokens, softmax
 from lean_selector.core.selection.dialect import API_1_3, API_1_6
+from lean_selector.core.selection.envelope import FAR, Envelope
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
@@ -126,6 +128,7 @@ fleets = st.builds(
     Fleet,
     # Also more than are costed one by one, alike and not.
     ranks=st.lists(rank_states, min_size=1, max_size=12)
+    | st.lists(rank_states, min_size=16, max_size=20)
     | st.lists(steady_states, min_size=1, max_size=12)
     | st.lists(st.integers(0, 60), min_size=16, max_size=24, unique=True).flatmap(
         lambda loads: st.lists(steady_states, min_size=1, max_size=4).map(
@@ -269,27 +272,46 @@ def hold_to_the_model(
         assert_overlap_is_that_of_the_worker(partition, request, placement, by_rank)
         return load.bit
 
-    if weights is not None and len(partition.order.loads) > FEW_LOADS:
-        # One after another is drawn evenly, and kept as often as its weight says.
-        best = max(range(len(weights)), key=weights.__getitem__)
-        bits = bits_of(found)
-        number_of = {bit: (place + 0.5) / len(bits) for place, bit in enumerate(bits)}
-        take_best = number_of[among[best][1].bit], 0.0
-        for (_, load), weight in zip(among, weights, strict=True):
-            draws = number_of[load.bit]
-            if weight:
-                assert drawn(draws, weight * (1 - 1e-9)) == load.bit
-            if weight < 1.0:
-                assert drawn(draws, weight, *take_best) == among[best][1].bit
-        # Until there were so many that all are costed.
-        worst = min(range(len(weights)), key=weights.__getitem__)
-        again = (number_of[among[worst][1].bit], weights[worst]) * TRIES
-        sampled = Counter(drawn(*again, (turn + 0.5) / 500) for turn in range(500))
-        assert_as_often(among, sampled, chances, 500)
-        return
-    turns = len(cheap) if weights is None else 2_000
-    counts = Counter(drawn((turn + 0.5) / turns) for turn in range(turns))
+    order = partition.order
+    if weights is not None and len(order.loads) + len(order.by_standing) > FEW_LOADS:
+        spread = max(costs) - least
+        envelope = Envelope(order, pricing, parts, least, spread, temperature, NOW)
+        weight_of = dict(zip([load.bit for _, load in among], weights, strict=True))
+        hold_to_the_weights(envelope, found, weight_of)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(choice, "TRIES", 0)  # as if no try was kept
+        turns = len(cheap) if weights is None else 2_000
+        counts = Counter(drawn((turn + 0.5) / turns) for turn in range(turns))
     assert_as_often(among, counts, chances, turns)
+
+
+def hold_to_the_weights(envelope: Envelope, found: int, weight_of: dict[int, float]) -> None:
+    """Each rank is drawn evenly under its bound and kept as often as its weight says, however often
+    the envelope was divided because it was not."""
+    rng = Fixed()
+    for _ in range(12):
+        assert apart([part.ranks for part in envelope.parts]) == found
+        total = sum(part.mass for part in envelope.parts)
+        before, loosest, far = 0.0, 1.0, [0.0, 0.0]
+        for part in envelope.parts:
+            for at, bit in enumerate(bits_of(part.ranks)):
+                weight = weight_of[bit]
+                assert weight <= part.bound
+                if part.bound < 1e-6 * total:
+                    continue  # its draw is too small a stretch to be told apart
+                number = (before + (at + 0.5) * part.bound) / total
+                share = weight / part.bound
+                if share > 1e-200:
+                    rng.numbers = [number, share * (1 - 1e-9)]
+                    assert envelope.draw(rng, 1) == bit
+                if share < loosest:
+                    loosest, far = share, [number, max(1e-200, share * (1 + 1e-9))]
+            before += part.mass
+        if loosest < 1.0:
+            rng.numbers = far
+            assert envelope.draw(rng, 1) == -1
+        if loosest >= FAR:
+            return
 
 
 def assert_as_often(

@@ -140,6 +140,10 @@ class LoadOrder:
     def rank(self, bit: int) -> RankLoad:
         return self._by_bit[bit]
 
+    def place_of(self, key: float, first: int) -> int:
+        """Where in `loads` keys are this or more, from a place on."""
+        return bisect.bisect_left(self._places, (key, 0, 0.0), first)
+
     def least_tokens(self, ranks: int, now: float) -> int:
         """The fewest prefill tokens that a rank of these has now; 0 if there is none."""
         by_tokens = self._by_tokens

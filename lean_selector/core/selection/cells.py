@@ -133,6 +133,16 @@ class Pricing:
         rest = self.scale * prefill + cell.blocks
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
+    def at_least(self, cell: Cell, load: float) -> float:
+        """What a rank costs at least whose slope * key is `load` or more, with room for rounding.
+        Not a number where that cannot be told."""
+        cost = cell.rest + load
+        return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
+
+    def is_tight(self, cell: Cell) -> bool:
+        """Whether keys say what ranks of the cell cost, not just how little it can be."""
+        return self.slope == self.reach and not (self._decays and cell.match.device)
+
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
     """What ranks hold of a prompt, those that hold most on the device first."""

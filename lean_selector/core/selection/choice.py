@@ -2,9 +2,9 @@
 
 Without a temperature the order of loads is walked from its beginning, and for each cell no farther
 than something as cheap as the best so far can be. With one, the weight of a rank is a function of
-its own cost, of the least and of the most. So where loads differ too much to cost them all, ranks
-are drawn evenly and kept by their weight until one is kept (rejection sampling), which gives each
-the same chance. Pure: the random source and the time are arguments. Spec selection.md 3.3.
+its own cost, of the least and of the most. So where loads differ too much to cost them all, it is
+drawn under an `Envelope`, which gives each the same chance. Pure: the random source and the time
+are arguments. Spec selection.md 3.3.
 """
 
 import math
@@ -14,13 +14,14 @@ from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.rank_bits import bits_of, nth_bit
 from lean_selector.core.selection.cells import Cell, Pricing
 from lean_selector.core.selection.cost import softmax
+from lean_selector.core.selection.envelope import Envelope
 
 Costed = list[tuple[float, int]]  # (cost, the ranks that have it), apart from each other
 
 # A set this small is costed rank by rank: cheaper than looking for it along the order.
 _FEW_RANKS = 6
 FEW_LOADS = 12  # so many are costed, whatever the temperature
-TRIES = 16  # then all loads are costed: few weigh much, as at a very low temperature
+TRIES = 16  # then all loads are costed: their bounds say too little of them
 
 
 def drawn(
@@ -34,8 +35,13 @@ def drawn(
     """The bit of the rank that is taken; there is one."""
     if temperature <= 0.0:
         return _of_equals(cheapest(order, pricing, cells, now)[1], rng)
-    if len(order.loads) > FEW_LOADS:
-        bit = _by_trial(order, pricing, cells, temperature, now, rng)
+    if len(order.loads) + len(order.by_standing) > FEW_LOADS:
+        least, tied = cheapest(order, pricing, cells, now)
+        spread = dearest(order, pricing, cells, now) - least
+        if not 0.0 < spread < math.inf:
+            return _of_equals(tied, rng)
+        envelope = Envelope(order, pricing, cells, least, spread, temperature, now)
+        bit = envelope.draw(rng, TRIES)
         if bit >= 0:
             return bit
     costed = all_costs(order, pricing, cells, now)
@@ -140,36 +146,6 @@ def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float)
             tokens = load.prefill_tokens_at(now) if falling else load.active_prefill_tokens
             costed.append((pricing.cost(cell, tokens, load.standing), load.mask))
     return costed
-
-
-def _by_trial(
-    order: LoadOrder,
-    pricing: Pricing,
-    cells: list[Cell],
-    temperature: float,
-    now: float,
-    rng: random.Random,
-) -> int:
-    """The bit of one rank, drawn in proportion to its weight, without costing all of them; -1 if
-    none was kept."""
-    least, tied = cheapest(order, pricing, cells, now)
-    spread = dearest(order, pricing, cells, now) - least
-    if not 0.0 < spread < math.inf:
-        return _of_equals(tied, rng)
-    everyone = 0
-    for cell in cells:
-        everyone |= cell.ranks
-    count = everyone.bit_count()
-    for _ in range(TRIES):
-        bit = nth_bit(everyone, int(rng.random() * count))
-        load = order.rank(bit)
-        for cell in cells:  # pragma: no branch: each of `everyone` is of one of them
-            if cell.ranks & load.mask:
-                break
-        cost = pricing.cost(cell, load.prefill_tokens_at(now), load.standing)
-        if rng.random() < math.exp(-((cost - least) / spread) / temperature):
-            return bit
-    return -1
 
 
 def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:

@@ -19,8 +19,8 @@ from lean_selector.core.load.records import Prefill
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice
 from lean_selector.core.selection.cells import Cell, Pricing
-from lean_selector.core.selection.choice import cheapest, dearest, drawn
-from lean_selector.core.selection.cost import credit_blocks, credit_decay
+from lean_selector.core.selection.choice import all_costs, cheapest, dearest, drawn
+from lean_selector.core.selection.cost import credit_blocks, credit_decay, softmax
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest
@@ -249,6 +249,28 @@ def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float)
     shares = shares_of([math.inf, 1.0, math.inf], temperature, 50)
     assert shares == [0.0, 1.0, 0.0]
     assert sum(shares_of([math.inf, math.inf], temperature, 50)) == 1.0
+
+
+def test_costs_that_rounding_alone_sets_apart_are_drawn_as_the_formula_has_them() -> None:
+    """Bounds, which leave room for rounding, say nothing of them: all are costed."""
+    block_size, parts, tokens = 3, 49, 53_767
+    held = [((300 - each) * block_size * parts, each) for each in range(60)]
+    partition = loaded(block_size, 1 / parts, held)
+    terms = Terms(1.0, 0.0, 1 / parts, 0.1, True)
+    request = SelectionRequest(Prompt(tokens, b"", 0, b"", b""), terms)
+    pricing = Pricing(partition, request, partition.candidates, NOW)
+    match = Matched(tokens // block_size // 2)
+    cell = Cell(pricing, partition.candidates, match, tokens, match.device, 84, 1.0)
+    costed = all_costs(partition.order, pricing, [cell], NOW)
+    weights = softmax([cost for cost, _ in costed], 0.1)
+    assert weights is not None
+    rng, draws = random.Random(3), 500
+    counts = Counter(drawn(partition.order, pricing, [cell], 0.1, NOW, rng) for _ in range(draws))
+    for (_, ranks), weight in zip(costed, weights, strict=True):
+        chance = weight / sum(weights)
+        (bit,) = bits_of(ranks)
+        error = 5 * math.sqrt(chance * (1 - chance) / draws)
+        assert abs(counts[bit] / draws - chance) <= error + 6 / draws
 
 
 class Last(random.Random):
