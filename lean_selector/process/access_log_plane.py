@@ -42,7 +42,7 @@ class AccessLogPlane:
                     bound.close()
                     raise StartError(
                         f"--lifecycle-from {text}: this is no loopback address, and who can write "
-                        "there can free: name who may with --lifecycle-allow"
+                        "there can free and eject workers: name who may with --lifecycle-allow"
                     )
                 return bound
             warn_of_a_short_queue(text)
