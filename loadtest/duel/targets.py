@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -190,6 +191,15 @@ class Service(ChildService):
     def footprint(self) -> Footprint:
         return footprint(self.pid)
 
+    def stop(
+        self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
+    ) -> int:
+        """End it, and take away its socket, which a service that is killed leaves behind."""
+        status = super().stop(signal_number, patience_s)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.uds)
+        return status
+
     def __enter__(self) -> Self:
         return self
 
@@ -200,5 +210,3 @@ class Service(ChildService):
         trace: TracebackType | None,
     ) -> None:
         self.stop()  # nothing in it is wanted any more
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.uds)

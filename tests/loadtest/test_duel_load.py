@@ -17,6 +17,7 @@ from loadtest.duel.load import LoadFailed, RequestFile, closed_load, open_load
 from loadtest.duel.prompts import (
     http,
 )
+from loadtest.duel.replicas import Pair
 from loadtest.duel.targets import Service, Target, TargetError, ours, references
 from tests.running_service import RunningService
 
@@ -173,6 +174,15 @@ def test_a_target_that_ends_at_once_tells_its_last_words() -> None:
     target = msgspec.structs.replace(ours(), command=[*ours().command, "--threads", "none"])
     with Service(target) as service, pytest.raises(TargetError, match=r"ended with 2: .*--threads"):
         service.wait()
+
+
+def test_sockets_are_gone_with_the_services_that_made_them() -> None:
+    with Pair(ours(), True, ()) as pair:
+        sockets = [service.uds for service in pair.services]
+        for service in pair.services:
+            service.wait()
+        assert [os.path.exists(path) for path in sockets] == [True, True]
+    assert [os.path.exists(path) for path in sockets] == [False, False]
 
 
 def test_a_program_that_does_not_exist_is_a_readable_error() -> None:
