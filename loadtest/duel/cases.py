@@ -26,10 +26,13 @@ class Plan(msgspec.Struct, frozen=True):
     share: float = 1.0  # of the requests of a round
     most_workers: int = 4_096
     open_seconds: float = 2.1  # of each round; times 1 000 a second: 10 500 requests in 5 rounds
-    open_rounds: int = 5
+    open_rounds: int = 5  # of cases with a rate, however few the others have
     churn_seconds: float = 6.0
     idle_seconds: float = 0.5  # in which a process has nothing to do
     index_rounds: int = 3
+
+    def rounds_of(self, case: "Case") -> int:
+        return self.rounds if case.rate is None else self.open_rounds
 
 
 class Case(msgspec.Struct, frozen=True):

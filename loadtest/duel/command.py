@@ -68,7 +68,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the CPU per request there")
-    parser.add_argument("--rounds", type=int, help="of the cases over HTTP; default: 5")
+    parser.add_argument(
+        "--rounds", type=int, help="of the cases over HTTP but those at a fixed rate; default: 5"
+    )
     parser.add_argument(
         "--reference",
         action="append",
@@ -149,7 +151,8 @@ def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, st
         "targets": ", ".join(target.name for target in plan.targets),
         "trace": args.trace.name if args.trace else "made up, in the shape of a chat trace",
         "closed load": client,
-        "rounds": f"{plan.rounds}, medians; the targets take turns within each",
+        "rounds": f"{plan.rounds}, of cases at a fixed rate {plan.open_rounds}, of the index"
+        f" {plan.index_rounds}; medians; the targets take turns within each",
         "took": f"{seconds:.0f} s",
     }
 

@@ -1,7 +1,6 @@
 """Results as tables, in plain text and in Markdown, and as JSON.
 
-Owns the sections and how a figure is written. Every figure is the median over the rounds, but for
-those of a fixed rate, which are percentiles of all requests of all rounds.
+Owns the sections and how a figure is written. Every figure is the median over the rounds.
 """
 
 from collections.abc import Sequence

@@ -110,9 +110,9 @@ class StageRun:
             self._known = max(1, engines.used)
             if stage.process and wanted(stage.process_case):
                 self._account(stage.process_case, services)
-            for number in range(plan.rounds):
+            for number in range(max(plan.rounds, plan.open_rounds)):
                 for case in cases:
-                    if case.rate is None or number < plan.open_rounds:
+                    if number < plan.rounds_of(case):
                         self._round(case, number, pairs, engines)
         if repeats := self._prompts.repeats(self._next_traced):
             self._results.note(

@@ -13,11 +13,12 @@ import pytest
 
 from loadtest.child_service import free_port
 from loadtest.duel.accounting import cpu_ns, footprint, machine
+from loadtest.duel.cases import Case, Plan, Stage
 from loadtest.duel.load import LoadFailed, RequestFile, closed_load, open_load
-from loadtest.duel.prompts import (
-    http,
-)
+from loadtest.duel.prompts import Prompts, http
 from loadtest.duel.replicas import Pair
+from loadtest.duel.results import Results
+from loadtest.duel.stages import StageRun
 from loadtest.duel.targets import Service, Target, TargetError, ours, references
 from tests.running_service import RunningService
 
@@ -183,6 +184,19 @@ def test_sockets_are_gone_with_the_services_that_made_them() -> None:
             service.wait()
         assert [os.path.exists(path) for path in sockets] == [True, True]
     assert [os.path.exists(path) for path in sockets] == [False, False]
+
+
+@pytest.mark.parametrize(("rounds", "those"), [(3, [3, 5]), (7, [7, 5])])
+def test_an_open_load_has_its_own_number_of_rounds(
+    rounds: int, those: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(StageRun, "_round", lambda self, case, *rest: ran.append(case.name))
+    cases = [Case("closed", "select", 8, 1), Case("open", "select", 8, 1, rate=1.0)]
+    plan, stage = Plan([], None, rounds, idle_seconds=0.0), Stage(1, cases, listens=False)
+    results = Results("ours", [])
+    StageRun(stage, plan, Prompts(None, 16), results, print).run(lambda name: True)
+    assert [ran.count("closed"), ran.count("open")] == those
 
 
 def test_a_program_that_does_not_exist_is_a_readable_error() -> None:

@@ -98,7 +98,7 @@ def test_no_stage_uses_more_prompts_than_the_published_trace_has() -> None:
     plan = Plan([], None, 5)
     for stage in stages(plan):
         used = sum(
-            case.prompts * (plan.open_rounds if case.rate else plan.rounds)
+            case.prompts * plan.rounds_of(case)
             for case in stage.cases
             if case.blocks is None
         )
