@@ -74,17 +74,13 @@ def _own_form(form: str, case: str, metric: str) -> Figure:
 
 def _own_ratio(case: str, other: str, metric: str) -> Figure:
     def figure(results: Results, reference: str) -> float | None:
-        ours = results.ours
-        value, base = results.value(case, ours, metric), results.value(other, ours, metric)
-        return None if value is None or not base else value / base
+        return results.quotient(case, results.ours, other, results.ours, metric)
 
     return figure
 
 
 def _msgpack(results: Results, reference: str) -> float | None:
-    own = results.value(MSGPACK, results.ours, "cpu_us")
-    other = results.value(f"select, {TRACE}", reference, "cpu_us")
-    return None if own is None or not other else own / other
+    return results.quotient(MSGPACK, results.ours, f"select, {TRACE}", reference, "cpu_us")
 
 
 ROWS = (

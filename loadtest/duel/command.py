@@ -25,9 +25,8 @@ from loadtest.duel import index_stages, pairs, report
 from loadtest.duel.accounting import machine
 from loadtest.duel.cases import Plan, stages
 from loadtest.duel.drawing import draw
-from loadtest.duel.load import LoadFailed
 from loadtest.duel.prompts import Prompts
-from loadtest.duel.results import Results
+from loadtest.duel.results import FAILURES, Results
 from loadtest.duel.stages import StageRun
 from loadtest.duel.targets import TargetError, forms, references
 
@@ -95,7 +94,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, str]]:
-    """Run everything that was asked for. Raises TargetError, LoadFailed, OSError, ValueError.
+    """Run everything that was asked for; what fails ends its own part alone. Raises TargetError,
+    OSError and ValueError when nothing at all could be measured.
 
     folder: for what lasts as long as the run.
     """
@@ -119,12 +119,15 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, 
 
     by_size: dict[int, Prompts] = {}
     for stage in stages(plan):
-        if any(map(wanted, stage.names())):
+        if names := list(filter(wanted, stage.names())):
             prompts = by_size.setdefault(stage.block_size, Prompts(plan.trace, stage.block_size))
-            StageRun(stage, plan, prompts, results, say).run(wanted)
+            with results.keep(names):
+                StageRun(stage, plan, prompts, results, say).run(wanted)
     if any(map(wanted, index_stages.NAMES)):
         prompts = by_size.setdefault(16, Prompts(plan.trace, 16))
         index_stages.run(plan, prompts, results, wanted, say)
+    if results.failures and not results.rounds:
+        raise TargetError(results.failures[0])
     results.note("no body was sent twice to one process, unless a line here says so")
     return results, _about(args, plan, time.monotonic() - started)
 
@@ -158,7 +161,8 @@ def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, st
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when all was measured, whatever the figures are; 1 with a line when something failed."""
+    """0 when all was measured, whatever the figures are; 1 with a line for each thing that failed,
+    beside the figures of all others."""
     args = parse(argv)
     if args.list:
         names = [name for stage in stages(Plan([], None, 1)) for name in stage.names()]
@@ -176,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
                 _pairs(args, Path(folder))
                 return 0
             results, about = measure(args, Path(folder))
-    except (TargetError, LoadFailed, OSError, ValueError) as error:
+    except FAILURES as error:
         print(f"versus: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -189,7 +193,9 @@ def main(argv: Sequence[str]) -> int:
         args.markdown.write_text(report.lines(results, about, markdown=True) + "\n")
     if args.svg:
         args.svg.write_text(draw(results, f"{about['date']}, {about['machine']}"))
-    return 0
+    for failure in results.failures:
+        print(f"versus: {failure}", file=sys.stderr)
+    return 1 if results.failures else 0
 
 
 def _raise_descriptors() -> None:

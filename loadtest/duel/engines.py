@@ -159,7 +159,7 @@ class Engines:
                 "/reservations",
                 {
                     "model_name": MODEL_NAME,
-                    "reservation_id": f"held-{engine}",
+                    service.id_field: f"held-{engine}",
                     "worker_id": engine + 1,
                     "dp_rank": 0,
                     "isl_tokens": 8 * load + 1,

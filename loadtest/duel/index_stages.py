@@ -59,26 +59,30 @@ def run(
     wanted: Callable[[str], bool],
     say: Callable[[str], None],
 ) -> None:
-    """All index cases that are wanted. Raises TargetError and LoadFailed."""
+    """All index cases that are wanted; where a target fails, the others go on."""
     # A log line per selection is no part of the index: the references' quiet variants will do.
     targets = [target for target in plan.targets if target.is_ours or target.log is not None]
-    if any(map(wanted, (INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY, MATCH_HTTP))):
+    if names := list(filter(wanted, (INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY, MATCH_HTTP))):
         for number in range(plan.index_rounds):
             for target in targets:
                 say(f"index of {target.name}: round {number + 1}")
-                _fill_and_empty(target, plan, prompts, results)
-    if any(map(wanted, (FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY))):
+                with results.keep(names):
+                    _fill_and_empty(target, plan, prompts, results)
+    if names := list(filter(wanted, (FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY))):
         for number in range(plan.index_rounds):
             for target in targets:
                 say(f"index of {target.name}, whole prompts per event: round {number + 1}")
-                _fill_and_churn(target, plan, prompts, results)
-    if any(map(wanted, (MATCH, MATCH_SMALL, MATCH_LARGE))):
+                with results.keep(names):
+                    _fill_and_churn(target, plan, prompts, results)
+    if names := list(filter(wanted, (MATCH, MATCH_SMALL, MATCH_LARGE))):
         say("match in process")
-        _match_in_process(plan, results)
+        with results.keep(names):
+            _match_in_process(plan, results)
     if wanted(PAUSE):
         for target in targets:
             say(f"{PAUSE}: {target.name}")
-            _pauses(target, plan, prompts, results)
+            with results.keep([PAUSE]):
+                _pauses(target, plan, prompts, results)
 
 
 def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
@@ -141,7 +145,8 @@ def _match_by_difference(
     for some in (held, new):
         with RequestFile([select_request(prompt) for prompt in some]) as file:
             before = service.cpu_ns()
-            closed_load(service.port, file)
+            load = closed_load(service.port, file)
+            results.refused(MATCH_HTTP, service.target.name, load.bad)
             costs.append((service.cpu_ns() - before) / 1e3 / count)
     results.add(MATCH_HTTP, service.target.name, match_us=costs[0] - costs[1])
 
@@ -182,6 +187,7 @@ def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> N
         if reached := [bound for bound, samples in after.items() if samples > before.get(bound, 0)]:
             metrics["loop_lag_us"] = max(reached) * 1e6
         results.add(PAUSE, target.name, **metrics)
+        results.refused(PAUSE, target.name, calm.bad + load.bad)
 
 
 def _loop_lag(service: Service) -> dict[float, int]:

@@ -156,15 +156,18 @@ def msgpack_select_request(prompt: Prompt) -> bytes:
 PREFILL_LAG, FREE_LAG = 6, 16
 
 
-def lifecycle_requests(prompts: Sequence[Prompt], prefix: str) -> list[bytes]:
+def lifecycle_requests(
+    prompts: Sequence[Prompt], prefix: str, id_field: str = "reservation_id"
+) -> list[bytes]:
     """select_and_reserve, prefill_complete and DELETE of every prompt, as much later as above.
 
-    For one connection: each request needs the answers to those before it.
+    For one connection: each request needs the answers to those before it. id_field: in which the
+    body names the reservation.
     """
     count, requests = len(prompts), []
     for step in range(count + FREE_LAG):
         if step < count:
-            body = {"reservation_id": f"{prefix}-{step}", **fields(prompts[step])}
+            body = {id_field: f"{prefix}-{step}", **fields(prompts[step])}
             requests.append(http("POST", "/select_and_reserve", encode_json(body)))
         if 0 <= (at := step - PREFILL_LAG) < count:
             requests.append(http("POST", f"/reservations/{prefix}-{at}/prefill_complete"))

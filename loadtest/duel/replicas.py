@@ -66,7 +66,7 @@ class Pair:
                 "/reservations",
                 {
                     "model_name": MODEL_NAME,
-                    "reservation_id": f"link-{number}",
+                    self.main.id_field: f"link-{number}",
                     "worker_id": 1,
                     "dp_rank": 0,
                     "isl_tokens": 0,

@@ -133,7 +133,7 @@ def _budget_table(rows: Sequence[Verdict], results: Results) -> Table:
             row.verdict,
         ]
         for row in rows
-        if row.verdict != NOT_MEASURED
+        if row.verdict != NOT_MEASURED or any(v is not None for v in (*row.values, *row.beside))
     ]
     return Table("Budget (x is ours over the reference)", head, body)
 
@@ -142,7 +142,7 @@ def lines(results: Results, about: dict[str, str], *, markdown: bool) -> str:
     """Everything, as text for a terminal or for a document."""
     head = [f"{name}: {value}" for name, value in about.items()]
     skipped = [f"{case}: {reason}" for case, reason in results.skipped.items()]
-    words = [*head, *skipped, *results.notes]
+    words = [*head, *skipped, *results.warnings()]
     if markdown:
         words = [f"- {word}" for word in words]
     parts = [table.markdown() if markdown else table.text() for table in tables(results)]
@@ -180,6 +180,6 @@ def as_json(results: Results, about: dict[str, str]) -> bytes:
         "ratios": ratios,
         "budget": verdicts(results),
         "skipped": results.skipped,
-        "notes": results.notes,
+        "notes": results.warnings(),
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"

@@ -139,40 +139,41 @@ class StageRun:
         if case.name in self._results.skipped:
             return
         self._say(f"{case.name}: round {number + 1}")
-        lanes = self._requests(case, number)
+        prompts = self._next_prompts(case)
         only_ours = case.kind == "msgpack" or case.client == "unix"
         asked = [pair for pair in pairs if not only_ours or pair.main.target.is_ours]
-        if case.kind == "msgpack" and (reason := _refusal(asked[0].main, lanes[0][0])):
+        if case.kind == "msgpack" and (
+            reason := _refusal(asked[0].main, msgpack_select_request(prompts[0]))
+        ):
             self._results.skipped[case.name] = reason
             return
         first = number % len(asked)  # the targets take turns in going first
-        warming, measured = _split(case, lanes)
-        with RequestFile(*measured) as file, RequestFile(*warming) as first_file:
+        with ExitStack() as stack:
+            files = dict[str, tuple[RequestFile, RequestFile]]()  # services differ by a name only
             for pair in asked[first:] + asked[:first]:
+                name = pair.main.id_field if case.kind == "lifecycle" else ""
+                if name not in files:
+                    warming, measured = _split(case, _requests(case, prompts, number, name))
+                    files[name] = (
+                        stack.enter_context(RequestFile(*warming)),
+                        stack.enter_context(RequestFile(*measured)),
+                    )
+                first_file, file = files[name]
                 pair.main.empty_log()
                 if first_file.count:
                     closed_load(pair.main.port, first_file, self._client_cpus)
                 self._measure(case, pair, file, engines)
 
-    def _requests(self, case: Case, number: int) -> list[list[bytes]]:
-        """One lane of requests that need nothing of each other, or one for each connection."""
+    def _next_prompts(self, case: Case) -> list[Prompt]:
+        """Of one round."""
         count = max(_LEAST_PROMPTS, round(case.prompts * self._plan.share))
-        prompts: list[Prompt]
         if case.blocks is None:
-            prompts = [self._prompts.at(self._next_traced + i) for i in range(count)]
+            first = self._next_traced
             self._next_traced += count
-        else:
-            first = self._next_cut
-            prompts = [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
-            self._next_cut += count
-        if case.kind == "lifecycle":
-            return [
-                lifecycle_requests(prompts[lane::CONNECTIONS], f"r{number}-{lane}")
-                for lane in range(CONNECTIONS)
-            ]
-        if case.kind == "msgpack":
-            return [[msgpack_select_request(prompt) for prompt in prompts]]
-        return [[select_request(prompt, case.asks) for prompt in prompts]]
+            return [self._prompts.at(first + i) for i in range(count)]
+        first = self._next_cut
+        self._next_cut += count
+        return [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
 
     def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:
         service, name = pair.main, pair.main.target.name
@@ -200,8 +201,21 @@ class StageRun:
         if case.events:
             engines.settle(service)
         self._results.add(case.name, name, **metrics)
-        if load.bad:
-            self._results.note(f"{case.name}: {load.bad} answers of {name} were not 2xx")
+        self._results.refused(case.name, name, load.bad)
+
+
+def _requests(
+    case: Case, prompts: Sequence[Prompt], number: int, id_field: str
+) -> list[list[bytes]]:
+    """One lane of requests that need nothing of each other, or one for each connection."""
+    if case.kind == "lifecycle":
+        return [
+            lifecycle_requests(prompts[lane::CONNECTIONS], f"r{number}-{lane}", id_field)
+            for lane in range(CONNECTIONS)
+        ]
+    if case.kind == "msgpack":
+        return [[msgpack_select_request(prompt) for prompt in prompts]]
+    return [[select_request(prompt, case.asks) for prompt in prompts]]
 
 
 def _refusal(service: Service, request: bytes) -> str:

@@ -4,6 +4,7 @@ How a child is started, asked and ended is `loadtest.child_service`; `accounting
 """
 
 import contextlib
+import functools
 import http.client
 import os
 import re
@@ -27,6 +28,9 @@ from lean_selector.form import COMPILED, PURE, form
 from loadtest.child_service import JSON, ROOT, ChildService, free_port, plain_environment
 from loadtest.duel.accounting import Footprint, cpu_ns, footprint
 from loadtest.reference import NotInstalled, interpreter
+
+RESERVATION_ID = "reservation_id"  # of what is booked, until 1.3
+SELECTION_ID = "selection_id"  # and since 1.6
 
 
 class TargetError(Exception):
@@ -184,6 +188,17 @@ class Service(ChildService):
             text = answer.decode(errors="replace")[:300]
             raise TargetError(f"{self.target.name}: {method} {path}: {status} {text}")
         return answer
+
+    @functools.cached_property
+    def id_field(self) -> str:
+        """In which a body names what it books. Raises TargetError."""
+        try:
+            status, answer = self.request("POST", "/reservations", b"{}", self.headers)
+        except (OSError, http.client.HTTPException) as error:
+            self.check()
+            raise TargetError(f"{self.target.name}: POST /reservations: {error}") from error
+        is_missed = status == 422 and SELECTION_ID.encode() in answer
+        return SELECTION_ID if is_missed else RESERVATION_ID
 
     def cpu_ns(self) -> int:
         return cpu_ns(self.pid)

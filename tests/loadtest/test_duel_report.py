@@ -9,7 +9,9 @@ from loadtest.duel import budget, index_stages, report
 from loadtest.duel.budget import ROWS, Row, verdicts
 from loadtest.duel.cases import Plan, stages
 from loadtest.duel.drawing import LABEL, draw
+from loadtest.duel.load import LoadFailed
 from loadtest.duel.results import Results, latencies
+from loadtest.duel.targets import TargetError
 
 OURS = "ours pure"
 
@@ -31,6 +33,55 @@ def test_medians_and_ratios(results: Results) -> None:
     assert results.ratio(case, "cpu_us", "ref warn") == 0.45
     assert results.ratio(case, "rps", "ref warn") is None
     assert results.value("no such case", OURS, "cpu_us") is None
+
+
+def test_what_it_costs_to_refuse_is_compared_with_nothing(results: Results) -> None:
+    case, trace = "select, 8 blocks, 16 workers", "select, trace prompts at 16, 16 workers"
+    results.references.append("ref 2 warn")
+    results.add(case, "ref 2 warn", cpu_us=18.0)
+    results.add(budget.MSGPACK, OURS, cpu_us=5.0)
+    results.add(trace, "ref warn", cpu_us=50.0)
+    results.refused(case, "ref 2 warn", 0)
+    assert results.ratio(case, "cpu_us", "ref 2 warn") == 0.5
+    for answers in (100, 28):  # of two rounds
+        results.refused(case, "ref warn", answers)
+    results.refused(trace, "ref warn", 1)
+    ratios = [results.ratio(case, "cpu_us", name) for name in results.references]
+    assert ratios == [None, 0.225, 0.5]
+    found = {row.title: row for row in verdicts(results)}
+    assert found["CPU, select, 8 blocks, 16 workers"].values == ratios
+    assert found["CPU, select, 8 blocks, 16 workers"].verdict == "not measured"
+    assert found["CPU, msgpack body over the reference's JSON, trace prompts"].values[0] is None
+    text = report.lines(results, {"machine": "m"}, markdown=False)
+    assert f"{case}: 128 answers of ref warn were not 2xx, so it is compared with nothing" in text
+    row = next(line for line in text.splitlines() if line.startswith("  CPU, select, 8 blocks"))
+    assert row.split("16 workers")[1].split()[:3] == ["-", "0.23", "0.50"]
+
+
+def test_ours_that_refuse_are_compared_with_nothing_either(results: Results) -> None:
+    plain, large = "select, 8 blocks, 16 workers", "select, 8 blocks, 512 workers"
+    title = "own CPU at 512 workers over own at 16"
+    results.add(large, OURS, cpu_us=18.0)
+    assert {row.title: row for row in verdicts(results)}[title].values[0] == 2.0
+    results.refused(plain, OURS, 1)
+    assert results.ratio(plain, "cpu_us", "ref warn") is None
+    assert {row.title: row for row in verdicts(results)}[title].values[0] is None
+
+
+@pytest.mark.parametrize(
+    "error", [TargetError("r: 422"), LoadFailed("r: 422"), OSError("r: 422"), ValueError("r: 422")]
+)
+def test_what_fails_ends_its_own_cases_alone(results: Results, error: Exception) -> None:
+    measured, missing = "select, 8 blocks, 16 workers", "lifecycle, 8 blocks, 16 workers"
+    for _ in range(2):  # as in two rounds
+        with results.keep([measured, missing]):
+            raise error
+    assert results.failures == ["r: 422"]
+    assert results.skipped == {missing: "skipped: r: 422"}
+    assert results.warnings() == [f"{measured}: not all rounds: r: 422"]
+    assert results.value(measured, OURS, "cpu_us") == 9.0
+    with pytest.raises(KeyError), results.keep([measured]):
+        raise KeyError
 
 
 def test_percentiles_of_single_latencies() -> None:
@@ -98,9 +149,7 @@ def test_no_stage_uses_more_prompts_than_the_published_trace_has() -> None:
     plan = Plan([], None, 5)
     for stage in stages(plan):
         used = sum(
-            case.prompts * plan.rounds_of(case)
-            for case in stage.cases
-            if case.blocks is None
+            case.prompts * plan.rounds_of(case) for case in stage.cases if case.blocks is None
         )
         assert used <= 12_031 - 1_000  # of which the engines hold the first 600 to 900
 

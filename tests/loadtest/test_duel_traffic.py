@@ -80,17 +80,18 @@ def test_without_a_trace_prompts_are_made_up_and_always_the_same() -> None:
     assert len({one.at(n).sequence for n in range(20)}) == 20
 
 
+@pytest.mark.parametrize("id_field", ["reservation_id", "selection_id"])
 @pytest.mark.parametrize("count", [2, FREE_LAG + 5])
 def test_a_connection_lives_its_reservations_in_order_and_many_at_a_time(
-    trace: Path, count: int
+    trace: Path, count: int, id_field: str
 ) -> None:
     prompts = Prompts(trace, 16)
-    requests = lifecycle_requests([prompts.at(n) for n in range(count)], "r")
+    requests = lifecycle_requests([prompts.at(n) for n in range(count)], "r", id_field)
     calls = []
     for request in requests:
         method, path, _ = request.split(b"\r\n", 1)[0].decode().split(" ")
         if path == "/select_and_reserve":
-            path = f"/reservations/{json.loads(body_of(request))['reservation_id']}"
+            path = f"/reservations/{json.loads(body_of(request))[id_field]}"
         calls.append((method, path))
     alive, most = set[str](), 0
     for method, path in calls:

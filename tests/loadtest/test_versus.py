@@ -19,6 +19,13 @@ from tests.running_service import wait_until
 
 LIMIT_S = 240.0
 OURSELVES = shlex.join([sys.executable, "-m", "lean_selector", "--port", "{port}"])
+OURSELVES_16 = f"{OURSELVES} --api 1.6"
+WITHOUT_REPLICAS = """
+import os, sys
+if "--replica-sync-port" in sys.argv:
+    sys.exit("no replicas here")
+os.execv(sys.executable, [sys.executable, "-m", "lean_selector", *sys.argv[1:]])
+"""
 SELECT = "select, 8 blocks, 16 workers"
 
 
@@ -83,18 +90,53 @@ def test_all_cases_run_and_are_told_as_tables_json_and_a_drawing(tmp_path: Path)
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("version", ["131", "161"])
 def test_the_reference_takes_the_same_fleet_and_requests(
-    reference_131: Path, tmp_path: Path
+    version: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    given = shlex.join([str(reference_131), "-m", "dynamo.select_service", "--port", "{port}"])
+    python: Path = request.getfixturevalue(f"reference_{version}")
+    given = shlex.join([str(python), "-m", "dynamo.select_service", "--port", "{port}"])
     path = tmp_path / "f.json"
-    cases = f"^({SELECT}|lifecycle with a replica|index, (ingest|removal))"
+    cases = f"^({SELECT}|lifecycle |index, (ingest|removal)|select with no events.* 16 )"
     run = versus("--reference", given, "--cases", cases, "--json", str(path))
     assert run.returncode == 0, run.stderr
     figures = json.loads(path.read_text())
     assert not [note for note in figures["notes"] if "not 2xx" in note]
     assert SELECT in figures["cases"]
     assert all(found for found in figures["ratios"].values())
+
+
+def test_a_reference_that_names_bookings_as_1_6_does_is_compared_in_all_cases(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "f.json"
+    cases = "^(lifecycle, 8 blocks|lifecycle with a replica|select with no events.* 16 )"
+    run = versus("--reference", OURSELVES_16, "--cases", cases, "--json", str(path))
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(path.read_text())
+    assert len(figures["cases"]) == 3
+    assert not figures["skipped"]
+    assert not [note for note in figures["notes"] if "not 2xx" in note]
+    for ratios in figures["ratios"].values():
+        assert len(ratios) == len(figures["references"])
+        assert all(ratio["cpu_us"] for ratio in ratios.values())
+
+
+def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_path: Path) -> None:
+    program, path = tmp_path / "other.py", tmp_path / "f.json"
+    program.write_text(WITHOUT_REPLICAS)
+    reference = shlex.join([sys.executable, str(program), "--port", "{port}"])
+    replicas = "lifecycle with a replica, trace prompts at 16, 16 workers"
+    cases = f"^({SELECT}|{replicas})$"
+    run = versus("--reference", reference, "--cases", cases, "--json", str(path))
+    assert run.returncode == 1
+    reason = run.stderr.splitlines()[-1].removeprefix("versus: ")
+    assert reason.endswith(" ended with 1: no replicas here")
+    assert f"  {SELECT}" in run.stdout
+    figures = json.loads(path.read_text())
+    assert set(figures["cases"]) == {SELECT}
+    assert figures["skipped"] == {replicas: f"skipped: {reason}"}
+    assert f"{replicas}: skipped: {reason}" in run.stdout
 
 
 def test_only_the_cases_that_are_named_are_run() -> None:
