@@ -25,6 +25,7 @@ from lean_selector.wire.scalars import (
 )
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 from lean_selector.wire.worker_health import EjectedWorker
+from lean_selector.wire.worker_sets import allowed_workers
 
 # The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
@@ -210,11 +211,7 @@ class SelectFields(PromptFields, kw_only=True):
 
     def allowed(self) -> frozenset[int] | None:
         ids = self.allowed_worker_ids
-        if ids is None:
-            return None
-        if ids:
-            check_u64("allowed_worker_ids[...]", max(ids))
-        return frozenset(ids)
+        return None if ids is None else allowed_workers(ids)
 
 
 class SelectRequest(SelectFields, kw_only=True):
