@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Raw
 
+from lean_selector.wire.body_text import has_costly_numbers
 from lean_selector.wire.hash_lists import HashList
 from lean_selector.wire.integer_text import packed_signed, packed_u32
 from lean_selector.wire.prompt_fields import PromptFields
@@ -25,8 +26,10 @@ Body = bytes | bytearray
 
 # Below, cutting costs more than it saves: some 50 hashes in two lists.
 LONG_PROMPT_BYTES: Final = 2048
-# Of what is left of a body; more is read plainly, and looked at for what is slow to read (D32).
-_MOST_REST_BYTES: Final = 4096
+# What is left of a body is looked at for numbers that are slow to read (D32) when it may hold so
+# many; of more than this nothing is won by cutting.
+_SHORT_REST_BYTES: Final = 4096
+_MOST_REST_BYTES: Final = 128 * 1024
 
 # Where a body names its tokens, or its next list of hashes; further on they are not looked for.
 _HEAD_BYTES: Final = 512
@@ -65,8 +68,7 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
         if block is None or sequence is None:
             return None
         spans = sorted(((block_at, block_end), (at, end)))
-        rest = _without(body, spans, _CUT_HASHES)
-        fields = _decoded(decode, rest) if rest.isascii() else None
+        fields = _decoded_text(decode, _without(body, spans, _CUT_HASHES))
         return _with_hashes(fields, block if block_end else None, sequence if end else None)
 
     return read
@@ -93,6 +95,15 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
             done = end
     pieces.append(body[done:])
     return b"".join(pieces)
+
+
+def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
+    """The same of JSON; None, too, when it has more than ASCII, or much that is slow to read."""
+    if not rest.isascii():
+        return None
+    if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
+        return None
+    return _decoded(decode, rest)
 
 
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
@@ -135,8 +146,7 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
     tokens = packed_u32(bytes(body[at:end])) if end else None
     if tokens is None:
         return None
-    rest = b"".join((body[:at], _CUT_TOKENS_TEXT, body[end:]))
-    fields = _decoded(decode, rest) if rest.isascii() else None
+    fields = _decoded_text(decode, b"".join((body[:at], _CUT_TOKENS_TEXT, body[end:])))
     if not isinstance(fields, PromptFields) or fields.token_ids != _CUT_TOKENS:
         return None
     fields.token_ids = tokens

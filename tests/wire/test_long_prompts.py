@@ -91,6 +91,8 @@ members = st.one_of(
     st.builds('"x":{}'.format, st.sampled_from(["[" * 3000, "[" * 2000 + "]" * 2000])),
     st.just('"mm_routing_info":{"routing_token_ids":[1,2,3,4]}'),
     st.builds('"{}":"{}"'.format, st.just("pad"), st.sampled_from(["x" * 600, "x" * 5000])),
+    st.builds('"x":[{}1]'.format, st.sampled_from(["1e99," * 3000, "1e-300," * 1001])),
+    st.just(f'"x":"{"e" * 200_000}"'),
 )
 bodies = st.builds(
     lambda parts, end: ("{" + ",".join(parts) + end).encode(),
@@ -140,7 +142,14 @@ HASHES = list(range(2**62, 2**62 + 300))
         pytest.param({"token_ids": HASHES}, False, id="what is no token"),
         pytest.param({"token_ids": [5] * 900}, True, id="tokens"),
         pytest.param({"x": "y" * 600, "token_ids": [5] * 900}, True, id="tokens further on"),
-        pytest.param({"block_hashes": HASHES, "x": "y" * 5000}, False, id="much beside the lists"),
+        pytest.param({"block_hashes": HASHES, "x": "y" * 5000}, True, id="much beside the lists"),
+        pytest.param(
+            {"block_hashes": HASHES, "allowed_worker_ids": HASHES}, True, id="another long list"
+        ),
+        pytest.param({"block_hashes": HASHES, "x": "y" * 2**17}, False, id="most beside the lists"),
+        pytest.param({"block_hashes": HASHES, "x": [1e-300] * 1001}, False, id="slow to read"),
+        pytest.param({"block_hashes": HASHES, "x": [1e-300] * 1000}, True, id="as slow as it may"),
+        pytest.param({"x": [1e-300] * 1001, "token_ids": [5] * 900}, False, id="slow, and tokens"),
         pytest.param({"block_hashes": HASHES, "lora_name": "é"}, False, id="more than ASCII"),
         pytest.param({"x": {"block_hashes": HASHES}}, False, id="another field's part"),
         pytest.param({"block_hashes": [HASHES]}, False, id="a list in a list"),
