@@ -114,7 +114,7 @@ def slot_tracker_gate() -> Gate:
 def request(
     method: str,
     path: str | bytes,
-    body: bytes = b"",
+    body: bytes | bytearray = b"",
     *,
     content_type: bytes | None = JSON,
     accept: bytes | None = None,

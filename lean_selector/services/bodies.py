@@ -26,7 +26,7 @@ from lean_selector.wire.long_prompts import (
     long_binary_reader,
     long_json_reader,
 )
-from lean_selector.wire.prompt import binary_form, short_form
+from lean_selector.wire.prompt import binary_form, last_lists_reader, short_form
 from lean_selector.wire.prompt_fields import PromptFields
 
 Query = dict[str, str]
@@ -92,7 +92,10 @@ def _prompt_reader(
                 return read_binary(request)
             _check_kind(request)
         if len(request.body) < LONG_PROMPT_BYTES:
-            return _read_json(decode_short, request.body)
+            try:
+                return _read_json(decode_short, request.body)
+            except msgspec.ValidationError:  # maybe of a list that a later key replaces
+                return _read_json(decode, request.body)
         fields = read_long(request.body)
         return _read_json(decode, request.body) if fields is None else fields
 
@@ -104,6 +107,7 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
+    read_last_lists = last_lists_reader(body_type)
 
     def read(request: Request) -> T:
         if request.body_too_large:
@@ -115,7 +119,10 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
         try:
             return decode(request.body)
         except msgspec.ValidationError:
-            raise
+            fields = read_last_lists(request.body)
+            if fields is None:
+                raise
+            return fields
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_parsed("MessagePack", error) from None
 
