@@ -16,7 +16,7 @@ _PREFIX = "init_"
 def form() -> str:
     """`pure` or `compiled`, or how many modules are compiled where only some are.
 
-    Some are when sources lie over a compiled installation, as with a changed path of modules.
+    Only some are where the libraries of others are gone, and their sources lie beside those.
     """
     names = compiled_modules()
     compiled = sum(map(_is_compiled, names))
