@@ -68,7 +68,6 @@ _OTHER_NAMES: Final = {
     "ttft_seconds": "ttft_ms",
     "cached": "cached_tokens",
 }
-REPORT: Final = "/workers/{worker_id}/report"
 BODY_FIELDS: Final = {
     "/select": frozenset(SelectRequest.__struct_fields__),
     "/select_and_reserve": frozenset(SelectAndReserveRequest.__struct_fields__),
@@ -77,7 +76,7 @@ BODY_FIELDS: Final = {
     "/overlap_scores": frozenset(ProjectionRequest.__struct_fields__),
     "/workers": frozenset(WorkerRequest.__struct_fields__),
     "/workers/{worker_id}": frozenset(WorkerPatch.__struct_fields__),
-    REPORT: frozenset(WorkerReport.__struct_fields__),
+    "/workers/{worker_id}/report": frozenset(WorkerReport.__struct_fields__),
 }
 BODY_FIELDS_16: Final = {
     "/select": frozenset(SelectRequest16.__struct_fields__),
@@ -87,7 +86,7 @@ BODY_FIELDS_16: Final = {
     "/overlap_scores": frozenset(ProjectionRequest16.__struct_fields__),
     "/workers": frozenset(WorkerRequest16.__struct_fields__),
     "/workers/{worker_id}": frozenset(WorkerPatch16.__struct_fields__),
-    REPORT: frozenset(WorkerReport.__struct_fields__),
+    "/workers/{worker_id}/report": frozenset(WorkerReport.__struct_fields__),
 }
 _NO_FIELDS: Final = frozenset[str]()
 _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -22,7 +22,7 @@ from lean_selector.services.gate import (
     with_param_and_body,
     with_query,
 )
-from lean_selector.services.helpful_headers import BODY_FIELDS, REPORT, warning_of_fields
+from lean_selector.services.helpful_headers import BODY_FIELDS, warning_of_fields
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
 from lean_selector.services.registration_warnings import Sources, registration_warnings
 from lean_selector.services.replies import Reply, Standing
@@ -64,13 +64,16 @@ class WorkerHandlers(ReplicaHandlers):
 
     def worker_routes(self) -> tuple[Route, ...]:
         """The routes whose bodies and answers are the same in every dialect."""
-        report = with_param_and_body(worker_id_param, WorkerReport, self.report)
+        report = warning_of_fields(
+            BODY_FIELDS["/workers/{worker_id}/report"],
+            with_param_and_body(worker_id_param, WorkerReport, self.report),
+        )
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
             ("GET", "/ready", OPEN, Abridged(plain(self.ready), plain(self.ready_in_brief))),
             ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
             ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
-            ("POST", REPORT, WRITE, warning_of_fields(BODY_FIELDS[REPORT], report)),
+            ("POST", "/workers/{worker_id}/report", WRITE, report),
         )
 
     # -- what a dialect says otherwise ---------------------------------------------------------

@@ -29,11 +29,14 @@ def declared() -> Iterator[tuple[str, str, str]]:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Tuple) and len(node.elts) == 4:  # as in services/gate.py
-                method, template = (
-                    each.value if isinstance(each, ast.Constant) else None for each in node.elts[:2]
-                )
-                if method in METHODS and isinstance(template, str) and template[:1] == "/":
-                    yield str(method), template, where
+                method, template = map(written, node.elts[:2])
+                if method in METHODS:
+                    yield method, template, where
+
+
+def written(node: ast.expr) -> str:
+    """A literal as it is; what is not one as the source has it, which no description is of."""
+    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
 
 
 ROUTES = list(declared())
