@@ -4,6 +4,7 @@ What the service does with sets of ranks is held to this. It takes loads and mat
 are kept, and nothing else from the code that it judges but the terms of the formula.
 """
 
+import math
 import random
 
 from lean_selector.core.errors import AllWorkersBusy
@@ -89,23 +90,27 @@ def rank_costs(
     for (worker, load), active in zip(ranks, tokens, strict=True):
         match = matches.get(load.key, Matched(0))
         cached = cached_tokens(terms, match, block_size)
-        raw = isl - min(isl, cached) + cached
-        if terms.track_prefill:
-            raw += active
-        elif not terms.prices_untracked:
-            raw = 0
+        raw = active + isl - min(isl, cached) + cached if terms.track_prefill else 0
         decay = credit_decay(terms, active - min(tokens), isl, block_size)
-        standing = load.active_decode_blocks + terms.request_weight * load.active_requests
-        prefill = terms.scale * max(0.0, raw / block_size - credit_blocks(terms, decay, match))
+        credit = credit_blocks(terms, decay, match)
+        requests = terms.request_weight * load.active_requests
+        standing = load.active_decode_blocks + requests
+        prefill = terms.scale * max(0.0, raw / block_size - credit)
         weight = 0.0
         for name, value in preferred.items():
             if name in worker.taints:
                 weight += value
         factor = taint_factor(weight)
         new: float = prompt.charged_blocks - prefixes.get(load.key, 0)
+        off, least = 0.0, -math.inf
+        if terms.credits_untracked and not terms.track_prefill:
+            off = credit
+            if new < off:  # of the blocks none may be left
+                least = requests
         if load.mask & request.favoured:
             new = favoured_blocks(new, request.bonus_blocks, factor)
-        costs.append((prefill + (standing + new)) * factor)
+            least = favoured_blocks(least, request.bonus_blocks, factor)
+        costs.append((prefill + max(standing + new - off, least)) * factor)
     return costs
 
 

@@ -51,7 +51,7 @@ class Fixed(random.Random):
 class RankState(msgspec.Struct, frozen=True):
     """How a rank stands: blocks that are active, on the prompt's path or not; prefill tokens, and
     in how many seconds they are expected to be done; blocks of the prompt on each tier, and those
-    that are believed to be on the device, if anything is."""
+    that are believed to be on the device, if anything is; and requests without any block."""
 
     active: int
     shares: bool
@@ -61,6 +61,7 @@ class RankState(msgspec.Struct, frozen=True):
     host: int
     disk: int
     believed: int = 0
+    empty: int = 0
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -96,6 +97,8 @@ class Fleet(msgspec.Struct, frozen=True):
                 0.0,
                 prefill_duration_s=state.lasts,
             )
+            for empty in range(state.empty):
+                book(partition.slots, f"e{number}/{empty}", worker_id, dp_rank, b"", 0, 0.0)
             held = 0
             for tier, blocks in enumerate((state.device, state.host, state.disk)):
                 parent = PATH[held - 1] if held else None
@@ -121,6 +124,7 @@ rank_states = st.builds(
     host=st.integers(0, 2),
     disk=st.integers(0, 2),
     believed=st.just(0) | st.integers(0, 7),
+    empty=st.sampled_from([0, 0, 1, 2]),
 )
 steady_states = rank_states.map(lambda state: msgspec.structs.replace(state, lasts=None))
 taint_sets = st.frozensets(st.sampled_from("abc"))
@@ -151,7 +155,7 @@ routers = st.builds(
     RouterSettings,
     use_kv_events=st.just(False),
     prefill_load_scale=scales,
-    overlap_score_credit=st.sampled_from([0.0, 0.3, 1.0]),
+    overlap_score_credit=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     overlap_score_credit_decay=st.sampled_from([0.0, 0.0, 0.4, 3.0]),
     temperature=st.sampled_from([0.0, 0.0, 0.1, 1.0, 5e-324]),
     track_prefill_tokens=st.sampled_from([True, True, False]),
@@ -159,6 +163,9 @@ routers = st.builds(
     host_weight=st.sampled_from([0.75, 0.0, 1.0, 0.1]),
     disk_weight=st.sampled_from([0.25, 0.0, 1.0, 0.7]),
     dialect=st.sampled_from([API_1_3, API_1_3, API_1_6]),
+)
+untracked = routers.map(
+    lambda router: msgspec.structs.replace(router, dialect=API_1_6, track_prefill_tokens=False)
 )
 weights = st.sampled_from([0.1, 0.3, -0.7, 5.0, float("inf"), float("-inf")])
 options = st.fixed_dictionaries(
@@ -204,6 +211,18 @@ def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(making, "_LOOKS_PER_RANK", looks)
         hold_each_rank_to_the_model(fleet, router, changes, scale, isl_tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(fleet=fleets, router=untracked, changes=options, isl_tokens=st.integers(0, 400))
+def test_so_they_are_where_what_is_cached_is_taken_off_the_blocks(
+    fleet: Fleet, router: RouterSettings, changes: dict[str, Any], isl_tokens: int
+) -> None:
+    """Also as if no set were so small that each of its ranks is looked at."""
+    for few in (0, choice._FEW_RANKS):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(choice, "_FEW_RANKS", few)
+            hold_each_rank_to_the_model(fleet, router, changes, None, isl_tokens)
 
 
 def hold_each_rank_to_the_model(

@@ -21,6 +21,7 @@ from lean_selector.core.selection.cost import (
 )
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.settings import Terms
 
 MatchSets = list[tuple[Matched, int]]  # what ranks hold of a prompt; the sets are apart
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other
@@ -37,7 +38,7 @@ _LOOKS_PER_RANK = 8  # at a set; finding out which set a rank is in costs as muc
 class Cell:
     """Ranks for which a prompt costs the same at the same load."""
 
-    __slots__ = ("blocks", "credit", "factor", "match", "ranks", "rest", "tokens")
+    __slots__ = ("blocks", "credit", "factor", "floor", "match", "ranks", "rest", "tokens")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Cell:
         credit: float,
         blocks: float,
         factor: float,
+        floor: float = -math.inf,
     ) -> None:
         self.ranks = ranks
         self.match = match
@@ -56,21 +58,24 @@ class Cell:
         # That become active with the prompt; less what the rank of a soft session is favoured by.
         self.blocks = blocks
         self.factor = factor  # of the taints
+        self.floor = floor  # to which a credit may lower the standing load and the blocks
         # What the prompt alone costs there, or less; without the factor.
         self.rest = pricing.scale * (tokens / pricing.block_size - credit) + blocks
+        if pricing.credits_blocks:
+            self.rest -= credit
 
 
 class Pricing:
     """The cost of one request on a rank of a cell, by its load: the last line of `cost`."""
 
     __slots__ = (
-        "_counts_waiting",
         "_decays",
         "_is_plain",
         "_isl",
         "_least_tokens",
         "_terms",
         "block_size",
+        "credits_blocks",
         "reach",
         "scale",
         "slope",
@@ -86,17 +91,13 @@ class Pricing:
         self._decays = terms.decay > 0.0 and terms.track_prefill
         self._least_tokens = order.least_tokens(ranks, now) if self._decays else 0
         self.block_size = partition.block_size
-        # Prefill that is not tracked is none: max(0, 0 - credit) is 0, whatever the scale; or it is
-        # that of the prompt alone.
-        prices = terms.track_prefill or terms.prices_untracked
-        self.scale = scale = terms.scale if prices else 0.0
-        self._counts_waiting = terms.track_prefill or not prices
-        self._is_plain = self._counts_waiting and not self._decays
+        # Prefill that is not tracked is none: max(0, 0 - credit) is 0, whatever the scale.
+        self.scale = scale = terms.scale if terms.track_prefill else 0.0
+        self.credits_blocks = terms.credits_untracked and not terms.track_prefill
+        self._is_plain = not self._decays and not self.credits_blocks
         # A load that has `key` in the order costs slope * key or more, and reach * key or less.
         self.slope = self.reach = 1.0
-        if not self._counts_waiting:
-            self.slope = 0.0
-        elif scale < order.scale:
+        if scale < order.scale:
             self.slope = scale / order.scale
         elif scale > order.scale:
             self.reach = scale / order.scale if order.scale else math.inf
@@ -105,9 +106,10 @@ class Pricing:
         """On a rank with so many prefill tokens and such a standing load."""
         credit, block_size = cell.credit, self.block_size
         if not self._is_plain:
-            if not self._counts_waiting:
-                tokens = 0
-            elif cell.match.device:
+            if self.credits_blocks:
+                load = standing + cell.blocks - credit
+                return (cell.floor if load < cell.floor else load) * cell.factor
+            if cell.match.device:
                 waiting = tokens - self._least_tokens
                 decay = credit_decay(self._terms, waiting, self._isl, block_size)
                 credit = credit_blocks(self._terms, decay, cell.match)
@@ -125,12 +127,16 @@ class Pricing:
     def below(self, cell: Cell, most: float) -> float:
         """What reach * key of a rank must not fall short of if the rank is to cost `most` at least.
         Not a number where that cannot be told."""
+        if most < cell.floor * cell.factor:
+            return -math.inf  # whatever the load
         most /= cell.factor
         credit = cell.credit
         if self._decays:
             credit -= self._terms.credit * cell.match.device  # all of it may have decayed
         prefill = max(0.0, cell.tokens / self.block_size - credit)
         rest = self.scale * prefill + cell.blocks
+        if self.credits_blocks:
+            rest -= credit
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
@@ -310,7 +316,33 @@ def cells(
             for factor, having in groups if members is None else met(groups, members, alike):
                 if here := alike & having:
                     found.append(Cell(pricing, here, match, tokens, credit, new_blocks, factor))
+    if pricing.credits_blocks:
+        found = _crediting(found, pricing, partition, terms)
     return _favouring(found, pricing, request) if request.favoured else found
+
+
+def _crediting(
+    found: list[Cell], pricing: Pricing, partition: Partition, terms: Terms
+) -> list[Cell]:
+    """The same, where a credit is taken off the blocks: down to none, but off no request's weight,
+    so cells that it may lower to that are of ranks with equally many requests."""
+    order, weight = partition.order, terms.request_weight
+    divided: list[Cell] = []
+    for cell in found:
+        if cell.credit <= cell.blocks:
+            divided.append(cell)
+            continue
+        alike = {0: cell.ranks}
+        if weight:
+            alike = {}
+            for bit in bits_of(cell.ranks):
+                requests = order.rank(bit).active_requests
+                alike[requests] = alike.get(requests, 0) | 1 << bit
+        match, tokens, credit, blocks = cell.match, cell.tokens, cell.credit, cell.blocks
+        for requests, ranks in alike.items():
+            floor = weight * requests
+            divided.append(Cell(pricing, ranks, match, tokens, credit, blocks, cell.factor, floor))
+    return divided
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
@@ -320,9 +352,11 @@ def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -
     for cell in found:
         inside = cell.ranks & favoured
         if inside:
-            blocks = favoured_blocks(cell.blocks, bonus, cell.factor)
+            factor = cell.factor
+            blocks = favoured_blocks(cell.blocks, bonus, factor)
+            floor = favoured_blocks(cell.floor, bonus, factor)
             divided.append(
-                Cell(pricing, inside, cell.match, cell.tokens, cell.credit, blocks, cell.factor)
+                Cell(pricing, inside, cell.match, cell.tokens, cell.credit, blocks, factor, floor)
             )
         cell.ranks ^= inside
         if cell.ranks:

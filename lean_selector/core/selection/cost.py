@@ -2,13 +2,16 @@
 
     cached   = round((device + Wh host + Wd disk) * block_size)        tokens, half away from 0
     uncached = isl - min(isl, cached)
-    raw      = active_prefill + uncached + cached; when prefill is not tracked 0, in the 1.6 dialect
-               uncached + cached
+    raw      = active_prefill + uncached + cached
     decay    = 1 / (1 + D * waiting blocks / prompt blocks), of the rank above the least loaded one
     credit   = C * decay * device + Wh host + Wd disk                   blocks
-    decode   = active_blocks + new_blocks + Wr * active_requests        blocks
-    cost     = (S * max(0, raw / block_size - credit) + decode) * taint factor
+    blocks   = active_blocks + new_blocks
+    prefill  = S * max(0, raw / block_size - credit)
+    cost     = (prefill + blocks + Wr * active_requests) * taint factor
                - bonus, on the rank that a soft session is bound to
+
+Where prefill is not tracked there is none, and decay is 1; in the 1.6 dialect blocks are then
+max(0, active_blocks + new_blocks - credit).
 
 Wh is 0.75, Wd 0.25 and Wr 0 where nothing else is said. All in f64. The lowest cost wins, equal
 ones are drawn uniformly over ranks; with a temperature the draw is a softmax over the costs scaled

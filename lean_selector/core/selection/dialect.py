@@ -14,7 +14,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     group_word: str  # what texts call the second half of a partition's name
     claims_ids: bool  # an id is taken from the moment its request arrives; its 409 says no more
-    prices_untracked: bool  # a prompt whose prefill is not tracked costs what it has to prefill
+    credits_untracked: bool  # where prefill is not tracked, a credit is taken off the blocks
     replays_one_rank_only: bool  # a `replay_endpoint` is refused for workers of several ranks
 
     def scope(self, model_name: str, tenant_id: str) -> str:
@@ -26,14 +26,14 @@ API_1_3 = Dialect(
     name="1.3",
     group_word="tenant",
     claims_ids=False,
-    prices_untracked=False,
+    credits_untracked=False,
     replays_one_rank_only=False,
 )
 API_1_6 = Dialect(
     name="1.6",
     group_word="routing_group",
     claims_ids=True,
-    prices_untracked=True,
+    credits_untracked=True,
     replays_one_rank_only=True,
 )
 DIALECTS = {dialect.name: dialect for dialect in (API_1_3, API_1_6)}

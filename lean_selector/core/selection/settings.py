@@ -121,5 +121,5 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     host_weight: float = HOST_WEIGHT
     disk_weight: float = DISK_WEIGHT
     request_weight: float = 0.0
-    # Where prefill is not tracked: the prompt's own counts all the same, what waits does not.
-    prices_untracked: bool = False
+    # Where prefill is not tracked: what is cached is taken off the blocks that the rank would have.
+    credits_untracked: bool = False

@@ -13,7 +13,7 @@ def terms(settings: RouterSettings) -> Terms:
         settings.host_weight,
         settings.disk_weight,
         settings.active_request_weight,
-        settings.dialect.prices_untracked,
+        settings.dialect.credits_untracked,
     )
 
 
@@ -35,5 +35,5 @@ def overridden(base: Terms, override: RouterOverride) -> Terms:
         base.host_weight,
         base.disk_weight,
         base.request_weight,
-        base.prices_untracked,
+        base.credits_untracked,
     )

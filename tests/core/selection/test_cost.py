@@ -102,7 +102,7 @@ def test_terms_are_those_of_the_router_each_in_its_place() -> None:
         active_request_weight=0.7,
     )
     assert terms(settings) == Terms(
-        0.1, 0.2, 0.3, 0.4, False, 0.5, 0.6, 0.7, settings.dialect.prices_untracked
+        0.1, 0.2, 0.3, 0.4, False, 0.5, 0.6, 0.7, settings.dialect.credits_untracked
     )
 
 
@@ -133,11 +133,11 @@ def test_an_override_changes_what_it_names_alone(
     assert overridden(BASE, override) == msgspec.structs.replace(BASE, **changed)
 
 
-def test_the_terms_know_what_the_dialect_prices() -> None:
+def test_the_terms_know_what_the_dialect_credits() -> None:
     for dialect in (API_1_3, API_1_6):
         settings = RouterSettings(dialect=dialect)
-        assert terms(settings).prices_untracked == dialect.prices_untracked
-    assert API_1_3.prices_untracked != API_1_6.prices_untracked
+        assert terms(settings).credits_untracked == dialect.credits_untracked
+    assert API_1_3.credits_untracked != API_1_6.credits_untracked
 
 
 def test_preferred_taints_count_where_a_rank_is_to_be_chosen() -> None:

@@ -1,0 +1,128 @@
+"""The cost where prefill is not tracked: of 1.3 the blocks alone, of 1.6 less what is cached.
+
+The numbers of 1.6 are those that 1.6.1 logs of the same bookings (`logit=`).
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from lean_selector.core.selection.cells import Pricing, cells, match_sets
+from lean_selector.core.selection.choice import dearest
+from lean_selector.core.selection.dialect import API_1_3, API_1_6
+from lean_selector.core.selection.records import EXPLANATION, Explanation, Placement
+from lean_selector.core.sessions.settings import SessionSettings
+from tests.driven_selector import DrivenSelector, pack
+
+PROMPT = list(range(1, 13))
+
+
+def untracked(**settings: Any) -> DrivenSelector:
+    terms = {
+        "dialect": API_1_6,
+        "ttl_s": 120.0,
+        "overlap_score_credit": 1.7,
+        "prefill_load_scale": 0.7,
+        "active_request_weight": 1.5,
+        "track_prefill_tokens": False,
+    }
+    return DrivenSelector(**{**terms, **settings})
+
+
+def three_workers(**settings: Any) -> DrivenSelector:
+    """Worker 1 is believed to hold all of the prompt, worker 3 runs half of it."""
+    driven = untracked(**settings)
+    for worker_id in (1, 2, 3):
+        driven.register(worker_id, taints=frozenset({"c"} if worker_id == 3 else ()))
+    driven.book("gone", hashes=PROMPT, pin=(1, 0))
+    driven.selector.free("gone", driven.now)
+    driven.book("a", hashes=[71, 72], pin=(1, 0))
+    driven.book("b", hashes=[81], pin=(1, 0))
+    driven.book("c", hashes=[91, 92], pin=(2, 0))
+    driven.book("d", hashes=PROMPT[:6], pin=(3, 0))
+    return driven
+
+
+def explained(driven: DrivenSelector, **changes: Any) -> Explanation:
+    request = driven.request(PROMPT, 4 * len(PROMPT), adds=EXPLANATION, **changes)
+    answer = driven.submit("asked", request)
+    assert isinstance(answer, Placement)
+    assert isinstance(answer.explain, Explanation)
+    return answer.explain
+
+
+def costs(driven: DrivenSelector, **changes: Any) -> dict[int, float | None]:
+    return {row.worker_id: row.cost for row in explained(driven, **changes).ranks}
+
+
+def test_in_1_6_what_is_cached_is_taken_off_the_blocks_and_off_no_requests_weight() -> None:
+    driven = three_workers()
+    plain = {1: 3.0, 2: 15.5, 3: 3.3000000000000007}
+    assert costs(driven) == plain
+    assert costs(driven, preferred_taints={"c": -1.5}) == {**plain, 3: 8.15858479636775}
+
+
+def test_so_it_is_for_a_request_that_says_so_itself() -> None:
+    driven = three_workers(track_prefill_tokens=True)
+    for name in "abcd":
+        driven.selector.prefill_complete(name, driven.now)
+    tracked = costs(driven)
+    terms = msgspec.structs.replace(driven.selector.terms, track_prefill=False)
+    assert costs(driven, terms=terms) == {1: 3.0, 2: 15.5, 3: 3.3000000000000007}
+    assert tracked == {1: 3 + 12 + 3.0, 2: 0.7 * 12 + 2 + 12 + 1.5, 3: 0.7 * 1.8 + 12 + 1.5}
+
+
+def test_in_1_3_it_saves_nothing() -> None:
+    driven = three_workers(dialect=API_1_3)
+    assert costs(driven) == {1: 3 + 12 + 3.0, 2: 2 + 12 + 1.5, 3: 12 + 1.5}
+
+
+def test_without_a_weight_for_requests_all_blocks_may_be_taken_off() -> None:
+    driven = three_workers(active_request_weight=0.0)
+    assert costs(driven) == {1: 0.0, 2: 14.0, 3: 1.8000000000000007}
+
+
+def test_a_soft_session_takes_its_bonus_off_what_is_left() -> None:
+    sessions = SessionSettings(ttl_s=60.0, is_soft=True, bonus_blocks=64.0)
+    driven = three_workers(sessions=sessions)
+    driven.book("mine", hashes=[61], allowed=[1], session_id="s")
+    assert costs(driven, session_id="s") == {1: 4.5 - 64.0, 2: 15.5, 3: 3.3000000000000007}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_large_fleet_that_holds_all_of_a_prompt_is_told_apart_by_its_requests(
+    temperature: float,
+) -> None:
+    """More ranks than are looked at one by one."""
+    driven = untracked(temperature=temperature)
+    for worker_id in range(1, 33):
+        driven.register(worker_id)
+        driven.book(f"p{worker_id}", hashes=PROMPT, pin=(worker_id, 0))
+        driven.selector.free(f"p{worker_id}", driven.now)
+        for number in range(1 + worker_id % 3):
+            driven.book(f"{worker_id}/{number}", hashes=[1000 + number], pin=(worker_id, 0))
+    why = explained(driven)
+    assert {row.worker_id: row.cost for row in why.ranks} == {
+        worker_id: 1.5 * (1 + worker_id % 3) for worker_id in range(1, 33)
+    }
+    if not temperature:
+        assert (why.tied_ranks, why.drawn) == (10, "uniform_tie")
+
+
+def test_the_dearest_of_them_is_found_where_nothing_but_the_requests_weight_is_left() -> None:
+    """It costs more than the others although its load, less what is cached, is below theirs."""
+    driven = untracked()
+    for worker_id in range(1, 21):
+        driven.register(worker_id)
+        driven.book(f"p{worker_id}", hashes=PROMPT, pin=(worker_id, 0))
+        driven.selector.free(f"p{worker_id}", driven.now)
+        for number in range(1 + worker_id % 2):
+            driven.book(f"{worker_id}/{number}", hashes=[1000 + number], pin=(worker_id, 0))
+    partition = driven.partition
+    request = driven.request(PROMPT, 4 * len(PROMPT))
+    ranks = partition.everyone
+    pricing = Pricing(partition, request, ranks, driven.now)
+    found = cells(partition, request, pricing, ranks, match_sets(partition, pack(PROMPT)))
+    for each in (found, found[::-1]):
+        assert dearest(partition.order, pricing, each, driven.now) == 3.0
