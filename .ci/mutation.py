@@ -63,7 +63,10 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/core/index/test_holes.py", f"--deselect={REVIEWED_BY_MANY}"],
     ),
     "lower": (
-        [f"{CORE}/index/{name}.py" for name in ("lower_matches", "lower_tiers")],
+        [
+            f"{CORE}/index/continuations.py",
+            *(f"{CORE}/index/lower_{name}.py" for name in ("edges", "matches", "tiers")),
+        ],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("lower_tiers", "kv_index")),
             f"--deselect={LONG_STORY}",
@@ -89,7 +92,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py"],
     ),
     "device": (
-        [f"{CORE}/index/device_tier.py"],
+        [f"{CORE}/index/device_tier.py", f"{CORE}/index/odd_names.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("device_tier", "kv_index")),
             f"--deselect={LONG_STORY}",

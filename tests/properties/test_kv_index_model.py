@@ -190,18 +190,29 @@ def held_paths(index: KvIndex, key: tuple[int, int]) -> set[Path]:
     return paths
 
 
-def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set[Path]) -> None:
+def check_matches(
+    index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set[Path]
+) -> None:
     for prompt in prompts:
         expected = {key: hit for key, model in models.items() if (hit := model.match(prompt))}
         assert index.match(as_bytes(prompt)) == expected, prompt
         sets, extended = index.match_sets(as_bytes(prompt))
-        assert extended == {key: hit for key, hit in expected.items() if hit.host or hit.disk}
-        alike = {key: hit.device for key, hit in expected.items() if key not in extended}
         keys = index.bits.keys
+        going_on = [(keys[bit], hit) for hit, mask in extended for bit in bits_of(mask)]
+        beyond = {key: hit for key, hit in expected.items() if hit.host or hit.disk}
+        assert len(going_on) == len(beyond)
+        assert dict(going_on) == beyond
+        assert all(mask for _, mask in extended)
+        assert len({hit for hit, _ in extended}) == len(extended)
+        alike = {key: hit.device for key, hit in expected.items() if key not in beyond}
         assert all(mask for _, mask in sets)
         pairs = [(keys[bit], blocks) for blocks, mask in sets for bit in bits_of(mask)]
         assert len(pairs) == len(alike)
         assert dict(pairs) == alike
+
+
+def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set[Path]) -> None:
+    check_matches(index, models, prompts)
     assert index.total_blocks == sum(model.blocks() for model in models.values())
     assert index.ranks() == sorted(key for key, model in models.items() if model.blocks())
     for key, model in models.items():
@@ -210,13 +221,12 @@ def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set
 
 
 def is_pristine(index: KvIndex) -> bool:
-    trie, continuations = index._device.trie, index._lower_matches._continuations
-    if (
-        continuations._ranks
-        or continuations._again
-        or index._lower_matches._bits
-        or index._dp_ranks
-    ):
+    trie, lower = index._device.trie, index._lower_matches
+    if lower._continuations._ranks or lower._continuations._again:
+        return False
+    if any(held._edges or held._odd or held._held or held.doubtful for held in lower._tiers):
+        return False
+    if lower._bits or lower._dismantled or index._dp_ranks or len(index._device._odd):
         return False
     if index._device._swept or index._device._reborn or index._sweeps:
         return False

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.matched import Matched
+from lean_selector.core.index.odd_names import OddNames
 from lean_selector.core.index.runs import (
     MAX_STRANDS,
     POSITION_BITS,
+    POSITION_MASK,
     STRAND_BLOCKS,
     Run,
     RunTrie,
@@ -25,6 +27,8 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 _MAX_OTHERS_TO_GROW = 2
 _TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are worth cutting off
 _MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
+_MAX_COMPARED = 8  # ranks that are looked at for one to compare names with
+_MAX_PARTS = 64  # the same for holders of a part of a run
 
 
 class DeviceRank:
@@ -42,7 +46,17 @@ class DeviceRank:
 class DeviceTier:
     """All ranks' device blocks of one partition."""
 
-    __slots__ = ("_all", "_bits", "_by_bit", "_keys", "_new_names", "_reborn", "_swept", "trie")
+    __slots__ = (
+        "_all",
+        "_bits",
+        "_by_bit",
+        "_keys",
+        "_new_names",
+        "_odd",
+        "_reborn",
+        "_swept",
+        "trie",
+    )
 
     def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
         self._new_names = new_names
@@ -51,6 +65,7 @@ class DeviceTier:
         self._by_bit: list[DeviceRank | None] = []
         self._all = 0  # the bits in use
         self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
+        self._odd = OddNames()
         # By bit, the retired records that are being swept. Until that is done, a run may have the
         # rank's bit from before. A rank that has been admitted again meanwhile is in `_reborn`: it
         # holds blocks in just the strands of its rows, so a bit in another strand is an old one.
@@ -97,6 +112,7 @@ class DeviceTier:
         while names.rows:
             strand, _ = names.rows.popitem()
             if self.rank_in(strand, bit) is None:
+                self._odd.forget(strand, bit)
                 self._settle(bit, strand)
             yield
         yield from names.dismantled()
@@ -148,7 +164,7 @@ class DeviceTier:
         """Sets of ranks, as `match_sets` finds them, rank by rank."""
         result: dict[RankKey, Matched] = {}
         for blocks, mask in sets:
-            result.update(dict.fromkeys(self._keys_of(mask), Matched(blocks)))
+            result.update(dict.fromkeys(self.keys_of(mask), Matched(blocks)))
         return result
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
@@ -160,7 +176,8 @@ class DeviceTier:
             self._settle_along(local_hashes)
         return self.trie.match_sets(self._all, local_hashes)
 
-    def _keys_of(self, bits: int) -> tuple[RankKey, ...]:
+    def keys_of(self, bits: int) -> tuple[RankKey, ...]:
+        """The ranks of a set."""
         keys = self._keys.get(bits)
         if keys is None:
             if len(self._keys) >= _MAX_CACHED_MASKS:
@@ -170,15 +187,29 @@ class DeviceTier:
             )
         return keys
 
-    def last_name(self, rank: DeviceRank, path: list[Run], blocks: int) -> bytes:
-        """The rank's name of the last of the `blocks` that it holds along `path`."""
+    def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
+        """What these ranks call the last of the `blocks` that all of them hold along `path`: each
+        name, and the set of those that use it."""
         last = blocks - 1
-        for run in path:
+        for run in path:  # pragma: no branch: no rank matches more than the path has
             length = len(run.label) >> 3
             if last < length:
-                return rank.names.name_at(run.strand << POSITION_BITS | run.start + last)
+                break
             last -= length
-        raise AssertionError("no rank matches more than the path has")
+        place = run.strand << POSITION_BITS | run.start + last
+        odd = ranks & self._odd.of(run.strand)
+        alike, found = ranks ^ odd, dict[bytes, int]()
+        if alike:
+            found[self._name_at(alike.bit_length() - 1, place)] = alike
+        for bit in bits_of(odd):
+            name = self._name_at(bit, place)
+            found[name] = found.get(name, 0) | 1 << bit
+        return list(found.items())
+
+    def _name_at(self, bit: int, place: int) -> bytes:
+        rank = self._by_bit[bit]
+        assert rank is not None
+        return rank.names.name_at(place)
 
     def store(self, rank: DeviceRank, parent: int, names: bytes, local: bytes) -> None:
         """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
@@ -275,7 +306,56 @@ class DeviceTier:
                 elif rank.names.name_at(place + at) != name:
                     rank.names.alias(place + at, int.from_bytes(name, "little"))
         if both != span:
+            self._compare(rank, run, span, place)
             run.set_held(rank.bit, held | span)
+
+    def _compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
+        """Note whether the rank calls the blocks of this span of a run, which it had not all, as
+        others do. One that holds all of them speaks for all that are not odd. Where that is not
+        told soon, the rank is taken for odd."""
+        strand, bit = run.strand, rank.bit
+        mine = 1 << bit
+        odd = self._odd.of(strand)
+        if odd & mine:
+            return
+        others = run.whole & self._all & ~(odd | mine)
+        for _ in range(_MAX_COMPARED):
+            if not others:
+                if not self._agrees_with_parts(rank, run, span, place):
+                    break
+                return
+            other = self.rank_in(strand, others.bit_length() - 1)
+            if other is not None:
+                if not _name_alike(rank, other, place, span.bit_count()):
+                    break
+                return
+            others ^= 1 << (others.bit_length() - 1)  # from before it was retired
+        self._odd.add(strand, bit)
+
+    def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
+        """The same where nobody else holds all of the run."""
+        partial, mine = run.partial, 1 << rank.bit
+        if partial is None or (len(partial) == 1 and rank.bit in partial):
+            return True
+        ours = self._all & ~(self._odd.of(run.strand) | mine)
+        longest, lead = rank, 0
+        for leading, mask in run.leads():
+            if leading > lead and mask & ours:
+                other = self.rank_in(run.strand, (mask & ours).bit_length() - 1)
+                if other is not None:
+                    longest, lead = other, leading
+        told = span & (1 << lead) - 1
+        if told and not _name_alike(rank, longest, place, told.bit_count()):
+            return False
+        left = span ^ told
+        if not left:
+            return True
+        if len(partial) > _MAX_PARTS:
+            return False
+        for bit, held in partial.items():
+            if held & left and ours >> bit & 1 and self.rank_in(run.strand, bit) is not None:
+                return False  # behind a hole
+        return True
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
         """Drop the blocks with these names, 8 bytes each; returns how many there were."""
@@ -303,7 +383,10 @@ class DeviceTier:
         rank.blocks -= gone.bit_count()
         run.set_held(rank.bit, held)
         if not held:
-            rank.names.cut_row(run.strand, self._held_end(rank, run.strand))
+            end = self._held_end(rank, run.strand)
+            rank.names.cut_row(run.strand, end)
+            if not end:
+                self._odd.forget(run.strand, rank.bit)
             self.trie.prune(run)
         elif not run.whole and held.bit_length() << 4 <= len(run.label):
             self._trim(run)
@@ -374,3 +457,10 @@ class DeviceTier:
                 rank.names.discard(strand << POSITION_BITS | run.start + position)
             self._drop_blocks(rank, run, sum(1 << position for position in places))
             blocks -= len(places)
+
+
+def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
+    """Whether two ranks call so many blocks from `place` on the same."""
+    strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+    end = start + (blocks << 3)
+    return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]

@@ -117,25 +117,26 @@ class KvIndex:
         sets, path = self._device.match_sets(local_hashes)
         result = self._device.by_rank(sets)
         if self._lower:
-            result.update(self._lower_matches.extended(sets, path, local_hashes))
+            for match, ranks in self._lower_matches.extended(sets, path, local_hashes):
+                result.update(dict.fromkeys(self._device.keys_of(ranks), match))
         return result
 
     def match_sets(
         self, local_hashes: bytes
-    ) -> tuple[list[tuple[int, int]], dict[RankKey, Matched]]:
-        """The same as sets of ranks (`bits`) that hold equally many leading blocks on the device.
+    ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
+        """The same as sets of ranks (`bits`) that hold equally many leading blocks on the device,
+        and sets of those that hold the same where a lower tier goes on.
 
-        The sets are apart, none is empty, and they leave out the ranks in the dict: those for which
-        a lower tier goes on.
+        All of the sets are apart, and none is empty.
         """
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
-            return sets, {}
+            return sets, []
         extended = self._lower_matches.extended(sets, path, local_hashes)
         if extended:
             apart = 0
-            for key in extended:
-                apart |= 1 << self._ranks[key].device.bit
+            for _, ranks in extended:
+                apart |= ranks
             sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
         return sets, extended
 
@@ -242,8 +243,8 @@ class KvIndex:
             if rank is not None:
                 dropped += rank.blocks()
                 self._until_review -= rank.device.blocks
-                sweeps += [held.dismantled() for held in rank.lower]
-                rank.lower = []
+                if rank.lower:
+                    sweeps.append(self._lower_matches.retire(rank))
                 self._forget(key, rank)
                 sweeps.append(self._device.retire(rank.device))
         if sweeps:
@@ -383,7 +384,6 @@ class KvIndex:
             return
         if any(rank.lower):
             return
-        rank.lower = []
         if rank.device.blocks:
             self._lower_matches.release(rank)
         else:

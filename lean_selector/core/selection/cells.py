@@ -156,7 +156,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
     found = [(Matched(blocks), ranks) for blocks, ranks in sets]
     found.reverse()
     if extended:
-        found = [*as_sets(partition, extended), *found]
+        found = [*extended, *found]
     if partition.predicted is not None:
         found = _raised(found, partition.predicted.match_sets(local_hashes)[0])
     return found

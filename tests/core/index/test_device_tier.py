@@ -21,6 +21,7 @@ from lean_selector.core.index.matched import Matched
 from lean_selector.core.index.own_hashes import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.rank_bits import RankBits, RankKey
+from tests.operations import lines_run
 
 Path = tuple[int, ...]
 KEYS: list[RankKey] = [(1, 0), (1, 1), (2, 0)]
@@ -32,9 +33,9 @@ def as_bytes(hashes: list[int] | Path) -> bytes:
     return pack(f"<{len(hashes)}Q", *hashes)
 
 
-def name_of(key: RankKey, path: Path) -> int:
-    """What the rank's engine calls the last block of a path."""
-    return int("".join(map(str, (key[0], key[1], 9, *path))))
+def name_of(seed: int, path: Path) -> int:
+    """What engines with this seed call the last block of a path."""
+    return int("".join(map(str, (seed, 9, *path))))
 
 
 class DeviceTierMachine(RuleBasedStateMachine):
@@ -45,7 +46,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
         self.bits = RankBits()
         self.tier = DeviceTier(self.bits, engine_hashes)
         self.ranks: dict[RankKey, DeviceRank] = {}
-        self.held: dict[RankKey, set[Path]] = {key: set() for key in KEYS}
+        self.held: dict[RankKey, dict[Path, int]] = {key: {} for key in KEYS}  # its first name
         self.sweeps: list[Iterator[None]] = []
 
     @rule(
@@ -53,28 +54,29 @@ class DeviceTierMachine(RuleBasedStateMachine):
         prompt=st.sampled_from(PROMPTS),
         start=st.sampled_from([0, 0, 1, 2, 4]),
         blocks=st.integers(1, DEPTH),
+        seed=st.sampled_from([1, 1, 1, 1, 2]),
     )
-    def store(self, key: RankKey, prompt: Path, start: int, blocks: int) -> None:
+    def store(self, key: RankKey, prompt: Path, start: int, blocks: int, seed: int) -> None:
         if start and prompt[:start] not in self.held[key]:
             return
         rank = self.ranks.get(key)
         if rank is None:
             rank = self.ranks[key] = self.tier.admit(key)
-        place = rank.names.find(name_of(key, prompt[:start])) if start else NOWHERE
+        place = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
         paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
-        names = [name_of(key, path) for path in paths]
+        names = [name_of(seed, path) for path in paths]
         local = as_bytes(prompt[start : start + blocks])
         self.tier.store(rank, place, as_bytes(names), local)
-        self.held[key].update(paths)
+        for path, name in zip(paths, names, strict=True):
+            self.held[key].setdefault(path, name)
 
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def remove(self, data: st.DataObject, key: RankKey) -> None:
         if key in self.ranks:
             held = sorted(self.held[key])
             gone = data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True))
-            names = [name_of(key, path) for path in gone]
+            names = [self.held[key].pop(path) for path in gone]
             assert self.tier.remove(self.ranks[key], as_bytes([*names, 7])) == len(gone)
-            self.held[key].difference_update(gone)
             self.release_if_empty(key)
 
     @rule(key=st.sampled_from(KEYS), blocks=st.integers(1, 5))
@@ -90,11 +92,10 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def drop_a_place(self, key: RankKey, data: st.DataObject) -> None:
         if key in self.ranks:
             rank, path = self.ranks[key], data.draw(st.sampled_from(sorted(self.held[key])))
-            place = rank.names.find(name_of(key, path))
+            place = rank.names.find(self.held[key].pop(path))
             strand, position = place >> POSITION_BITS, place & POSITION_MASK
             assert self.tier.held_in(rank, strand) >> position & 1
             self.tier.drop(rank, strand, 1 << position)
-            self.held[key].remove(path)
             self.release_if_empty(key)
 
     @rule()
@@ -111,7 +112,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def retire(self, key: RankKey) -> None:
         if key in self.ranks:
             self.sweeps.append(self.tier.retire(self.ranks.pop(key)))
-            self.held[key] = set()
+            self.held[key] = {}
 
     @precondition(lambda self: self.sweeps)
     @rule(steps=st.integers(1, 4))
@@ -123,7 +124,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def keep_what_is_named(self, key: RankKey) -> None:
         names = self.ranks[key].names
         self.held[key] = {
-            path for path in self.held[key] if names.find(name_of(key, path)) != NOWHERE
+            path: name for path, name in self.held[key].items() if names.find(name) != NOWHERE
         }
 
     def release_if_empty(self, key: RankKey) -> None:
@@ -142,9 +143,13 @@ class DeviceTierMachine(RuleBasedStateMachine):
             assert self.tier.by_rank(sets) == expected
             masks = [mask for _, mask in sets]
             assert sum(masks) == sum(1 << self.ranks[key].bit for key in expected)
-            for key, hit in expected.items():
-                last = self.tier.last_name(self.ranks[key], path, hit.device)
-                assert last == as_bytes([name_of(key, prompt[: hit.device])])
+            for blocks, ranks in sets:
+                alike: dict[bytes, int] = {}
+                for key in expected:
+                    if mine := ranks & 1 << self.ranks[key].bit:
+                        name = as_bytes([self.held[key][prompt[:blocks]]])
+                        alike[name] = alike.get(name, 0) | mine
+                assert dict(self.tier.last_names(ranks, path, blocks)) == alike
 
     @invariant()
     def each_block_is_in_its_place(self) -> None:
@@ -152,8 +157,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
             assert rank.blocks == len(self.held[key])
             rows = sum(self.tier.held_in(rank, strand).bit_count() for strand in rank.names.rows)
             assert rows == rank.blocks
-            for path in self.held[key]:
-                name = name_of(key, path)
+            for path, name in self.held[key].items():
                 place = rank.names.find(name)
                 assert rank.names.name_at(place) == as_bytes([name])
                 run, at = self.tier.trie.resolve(place)
@@ -170,6 +174,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
         assert not self.tier.trie.strands
         assert not self.tier.trie.root.children
         assert not self.bits.keys
+        assert not len(self.tier._odd)
 
 
 @pytest.mark.parametrize("strand_blocks", [2, 1024])
@@ -182,3 +187,171 @@ def test_the_tier_does_what_the_model_does(
     run_state_machine_as_test(
         DeviceTierMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
     )
+
+
+# What ranks call their blocks
+
+SIX = (1, 2, 3, 4, 5, 6)
+
+
+class Fleet:
+    """Ranks that store the beginning of one prompt."""
+
+    def __init__(self, ranks: int) -> None:
+        self.tier = DeviceTier(RankBits(), engine_hashes)
+        self.ranks = [self.tier.admit((number, 0)) for number in range(ranks)]
+
+    def store(self, number: int, end: int, seed: int = 1) -> None:
+        names = [name_of(seed, SIX[: at + 1]) for at in range(end)]
+        self.tier.store(self.ranks[number], NOWHERE, as_bytes(names), as_bytes(SIX[:end]))
+
+    def remove(self, number: int, start: int, seed: int = 1) -> None:
+        names = [name_of(seed, SIX[: at + 1]) for at in range(start, 6)]
+        self.tier.remove(self.ranks[number], as_bytes(names))
+
+    def come_back(self, number: int) -> Iterator[None]:
+        """A rank is retired and admitted again; what it held is not swept."""
+        sweep = self.tier.retire(self.ranks[number])
+        self.ranks[number] = self.tier.admit((number, 0))
+        return sweep
+
+    @property
+    def odd(self) -> int:
+        (run,) = self.tier.trie.strands.values()
+        return self.tier._odd.of(run.strand)
+
+    def names(self, blocks: int) -> dict[bytes, int]:
+        sets, path = self.tier.match_sets(as_bytes(SIX[:blocks]))
+        ranks = sum(mask for there, mask in sets if there == blocks)
+        return dict(self.tier.last_names(ranks, path, blocks))
+
+
+def called(blocks: int, seed: int = 1) -> bytes:
+    return as_bytes([name_of(seed, SIX[:blocks])])
+
+
+def test_ranks_whose_engines_hash_alike_are_asked_once_for_a_name() -> None:
+    lines = {}
+    for ranks in (40, 400):
+        fleet = Fleet(ranks)
+        for number in range(ranks):
+            fleet.store(number, 6)
+        assert fleet.odd == 0
+        assert fleet.names(6) == {called(6): (1 << ranks) - 1}
+        sets, path = fleet.tier.match_sets(as_bytes(SIX))
+        lines[ranks] = lines_run(fleet.tier.last_names, sets[0][1], path, 6)
+    assert lines[400] == lines[40]
+
+
+def test_ranks_that_call_a_block_otherwise_are_odd_until_they_hold_nothing_there() -> None:
+    fleet = Fleet(4)
+    for number, seed in enumerate((1, 2, 1, 3)):
+        fleet.store(number, 6, seed)
+    assert fleet.odd == 0b1010
+    fleet.store(1, 6, 1)  # it stays what it was called first
+    assert fleet.names(6) == {called(6): 0b101, called(6, 2): 0b10, called(6, 3): 0b1000}
+    fleet.remove(1, 3, 2)
+    assert fleet.odd == 0b1010
+    fleet.remove(1, 0, 2)
+    assert fleet.odd == 0b1000
+    fleet.store(1, 6, 1)
+    assert fleet.odd == 0b1000
+    for _ in fleet.tier.retire(fleet.ranks[3]):
+        pass
+    assert fleet.odd == 0
+    assert not len(fleet.tier._odd)
+
+
+def test_who_holds_a_part_is_compared_with_too() -> None:
+    fleet = Fleet(7)
+    fleet.store(0, 6, 2)
+    fleet.remove(0, 4, 2)
+    fleet.store(1, 3, 2)  # one that holds all of these speaks for it
+    fleet.store(2, 2)
+    fleet.store(3, 6, 2)  # more than anybody holds, and alike as far as that goes
+    assert fleet.odd == 0b100
+    fleet.remove(3, 4, 2)
+    fleet.store(4, 6)
+    fleet.store(5, 6, 2)
+    assert fleet.odd == 0b10100
+    assert fleet.names(2) == {called(2, 2): 0b101011, called(2): 0b10100}
+    # The same blocks again, by whom nobody has to be compared with.
+    fleet.remove(5, 5, 2)
+    fleet.store(5, 6, 2)
+    for number, seed in ((0, 2), (1, 2), (2, 1), (3, 2), (4, 1)):
+        fleet.remove(number, 0, seed)
+    fleet.remove(5, 2, 2)
+    fleet.store(5, 6)
+    assert fleet.odd == 0
+
+
+@pytest.mark.parametrize("most", [2, 64])
+def test_who_holds_blocks_behind_a_hole_is_told_by_who_holds_more_before_it(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_tier, "_MAX_PARTS", most)
+    fleet = Fleet(4)
+    for number in range(4):
+        fleet.store(number, 6)
+    for number in range(4):
+        fleet.remove(number, 5)
+        if number < 3:
+            fleet.tier.remove(fleet.ranks[number], called(4))
+    fleet.remove(3, 2)
+    fleet.store(3, 3)
+    assert fleet.odd == 0
+    fleet.store(3, 4)  # of the others nobody holds this one
+    assert fleet.odd == (0 if most == 64 else 0b1000)
+    fleet.store(3, 6)  # and some of these
+    assert fleet.odd == 0b1000
+    assert fleet.names(3) == {called(3): 0b1111}
+
+
+def test_blocks_from_before_a_rank_was_retired_are_compared_with_nothing() -> None:
+    fleet = Fleet(3)
+    fleet.store(0, 6)
+    fleet.store(1, 6)
+    fleet.store(2, 6)
+    fleet.remove(2, 3)
+    sweeps = [fleet.come_back(number) for number in (0, 1, 2)]
+    fleet.store(2, 6, 2)
+    fleet.store(0, 6, 2)
+    assert fleet.odd == 0
+    assert fleet.names(6) == {called(6, 2): 0b101}
+    fleet.store(1, 6)
+    assert fleet.odd == 0b10
+    for sweep in sweeps:
+        list(sweep)
+    assert fleet.names(6) == {called(6, 2): 0b101, called(6): 0b10}
+
+
+def test_a_part_from_before_a_rank_was_retired_speaks_for_nobody() -> None:
+    fleet = Fleet(4)
+    for number in range(4):
+        fleet.store(number, 6)
+    for number, left in enumerate((2, 0, 0, 4)):
+        fleet.remove(number, left)
+    sweep = fleet.come_back(3)
+    fleet.store(1, 6)
+    assert fleet.odd == 0
+    fleet.store(2, 6, 2)
+    assert fleet.odd == 0b100
+    list(sweep)
+    assert fleet.names(2) == {called(2): 0b11, called(2, 2): 0b100}
+
+
+def test_a_rank_is_taken_for_odd_where_it_cannot_soon_be_told() -> None:
+    fleet = Fleet(20)
+    for number in range(20):
+        fleet.store(number, 6)
+    sweeps = [fleet.come_back(number) for number in range(18)]
+    for number in (18, 19):
+        fleet.remove(number, 0)
+    fleet.store(18, 6)
+    assert fleet.odd == 1 << 18
+    assert fleet.names(6) == {called(6): 1 << 18}
+    for sweep in sweeps:
+        list(sweep)
+    fleet.store(19, 6)
+    assert fleet.odd == 1 << 18
+    assert fleet.names(6) == {called(6): 0b11 << 18}

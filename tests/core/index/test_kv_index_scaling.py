@@ -146,8 +146,10 @@ def test_a_match_does_not_ask_ranks_whose_lower_tiers_cannot_go_on() -> None:
         index.store(11, 0, Tier.EXTERNAL, None, [1], as_bytes([1]))
         extended = {(7, 0): Matched(2, 1, 0), (11, 0): Matched(0, 0, 1)}
         assert index.match(prompt) == {**extended, (8, 0): Matched(2), (9, 0): Matched(2)}
-        others = 1 << index.bits.acquire((8, 0)) | 1 << index.bits.acquire((9, 0))
-        assert index.match_sets(prompt) == ([(2, others)], extended)
+        bits = [1 << index.bits.acquire((worker_id, 0)) for worker_id in (7, 8, 9, 11)]
+        sets, going_on = index.match_sets(prompt)
+        assert sets == [(2, bits[1] | bits[2])]
+        assert going_on == [(Matched(2, 1, 0), bits[0]), (Matched(0, 0, 1), bits[3])]
         lines[ranks] = [lines_run(call, prompt) for call in (index.match, index.match_sets)]
     # Asking a rank takes some ten lines.
     for few, many in zip(lines[40], lines[4_000], strict=True):

@@ -124,4 +124,4 @@ def test_sets_of_ranks_leave_out_just_those_that_go_on_elsewhere() -> None:
         index.store(*rank, Tier.HOST_PINNED, 11, [12], pack("<Q", 2))
     sets, going_on = index.match_sets(pack("<2Q", 1, 2))
     assert sets == [(1, 0b0101)]
-    assert going_on == {ranks[1]: Matched(1, 1), ranks[3]: Matched(1, 1)}
+    assert going_on == [(Matched(1, 1), 0b1010)]
