@@ -222,9 +222,9 @@ def check(index: KvIndex, models: dict[tuple[int, int], RankModel], prompts: set
 
 def is_pristine(index: KvIndex) -> bool:
     trie, lower = index._device.trie, index._lower_matches
-    if lower._continuations._ranks or lower._continuations._again:
+    if any(lower._continuations._ranks) or lower._continuations._again:
         return False
-    if any(held._edges or held._odd or held._held or held.doubtful for held in lower._tiers):
+    if any(any(held._edges) or held._odd or held._held or held.doubtful for held in lower._tiers):
         return False
     if lower._bits or lower._dismantled or index._dp_ranks or len(index._device._odd):
         return False

@@ -6,7 +6,7 @@ has is told by its own tier alone (`lower_tiers.py`); this is how to find it. Sp
 section 3.5.
 """
 
-from lean_selector.core.index.continuations import Continuations
+from lean_selector.core.index.continuations import MASK, SHARDS, Continuations
 from lean_selector.core.index.edge import Edge
 from lean_selector.core.rank_bits import bits_of
 
@@ -19,7 +19,8 @@ class Edges:
     def __init__(self, continuations: Continuations) -> None:
         """`continuations` is to be kept in step."""
         self._continuations = continuations
-        self._edges: dict[bytes, Edge] = {}
+        # Chosen as the dicts of `continuations` are, by the local hash.
+        self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
         # By edge and bit, the child of a rank for which the edge leads elsewhere.
         self._odd: dict[bytes, dict[int, bytes]] = {}
         self._held: dict[int, dict[bytes, bytes]] = {}  # by bit, child -> edge, as the rank has it
@@ -35,23 +36,24 @@ class Edges:
         """It has none any more. What is left there of its edges is to be dropped."""
         del self._held[bit]
 
-    def child(self, bit: int, key: bytes, held: dict[bytes, bytes]) -> bytes | None:
-        """Where the edge leads for a rank, if it has it."""
-        edge = self._edges.get(key)
-        if edge is not None and held.get(edge.child) == key:
-            return edge.child
-        if self._odd and (odd := self._odd.get(key)) is not None:
-            child = odd.get(bit)
-            if child is not None and held.get(child) == key:
-                return child
-        return None
+    def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
+        """Let a rank, which has just `held`, have an edge that leads to `child`, unless it has.
 
-    def add(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> None:
-        """A rank has an edge that it had not."""
+        False, and nothing changes, where its edge leads elsewhere, or another edge to that block.
+        """
+        edges = self._edges[key[-8] & MASK]
+        edge = edges.get(key)
+        if edge is not None and held.get(edge.child) == key:
+            return edge.child == child
+        if self._odd and (odd := self._odd.get(key)) is not None:
+            other = odd.get(bit)
+            if other is not None and held.get(other) == key:
+                return other == child
+        if child in held:
+            return False
         self._continuations.add(bit, key[-8:])
-        edge = self._edges.get(key)
         if edge is None:
-            self._edges[key] = Edge(key, child, self._continuations.only(bit))
+            edges[key] = Edge(key, child, self._continuations.only(bit))
         elif edge.child == child:
             ranks = edge.ranks
             if ranks != ~bit:  # else it is an old one of the same rank
@@ -60,6 +62,7 @@ class Edges:
         else:
             self._odd.setdefault(key, {})[bit] = child
         held[child] = key
+        return True
 
     def discard(self, bit: int, key: bytes, child: bytes) -> None:
         """A rank has an edge no more."""
@@ -74,11 +77,12 @@ class Edges:
             self._discard(bit, key, child)
 
     def _discard(self, bit: int, key: bytes, child: bytes) -> None:
-        edge = self._edges.get(key)
+        edges = self._edges[key[-8] & MASK]
+        edge = edges.get(key)
         if edge is not None and edge.child == child:
             ranks = edge.ranks
             if ranks == ~bit:
-                del self._edges[key]
+                del edges[key]
             elif ranks >= 0:
                 ranks &= ~(1 << bit)
                 is_one = not ranks & (ranks - 1)
@@ -98,7 +102,7 @@ class Edges:
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
         edges, end = self._edges, len(hashes)
         while at < end:
-            edge = edges.get(name + hashes[at : at + 8])
+            edge = edges[hashes[at] & MASK].get(name + hashes[at : at + 8])
             if edge is None:
                 break
             having = edge.ranks
@@ -111,7 +115,7 @@ class Edges:
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
         """The child that an edge leads to, and for whom of `ranks` it does. Others of them may have
         another one: `others`."""
-        edge = self._edges.get(key)
+        edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0
         having = edge.ranks

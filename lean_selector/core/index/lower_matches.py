@@ -26,12 +26,14 @@ class LowerMatches:
         self.ranks: dict[int, Holdings] = {}  # by bit, those with lower tiers
         self._bits = 0  # the same as a set
         self._continuations = Continuations()
-        self._tiers = [Edges(self._continuations) for _ in range(_LAST + 1)]
+        self._tiers: list[Edges] = []  # none, which is small, before a rank has them
         self._device = device
         self._dismantled: dict[int, int] = {}  # by bit, how often, where it is not done
 
     def admit(self, rank: Holdings) -> None:
         """Give a rank its lower tiers, which are empty."""
+        if not self._tiers:
+            self._tiers = [Edges(self._continuations) for _ in range(_LAST + 1)]
         bit = rank.device.bit
         rank.lower = [LowerTier(edges, bit) for edges in self._tiers]
         self.ranks[bit] = rank

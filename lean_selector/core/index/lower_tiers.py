@@ -40,13 +40,7 @@ class LowerTier:
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
-            edge = parent + local[at : at + 8]
-            held = edges.child(bit, edge, mine)
-            if held is None:
-                if name in mine:
-                    return
-                edges.add(bit, edge, name, mine)
-            elif held != name:
+            if not edges.store(bit, parent + local[at : at + 8], name, mine):
                 return
             parent = name
 

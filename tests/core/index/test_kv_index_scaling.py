@@ -156,6 +156,23 @@ def test_a_match_does_not_ask_ranks_whose_lower_tiers_cannot_go_on() -> None:
         assert many <= few + 20
 
 
+def test_what_all_ranks_share_of_lower_tiers_is_in_many_dicts_none_of_which_grows_long() -> None:
+    index = KvIndex(16)
+    lower = index._lower_matches
+    assert (lower._tiers, lower._continuations._ranks) == ([], [])  # which are small, too
+    local = [(block * 0x9E3779B97F4A7C15 + 0xB5) % 2**64 for block in range(4_000)]
+    for worker_id in range(5):  # each calls them otherwise
+        names = [block + 1 + worker_id for block in local]
+        index.store(worker_id, 0, Tier.HOST_PINNED, None, names, as_bytes(local))
+    for shared, entries in (
+        (lower._tiers[0]._edges, 5 * 4_000 - 4),  # the first block of a prompt has one for all
+        (lower._continuations._ranks, 4_000),
+    ):
+        lengths = [len(part) for part in shared]
+        assert sum(lengths) == entries
+        assert max(lengths) < entries // 32
+
+
 def test_what_goes_oldest_first_is_kept_where_the_oldest_is_at_hand() -> None:
     # The first of a plain dict is found behind all the holes that those before it left, which
     # makes a tier at its bound ever slower; the steps are the interpreter's and cannot be counted.
@@ -217,8 +234,8 @@ def test_dropping_is_done_in_steps_that_do_not_grow_with_what_is_dropped(
         assert len(steps) > prompts // 50
         assert index.is_empty
         trie, continuations = index._device.trie, index._lower_matches._continuations
-        left = trie.strands, trie.root.children, continuations._ranks, index.bits.keys
-        assert left == ({}, None, {}, [])
+        left = trie.strands, trie.root.children, any(continuations._ranks), index.bits.keys
+        assert left == ({}, None, False, [])
     assert at_once[2_000] <= at_once[200] + 20
     assert worst[2_000] <= worst[200] + 20
 

@@ -49,14 +49,14 @@ def test_the_ranks_of_a_block_are_those_that_have_it_as_often_as_it_came_and_wen
             ranks = sum(1 << rank for rank in range(4) if held[rank, asked & (1 << 56) - 1])
             assert continuations.of(prompt, at << 3) == ranks
             # Alone it is told by an int that all its blocks share.
-            kept = continuations._ranks.get(asked & (1 << 56) - 1, 0)
-            assert (kept < 0) is (ranks.bit_count() == 1)
+            kept = [it.get(asked & (1 << 56) - 1, 0) for it in continuations._ranks]
+            assert (min(kept, default=0) < 0) is (ranks.bit_count() == 1)
     assert continuations.of(prompt, 0) == 0
     assert continuations.of(prompt, len(prompt)) == 0  # the prompt has no next block
     for (bit, block), times in held.items():
         for _ in range(times):
             continuations.discard(bit, hashes(block))
-    assert (continuations._ranks, continuations._again) == ({}, {})
+    assert not any((*continuations._ranks, continuations._again))
 
 
 def test_the_last_rank_that_has_a_block_is_told_whichever_it_is() -> None:
@@ -129,7 +129,7 @@ def test_ranks_that_call_a_block_alike_share_its_edge_and_the_objects_that_name_
         assert one[1] is other[1]
     for tier in tiers:
         tier.drop_oldest(2)
-    assert (edges._edges, edges._odd, continuations._ranks) == ({}, {}, {})
+    assert not any((*edges._edges, edges._odd, *continuations._ranks))
 
 
 def test_an_edge_that_leads_elsewhere_for_some_is_told_by_what_they_call_its_end() -> None:
@@ -152,7 +152,7 @@ def test_an_edge_that_leads_elsewhere_for_some_is_told_by_what_they_call_its_end
     assert edges.others(0b1110, hashes(1)) == {hashes(201): 0b10, hashes(301): 0b1000}
     for tier in tiers:
         tier.drop_oldest(len(tier))
-    assert (edges._edges, edges._odd) == ({}, {})
+    assert not any((*edges._edges, edges._odd))
 
 
 def chains(tier: LowerTier, *edges: tuple[int, int]) -> None:
@@ -189,7 +189,7 @@ def test_a_rank_that_is_back_has_what_it_has_stored_since_and_nothing_from_befor
         edges.doubtful = 0
     for tier in (new, other, third):
         tier.drop_oldest(len(tier))
-    assert (edges._edges, edges._odd, continuations._ranks) == ({}, {}, {})
+    assert not any((*edges._edges, edges._odd, *continuations._ranks))
 
 
 def test_what_a_rank_held_before_is_dropped_whatever_others_hold_by_then() -> None:
@@ -214,7 +214,7 @@ def test_what_a_rank_held_before_is_dropped_whatever_others_hold_by_then() -> No
     assert edges.others(0b1, hashes(1)) == {}
     for tier in (other, third):
         tier.drop_oldest(len(tier))
-    assert (edges._edges, edges._odd, continuations._ranks) == ({}, {}, {})
+    assert not any((*edges._edges, edges._odd, *continuations._ranks))
 
 
 # All ranks' tiers
