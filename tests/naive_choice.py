@@ -101,7 +101,7 @@ def rank_costs(
             if name in worker.taints:
                 weight += value
         factor = taint_factor(weight)
-        new: float = prompt.charged_blocks - prefixes.get(load.key, 0)
+        new: float = prompt.sequence_count - prefixes.get(load.key, 0)
         off, least = 0.0, -math.inf
         if terms.credits_untracked and not terms.track_prefill:
             off = credit

@@ -2,7 +2,7 @@
 are its own.
 
 What differs from 1.3: a booking's id is `selection_id`, claimed from the moment its request
-arrives; a prompt may be empty, and its last, partial block is charged; the answers say more. Spec
+arrives; a prompt may be empty, and its last, partial block is counted; the answers say more. Spec
 selection_16.md. The other handlers are in `selection_handlers`.
 """
 
@@ -88,9 +88,7 @@ class SelectionService16(SelectionHandlers):
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
     ) -> Prompt:
-        size = partition.block_size
-        prompt = prompt_to_select(body, size, partition.is_eagle, may_be_empty=True)
-        prompt.charge_partial_block(size)
+        prompt = prompt_to_select(body, partition.block_size, partition.is_eagle, may_be_empty=True)
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:

@@ -185,8 +185,6 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
     selector_terms = Selector(router, Sources(), random.Random(0)).terms
     packed = pack(PATH)
     prompt = Prompt(isl_tokens, packed, len(PATH), packed[:8], lambda: packed)
-    if router.dialect == API_1_6:
-        prompt.charge_partial_block(partition.block_size)
     return SelectionRequest(prompt, selector_terms)
 
 

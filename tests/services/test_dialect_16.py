@@ -283,3 +283,23 @@ def test_who_sends_the_other_dialects_id_is_told() -> None:
     assert isinstance(answer, bytes)
     assert answer.startswith(b"HTTP/1.1 422 ")
     assert b"x-warning: unknown field reservation_id is ignored: is selection_id meant?" in answer
+
+
+def test_the_last_partial_block_is_told_and_costs_nothing() -> None:
+    """1.6.1 logs 9/4 + 2 of 9 tokens in blocks of 4, and answers 3 blocks."""
+    answer = Service().post("/select", {"token_ids": TOKENS, "explain": True})[1]
+    assert answer["potential_decode_blocks"] == 3
+    why = answer["explain"]
+    assert why["new_blocks"] == why["ranks"][0]["potential_decode_blocks"] == 2
+    assert why["ranks"][0]["cost"] == 9 / 4 + 2
+
+
+def test_so_preferred_taints_do_not_weigh_it() -> None:
+    service = Service()
+    service.register(1, taints=["c"])
+    service.register(2)
+    booked = {"selection_id": "b", "worker_id": 2, "sequence_hashes": [71, 72], "isl_tokens": 8}
+    assert service.post("/reservations", booked)[0] == 201
+    avoided = {"preferred_taints": {"c": -1.5}}
+    body = {"token_ids": [1, 2, 3], "routing_constraints": avoided}
+    assert service.post("/select", body)[1]["worker_id"] == 1, "2.47 times 0.75, against 2.75"

@@ -281,7 +281,7 @@ def cells(
 ) -> list[Cell]:
     """All cells of these ranks: apart, not empty, in the order of `matches`."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
-    isl, new_blocks = prompt.isl_tokens, prompt.charged_blocks
+    isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
     shares = active_prefix_sets(partition, request)
     groups = _NO_PREFERENCE
     if preferred := preferences(request):

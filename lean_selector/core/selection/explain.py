@@ -84,7 +84,7 @@ def explained(
                     min(tokens, U64_MAX),
                     min(tokens + added, U64_MAX),
                     load.active_decode_blocks,
-                    load.active_decode_blocks + prompt.charged_blocks - shares.get(load.bit, 0),
+                    load.active_decode_blocks + prompt.sequence_count - shares.get(load.bit, 0),
                     load.active_requests,
                     credit_blocks(terms, decay, match),
                     decay,
@@ -99,7 +99,7 @@ def explained(
         costs.count(min(costs)),
         terms.temperature,
         prompt.isl_tokens,
-        prompt.charged_blocks,
+        prompt.sequence_count,
         rows,
         explained_session(partition, request, now) or UNSET,
     )

@@ -66,7 +66,7 @@ def _outlook(
     if request.adds & HINT and worker.hint_type and partition.routed is None:
         hint = _hint(partition, worker, load, request, matches)
     return RankOutlook(
-        load.active_decode_blocks + request.prompt.charged_blocks - shared,
+        load.active_decode_blocks + request.prompt.blocks(partition.block_size) - shared,
         min(load.prefill_tokens_at(now), U64_MAX),
         worker.max_num_batched_tokens,
         worker.total_kv_blocks,

@@ -13,7 +13,6 @@ class Prompt:
 
     __slots__ = (
         "_sequence",
-        "charged_blocks",
         "first_sequence_hash",
         "isl_tokens",
         "local_hashes",
@@ -33,8 +32,6 @@ class Prompt:
         self.isl_tokens = isl_tokens
         self.local_hashes = local_hashes
         self.sequence_count = sequence_count
-        # Blocks that a rank without any of them is charged with: of 1.6 the last, partial one too.
-        self.charged_blocks = sequence_count
         self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty when there is none
         self.lora_name = lora_name
         self._sequence = sequence
@@ -57,9 +54,10 @@ class Prompt:
             self._sequence = draw(8 * self.sequence_count)
             self.first_sequence_hash = self._sequence[:8]
 
-    def charge_partial_block(self, block_size: int) -> None:
-        """As many blocks are charged as all tokens need, hashed or not."""
-        self.charged_blocks = max(self.sequence_count, -(-self.isl_tokens // block_size))
+    def blocks(self, block_size: int) -> int:
+        """As many as all tokens need, hashed or not: the last, partial one too. It is told, and
+        costs nothing."""
+        return max(self.sequence_count, -(-self.isl_tokens // block_size))
 
     def sequence_hashes(self) -> bytes:
         """8 bytes per block of the chained hashes, computed when first asked for."""
