@@ -20,6 +20,11 @@ _PARAMS: Final[dict[str, Schema]] = {
     "worker_id": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
     "reservation_id": {"type": "string", "minLength": 1},
 }
+_PARAM_MEANINGS: Final = {
+    "worker_id": "the worker's id",
+    "reservation_id": "the name of the booking",
+    "path": "the path of the request as the gateway's client sent it",
+}
 _PARAM_EXAMPLES: Final[dict[str, Any]] = {"worker_id": 1, "reservation_id": "request-1"}
 # What the connection answers before a route is known, and what a service that fails says.
 CONNECTION_ERRORS: Final = {
@@ -174,6 +179,7 @@ def _path_parameter(name: str) -> dict[str, Any]:
         "name": name,
         "in": "path",
         "required": True,
+        "description": _PARAM_MEANINGS.get(name, name),
         "schema": _PARAMS.get(name, {"type": "string"}),
         "example": _PARAM_EXAMPLES.get(name, name),
     }

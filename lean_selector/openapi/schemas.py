@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from lean_selector.core.limits import U64_MAX
+from lean_selector.openapi.meanings import meaning_of
 from lean_selector.wire.answer_forms import JsonText
 
 Schema = dict[str, Any]
@@ -22,7 +23,6 @@ PLACE: Final = "#/components/schemas/{name}"
 _HASHES: Final[Schema] = {
     "type": "array",
     "items": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
-    "description": "one signed 64-bit hash for each full block",
 }
 _OR_NULL: Final[Schema] = {"type": "null"}
 # The text of a number up to 2**32 - 1. No other keys have a pattern.
@@ -94,7 +94,9 @@ def _without_raw_default(kind: Any) -> Any:
         if field.default_factory is not msgspec.NODEFAULT:
             default = msgspec.field(default_factory=field.default_factory)
         shown.append((field.name, field.type, default))
-    return msgspec.defstruct(kind.__name__, shown, kw_only=True)
+    return msgspec.defstruct(
+        kind.__name__, shown, kw_only=True, namespace={"__doc__": kind.__doc__}
+    )
 
 
 def _structs_of(kind: Any, seen: dict[int, Any]) -> Iterator[type[msgspec.Struct]]:
@@ -139,6 +141,8 @@ def _complete(struct: type[msgspec.Struct], schema: Schema) -> None:
         shown = _bounded(shown)
         if more := _MORE.get((struct.__name__, field.name)):
             shown = _narrowed(shown, more)
+        if meaning := meaning_of(struct.__name__, field.encode_name):
+            shown = {**shown, "description": meaning}
         properties[field.encode_name] = shown
     schema.update(_TOGETHER.get(struct.__name__, {}))
     if required:

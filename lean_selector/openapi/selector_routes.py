@@ -14,6 +14,7 @@ from lean_selector.core.selection.workers import WorkerRecord
 from lean_selector.openapi.shapes import (
     Dialect,
     DumpEntry,
+    DumpEntry16,
     QueryField,
     RouteDescription,
     SessionList,
@@ -62,6 +63,7 @@ API_1_3: Final = Dialect(
     projection=ProjectionRequest,
     loads=PartitionLoads,
     scores=OverlapScores,
+    dump=DumpEntry,
     id="reservation_id",
 )
 API_1_6: Final = Dialect(
@@ -77,6 +79,7 @@ API_1_6: Final = Dialect(
     projection=ProjectionRequest16,
     loads=PartitionLoads16,
     scores=OverlapScores16,
+    dump=DumpEntry16,
     id="selection_id",
     dumps_in_detail=True,
 )
@@ -105,6 +108,11 @@ def _projection(summary: str, group: str, body: Any, answer: Any) -> RouteDescri
         answers={200: answer},
         errors={400: _PROMPT_FAULT, 503: "the model and tenant have no schedulable worker"},
     )
+
+
+def _named(kind: Any) -> Any:
+    """Them by name, as msgspec knows it."""
+    return GenericAlias(dict, (str, kind))
 
 
 def _many(kind: Any) -> Any:
@@ -248,7 +256,7 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
             summary="The index, in the form that --indexer-peers reads",
             group="index",
             query=(DETAIL,) if says.dumps_in_detail else (),
-            answers={200: dict[str, DumpEntry]},
+            answers={200: _named(says.dump)},
             errors={503: "start-up recovery is under way"},
         ),
         ("GET", "/kv_sources"): RouteDescription(

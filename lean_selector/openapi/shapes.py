@@ -60,12 +60,13 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     projection: Any
     loads: Any
     scores: Any
+    dump: Any  # an entry
     id: str  # the field that names a reservation
     dumps_in_detail: bool = False
 
 
 class DumpEntry(msgspec.Struct):
-    """One partition of GET /dump, as `wire.dump` writes it. Names and watermarks are ours."""
+    """One partition of GET /dump. Names and watermarks are ours."""
 
     block_size: int
     events: list[TierEvent]
@@ -74,15 +75,31 @@ class DumpEntry(msgspec.Struct):
     watermarks: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class TierEvent16(TierEvent, frozen=True):
+    """One event, and the tier that it is of; in the 1.6 dialect whose residency, too."""
+
+    residency_domain: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class DumpEntry16(msgspec.Struct):
+    """One partition of GET /dump. Names and watermarks are ours, and come with `detail=true`."""
+
+    block_size: int
+    events: list[TierEvent16]
+    model_name: str | msgspec.UnsetType = msgspec.UNSET
+    tenant_id: str | msgspec.UnsetType = msgspec.UNSET
+    watermarks: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
 class SessionList(msgspec.Struct):
-    """GET /replica_sync/sessions, as `wire.session_frames` writes it."""
+    """GET /replica_sync/sessions."""
 
     version: int
     sessions: list[SessionLine]
 
 
 class Snapshot(msgspec.Struct):
-    """GET /replica_sync/snapshot, as `wire.replica_snapshot` writes it."""
+    """GET /replica_sync/snapshot."""
 
     version: int
     router_id: int

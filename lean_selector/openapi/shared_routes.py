@@ -10,7 +10,7 @@ from lean_selector.wire.selection import Ok
 SWITCHED_OFF: Final = "replica sync is off"
 DETAIL: Final = QueryField(
     "detail",
-    "what is known of each besides",
+    "`true`: with what is known of each besides",
     "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0|)$",
 )
 PEERS: Final = RouteDescription(

@@ -37,7 +37,7 @@ class DiscoveredPeer(msgspec.Struct, frozen=True):
 
 
 class DiscoveryReport(msgspec.Struct, frozen=True):
-    """The answer."""
+    """GET /discovery."""
 
     discoveries: list[DiscoveryState]
     workers: list[DiscoveredWorker]

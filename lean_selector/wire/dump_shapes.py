@@ -29,28 +29,38 @@ class PartitionDump(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
+    """One block that a rank holds."""
+
     block_hash: int
     tokens_hash: int
     mm_extra_info: None = None
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive blocks that a rank holds."""
+
     parent_hash: int | None
     start_position: None
     blocks: list[Block]
 
 
 class StoredData(msgspec.Struct, frozen=True, gc=False):
+    """What an event says: here only that blocks are stored."""
+
     stored: Stored
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
+    """One event of a rank."""
+
     event_id: int
     data: StoredData
     dp_rank: int
 
 
 class TierEvent(msgspec.Struct, frozen=True, gc=False):
+    """One event, and the tier that it is of."""
+
     worker_id: int
     storage_tier: str
     event: Event

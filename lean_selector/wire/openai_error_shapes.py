@@ -13,4 +13,6 @@ class OpenAiError(msgspec.Struct, frozen=True):
 
 
 class OpenAiErrorBody(msgspec.Struct, frozen=True):
+    """An error that a gateway may hand to its client."""
+
     error: OpenAiError

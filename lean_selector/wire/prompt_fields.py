@@ -32,6 +32,8 @@ class Scoped(msgspec.Struct, kw_only=True):
 
 
 class MmObject(msgspec.Struct, frozen=True):
+    """An image, or another object that a prompt holds."""
+
     mm_hash: NonNegative
     offsets: list[Annotated[list[NonNegative], Meta(min_length=2, max_length=2)]]
 
@@ -42,10 +44,14 @@ class MmObject(msgspec.Struct, frozen=True):
 
 
 class BlockMmInfo(msgspec.Struct, frozen=True):
+    """The multimodal objects in one block."""
+
     mm_objects: list[MmObject]
 
 
 class MmRoutingInfo(msgspec.Struct, frozen=True):
+    """A prompt as it is routed, where it holds multimodal objects."""
+
     routing_token_ids: list[U32]
     block_mm_infos: list[BlockMmInfo | None] = []
 

@@ -83,6 +83,8 @@ class SnapshotHead(msgspec.Struct):
 
 
 class SnapshotLine(msgspec.Struct, gc=False):
+    """One live reservation of GET /replica_sync/snapshot."""
+
     model_name: str
     tenant_id: str
     block_size: U32
@@ -118,6 +120,8 @@ class SessionListHead(msgspec.Struct):
 
 
 class SessionLine(msgspec.Struct, gc=False):
+    """One bound session of GET /replica_sync/sessions."""
+
     model_name: str
     tenant_id: str
     session_id: str

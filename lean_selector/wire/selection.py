@@ -141,6 +141,8 @@ class WorkerPatch(Change, kw_only=True):
 
 
 class RoutingConstraints(msgspec.Struct):
+    """The taints that a request speaks of."""
+
     required_taints: list[str] = []
     preferred_taints: dict[str, float] = {}  # single precision
 
@@ -153,6 +155,8 @@ class RoutingConstraints(msgspec.Struct):
 
 
 class Pinned(msgspec.Struct):
+    """The one rank that a request insists on."""
+
     worker_id: NonNegative
     dp_rank: U32
 
@@ -174,6 +178,8 @@ class SelectionSessionContext(msgspec.Struct):
 
 
 class WorkerAffinityTarget(msgspec.Struct):
+    """Where a request would rather go than elsewhere."""
+
     worker_id: NonNegative
     dp_rank: U32 | None = None
 
@@ -263,10 +269,14 @@ class OutputBlockRequest(msgspec.Struct):
 
 
 class Ok(msgspec.Struct, frozen=True):
+    """What was asked for is done."""
+
     status: str = "ok"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
+    """Every error but those that gateways may hand to their clients."""
+
     error: str
 
 

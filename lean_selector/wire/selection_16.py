@@ -121,11 +121,15 @@ class ProjectionRequest16(PromptFields, kw_only=True):
 
 
 class FetchPayload(msgspec.Struct, frozen=True):
+    """Blocks that can be fetched, and where."""
+
     block_hashes: tuple[int, ...]
     source_control_endpoint: str
 
 
 class FetchAction(msgspec.Struct, frozen=True):
+    """What the engine may do."""
+
     action_id: str
     action_type: str
     action_version: str
@@ -219,6 +223,8 @@ class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
+    """POST /overlap_scores."""
+
     block_size: int
     num_blocks: int
     workers: list[OverlapRow16]

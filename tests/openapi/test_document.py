@@ -11,10 +11,14 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from lean_selector.core.index.kv_index import StoredRun, Tier
+from lean_selector.openapi import meanings
 from lean_selector.openapi.schemas import components
 from lean_selector.openapi.selector_routes import DOOR_ROUTES
 from lean_selector.openapi.services import DESCRIBED, service_document
 from lean_selector.services.gate import Gate
+from lean_selector.wire.dump import encode_dump
+from lean_selector.wire.dump_shapes import PartitionDump
 from tests.documents.pages import OURS
 from tests.gates import answered, request, selection_gate, selection_gate_16, slot_tracker_gate
 from tests.running_service import RunningService
@@ -87,6 +91,13 @@ DOCUMENTS = {service: made(service) for service in TABLES}
 
 def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
     return Draft202012Validator({**schema, "components": document["components"]})
+
+
+def closed(document: dict[str, Any]) -> dict[str, Any]:
+    """The same, where an answer has no field that is not described."""
+    described = document["components"]["schemas"]
+    schemas = {name: {**each, "additionalProperties": False} for name, each in described.items()}
+    return {**document, "components": {**document["components"], "schemas": schemas}}
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -188,6 +199,35 @@ def test_who_may_not_ask_is_told_in_the_shape_of_the_routes_errors() -> None:
     assert shapes.keys() == {"ErrorBody", "OpenAiErrorBody"}
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
+    schemas = DOCUMENTS[name]["components"]["schemas"]
+    mute = [name for name, schema in schemas.items() if "description" not in schema]
+    mute += [
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        for field, shown in schema["properties"].items()
+        if "description" not in shown
+    ]
+    assert mute == [], "a schema needs a docstring, a field a line in openapi/meanings.py"
+
+
+def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = {name: f"{name} everywhere" for name in meanings._EVERYWHERE}
+    own = {name: {f: f"{name}.{f}" for f in fields} for name, fields in meanings._OF.items()}
+    monkeypatch.setattr(meanings, "_EVERYWHERE", everywhere)
+    monkeypatch.setattr(meanings, "_OF", own)
+    said = {
+        field["description"]
+        for name, (_, described) in DESCRIBED.items()
+        for document in [json.loads(service_document(name, list(described)))]
+        for schema in document["components"]["schemas"].values()
+        for field in schema["properties"].values()
+    }
+    known = {*everywhere.values(), *(text for fields in own.values() for text in fields.values())}
+    assert sorted(known - said) == []
+
+
 # -- what the services answer ---------------------------------------------------------------------
 
 
@@ -218,12 +258,25 @@ def test_its_examples_are_served_as_it_says(service: tuple[str, RunningService])
         assert response is not None, (method, path, status, body)
         if "content" in response:
             schema = response["content"]["application/json"]["schema"]
-            validator(document, schema).validate(body)
+            validator(closed(document), schema).validate(body)
         if status >= 400:
             refused.append((method, path, status))
     # There are no replicas to speak of.
     of_replicas = ("peer", "/replica_sync/")
     assert [each for each in refused if not any(part in each[1] for part in of_replicas)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "as_1_6"), [("selector", False), ("selector_16", True), ("selector_16", False)]
+)
+def test_a_dump_has_no_field_that_is_not_described(name: str, as_1_6: bool) -> None:
+    """That of 1.6 with `detail=true` is written as that of 1.3."""
+    run = StoredRun(1, 0, Tier.DEVICE, None, (11, 12), (21, 22))
+    dump = PartitionDump("llama", "default", 16, iter([[run]]), {(1, 0): 3})
+    entries = json.loads(b"".join(encode_dump([dump], as_1_6=as_1_6)))
+    answer = DOCUMENTS[name]["paths"]["/dump"]["get"]["responses"]["200"]
+    schema = answer["content"]["application/json"]["schema"]
+    validator(closed(DOCUMENTS[name]), schema).validate(entries)
 
 
 def gate_of(name: str) -> Gate:
@@ -244,6 +297,7 @@ def recorded(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def test_every_answer_to_the_recorded_requests_is_described(name: str) -> None:
     """Some 1 500 requests, right and wrong ones, as the services answer them in process."""
     document = DOCUMENTS[name]
+    strict = closed(document)
     looked_at = 0
     for scenario, steps in recorded(name):
         gate = gate_of(name)
@@ -270,7 +324,7 @@ def test_every_answer_to_the_recorded_requests_is_described(name: str) -> None:
             content = response.get("content", {})
             if "application/json" in content:
                 faults = list(
-                    validator(document, content["application/json"]["schema"]).iter_errors(
+                    validator(strict, content["application/json"]["schema"]).iter_errors(
                         json.loads(body)
                     )
                 )

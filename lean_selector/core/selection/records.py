@@ -189,6 +189,8 @@ class SharedCache(msgspec.Struct, frozen=True):
 
 
 class OverlapScores(msgspec.Struct, frozen=True, gc=False):
+    """POST /overlap_scores."""
+
     block_size: int
     num_blocks: int
     workers: list[OverlapRow]

@@ -69,7 +69,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
-    """`router_config_override` of one request; `None` keeps the router's own value.
+    """`router_config_override` of one request; null keeps the router's own value.
 
     `overlap_score_weight` is the old name of two terms: it sets `prefill_load_scale`, and 0 sets
     `overlap_score_credit` to 0 as well; it wins over both. `assume_kv_reuse` and
