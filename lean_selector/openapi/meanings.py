@@ -57,7 +57,6 @@ _EVERYWHERE: Final = {
     "kv_event_source_mode": "how its events come; `state_agent_v2` keeps it out of hints",
     "kv_events_endpoint": "ZMQ endpoint of the KV events of a worker with one rank",
     "kv_events_endpoints": "ZMQ endpoints of the KV events of each rank",
-    "kv_hint": "where the chosen worker can fetch blocks of the prompt",
     "kv_sources": "its sources of KV events, by rank; empty where it is not listened to",
     "kv_transfer_domain": "kept and shown; changes no choice",
     "kv_transfer_enforcement": "kept and shown; changes no choice",
@@ -174,8 +173,12 @@ _OF: Final[dict[str, dict[str, str]]] = {
         "failures": "how often it failed, ever",
     },
     "DumpEntry": {
+        "model_name": "the model; absent of an entry that is empty, and in 1.6 without"
+        " `detail=true`",
+        "tenant_id": "the tenant; absent where `model_name` is",
         "events": "what would bring an empty index there, in order",
-        "watermarks": "by `WORKER:RANK`, the last batch of the engine that is in it",
+        "watermarks": "by `WORKER:RANK`, the last batch of the engine that is in it; absent where"
+        " `model_name` is",
     },
     "EjectedWorker": {
         "dp_ranks": "those of its ranks that are ejected",
@@ -340,10 +343,19 @@ _OF: Final[dict[str, dict[str, str]]] = {
         "selection_id": "the name of the booking; one is made up where there is none",
     },
     "Selection": {
+        "selection_id": "the caller's name of the selection; absent where none was given",
+        "reservation_id": "the name of the booking; absent where nothing was booked",
         "explain": "the figures behind the choice; only where they were asked for",
     },
     "Selection16": {
-        "selection_id": "the caller's name of the selection; of a booked one, of the booking",
+        "selection_id": "the caller's name of the selection, absent where none was given; of a"
+        " booked one, the name of the booking",
+        "sequence_hashes": "for each full block the hash of the prompt up to its end; only where it"
+        " was booked",
+        "isl_tokens": "tokens of the prompt; only where it was booked",
+        "track_prefill_tokens": "whether its prefill counts for the load; only where it was booked",
+        "kv_hint": "where the chosen worker can fetch blocks of the prompt; only where it was"
+        " booked and another has more of it",
     },
     "SessionExplanation": {
         "session_id": "the session of the request",
@@ -402,6 +414,8 @@ _OF: Final[dict[str, dict[str, str]]] = {
     "ThresholdRow": {
         "model": "the model",
         "tenant_id": "the tenant; absent of `default`",
+        "active_prefill_tokens_threshold_frac": "the same as a multiple of the worker's"
+        " `max_num_batched_tokens`; absent where it is off",
     },
     "Thresholds": {"thresholds": "a row for each model and tenant that has a worker"},
     "TierEvent": {
@@ -416,13 +430,28 @@ _OF: Final[dict[str, dict[str, str]]] = {
         "ranks": "its ranks that something is held against",
     },
     "WorkerPatch": {"endpoint": _NEEDED},
+    "WorkerLoad": {
+        "total_kv_blocks": "device blocks of a rank; absent where the worker has not told",
+    },
+    "WorkerRecord": {
+        "kv_events_endpoints": "ZMQ endpoints of the KV events of each rank; absent where none are"
+        " given",
+        "replay_endpoints": "ZMQ endpoints where missed batches are asked for, of each rank; absent"
+        " where none are given",
+        "router_hint_worker_type": "workers of one type can fetch blocks from each other; absent"
+        " where none is given",
+        "router_hint_source_control_endpoints": "by rank, where other workers can fetch its blocks;"
+        " absent where none are given",
+        "kv_event_source_mode": "how its events come; absent where nothing is said",
+    },
     "WorkerReport": {"dp_rank": "the rank; null: the whole worker"},
     "WorkerRequest": {
         "worker_id": "its name, which the caller gives",
         "endpoint": _NEEDED,
     },
 }
-_SAME: Final = {"KvSource": "SourceCondition"}  # has its fields, too
+# Have the fields of another, too.
+_SAME: Final = {"KvSource": "SourceCondition", "WorkerDetail": "WorkerRecord"}
 _DIALECT: Final = "16"
 
 

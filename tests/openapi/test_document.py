@@ -212,6 +212,25 @@ def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
     assert mute == [], "a schema needs a docstring, a field a line in openapi/meanings.py"
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_a_field_that_an_answer_may_lack_says_when(name: str) -> None:
+    schemas = DOCUMENTS[name]["components"]["schemas"]
+    asked = {
+        media["schema"]["$ref"].rpartition("/")[2]
+        for _, _, operation in operations(DOCUMENTS[name])
+        for media in operation.get("requestBody", {}).get("content", {}).values()
+    }
+    silent = [
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        if name not in asked  # what stands in bodies has defaults
+        for field, shown in schema["properties"].items()
+        if field not in schema.get("required", ()) and "default" not in shown
+        if not re.search("absent|only", shown["description"])
+    ]
+    assert silent == []
+
+
 def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = {name: f"{name} everywhere" for name in meanings._EVERYWHERE}
     own = {name: {f: f"{name}.{f}" for f in fields} for name, fields in meanings._OF.items()}
