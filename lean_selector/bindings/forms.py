@@ -1,9 +1,10 @@
-"""Python's form of what HTTP carries as JSON: maps from ranks have keys that are numbers.
+"""Python's form of what HTTP carries as JSON: maps from ranks have keys that are numbers, and any
+sequence may stand for a list.
 
 Checks what only Python can get wrong; what the fields mean is checked where HTTP's are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lean_selector.core.limits import U64_MAX
@@ -17,12 +18,46 @@ RANK_MAPS = (
     "router_hint_source_control_endpoints",
 )
 
+_PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 for each hash
+
 
 def fields_of(name: str, given: object) -> Fields:
-    """A request as a dict of its own. Raises ValueError."""
+    """A request as a dict of its own, of what JSON has. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
-    return dict(given)
+    return {key: _plain(str(key), value) for key, value in given.items()}
+
+
+def _plain(name: str, value: object) -> object:
+    """Dicts and lists for maps and sequences of any kind, all through. Raises ValueError for what
+    is nothing in JSON."""
+    if value is None or isinstance(value, (str, bytes, bytearray)):
+        return value
+    if isinstance(value, (int, float)):
+        return _number(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
+    if isinstance(value, memoryview):
+        if name in _PACKED and value.itemsize == 1:
+            return value.tobytes()
+        view = value
+        try:
+            value = view.tolist()
+        except NotImplementedError:
+            raise ValueError(f"{name}: memoryview of format {view.format!r}") from None
+    if not isinstance(value, (Sequence, set, frozenset)):
+        raise ValueError(f"{name}: {type(value).__name__} is no type of JSON's")
+    items = value if isinstance(value, (list, tuple)) else list(value)
+    if items and type(items[0]) is int:  # tokens and hashes are many: who reads them looks at them
+        return items
+    return [_plain(f"{name}[{place}]", each) for place, each in enumerate(items)]
+
+
+def _number(value: int | float) -> int | float:
+    """Without what a subclass adds, which is not sent."""
+    if isinstance(value, bool) or type(value) in (int, float):
+        return value
+    return int(value) if isinstance(value, int) else float(value)
 
 
 def worker_fields(name: str, given: object) -> Fields:
@@ -50,7 +85,7 @@ def check_text(name: str, given: object) -> None:
         for key, value in given.items():
             check_text(name, key)
             check_text(f"{name}.{key}" if isinstance(key, str) else name, value)
-    elif isinstance(given, (list, tuple, set, frozenset)):
+    elif isinstance(given, (list, tuple)):
         for first in given:
             if isinstance(first, int):  # tokens and hashes are many; a string among them is refused
                 return

@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from lean_selector.client.encoding import encode_json, encode_msgpack
+
 T = TypeVar("T")
-_encode = msgspec.json.Encoder().encode
 
 
 class Call(msgspec.Struct, Generic[T], frozen=True):
@@ -31,7 +32,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         """The body as any service takes it: hashes are signed integers there."""
         if self.fields is None:
             return None
-        return _encode(
+        return encode_json(
             {
                 name: _signed(value) if isinstance(value, bytes) else value
                 for name, value in self.fields.items()
@@ -41,7 +42,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     def msgpack(self) -> bytes:
         """The body of a prompt as this project's service takes it, with nothing to decode."""
         assert self.has_prompt
-        return msgspec.msgpack.encode(self.fields)
+        return encode_msgpack(self.fields)
 
 
 def _signed(hashes: bytes) -> tuple[int, ...]:

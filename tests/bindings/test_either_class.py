@@ -1,7 +1,11 @@
 """What both classes do alike, wherever the selector is."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import struct
+from array import array
+from collections import UserDict, UserList, deque
+from collections.abc import Awaitable, Callable, Sequence
+from ctypes import c_uint32
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +209,110 @@ def test_what_makes_no_sense_is_a_value_error_that_names_it(tell: Tell) -> None:
         with pytest.raises(TypeError, match="selection_id"):
             await service.free_reservation(7)  # type: ignore[arg-type]
         assert rows(service) == {FIRST: (0, 0, 0)}
+
+    tell(story)
+
+
+class Token(int):
+    """As an enumeration or an array's item is one."""
+
+
+class Tokens(Sequence[int]):
+    def __getitem__(self, place: Any) -> Any:
+        return TOKENS[place]
+
+    def __len__(self) -> int:
+        return len(TOKENS)
+
+
+LISTS: tuple[Callable[[], object], ...] = (
+    lambda: tuple(TOKENS),
+    lambda: range(len(TOKENS)),
+    lambda: array("I", TOKENS),
+    lambda: deque(TOKENS),
+    lambda: UserList(TOKENS),
+    lambda: memoryview(array("I", TOKENS)),
+    lambda: memoryview(bytes(TOKENS)),
+    lambda: Tokens(),
+    lambda: [Token(each) for each in TOKENS],
+    lambda: [0, *(Token(each) for each in TOKENS[1:])],
+)
+
+
+def test_any_sequence_may_stand_for_a_list_as_in_the_reference(tell: Tell) -> None:
+    async def story(service: Service) -> None:
+        await service.upsert_worker(worker(taints=deque(["a"])))
+        assert service.list_workers()[0]["taints"] == ["a"]
+        for number, tokens in enumerate(LISTS):
+            asked = UserDict(
+                ask(
+                    f"r{number}",
+                    token_ids=tokens(),
+                    allowed_worker_ids=deque([FIRST]),
+                    routing_constraints=UserDict(required_taints=UserList(["a"])),
+                )
+            )
+            selection = await service.select_and_reserve(asked)
+            assert selection["sequence_hashes"] == BOOKED_HASHES
+            assert selection["isl_tokens"] == len(TOKENS)
+        infos = (None, UserDict[str, object](mm_objects=deque[object]()))
+        prompt = {"routing_token_ids": range(10), "block_mm_infos": infos}
+        assert await service.overlap_scores({"mm_routing_info": prompt})
+
+    tell(story)
+
+
+HASHES: tuple[Callable[[], object], ...] = (
+    lambda: array("q", BOOKED_HASHES),
+    lambda: deque(BOOKED_HASHES),
+    lambda: memoryview(array("q", BOOKED_HASHES)),
+    lambda: struct.pack("<2q", *BOOKED_HASHES),
+    lambda: bytearray(struct.pack("<2q", *BOOKED_HASHES)),
+    lambda: memoryview(struct.pack("<2q", *BOOKED_HASHES)),
+)
+
+
+def test_so_may_it_for_hashes_and_bytes_are_packed_ones(tell: Tell) -> None:
+    async def story(service: Service) -> None:
+        await service.upsert_worker(worker())
+        for hashes in HASHES:
+            asked = ask(
+                token_ids=None, block_hashes=hashes(), sequence_hashes=hashes(), isl_tokens=8
+            )
+            selection = await service.select_and_reserve(asked)
+            assert selection["sequence_hashes"] == BOOKED_HASHES
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        pytest.param(lambda: (each for each in TOKENS), id="a generator"),
+        pytest.param(lambda: dict.fromkeys(TOKENS).keys(), id="keys"),
+        pytest.param(lambda: memoryview((c_uint32 * 2)(1, 2)), id="a format that nobody unpacks"),
+        pytest.param(lambda: [object()], id="objects"),
+        pytest.param(lambda: array("d", [1.0]), id="fractions"),
+        pytest.param(lambda: [True], id="booleans"),
+        pytest.param(lambda: b"1234", id="bytes"),
+    ],
+)
+def test_what_is_no_sequence_of_integers_is_refused_by_name(
+    tell: Tell, tokens: Callable[[], object]
+) -> None:
+    async def story(service: Service) -> None:
+        await service.upsert_worker(worker())
+        with pytest.raises(ValueError, match="token_ids"):
+            await service.select(ask(token_ids=tokens()))
+
+    tell(story)
+
+
+def test_an_object_behind_integers_is_refused_too(tell: Tell) -> None:
+    async def story(service: Service) -> None:
+        await service.upsert_worker(worker())
+        with pytest.raises(ValueError, match="object"):
+            await service.select(ask(token_ids=[1, object()]))
 
     tell(story)
 
