@@ -61,8 +61,9 @@ class Stage(msgspec.Struct, frozen=True):
     service has a second of its kind as its peer. process: a row says what the processes take.
     options: environment of the services, in the names that all of them know. loaded: every worker
     has reservations, no two the same load. offloads: the engines keep what they store on their
-    hosts too, and half of it only there. listens: to engines; if not, nothing is cached. share: of
-    the holdings.
+    hosts too, and half of it only there. opening: every prompt of a chosen length begins with the
+    same blocks, of which all engines have two on their devices and the others on their hosts.
+    listens: to engines; if not, nothing is cached. share: of the holdings.
     """
 
     workers: int
@@ -74,6 +75,7 @@ class Stage(msgspec.Struct, frozen=True):
     options: dict[str, str] = {}
     loaded: bool = False
     offloads: bool = False
+    opening: bool = False
     listens: bool = True
     share: float = 1.0
 
@@ -173,4 +175,5 @@ def _option_stages() -> list[Stage]:
             for option, options in _SET.items()
         ),
         Stage(512, [_loaded(512, "lower tiers")], loaded=True, offloads=True, share=_FEW),
+        Stage(512, [_loaded(512, "shared host blocks")], loaded=True, opening=True, share=_FEW),
     ]

@@ -23,6 +23,7 @@ from loadtest.duel.targets import Service, TargetError
 from loadtest.replay_trace import prompt_tokens
 
 ZONES = 4  # the workers' taints: zone-0 and on
+OPENING_ON_DEVICE = 2  # blocks; the others are on the host
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
 _SETTLE_TIMEOUT_S = 120.0
 _CONNECT_S = 0.02  # for each engine, until a service that was told of it listens to it
@@ -211,6 +212,19 @@ class Engines:
             messages += placed
             stored += sum(message.stored for message in placed)
         return messages
+
+    def share_opening(self) -> Iterator[Message]:
+        """Every engine has the opening of `Prompts`: its first blocks on the device, those behind
+        them on the host alone. They all call the blocks alike."""
+        opening = self._prompts.opening
+        names = struct.unpack(f"<{opening.blocks}Q", opening.sequence)
+        tokens, size, at = prompt_tokens(opening.line), self._prompts.block_size, OPENING_ON_DEVICE
+        events = [
+            _BlockStored(list(names[:at]), None, tokens[: at * size], size),
+            _BlockStored(list(names[at:]), names[at - 1], tokens[at * size :], size, medium="CPU"),
+        ]
+        for engine in range(self.count):
+            yield Message(engine, _encode(_Batch(0.0, events)), len(names), 0)
 
     def empty(self, engines: Iterable[int], blocks_per_event: int) -> Iterator[Message]:
         """These engines remove all that they hold, least recently used first. Call it last."""

@@ -5,6 +5,7 @@ lists are those of "Block Hashing", so that what the engines announce and what i
 Every body is a function of the trace and a number: two runs send the same bytes.
 """
 
+import functools
 import gzip
 import random
 import struct
@@ -18,6 +19,8 @@ from lean_selector.demo.request import make_request
 from loadtest.replay_trace import TRACE_BLOCK_TOKENS, TraceLine, prompt_tokens
 
 MODEL_NAME = "versus"
+OPENING_BLOCKS = 6
+_OPENING_ID = 3 << 21  # of a block of a trace; none has as many
 SYNTHETIC_REQUESTS = 12_000  # about as many as the published conversation trace has
 _HEAD = "{} {} HTTP/1.1\r\nhost: versus\r\ncontent-type: {}\r\ncontent-length: {}\r\n\r\n"
 
@@ -106,8 +109,20 @@ class Prompts:
         Every second one begins as one of the first `known` prompts of the trace, which engines
         hold, for up to half of its length; the rest, and all of the others, is new.
         """
-        fresh = random.Random(f"{number}/{blocks}").randbytes(8 * blocks)
         held = self.at(number // 2 % known).local[: blocks // 2 * 8] if number % 2 else b""
+        return self._begun(held, number, blocks)
+
+    @functools.cached_property
+    def opening(self) -> Prompt:
+        """What no prompt of the trace begins with, OPENING_BLOCKS long: for engines to share."""
+        return self._prompt(TraceLine(0.0, OPENING_BLOCKS * self.block_size, 0, [_OPENING_ID]))
+
+    def behind_opening(self, number: int, blocks: int) -> Prompt:
+        """A prompt of exactly `blocks` blocks, different for every number, with that opening."""
+        return self._begun(self.opening.local[: 8 * blocks], number, blocks)
+
+    def _begun(self, held: bytes, number: int, blocks: int) -> Prompt:
+        fresh = random.Random(f"{number}/{blocks}").randbytes(8 * blocks)
         local = held + fresh[len(held) :]
         line = TraceLine(0.0, blocks * self.block_size, 0, [])
         return Prompt(line, blocks * self.block_size, local, sequence_hashes_bytes(local))

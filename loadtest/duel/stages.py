@@ -100,6 +100,8 @@ class StageRun:
             engines.send(engines.fill(holdings))
             if stage.offloads:  # as much again: what the devices evict for it stays on the hosts
                 engines.send(engines.churn(holdings))
+            if stage.opening:
+                engines.send(engines.share_opening())
             engines.settle(*services)
             for pair in pairs:
                 pair.wait_until_linked()
@@ -173,6 +175,8 @@ class StageRun:
             return [self._prompts.at(first + i) for i in range(count)]
         first = self._next_cut
         self._next_cut += count
+        if self._stage.opening:
+            return [self._prompts.behind_opening(first + i, case.blocks) for i in range(count)]
         return [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
 
     def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:

@@ -71,11 +71,16 @@ class Fleet:
         booking = Booking(f"r{number}", number, 0, None, True, 7 * load + 1, duration_s, None)
         self.partition.slots.book(booking, hashes, 0.0)
 
-    def lower(self) -> None:
-        """Every fourth worker has the prompt's other half on its host tier."""
-        rest = BLOCKS[4:]
-        for number in range(0, len(self.partition.workers), 4):
-            self.partition.index.store(number, 0, Tier.HOST_PINNED, 4, rest, packed(rest))
+    def lower(self, every: int, *, unlike: bool = False) -> "Fleet":
+        """One worker in `every` has half of the prompt on its device and the other half on its host
+        tier; engines call the blocks alike, or no two of them do."""
+        index = self.partition.index
+        for number in range(0, len(self.partition.workers), every):
+            names = [1_000 * number * unlike + block for block in BLOCKS]
+            index.clear(number, 0)
+            index.store(number, 0, Tier.DEVICE, None, names[:4], packed(BLOCKS[:4]))
+            index.store(number, 0, Tier.HOST_PINNED, names[3], names[4:], packed(BLOCKS[4:]))
+        return self
 
     def give_to_one(self) -> None:
         """One worker has the whole of the long prompt."""
@@ -140,13 +145,14 @@ def measure(workers: int, *, apart: bool) -> None:
     alone = base.cost(plain)
     print(f"{workers} workers, loads {'apart' if apart else 'alike'}: plain {alone:.1f}")
     queue = fleet(queue_threshold=16.0)
-    decay, lower = fleet(overlap_score_credit_decay=0.5), fleet()
-    lower.lower()
+    decay = fleet(overlap_score_credit_decay=0.5)
     rows: list[tuple[str, Fleet, Callable[[SelectionRequest], None]]] = [
         ("queue threshold", queue, plain),
         ("credit decay", decay, plain),
         ("half allowed", base, half_allowed(workers)),
-        ("lower tier", lower, plain),
+        ("lower tier", fleet().lower(4), plain),
+        ("lower tier on all", fleet().lower(1), plain),
+        ("the same, unlike", fleet().lower(1, unlike=True), plain),
         ("required taint", base, required),
         ("preferred taints", base, preferred),
         ("another scale", base, scaled),

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import zmq
 
-from lean_selector.core.hashing import sequence_hashes_bytes
+from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
+from lean_selector.core.index.kv_index import KvIndex, Matched, Tier
 from loadtest.duel.engines import Engines
 from loadtest.duel.prompts import (
     FREE_LAG,
@@ -72,6 +73,16 @@ def test_prompts_of_a_chosen_length_all_differ_and_half_begin_as_a_known_one(tra
     shared = [prompt.local[:32] == prompts.at(0).local[:32] for prompt in cut]
     assert shared == [bool(number % 2) for number in range(40)]
     assert cut == [Prompts(trace, 16).cut(number, 8, known=2) for number in range(40)]
+
+
+def test_prompts_behind_the_opening_all_differ_and_none_of_the_trace_begins_so(trace: Path) -> None:
+    prompts = Prompts(trace, 16)
+    behind = [prompts.behind_opening(number, 8) for number in range(40)]
+    assert len({prompt.local for prompt in behind}) == 40
+    assert {prompt.local[:48] for prompt in behind} == {prompts.opening.local}
+    assert {prompt.isl_tokens for prompt in behind} == {128}
+    assert all(prompt.sequence == sequence_hashes_bytes(prompt.local) for prompt in behind)
+    assert prompts.at(0).local[:8] != prompts.opening.local[:8]
 
 
 def test_without_a_trace_prompts_are_made_up_and_always_the_same() -> None:
@@ -139,6 +150,20 @@ def test_batches_have_vllm_s_layout(engines: Engines, trace: Path) -> None:
     _, events, _ = msgspec.msgpack.decode(removed[0].payload)
     assert events[0] == ["BlockRemoved", hashes[-1:], "GPU"]  # a chain goes from its end
     assert sum(message.removed for message in removed) == first.stored
+
+
+def test_an_opening_that_is_shared_goes_on_on_the_hosts_of_all_engines(trace: Path) -> None:
+    index, prompts = KvIndex(16), Prompts(trace, 16)
+    with Engines(prompts, 3, 100) as engines:
+        messages = list(engines.share_opening())
+    for message in messages:
+        _, events, rank = msgspec.msgpack.decode(message.payload)
+        for _, names, parent, tokens, size, _, medium in events:
+            tier = {"GPU": Tier.DEVICE, "CPU": Tier.HOST_PINNED}[medium]
+            index.store(message.engine, rank, tier, parent, names, local_hashes(tokens, size))
+    asked = prompts.behind_opening(1, 8).local
+    assert index.match(asked) == {(engine, 0): Matched(2, 4) for engine in range(3)}
+    assert index.match_sets(asked) == ([], [(Matched(2, 4), 0b111)])
 
 
 def test_full_caches_evict_as_much_as_they_store(trace: Path) -> None:
