@@ -30,7 +30,7 @@ STARTS = sorted(
 )
 # Those of other programs, of `demo`, and of the load tests.
 OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
-OTHER_FLAGS |= {"--reference"}  # of loadtest/versus.py
+OTHER_FLAGS |= {"--cases", "--reference"}  # of loadtest/versus.py
 OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
 OTHER_FLAGS |= {"--long", "--missing", "--show"}  # of the tests, of coverage and of mutation
 OTHER_FLAGS |= {"--probe", "--json", "--ca-file", "--worker-token-file"}  # of `check`
