@@ -16,13 +16,23 @@ from lean_selector.process.selector_config import (
     selector_config,
 )
 
+# The flags that are not called as the arguments are.
+_ARGUMENTS = {
+    "--threads": "indexer_threads",
+    "--selection-cache-ttl-secs": "selection_cache.ttl_secs",
+    "--selection-cache-max-entries": "selection_cache.max_entries",
+    "--selection-cache-max-bytes": "selection_cache.max_bytes",
+}
+
 
 class _Parser(OneLineParser):
     """Complains to the caller."""
 
     def error(self, message: str) -> NoReturn:
         flag, colon, fault = message.removeprefix("argument ").partition(": ")
-        raise ValueError(flag.removeprefix("--").replace("-", "_") + colon + fault)
+        raise ValueError(
+            _ARGUMENTS.get(flag, flag.removeprefix("--").replace("-", "_")) + colon + fault
+        )
 
 
 def config_of(
@@ -33,15 +43,18 @@ def config_of(
     selection_cache: SelectionCacheConfig | None,
     session_affinity_ttl_secs: float | None,
 ) -> SelectorConfig:
-    """What arguments and environment say. Raises ValueError, naming the one that is wrong."""
+    """What arguments and environment say. Raises ValueError or, for one of a wrong type, TypeError;
+    both name it."""
+    if not isinstance(selection_cache, SelectionCacheConfig | None):
+        raise TypeError(_not_a("selection_cache", "a SelectionCacheConfig", selection_cache))
     if replica_sync_peers and replica_sync_port is None:
         raise ValueError("replica_sync_peers requires replica_sync_port")
     cache = selection_cache or SelectionCacheConfig()
     given = {
         "--threads": indexer_threads,
-        "--indexer-peers": _joined(indexer_peers),
+        "--indexer-peers": _joined("indexer_peers", indexer_peers),
         "--replica-sync-port": replica_sync_port,
-        "--replica-sync-peers": _joined(replica_sync_peers),
+        "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
         "--session-affinity-ttl-secs": session_affinity_ttl_secs,
         "--selection-cache-ttl-secs": cache.ttl_secs,
         "--selection-cache-max-entries": cache.max_entries,
@@ -54,5 +67,19 @@ def config_of(
     return selector_config(parser, parser.parse_args(flags), os.environ)
 
 
-def _joined(values: Sequence[str] | None) -> str | None:
-    return ",".join(values) if values else None
+def _joined(name: str, values: Sequence[str] | None) -> str | None:
+    return None if values is None else ",".join(texts_of(name, values)) or None
+
+
+def texts_of(name: str, values: object) -> list[str]:
+    """Raises TypeError, also for a text alone, which is a sequence of its letters."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(_not_a(name, "a sequence of str", values))
+    for place, value in enumerate(values):
+        if not isinstance(value, str):
+            raise TypeError(_not_a(f"{name}[{place}]", "a str", value))
+    return list(values)
+
+
+def _not_a(name: str, expected: str, given: object) -> str:
+    return f"{name}: expected {expected}, got {type(given).__name__}"

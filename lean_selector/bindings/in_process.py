@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lean_selector.bindings.cache_config import SelectionCacheConfig
-from lean_selector.bindings.config import config_of
+from lean_selector.bindings.config import config_of, texts_of
 from lean_selector.bindings.errors import refusal, refusal_of, shut_down
 from lean_selector.bindings.forms import (
     Done,
@@ -80,8 +80,8 @@ class SelectionService:
     ) -> None:
         """`indexer_threads` is accepted for compatibility: one thread does everything.
 
-        Raises ValueError, also for a bad variable of the environment; OSError when the replica
-        port cannot be bound.
+        Raises ValueError, also for a bad variable of the environment, TypeError for a cache or
+        peers of a wrong type, and OSError when the replica port cannot be bound.
         """
         self._config = config_of(
             indexer_threads,
@@ -285,7 +285,7 @@ class SelectionService:
         self._check_open()
         running, timeout_s = self._start(), self._config.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
-        recovery = Recovery(catalog, subscriptions, list(peers), timeout_s)
+        recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s)
         return await running.in_time(recovery.run)
 
     # -- the end -------------------------------------------------------------------------------

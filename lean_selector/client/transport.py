@@ -47,7 +47,10 @@ class ServiceAddress:
     """`http://host:port`, or `unix:PATH` for a UNIX socket."""
 
     def __init__(self, endpoint: str, access: Access | None = None) -> None:
-        """Raises ValueError for anything else, and OSError for files of `access`."""
+        """Raises ValueError for anything else, TypeError for what is no text, and OSError for files
+        of `access`."""
+        if not isinstance(endpoint, str):
+            raise TypeError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
         self._access = Access() if access is None else access
         self.endpoint = endpoint
         self.takes_msgpack = True  # until it says otherwise

@@ -39,15 +39,49 @@ def run(story: Coroutine[Any, Any, None]) -> None:
     [
         ({"replica_sync_peers": ["tcp://h:1"]}, "replica_sync_peers requires replica_sync_port"),
         ({"replica_sync_port": 0}, "replica_sync_port"),
-        ({"indexer_threads": -1}, "threads"),
+        ({"indexer_threads": -1}, "^indexer_threads: "),
         ({"indexer_peers": ["elsewhere"]}, "indexer_peers"),
         ({"session_affinity_ttl_secs": 0.5}, "session_affinity_ttl_secs"),
-        ({"selection_cache": SelectionCacheConfig(max_entries=-1)}, "selection_cache_max_entries"),
+        ({"selection_cache": SelectionCacheConfig(ttl_secs=-1)}, r"^selection_cache\.ttl_secs: "),
+        ({"selection_cache": SelectionCacheConfig(max_entries=-1)}, r"\.max_entries: .* `-1`"),
+        ({"selection_cache": SelectionCacheConfig(max_bytes=-1)}, r"\.max_bytes: .* `-1`"),
     ],
 )
 def test_a_bad_argument_is_named(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         SelectionService(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"indexer_peers": "http://h"}, "indexer_peers: expected a sequence of str, got str"),
+        ({"indexer_peers": 5}, "indexer_peers: expected a sequence of str, got int"),
+        ({"indexer_peers": ["http://h", 5]}, r"indexer_peers\[1\]: expected a str, got int"),
+        (
+            {"replica_sync_peers": "tcp://h:1", "replica_sync_port": 9},
+            "replica_sync_peers: expected a sequence of str, got str",
+        ),
+        ({"selection_cache": {}}, "selection_cache: expected a SelectionCacheConfig, got dict"),
+        ({"selection_cache": 5}, "selection_cache: expected a SelectionCacheConfig, got int"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named_with_it(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        SelectionService(**arguments)
+
+
+@pytest.mark.parametrize("peers", ["http://h", None, [5]])
+def test_so_are_peers_to_recover_from(peers: Any) -> None:
+    async def story() -> None:
+        service = SelectionService()
+        try:
+            with pytest.raises(TypeError, match="peers.*: expected a"):
+                await service.recover_indexer_from_peers(peers)
+        finally:
+            await service.shutdown_async()
+
+    run(story())
 
 
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

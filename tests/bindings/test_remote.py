@@ -24,6 +24,12 @@ def test_a_url_of_another_kind_is_refused(url: str) -> None:
         RemoteSelectionService(url)
 
 
+@pytest.mark.parametrize("url", [None, 5, b"http://h"])
+def test_a_url_that_is_no_text_is_refused_as_such(url: Any) -> None:
+    with pytest.raises(TypeError, match="expected http://"):
+        RemoteSelectionService(url)
+
+
 def test_nobody_there_is_said_so() -> None:
     async def story() -> None:
         service = RemoteSelectionService(f"http://127.0.0.1:{free_port()}")
