@@ -76,7 +76,7 @@ def test_so_are_peers_to_recover_from(peers: Any) -> None:
     async def story() -> None:
         service = SelectionService()
         try:
-            with pytest.raises(TypeError, match="peers.*: expected a"):
+            with pytest.raises(TypeError, match=r"peers.*: expected a"):
                 await service.recover_indexer_from_peers(peers)
         finally:
             await service.shutdown_async()
