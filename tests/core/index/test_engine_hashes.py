@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -180,6 +180,56 @@ TestPackedNames = PackedNames.TestCase
 TestPackedNamesInSmallSegments = PackedNamesInSmallSegments.TestCase
 for case in (TestNames, TestNamesInShards, TestPackedNames, TestPackedNamesInSmallSegments):
     case.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+# Each once, as an engine has them that names a block but once: two full segments of a row and a
+# part of one; the fourth stands behind bytes that look like it.
+ROWS = {
+    0: [5, 6, 1 << 56, 0x0101010101010101, *range(300, 430)],
+    STRAND_BLOCKS: [37, 69, *range(500, 509)],
+    3 * STRAND_BLOCKS: [7],
+}
+PLACES = {name: first + at for first, row in ROWS.items() for at, name in enumerate(row)}
+single_names = st.lists(st.sampled_from([0, 1, *PLACES]), min_size=1, max_size=4)
+
+
+@st.composite
+def stretches(draw: st.DrawFn) -> list[int]:
+    """Names of some neighbours, forwards or backwards, or of every other one."""
+    given, start = list(PLACES), draw(st.integers(0, len(PLACES) - 1))
+    step = draw(st.sampled_from([-2, -1, 1, 2]))
+    return given[start::step][: draw(st.integers(1, 70))]
+
+
+@pytest.mark.parametrize("front_blocks", [40_000, 3])
+@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+@settings(max_examples=150)
+@given(removals=st.lists(st.one_of(single_names, stretches()), max_size=8))
+def test_names_that_stand_once_are_removed_in_any_order(
+    form: Callable[[], EngineHashes], front_blocks: int, removals: list[list[int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hashes_in_dicts, "_FRONT_BLOCKS", front_blocks)
+        hashes = form()
+        for first, row in ROWS.items():
+            hashes.add(first, packed(row))
+    left = dict(PLACES)
+    for removed in removals:
+        gone: dict[int, int] = {}
+        for name in removed:
+            if (place := left.pop(name, NOWHERE)) != NOWHERE:
+                strand = place >> POSITION_BITS
+                gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+        assert hashes.take(packed(removed)) == gone
+        assert {name: hashes.find(name) for name in PLACES if name in left} == left
+        assert all(hashes.find(name) == NOWHERE for name in PLACES if name not in left)
+        assert {place: hashes.name_at(place) for place in left.values()} == {
+            place: packed([name]) for name, place in left.items()
+        }
+        for first in ROWS:
+            strand = first >> POSITION_BITS
+            there = [place for place in left.values() if place >> POSITION_BITS == strand]
+            assert hashes.named_end(strand) == max(there, default=first - 1) + 1 - first
 
 
 @pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
