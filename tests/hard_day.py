@@ -37,7 +37,8 @@ class Outcome:
         )  # of those who stayed: by status, or why there was none
         self.broken = 0  # of those who stayed: a 200 that was visibly cut short
         self.wrong: list[str] = []  # complete by its framing, and not what the worker said
-        self.followed = 0  # turns behind another of the same conversation, both with an answer
+        # Turns behind another of the same conversation, both chosen and with an answer.
+        self.followed = 0
         self.stuck = 0  # of those, on the same worker
         self.prompt_tokens = 0
         self.cached_tokens = 0  # as the engines counted them
@@ -55,7 +56,7 @@ class Outcome:
         return (
             f"{self.asked} asked, {self.hung_up} hung up, {self.complete} complete, "
             f"{self.broken} broken, refused {dict(self.refused)}, wrong {self.wrong[:3]}, "
-            f"stickiness {self.stickiness:.2f}, "
+            f"stickiness {self.stickiness:.2f} of {self.followed}, "
             f"cached {self.cached_tokens / max(1, self.prompt_tokens):.2f}, {dict(self.workers)}"
         )
 
@@ -80,12 +81,16 @@ async def hard_day(
     seed: int = 0,
     headers: Mapping[str, str] | None = None,
     model: str = MODEL,
+    is_chosen: Callable[[], bool] = lambda: True,
 ) -> Outcome:
     """`at` has what is called, in a thread, when so large a part of the requests was begun.
 
-    `headers` go with every request; `pause_s` is what a user thinks, on average.
+    `headers` go with every request; `pause_s` is what a user thinks, on average. `is_chosen` tells
+    whether somebody chooses workers now: other turns are asked, and do not count for stickiness.
     """
-    day = _Day(url, requests, hang_ups, at or {}, max_tokens, pause_s, headers or {}, model)
+    day = _Day(
+        url, requests, hang_ups, at or {}, max_tokens, pause_s, headers or {}, model, is_chosen
+    )
     await asyncio.gather(*(day.session(number, seed) for number in range(sessions)))
     await day.rest()
     return day.outcome
@@ -102,11 +107,12 @@ class _Day:
         pause_s: float,
         headers: Mapping[str, str],
         model: str,
+        is_chosen: Callable[[], bool],
     ) -> None:
         self.url = urlsplit(url)
         self.left = self.requests = requests
         self.hang_ups, self.max_tokens, self.pause_s = hang_ups, max_tokens, pause_s
-        self.model, self.headers = model, headers
+        self.model, self.headers, self.is_chosen = model, headers, is_chosen
         self.due = sorted(at.items(), key=lambda item: item[0])
         self.under_way: list[asyncio.Task[object]] = []
         self.outcome = Outcome()
@@ -132,7 +138,7 @@ class _Day:
         connection = _Connection(self.url.hostname or "", self.url.port or 80)
         messages: list[dict[str, str]] = []
         conversation = 0
-        worker = ""  # of the last turn of this conversation
+        worker = ""  # of the last turn of this conversation, if it was chosen
         try:
             while self._next():
                 if self.pause_s:
@@ -148,15 +154,16 @@ class _Day:
                     self.outcome.hung_up += 1
                     await self._hang_up(asked, drawn)
                     continue
+                was_chosen = self.is_chosen()
                 answer = await self._ask(connection, asked, drawn.random() < 0.7)
                 if answer is None:
                     continue
                 text, served = answer
                 self.outcome.workers[served] += 1
-                if worker:
+                if worker and was_chosen:
                     self.outcome.followed += 1
                     self.outcome.stuck += served == worker
-                worker = served
+                worker = served if was_chosen else ""
                 messages = [*asked, {"role": "assistant", "content": text}]
         finally:
             connection.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 
 from tests.gateway.running_gateway import RunningGateway
 from tests.hard_day import Outcome, hard_day, judge
@@ -13,6 +14,10 @@ def judge_day(outcome: Outcome) -> None:
     judge(outcome, worker_kills=1)
     assert outcome.stickiness >= 0.6, outcome
     assert outcome.cached_tokens >= 0.5 * outcome.prompt_tokens, outcome
+
+
+def both_are_known(selector: RunningService) -> bool:
+    return len(selector.get("/ready")[1].get("workers", [])) == 2
 
 
 def judge_afterwards(url: str) -> None:
@@ -45,16 +50,27 @@ def test_the_selector_beside_is_killed_too_and_nobody_who_stays_notices() -> Non
         with selector:
             where = f"http://127.0.0.1:{selector.port}"
             with RunningGateway("--selector", where, first.url, second.url) as gateway:
-                wait_until(
-                    lambda: len(selector.get("/ready")[1].get("workers", [])) == 2, "both are known"
-                )
+                wait_until(lambda: both_are_known(selector), "both are known")
+                away = threading.Event()  # the selector is: workers are taken in turn
+
+                def kill_the_selector() -> None:
+                    away.set()
+                    selector.stop(signal.SIGKILL)
+
+                def bring_it_back() -> None:
+                    selector.__enter__()
+                    wait_until(lambda: both_are_known(selector), "both are known again")
+                    away.clear()
+
                 at = {
                     0.2: first.kill,
                     0.35: first.start,
-                    0.5: lambda: selector.stop(signal.SIGKILL),
-                    0.7: selector.__enter__,
+                    0.5: kill_the_selector,
+                    0.7: bring_it_back,
                 }
-                outcome = asyncio.run(hard_day(gateway.url, at=at, pause_s=0.01))
+                outcome = asyncio.run(
+                    hard_day(gateway.url, at=at, pause_s=0.01, is_chosen=lambda: not away.is_set())
+                )
                 judge_day(outcome)
                 judge_afterwards(gateway.url)
 

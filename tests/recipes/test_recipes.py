@@ -427,21 +427,32 @@ def test_a_worker_that_is_gone_costs_no_request_and_is_reported(fleet: Fleet) ->
 def test_a_hard_day(tmp_path: Path, gateway: str) -> None:
     with Fleet(tmp_path, gateway, "unix", "--worker-ejection-secs", "1") as fleet:
         worker, selector = fleet.workers[0], fleet.selector
+        away = threading.Event()  # the selector is: workers are taken in turn, however long it is
+
+        def kill_the_selector() -> None:
+            away.set()
+            selector.stop(signal.SIGKILL)
+
+        def bring_it_back() -> None:
+            selector.__enter__()
+            fleet.wait_until_found()
+            away.clear()
+
         day = asyncio.run(
             hard_day(
                 fleet.gateway.url,
                 at={
                     0.2: worker.kill,
                     0.35: worker.start,
-                    0.55: lambda: selector.stop(signal.SIGKILL),
-                    0.7: selector.__enter__,
+                    0.55: kill_the_selector,
+                    0.7: bring_it_back,
                 },
                 pause_s=0.01,
+                is_chosen=lambda: not away.is_set(),
             )
         )
         judge(day, worker_kills=1)
-        assert day.stickiness >= 0.65, day  # by chance half, and so while the selector is down
-        fleet.wait_until_found()
+        assert day.stickiness >= 0.65, day  # by chance half
         evening = asyncio.run(hard_day(fleet.gateway.url, requests=100, seed=1))
         assert evening.complete == evening.stayed, evening
         fleet.wait_until_free()
