@@ -128,8 +128,7 @@ def _hook_of(structs: list[type[msgspec.Struct]]) -> Callable[[type], Schema]:
 
 def _complete(struct: type[msgspec.Struct], schema: Schema) -> None:
     schema.pop("title", None)
-    if "description" in schema:
-        schema["description"] = cleandoc(schema["description"])
+    schema["description"] = cleandoc(schema.get("description", ""))
     required = set(schema.get("required", ()))
     for field in msgspec.structs.fields(struct):
         properties = schema["properties"]

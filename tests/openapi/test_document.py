@@ -202,7 +202,7 @@ def test_who_may_not_ask_is_told_in_the_shape_of_the_routes_errors() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
     schemas = DOCUMENTS[name]["components"]["schemas"]
-    mute = [name for name, schema in schemas.items() if "description" not in schema]
+    mute = [name for name, schema in schemas.items() if not schema.get("description")]
     mute += [
         f"{name}.{field}"
         for name, schema in schemas.items()

@@ -187,9 +187,13 @@ def test_what_goes_into_a_hash_or_contradicts_is_left_to_the_other_reader(
         [0.5, [["AllBlocksCleared"]] * 257],
         [0.5, [{"type": "AllBlocksCleared"}]],
         [0.5, [["AllBlocksCleared", 1]]],
+        [0.5, [["BlockRemoved"]]],
+        [0.5, [["BlockRemoved", [1], "GPU", 0, None, None]]],
         [0.5, [["BlockRemoved", [1], "GPU", 0, "REMOTE"]]],
         [0.5, [["BlockRemoved", [1], "x" * 300]]],
         [0.5, [["BlockRemoved", [1], 5]]],
+        [0.5, [["BlockStored", [1], None, [1, 2]]]],
+        [0.5, [["BlockStored", [1], None, [1, 2], 2, *[None] * 9]]],
         [0.5, [["BlockStored", [1], None, [1, 2], 2, 0, None, None, None, 0, None, None, "FAR"]]],
     ],
 )

@@ -251,6 +251,22 @@ def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float)
     assert sum(shares_of([math.inf, math.inf], temperature, 50)) == 1.0
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1.0, 1.7e308])
+def test_of_many_loads_the_cheapest_is_drawn_when_the_dearest_is_beyond_f64(
+    temperature: float,
+) -> None:
+    partition = loaded(1, 1.0, [(blocks, 0) for blocks in range(20)])
+    request = SelectionRequest(Prompt(0, b"", 0, b"", b""), Terms(1.0, 0.0, 1.0, temperature, True))
+    pricing = Pricing(partition, request, partition.candidates, NOW)
+    dear = 1 << 19
+    cells = [
+        Cell(pricing, partition.candidates ^ dear, Matched(0), 0, 0.0, 0, 1.0),
+        Cell(pricing, dear, Matched(0), 0, 0.0, 0, math.inf),
+    ]
+    rng = random.Random(3)
+    assert {drawn(partition.order, pricing, cells, temperature, NOW, rng) for _ in range(50)} == {0}
+
+
 def test_costs_that_rounding_alone_sets_apart_are_drawn_as_the_formula_has_them() -> None:
     """Bounds, which leave room for rounding, say nothing of them: all are costed."""
     block_size, parts, tokens = 3, 49, 53_767
