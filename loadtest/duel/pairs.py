@@ -1,10 +1,13 @@
 """What one option costs: this service with it and without it, in interleaved pairs of rounds.
 
 Both processes have the same workers and get the same requests, a hundred at a time in turns of some
-milliseconds, so that whatever else the machine does hits both alike. Of each pair the ratio counts,
-not the figures. `nothing` compares the service with itself, and so tells the noise.
+milliseconds, so that whatever else the machine does hits both alike; on one CPU, which their client
+does not use, where there are two; and each is the one that was started first in every second pair.
+Of each pair the ratio counts, not the figures. `nothing` compares the service with itself, and so
+tells the noise.
 """
 
+import os
 import secrets
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +91,7 @@ def measure(
     for number in range(rounds):
         say(f"{target.name}, with {name}: pair {number + 1} of {rounds}")
         # Fresh processes each time: of two alike one is often a percent faster, by its memory.
-        with _running(target, option, prompts) as pair:
+        with _cpus() as cpus, _running(target, option, prompts, cpus, number) as pair:
             for kind, prompt in bodies.items():
                 some = [prompt(at) for at in _numbers(number)]
                 taken[kind].append(_round(pair, option, some, number))
@@ -102,18 +105,42 @@ def measure(
 
 
 @contextmanager
-def _running(target: Target, option: Option, prompts: Prompts) -> Iterator[list[Service]]:
-    """The service without the option, and with it."""
+def _cpus() -> Iterator[list[int]]:
+    """The CPU of both services, while this process keeps to the others. None where there is one."""
+    all_of_them = sorted(os.sched_getaffinity(0))
+    if len(all_of_them) == 1:
+        yield []
+        return
+    os.sched_setaffinity(0, all_of_them[:-1])
+    try:
+        yield all_of_them[-1:]
+    finally:
+        os.sched_setaffinity(0, all_of_them)
+
+
+@contextmanager
+def _running(
+    target: Target, option: Option, prompts: Prompts, cpus: list[int], number: int
+) -> Iterator[list[Service]]:
+    """The service without the option, and with it. `number`: of the pair."""
+    flags = (_FLAGS, (*_FLAGS, *option.flags))
     with ExitStack() as stack:
-        pair = [
-            stack.enter_context(Service(target, [*_FLAGS, *flags])) for flags in ([], option.flags)
-        ]
+        begun = {
+            which: stack.enter_context(Service(target, flags[which], cpus))
+            for which in _turn(number)
+        }
+        pair = [begun[0], begun[1]]
         pair[1].headers = {**JSON, **option.headers}
         engines = stack.enter_context(Engines(prompts, WORKERS, _CAPACITY, listened=False))
         for service in pair:
             service.wait()
             engines.register(service)
         yield pair
+
+
+def _turn(number: int) -> tuple[int, int]:
+    """Which goes first: every second time the other."""
+    return (0, 1) if number % 2 else (1, 0)
 
 
 def _numbers(number: int) -> range:
@@ -138,10 +165,10 @@ def _round(
     )
     taken = [0, 0]
     connections = [[Connection(str(one.port)) for _ in range(_CONNECTIONS)] for one in pair]
-    for which in (0, 1):  # uncounted: a process that has just begun
+    for which in _turn(number):  # uncounted: a process that has just begun
         _send(connections[which], requests[which])
     for at in range(0, len(plain), _SLICE):
-        for which in (0, 1) if (number + at // _SLICE) % 2 else (1, 0):
+        for which in _turn(number + at // _SLICE):
             before = pair[which].cpu_ns()
             _send(connections[which], requests[which][at : at + _SLICE])
             taken[which] += pair[which].cpu_ns() - before
