@@ -192,6 +192,26 @@ def test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed(
     assert worst[50] <= worst[5] + 50
 
 
+@pytest.mark.usefixtures("spared")
+def test_a_review_passes_over_a_rank_that_is_being_taken_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
+    index = KvIndex(16)
+    for worker in (1, 2):
+        store(index, worker, prompt(1))
+    index.clear(2, 0)  # nothing of it is seen, and its bit stays in the run until it is swept
+    evicted: list[int] = []
+    for _ in holes.review(index._device, lambda rank, blocks: evicted.append(blocks)):
+        pass
+    assert evicted == []
+    assert matched(index, prompt(1)) == {1: LENGTH}
+    while index.sweep(10):
+        pass
+    assert index.ranks() == [(1, 0)]
+    assert positions_kept(index) == 2 * LENGTH
+
+
 def test_a_review_comes_after_many_blocks_were_dropped_by_whatever_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
