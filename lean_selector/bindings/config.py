@@ -6,7 +6,7 @@ stand in one place; what has no argument comes from the same environment, DYN_*.
 
 import os
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, SupportsFloat, SupportsIndex
 
 from lean_selector.bindings.cache_config import SelectionCacheConfig
 from lean_selector.process.options import OneLineParser, add_options
@@ -47,9 +47,25 @@ def config_of(
     both name it."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
         raise TypeError(_not_a("selection_cache", "a SelectionCacheConfig", selection_cache))
+    cache = selection_cache or SelectionCacheConfig()
+    if indexer_threads is None:
+        raise TypeError(_not_a("indexer_threads", "an int", indexer_threads))
+    for name, whole in (
+        ("indexer_threads", indexer_threads),
+        ("replica_sync_port", replica_sync_port),
+        ("selection_cache.max_entries", cache.max_entries),
+        ("selection_cache.max_bytes", cache.max_bytes),
+    ):
+        if isinstance(whole, bool) or not isinstance(whole, SupportsIndex | None):
+            raise TypeError(_not_a(name, "an int", whole))
+    for name, seconds in (
+        ("session_affinity_ttl_secs", session_affinity_ttl_secs),
+        ("selection_cache.ttl_secs", cache.ttl_secs),
+    ):
+        if isinstance(seconds, bool) or not isinstance(seconds, SupportsFloat | None):
+            raise TypeError(_not_a(name, "a number", seconds))
     if replica_sync_peers and replica_sync_port is None:
         raise ValueError("replica_sync_peers requires replica_sync_port")
-    cache = selection_cache or SelectionCacheConfig()
     given = {
         "--threads": indexer_threads,
         "--indexer-peers": _joined("indexer_peers", indexer_peers),

@@ -6,6 +6,8 @@ router's requests; the rest are accepted, so that a program moves over unchanged
 
 from collections.abc import Mapping
 
+from lean_selector.core.selection.settings import RouterOverride
+
 # Settings of Dynamo's in-process router that belong to the service, or to parts that do not exist
 # here (NATS snapshots, remote indexers). See `lean-selector --help` for the service's own.
 WITHOUT_EFFECT = frozenset(
@@ -54,22 +56,39 @@ class KvRouterConfig:
         """None leaves a setting to the service.
 
         router_track_output_blocks: False keeps generate() from reporting output blocks.
-        without_effect: the names in WITHOUT_EFFECT. Raises TypeError for any other.
+        without_effect: the names in WITHOUT_EFFECT; what they are is not looked at. Raises
+        TypeError for any other, and for a setting of a wrong type; ValueError for one out of range.
         """
         for name in without_effect:
             if name not in WITHOUT_EFFECT:
                 raise TypeError(f"KvRouterConfig has no setting {name!r}")
-        self.track_output_blocks = router_track_output_blocks is not False
-        settings = {
+        numbers = {
             "overlap_score_weight": overlap_score_weight,
             "overlap_score_credit": overlap_score_credit,
             "prefill_load_scale": prefill_load_scale,
             "router_temperature": router_temperature,
             "shared_cache_multiplier": shared_cache_multiplier,
+        }
+        switches = {
             "assume_kv_reuse": router_assume_kv_reuse,
             "track_prefill_tokens": router_track_prefill_tokens,
         }
+        for name, number in numbers.items():
+            if isinstance(number, bool) or not isinstance(number, float | int | None):
+                raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
+        for name, switch in (
+            *switches.items(),
+            ("track_output_blocks", router_track_output_blocks),
+        ):
+            if not isinstance(switch, bool | None):
+                raise TypeError(f"router_{name}: expected a bool, got {type(switch).__name__}")
+        self.track_output_blocks = router_track_output_blocks is not False
+        settings = {**numbers, **switches}
         self._override = {name: value for name, value in settings.items() if value is not None}
+        try:
+            RouterOverride(**self._override)  # type: ignore[arg-type]  # looked at just now
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("__all__: ")) from None
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
         """The router_config_override to send: ours with the request's on top; None for none."""

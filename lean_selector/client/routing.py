@@ -64,6 +64,8 @@ class Routing:
         backoff: Backoff,
         rng: random.Random | None,
     ) -> None:
+        if isinstance(block_size, bool) or not isinstance(block_size, int | None):
+            raise TypeError(f"block_size: expected an int, got {type(block_size).__name__}")
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.config = config or KvRouterConfig()

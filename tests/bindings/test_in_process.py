@@ -64,6 +64,19 @@ def test_a_bad_argument_is_named(arguments: dict[str, Any], named: str) -> None:
         ),
         ({"selection_cache": {}}, "selection_cache: expected a SelectionCacheConfig, got dict"),
         ({"selection_cache": 5}, "selection_cache: expected a SelectionCacheConfig, got int"),
+        ({"indexer_threads": None}, "indexer_threads: expected an int, got NoneType"),
+        ({"indexer_threads": "4"}, "indexer_threads: expected an int, got str"),
+        ({"replica_sync_port": "9092"}, "replica_sync_port: expected an int, got str"),
+        ({"replica_sync_port": True}, "replica_sync_port: expected an int, got bool"),
+        ({"session_affinity_ttl_secs": "5"}, "session_affinity_ttl_secs: expected a number, got s"),
+        (
+            {"selection_cache": SelectionCacheConfig(ttl_secs="1")},  # type: ignore[arg-type]
+            r"selection_cache\.ttl_secs: expected a number, got str",
+        ),
+        (
+            {"selection_cache": SelectionCacheConfig(max_bytes=1.5)},  # type: ignore[arg-type]
+            r"selection_cache\.max_bytes: expected an int, got float",
+        ),
     ],
 )
 def test_an_argument_of_a_wrong_type_is_named_with_it(arguments: dict[str, Any], said: str) -> None:

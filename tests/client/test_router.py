@@ -600,6 +600,49 @@ def test_the_overrides_of_the_config_and_of_the_request_are_sent_together() -> N
         KvRouterConfig(router_temprature=1.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        (
+            {"router_temperature": "0.5"},
+            TypeError,
+            "router_temperature: expected a number, got str",
+        ),
+        ({"overlap_score_weight": True}, TypeError, "overlap_score_weight: expected a number"),
+        (
+            {"router_assume_kv_reuse": 1},
+            TypeError,
+            "router_assume_kv_reuse: expected a bool, got int",
+        ),
+        ({"router_track_output_blocks": "no"}, TypeError, "router_track_output_blocks: expected"),
+        ({"router_temperature": -1.0}, ValueError, "router_temperature: must be finite, at least"),
+        ({"prefill_load_scale": float("nan")}, ValueError, "prefill_load_scale: must be finite"),
+        ({"shared_cache_multiplier": 2}, ValueError, "shared_cache_multiplier: must be between"),
+        ({"overlap_score_credit": 1.5}, ValueError, "^overlap_score_credit must be between"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_where_it_is_made(
+    settings: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        KvRouterConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "error", "told"),
+    [
+        (4.0, TypeError, "block_size: expected an int, got float"),
+        (True, TypeError, "block_size: expected an int, got bool"),
+        (0, ValueError, "block_size must be at least 1"),
+    ],
+)
+def test_a_block_size_that_cannot_be_is_refused(
+    block_size: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        KvRouter("http://127.0.0.1:1", block_size)
+
+
 # -- which workers, which blocks ------------------------------------------------------------------
 
 
