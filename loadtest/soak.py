@@ -33,11 +33,12 @@ from loadtest.soaking.lanes import Report
 from loadtest.soaking.mischief import Mischief
 from loadtest.soaking.preload import Preload, Unavailable
 from loadtest.soaking.rogues import Rogues
-from loadtest.soaking.verdict import Outcome, holds, stalls, table
+from loadtest.soaking.verdict import Memory, Outcome, holds, stalls, table
 from loadtest.soaking.watch import Late
 
 MARKS = (0.1, 0.5, 1.0)  # of the run: when memory is noted
 MARK_SAMPLES = 10
+HELD_SAMPLES, HELD_SAMPLE_S = 24, 0.5  # looks of a mark, each once memory was handed back
 SAMPLE_S = 1.0
 PRINT_S = 30.0
 DRAIN_S = 180.0
@@ -53,11 +54,19 @@ T = TypeVar("T")
 class Sampler:
     """What the clients that behave have come to, and the memory of the measured process."""
 
-    def __init__(self, fleet: Fleet, lanes: Program, goal: int | None, seconds: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        lanes: Program,
+        faults: Faults,
+        preload: Preload | str,
+        goal: int | None,
+        seconds: float,
+    ) -> None:
         self.report = Report()
         self.samples: list[tuple[int, float]] = []
-        self.marks: list[tuple[int, float]] = []
-        self._fleet, self._lanes = fleet, lanes
+        self.marks: list[Memory] = []
+        self._fleet, self._lanes, self._faults, self._preload = fleet, lanes, faults, preload
         self._goal, self._seconds = goal, seconds
         self._began = time.monotonic()
         self.is_ended_by_hand = False
@@ -70,9 +79,25 @@ class Sampler:
             return self.report.lifecycles / self._goal
         return (time.monotonic() - self._began) / self._seconds
 
-    def _mark(self) -> None:
-        recent = [mb for _, mb in self.samples[-MARK_SAMPLES:]]
-        self.marks.append((self.report.lifecycles, statistics.median(recent)))
+    async def _mark(self) -> None:
+        resident = statistics.median(mb for _, mb in self.samples[-MARK_SAMPLES:])
+        done, held = self.report.lifecycles, None
+        if isinstance(self._preload, Preload):
+            async with self._faults.rest:
+                held = await self._held(self._preload)
+        self.marks.append(Memory(done, resident, held))
+
+    async def _held(self, preload: Preload) -> float | None:
+        """The least of some looks: at others it holds answers that are being made, and what waited
+        for a peer that stood still. One look where memory decides nothing."""
+        held = []
+        for _ in range(1 if self._goal is None else HELD_SAMPLES):
+            preload.ask_for_memory()
+            await asyncio.sleep(HELD_SAMPLE_S)
+            self._fleet.check()
+            if preload.handed == preload.asked:
+                held.append(self._fleet.measured.rss_mb())
+        return min(held, default=None)
 
     async def run(self, injecting: asyncio.Task[None]) -> None:
         """Until the run is done: by time, also until each kind of fault was injected. Raises
@@ -86,7 +111,7 @@ class Sampler:
             self.report = last(self._lanes.output, Report) or self.report
             self.samples.append((self.report.lifecycles, self._fleet.measured.rss_mb()))
             if len(self.marks) < len(MARKS) - 1 and self.share() >= MARKS[len(self.marks)]:
-                self._mark()
+                await self._mark()
             if time.monotonic() - told_at >= PRINT_S:
                 told_at += PRINT_S
                 report = self.report
@@ -95,7 +120,7 @@ class Sampler:
                     f"{report.lost} lost, {report.wrong} wrong, {self.samples[-1][1]:.1f} MB",
                     flush=True,
                 )
-        self._mark()
+        await self._mark()
 
 
 def last(path: Path, kind: type[T]) -> T | None:
@@ -115,8 +140,10 @@ def all_lines(path: Path, kind: type[T]) -> list[T]:
 class Soak:
     """One run. `folder` takes its files; `state` the measured process' state, if anywhere."""
 
-    def __init__(self, args: argparse.Namespace, fleet: Fleet, faults: Faults) -> None:
-        self._args, self._fleet, self._faults = args, fleet, faults
+    def __init__(
+        self, args: argparse.Namespace, fleet: Fleet, faults: Faults, preload: Preload | str
+    ) -> None:
+        self._args, self._fleet, self._faults, self._preload = args, fleet, faults, preload
         self._rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
         self._problem = ""
 
@@ -133,7 +160,8 @@ class Soak:
         second = ["--tolerant", "--pause", "0.05", "--lanes", "2", "--prefix", "b-"]
         beside = fleet.program("lanes", str(fleet.ports[1]), *second, *own)
         began, pid = time.monotonic(), fleet.measured.pid
-        sampler = Sampler(fleet, lanes, None if args.seconds else args.lifecycles, args.seconds)
+        lifecycles = None if args.seconds else args.lifecycles
+        sampler = Sampler(fleet, lanes, self._faults, self._preload, lifecycles, args.seconds)
 
         def end() -> None:
             sampler.is_ended_by_hand = self._faults.is_enough = True
@@ -211,7 +239,7 @@ class Soak:
             report=last(lanes.output, Report) or sampler.report,
             beside=last(beside.output, Report) or Report(),
             stalls=stalls(lates[0], lates[1], self._faults.stops, self._faults.times),
-            rss_mb=sampler.marks,
+            memory=sampler.marks,
             samples=sampler.samples,
             faults=[each for each in self._faults.injected.values() if each.done or each.skipped],
             acts=dict(mischief.acts),
@@ -318,7 +346,8 @@ def soak(args: argparse.Namespace) -> Outcome:
         )
         environment = {} if isinstance(preload, str) else preload.environment
         fleet = stack.enter_context(Fleet(layout, folder, environment))
-        return asyncio.run(Soak(args, fleet, Faults(fleet, preload, disk, args.seed)).run())
+        faults = Faults(fleet, preload, disk, args.seed)
+        return asyncio.run(Soak(args, fleet, faults, preload).run())
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:

@@ -66,6 +66,7 @@ class Faults:
         self.stops: list[tuple[float, float]] = []  # when the measured process itself stood still
         self.times: list[tuple[str, float, float]] = []  # what was injected, from when to when
         self.is_enough = False  # after this one, whatever was not injected yet
+        self.rest = asyncio.Lock()  # whoever holds it sees the process without a fault
         self._fleet, self._preload, self._disk = fleet, preload, disk
         self._drawn = Random(f"faults/{seed}")
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
@@ -100,11 +101,12 @@ class Faults:
                 injected = self.injected[name]
                 if injected.skipped:
                     continue
-                began = time.monotonic()
-                try:
-                    await self._kinds[name]()
-                except (NotFelt, SoakError, OSError, http.client.HTTPException) as error:
-                    injected.failed.append(f"{type(error).__name__}: {error}")
+                async with self.rest:
+                    began = time.monotonic()
+                    try:
+                        await self._kinds[name]()
+                    except (NotFelt, SoakError, OSError, http.client.HTTPException) as error:
+                        injected.failed.append(f"{type(error).__name__}: {error}")
                 injected.done += 1
                 self.times.append((name, began, time.monotonic()))
                 self._fleet.measured.check()

@@ -1,4 +1,5 @@
-"""The measured process' wall clock and names, in our hands by a library that is preloaded there.
+"""The measured process' wall clock, names and spare memory, in our hands by a library that is
+preloaded there.
 
 A time namespace cannot shift the wall clock, and setting the machine's would shift everyone's. The
 library is compiled where there is a C compiler; without one, why not is said.
@@ -10,7 +11,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-_LAYOUT = struct.Struct("=qqq")  # of `struct told` in shim.c
+_LAYOUT = struct.Struct("=5q")  # of `struct told` in shim.c
 _COMPILER_S = 120.0
 
 
@@ -46,6 +47,19 @@ class Preload:
     def hang_names(self, hang: bool) -> None:
         """Whether names under `.soak` find nobody who answers; else they are this host's."""
         struct.pack_into("=q", self._told, 8, int(hang))
+
+    def ask_for_memory(self) -> None:
+        """Its C library is to hand back what it keeps for later, as soon as it looks at a clock."""
+        struct.pack_into("=q", self._told, 24, self.asked + 1)
+
+    @property
+    def asked(self) -> int:
+        return int(_LAYOUT.unpack_from(self._told)[3])
+
+    @property
+    def handed(self) -> int:
+        """The last time that it was asked, and has."""
+        return int(_LAYOUT.unpack_from(self._told)[4])
 
     @property
     def hung(self) -> int:

@@ -1,8 +1,12 @@
-/* Preloaded into the measured process: a wall clock that can be stepped, and names under `.soak`
-   whose look-up can be made to hang. Both are told through a file that the soak maps, too. */
+/* Preloaded into the measured process: a wall clock that can be stepped, names under `.soak` whose
+   look-up can be made to hang, and memory that is handed back when asked for. All of it is told
+   through a file that the soak maps, too. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <netdb.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -19,6 +23,8 @@ struct told {
   volatile int64_t offset_ns; /* added to the wall clock */
   volatile int64_t hangs;     /* not 0: names under .soak are not answered */
   volatile int64_t hung;      /* how many look-ups met that */
+  volatile int64_t asked;     /* how often it is to hand back what it keeps for later */
+  volatile int64_t handed;    /* how often it has */
 };
 
 static struct told nothing, *told = &nothing;
@@ -37,8 +43,20 @@ __attribute__((constructor)) static void begin(void) {
   if (mapped != MAP_FAILED) told = mapped;
 }
 
+/* Where the process looks at a clock, which is outside of its allocator. */
+static void hand_back(void) {
+  static volatile int64_t begun;
+  int64_t asked = told->asked, before = begun;
+  if (asked == before || !__sync_bool_compare_and_swap(&begun, before, asked)) return;
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+  told->handed = asked;
+}
+
 int clock_gettime(clockid_t clock, struct timespec *time) {
   if (!real_clock_gettime) real_clock_gettime = dlsym(RTLD_NEXT, "clock_gettime");
+  hand_back();
   int failed = real_clock_gettime(clock, time);
   if (!failed && told->offset_ns && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) {
     int64_t ns = time->tv_sec * NS + time->tv_nsec + told->offset_ns;

@@ -62,8 +62,25 @@ def stalls(
     return found
 
 
+class Memory(msgspec.Struct):
+    """Of the measured process, once so many lifecycles were done, in MB.
+
+    held_mb: what is resident once the C library has handed back what it keeps for later. That is
+    some 20 MB or 40, by how high the bursts were that it has met, and what was laid above them.
+    None: it could not be asked.
+    """
+
+    lifecycles: int
+    resident_mb: float
+    held_mb: float | None
+
+    @property
+    def judged_mb(self) -> float:
+        return self.resident_mb if self.held_mb is None else self.held_mb
+
+
 class Outcome(msgspec.Struct):
-    """All figures of a run. rss_mb: at the marks, by lifecycles done; samples: each second. acts,
+    """All figures of a run. memory: at the marks; samples: what was resident, each second. acts,
     nonsense: what those who do not behave did. late_turns: of its loop, by more than 50 ms, as it
     counts them."""
 
@@ -73,7 +90,7 @@ class Outcome(msgspec.Struct):
     report: Report
     beside: Report
     stalls: Stalls
-    rss_mb: list[tuple[int, float]]
+    memory: list[Memory]
     samples: list[tuple[int, float]]
     faults: list[Injected]
     acts: dict[str, int]
@@ -98,12 +115,15 @@ class Row(msgspec.Struct):
     holds: bool | None = None
 
 
+def growth(marks: Sequence[Memory]) -> float:
+    """The greatest change from the first mark, up or down, as its share."""
+    return max((abs(mark.judged_mb / marks[0].judged_mb - 1) for mark in marks), default=0.0)
+
+
 def rows(outcome: Outcome) -> list[Row]:
     """The table."""
     report, fell = outcome.report, outcome.stalls
-    count = len(outcome.rss_mb)
-    first = outcome.rss_mb[0][1] if count else 0.0
-    growth = max((abs(mb - first) / first for _, mb in outcome.rss_mb), default=0.0)
+    change = growth(outcome.memory)
     rate = report.lifecycles / max(outcome.seconds, 1e-9)
     judged = outcome.judges_times
     found = [
@@ -124,14 +144,16 @@ def rows(outcome: Outcome) -> list[Row]:
         Row("those who misbehave", f"{sum(outcome.acts.values()):,} acts", not outcome.acts_wrong),
         Row("nonsense on the sockets", f"{sum(outcome.nonsense.values()):,} times"),
     ]
-    found += [
-        Row(f"resident memory at {done:,}", f"{mb:.1f} MB", None) for done, mb in outcome.rss_mb
-    ]
+    for mark in outcome.memory:
+        held = "" if mark.held_mb is None else f", of which it holds {mark.held_mb:.1f} MB"
+        found.append(
+            Row(f"resident memory at {mark.lifecycles:,}", f"{mark.resident_mb:.1f} MB{held}")
+        )
     found += [
         Row(
             "its change from the first mark",
-            f"{100 * growth:.1f} %",
-            growth <= MOST_GROWTH if judged else None,
+            f"{100 * change:.1f} %",
+            change <= MOST_GROWTH if judged else None,
         ),
         Row(
             "worst stall, not injected",

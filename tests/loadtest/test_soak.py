@@ -15,7 +15,7 @@ import pytest
 from loadtest.child_service import ROOT
 from loadtest.soaking.answers import Malformed, answer_at
 from loadtest.soaking.lanes import Book, Lane, Report, Run
-from loadtest.soaking.verdict import stalls
+from loadtest.soaking.verdict import Memory, growth, stalls
 from loadtest.soaking.watch import Late
 from tests.running_service import wait_until
 
@@ -53,6 +53,17 @@ def test_a_stall_is_the_services_unless_the_machine_kept_it_or_we_stopped_it() -
 
 def test_an_answer_that_the_probe_did_not_get_is_counted() -> None:
     assert stalls([Late("lost", 1.0, 2.0, why="closed")], [], []).answers_lost == 1
+
+
+def test_memory_grows_by_what_is_held_and_not_by_what_is_kept_for_later() -> None:
+    marks = [Memory(1, 100.0, 60.0), Memory(5, 120.0, 61.2), Memory(10, 90.0, 58.8)]
+    assert growth(marks) == pytest.approx(0.02)
+    assert growth([*marks, Memory(11, 100.0, 54.0)]) == pytest.approx(0.1)
+
+
+def test_where_the_c_library_cannot_be_asked_all_that_is_resident_counts() -> None:
+    assert growth([Memory(1, 100.0, None), Memory(5, 104.0, None)]) == pytest.approx(0.04)
+    assert growth([]) == 0.0
 
 
 class OddServer:
