@@ -722,14 +722,17 @@ def test_closing_ends_a_replay_that_hears_something_shortly_before(turns: int) -
 
 
 class FailingOnce:
-    """A reader of batches that leaves all to the next, with a bug that one of them shows, once."""
+    """A reader of batches that leaves all to the next, with a bug that the first to store this
+    block shows, once."""
 
-    def __init__(self, batch: int) -> None:
-        self.left = batch
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.has_failed = False
 
-    def __call__(self, _: bytes) -> None:
-        self.left -= 1
-        if self.left == -1:
+    def __call__(self, payload: bytes) -> None:
+        event = msgspec.msgpack.decode(payload)[1][0]
+        if not self.has_failed and event[1:2] == [[self.block]]:
+            self.has_failed = True
             raise RuntimeError("a bug")
 
 
@@ -737,7 +740,7 @@ class FailingOnce:
 async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
     port = free_port()
     service = Service(port)
-    service.listener._work._reader = FailingOnce(0)
+    service.listener._work._reader = FailingOnce(1)
     async with Engine(port) as engine, service:
         await engine.subscribed()
         await engine.store(1, 2)
@@ -918,14 +921,17 @@ def test_the_newest_of_what_is_kept_stays_for_it_shows_what_is_missing() -> None
 @told
 async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
     port, replay_port = free_port(), free_port()
-    service = Service(port, replay_port)
-    service.listener._work._reader = FailingOnce(6)
+    service = Service(port, replay_port, replay_idle_s=DEADLINE_S)
+    service.listener._work._reader = FailingOnce(5)
     before = failures["kv replay"]
     async with Engine(port, replay_port) as engine:
         await engine.store(*range(20), lost=True)
+        engine.may_answer.clear()
         async with service:
             await engine.subscribed()
             await engine.store(20)
+            await until(lambda: service.blocks == {20})
+            engine.may_answer.set()
             await until(
                 lambda: service.blocks == set(range(21)) - {5}, lambda: service.listener.status()
             )
@@ -940,10 +946,11 @@ async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
 async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_mended() -> None:
     port, replay_port = free_port(), free_port()
     service = Service(port, replay_port)
-    service.listener._work._reader = FailingOnce(1)
+    service.listener._work._reader = FailingOnce(5)
     async with Engine(port, replay_port) as engine, service:
         await engine.subscribed()
         await engine.store(1)
+        await service.follows(engine)  # no replay is under way that may bring it first
         await engine.store(2, lost=True)
         await engine.store(5)  # and nothing follows
         await until(lambda: service.blocks == {1, 2, 5}, lambda: service.listener.status())
