@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from lean_selector.core.selection.records import AffinityTarget, PinnedWorker
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.workers import BY_RANK, WorkerSpec
 from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import (
@@ -29,8 +29,6 @@ from lean_selector.wire.worker_sets import allowed_workers
 
 # The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
-# Fields that map ranks to something.
-_BY_RANK = {"kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints"}
 Enforcement = Literal["required", "preferred"]
 
 
@@ -127,7 +125,7 @@ class Change(WorkerFields, kw_only=True):
             for name in self.__struct_fields__
             if (value := getattr(self, name)) is not None
         }
-        for name in changes.keys() & _BY_RANK:
+        for name in changes.keys() & BY_RANK:
             changes[name] = self.by_rank(name)
         if self.taints is not None:
             changes["taints"] = frozenset(self.taints)

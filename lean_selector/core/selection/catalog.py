@@ -8,26 +8,29 @@ events come from are handed to an injected `SourceSink`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
-from lean_selector.core.errors import BadRequest, NotFound
-from lean_selector.core.limits import MAX_RANKS, RANK_LIMIT
+from lean_selector.core.errors import NotFound
 from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.selection.http_places import HttpPlaces
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.registration import check_limits, judged
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import PartitionKey, Source, WorkerRecord, WorkerSpec
+from lean_selector.core.selection.workers import (
+    BY_RANK,
+    PartitionKey,
+    Source,
+    WorkerRecord,
+    WorkerSpec,
+)
 
-MAX_ENTRIES = MAX_RANKS  # D28; of each list and map of a record
 MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
 
-# Of a record: maps from ranks, which are left out where they are empty; what is where it is absent.
-_BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
+# Of a record, beside the maps from ranks: what is left out where it is absent.
 _LEFT_OUT = ("router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
@@ -66,7 +69,7 @@ class Worker:
                 shown[name] = self.lifecycle
             elif name == "not_schedulable_reasons":
                 shown[name] = self.reasons or UNSET
-            elif name in _BY_RANK:
+            elif name in BY_RANK:
                 by_rank = getattr(spec, name)
                 shown[name] = {str(rank): by_rank[rank] for rank in sorted(by_rank)} or UNSET
             elif name in _LEFT_OUT:
@@ -144,7 +147,7 @@ class Catalog:
 
     def upsert(self, spec: WorkerSpec) -> Worker:
         """Registers a worker, or replaces its record whole, also across partitions."""
-        self._check_limits(spec)
+        check_limits(spec)
         self._check(spec)
         return self._install(spec)
 
@@ -169,7 +172,7 @@ class Catalog:
         """Overwrites the fields in `changes`; raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         spec = msgspec.structs.replace(worker.spec, **changes)
-        self._check_limits(spec)
+        check_limits(spec)
         self._check(spec)
         return self._install(spec)
 
@@ -191,26 +194,9 @@ class Catalog:
             raise NotFound(f"worker {worker_id} not found")
         return worker
 
-    def _check_limits(self, spec: WorkerSpec) -> None:
-        size = spec.data_parallel_size
-        if size is not None and size > MAX_RANKS:
-            raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
-        for field in (*_BY_RANK, "taints", "topology_domains"):
-            count = len(getattr(spec, field))
-            if count > MAX_ENTRIES:
-                raise BadRequest(f"{field}: {count} entries exceed the maximum {MAX_ENTRIES}")
-
     def _install(self, spec: WorkerSpec) -> Worker:
         worker_id = spec.worker_id
-        reasons = self._missing(spec)
-        sources: dict[int, Source] = {}
-        if not reasons:
-            refusal = self._mismatch(spec)
-            if refusal is None:
-                sources, refusal = self._sources_of(spec)
-            if refusal is not None:
-                reasons = [f"reconciliation failed: {refusal}"]
-                sources = {}
+        reasons, sources = judged(spec, self.partitions.get(spec.key), self._settings)
         new = Worker(spec, reasons, sources)
         old = self.workers.get(worker_id)
         if old is not None and (reasons or old.reasons or old.spec.key != spec.key):
@@ -308,101 +294,3 @@ class Catalog:
         partition.abandon()
         for worker in self.matching(*key):  # none of them is schedulable: it would be a member
             self._install(worker.spec)
-
-    # -- rules ---------------------------------------------------------------------------------
-
-    def _missing(self, spec: WorkerSpec) -> list[str]:
-        """What the record lacks, in the documented order."""
-        reasons = []
-        if not spec.endpoint:
-            reasons.append("endpoint is required")
-        if not spec.block_size:
-            reasons.append("block_size must be greater than 0")
-        if spec.data_parallel_size == 0:
-            reasons.append("data_parallel_size must be greater than 0")
-        if spec.max_num_batched_tokens is None and self._settings.queue_threshold is not None:
-            reasons.append("max_num_batched_tokens is required while queueing is enabled")
-        if spec.ranks.stop > RANK_LIMIT:
-            reasons.append("data parallel range overflows u32")
-        elif self._listens_to(spec):
-            reasons += [
-                f"kv_events endpoint is required for dp_rank {dp_rank}"
-                for dp_rank in spec.ranks
-                if not spec.kv_events_endpoint_of(dp_rank)
-            ]
-            one_rank_only = self._settings.dialect.replays_one_rank_only
-            if one_rank_only and spec.replay_endpoint is not None and len(spec.ranks) > 1:
-                reasons.append("replay_endpoint is supported only for data_parallel_size 1")
-        return reasons
-
-    def _listens_to(self, spec: WorkerSpec) -> bool:
-        """Whether the worker's events are to be heard, and so their sources to be known."""
-        named = spec.kv_events_endpoint or spec.kv_events_endpoints
-        settings = self._settings
-        return settings.use_kv_events and (settings.needs_kv_events or bool(named))
-
-    def _mismatch(self, spec: WorkerSpec) -> str | None:
-        partition = self.partitions.get(spec.key)
-        if partition is None or not partition.established:
-            return None
-        where = f"for {self._settings.dialect.scope(*spec.key)}"
-        if partition.block_size != spec.block_size:
-            return (
-                f"block_size mismatch {where}: "
-                f"existing={partition.block_size} requested={spec.block_size}"
-            )
-        if partition.is_eagle != bool(spec.is_eagle):
-            existing, requested = str(partition.is_eagle).lower(), str(bool(spec.is_eagle)).lower()
-            return f"is_eagle mismatch {where}: existing={existing} requested={requested}"
-        return None
-
-    def _sources_of(self, spec: WorkerSpec) -> tuple[dict[int, Source], str | None]:
-        """The sources to subscribe to, or why one of them cannot be.
-
-        An endpoint of a rank that the worker does not have must be one, and is not listened to
-        (D28).
-        """
-        sources: dict[int, Source] = {}
-        if not self._listens_to(spec):
-            return sources, None
-        is_of_worker = self._settings.dialect.replays_one_rank_only
-        replay_fault: str | None = None
-        ranks: Iterable[int] = sorted(spec.kv_events_endpoints) or spec.ranks
-        for dp_rank in ranks:
-            endpoint = spec.kv_events_endpoint_of(dp_rank)
-            assert endpoint is not None
-            where = f"worker {spec.worker_id} dp_rank {dp_rank}"
-            try:
-                check_endpoint(endpoint)
-            except ValueError as error:
-                return {}, f"invalid kv_events endpoint for {where}: {error}"
-            try:
-                source = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
-            except ValueError as error:
-                if not is_of_worker:
-                    return {}, f"invalid replay endpoint for {where}: {error}"
-                replay_fault = f"invalid replay endpoint for worker {spec.worker_id}: {error}"
-                continue
-            if dp_rank in spec.ranks:
-                sources[dp_rank] = source
-        return ({}, replay_fault) if replay_fault else (sources, None)
-
-
-def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
-    """Where a rank's history is asked for: its own endpoint, or the port of its offset (vLLM).
-
-    None where that port cannot exist, for the reference takes such a worker, too. Raises ValueError
-    for an endpoint that is none.
-    """
-    own = spec.replay_endpoints.get(dp_rank)
-    endpoint = spec.replay_endpoint if own is None else own
-    if endpoint is None:
-        return None
-    check_endpoint(endpoint)
-    offset = dp_rank - spec.ranks.start
-    if own is not None or offset < 0:
-        return own
-    try:
-        return replay_endpoint_for(endpoint, offset)
-    except ValueError:
-        return None

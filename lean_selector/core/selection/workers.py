@@ -5,6 +5,9 @@ from msgspec import UnsetType
 
 PartitionKey = tuple[str, str]
 
+# The fields of a record that are maps from ranks.
+BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
+
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as its owner registered it; None where nothing was said."""
