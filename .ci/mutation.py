@@ -92,7 +92,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py"],
     ),
     "device": (
-        [f"{CORE}/index/device_tier.py", f"{CORE}/index/odd_names.py"],
+        [f"{CORE}/index/{name}.py" for name in ("device_tier", "device_ranks", "odd_names")],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("device_tier", "kv_index")),
             f"--deselect={LONG_STORY}",

@@ -228,11 +228,15 @@ def is_pristine(index: KvIndex) -> bool:
         return False
     if lower._bits or lower._dismantled or index._dp_ranks or len(index._device._odd):
         return False
-    if index._device._swept or index._device._reborn or index._sweeps:
+    if index._device.ranks._swept or index._device.ranks.reborn or index._sweeps:
         return False
     return not (
-        index._ranks or index._lower or index._device._all or trie.strands or trie.root.children
-    ) and not any(index._device._by_bit)
+        index._ranks
+        or index._lower
+        or index._device.ranks.in_use
+        or trie.strands
+        or trie.root.children
+    ) and not any(index._device.ranks._by_bit)
 
 
 @settings(max_examples=400, deadline=None)

@@ -7,13 +7,13 @@ events. Spec: indexer.md sections 3.1, 3.2 and 7.
 
 from collections.abc import Callable, Iterator
 
+from lean_selector.core.index.device_ranks import DeviceRank, DeviceRanks
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.matched import Matched
 from lean_selector.core.index.odd_names import OddNames
 from lean_selector.core.index.runs import (
     MAX_STRANDS,
     POSITION_BITS,
-    POSITION_MASK,
     STRAND_BLOCKS,
     Run,
     RunTrie,
@@ -26,109 +26,35 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 # costs one step.
 _MAX_OTHERS_TO_GROW = 2
 _TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are worth cutting off
-_MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
-_MAX_COMPARED = 8  # ranks that are looked at for one to compare names with
-_MAX_PARTS = 64  # the same for holders of a part of a run
-
-
-class DeviceRank:
-    """What one rank holds on the device; `bit` is its place in the masks of the trie."""
-
-    __slots__ = ("bit", "blocks", "key", "names")
-
-    def __init__(self, key: RankKey, bit: int, names: EngineHashes) -> None:
-        self.key = key
-        self.bit = bit
-        self.names = names
-        self.blocks = 0  # held in the trie, in reach or not
 
 
 class DeviceTier:
     """All ranks' device blocks of one partition."""
 
-    __slots__ = (
-        "_all",
-        "_bits",
-        "_by_bit",
-        "_keys",
-        "_new_names",
-        "_odd",
-        "_reborn",
-        "_swept",
-        "trie",
-    )
+    __slots__ = ("_odd", "ranks", "trie")
 
     def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
-        self._new_names = new_names
         self.trie = RunTrie()
-        self._bits = bits
-        self._by_bit: list[DeviceRank | None] = []
-        self._all = 0  # the bits in use
-        self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
-        self._odd = OddNames()
-        # By bit, the retired records that are being swept. Until that is done, a run may have the
-        # rank's bit from before. A rank that has been admitted again meanwhile is in `_reborn`: it
-        # holds blocks in just the strands of its rows, so a bit in another strand is an old one.
-        # `_settle` takes those away before anything could mistake them.
-        self._swept: dict[int, int] = {}
-        self._reborn = 0
-
-    def admit(self, key: RankKey) -> DeviceRank:
-        """A record for a rank that holds nothing yet."""
-        bit = self._bits.acquire(key)
-        rank = DeviceRank(key, bit, self._new_names())
-        self._all |= 1 << bit
-        self._by_bit += [None] * (bit + 1 - len(self._by_bit))
-        self._by_bit[bit] = rank
-        if bit in self._swept:
-            self._reborn |= 1 << bit
-        return rank
-
-    def release(self, rank: DeviceRank) -> None:
-        """Give back the record of a rank that holds nothing."""
-        assert not rank.blocks
-        self._hide(rank)
-        self._bits.release(rank.key)
+        self.ranks = DeviceRanks(bits, new_names)
+        self._odd = OddNames(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
         """Let go of a rank and all that it holds: nothing of it is seen any more.
 
         The iterator returned gives the memory back, in steps between which anything may happen.
         """
-        self._hide(rank)
-        names, rank.names, rank.blocks = rank.names, self._new_names(), 0
-        self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
-        return self._sweep(rank, names)
-
-    def _hide(self, rank: DeviceRank) -> None:
-        bit = 1 << rank.bit
-        self._all ^= bit
-        self._reborn &= ~bit
-        self._by_bit[rank.bit] = None
-        self._keys.clear()
+        return self._sweep(rank, self.ranks.retire(rank))
 
     def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
         bit = rank.bit
         while names.rows:
             strand, _ = names.rows.popitem()
-            if self.rank_in(strand, bit) is None:
+            if self.ranks.rank_in(strand, bit) is None:
                 self._odd.forget(strand, bit)
                 self._settle(bit, strand)
             yield
         yield from names.dismantled()
-        self._swept[bit] -= 1
-        if not self._swept[bit]:
-            del self._swept[bit]
-            self._reborn &= ~(1 << bit)
-        self._bits.release(rank.key)
-
-    def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
-        """The rank with this bit if it has a row for the strand.
-
-        If not, a bit in the runs of the strand is from before its rank was retired.
-        """
-        rank = self._by_bit[bit]
-        return rank if rank is not None and strand in rank.names.rows else None
+        self.ranks.swept(rank)
 
     def _settle(self, bit: int, strand: int) -> None:
         """Take an old bit away from all runs of a strand."""
@@ -140,14 +66,15 @@ class DeviceTier:
     def _settle_along(self, local_hashes: bytes) -> None:
         """Take old bits of reborn ranks away from the runs that a prompt leads along."""
         old: list[tuple[int, int]] = []
+        ranks = self.ranks
         children, at = self.trie.root.children, 0
         while children is not None:
             run = children.get(local_hashes[at : at + 8])
             if run is None:
                 break
-            bits = bits_of(run.whole & self._reborn)
-            bits += [bit for bit in run.partial or () if self._reborn >> bit & 1]
-            old += [(bit, run.strand) for bit in bits if self.rank_in(run.strand, bit) is None]
+            bits = bits_of(run.whole & ranks.reborn)
+            bits += [bit for bit in run.partial or () if ranks.reborn >> bit & 1]
+            old += [(bit, run.strand) for bit in bits if ranks.rank_in(run.strand, bit) is None]
             if not local_hashes.startswith(run.label, at):
                 break
             at += len(run.label)
@@ -164,7 +91,7 @@ class DeviceTier:
         """Sets of ranks, as `match_sets` finds them, rank by rank."""
         result: dict[RankKey, Matched] = {}
         for blocks, mask in sets:
-            result.update(dict.fromkeys(self.keys_of(mask), Matched(blocks)))
+            result.update(dict.fromkeys(self.ranks.keys_of(mask), Matched(blocks)))
         return result
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
@@ -172,20 +99,9 @@ class DeviceTier:
 
         As (leading blocks, set of ranks), the sets apart and not empty, for ranks with a hit.
         """
-        if self._reborn:
+        if self.ranks.reborn:
             self._settle_along(local_hashes)
-        return self.trie.match_sets(self._all, local_hashes)
-
-    def keys_of(self, bits: int) -> tuple[RankKey, ...]:
-        """The ranks of a set."""
-        keys = self._keys.get(bits)
-        if keys is None:
-            if len(self._keys) >= _MAX_CACHED_MASKS:
-                self._keys.clear()
-            keys = self._keys[bits] = tuple(
-                rank.key for bit, rank in enumerate(self._by_bit) if rank and bits >> bit & 1
-            )
-        return keys
+        return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
     def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
         """What these ranks call the last of the `blocks` that all of them hold along `path`: each
@@ -196,20 +112,7 @@ class DeviceTier:
             if last < length:
                 break
             last -= length
-        place = run.strand << POSITION_BITS | run.start + last
-        odd = ranks & self._odd.of(run.strand)
-        alike, found = ranks ^ odd, dict[bytes, int]()
-        if alike:
-            found[self._name_at(alike.bit_length() - 1, place)] = alike
-        for bit in bits_of(odd):
-            name = self._name_at(bit, place)
-            found[name] = found.get(name, 0) | 1 << bit
-        return list(found.items())
-
-    def _name_at(self, bit: int, place: int) -> bytes:
-        rank = self._by_bit[bit]
-        assert rank is not None
-        return rank.names.name_at(place)
+        return self._odd.names_at(ranks, run.strand << POSITION_BITS | run.start + last)
 
     def store(self, rank: DeviceRank, parent: int, names: bytes, local: bytes) -> None:
         """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
@@ -247,7 +150,7 @@ class DeviceTier:
                     run = self.trie.split(run, position)
                 continue
             child = run.children.get(local[done : done + 8]) if run.children else None
-            is_reborn = self._reborn >> rank.bit & 1
+            is_reborn = self.ranks.reborn >> rank.bit & 1
             if child and is_reborn and child.strand not in rank.names.rows:
                 self._settle(rank.bit, child.strand)  # which may be all that kept it
                 child = run.children.get(local[done : done + 8]) if run.children else None
@@ -306,56 +209,8 @@ class DeviceTier:
                 elif rank.names.name_at(place + at) != name:
                     rank.names.alias(place + at, int.from_bytes(name, "little"))
         if both != span:
-            self._compare(rank, run, span, place)
+            self._odd.compare(rank, run, span, place)
             run.set_held(rank.bit, held | span)
-
-    def _compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Note whether the rank calls the blocks of this span of a run, which it had not all, as
-        others do. One that holds all of them speaks for all that are not odd. Where that is not
-        told soon, the rank is taken for odd."""
-        strand, bit = run.strand, rank.bit
-        mine = 1 << bit
-        odd = self._odd.of(strand)
-        if odd & mine:
-            return
-        others = run.whole & self._all & ~(odd | mine)
-        for _ in range(_MAX_COMPARED):
-            if not others:
-                if not self._agrees_with_parts(rank, run, span, place):
-                    break
-                return
-            other = self.rank_in(strand, others.bit_length() - 1)
-            if other is not None:
-                if not _name_alike(rank, other, place, span.bit_count()):
-                    break
-                return
-            others ^= 1 << (others.bit_length() - 1)  # from before it was retired
-        self._odd.add(strand, bit)
-
-    def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
-        """The same where nobody else holds all of the run."""
-        partial, mine = run.partial, 1 << rank.bit
-        if partial is None or (len(partial) == 1 and rank.bit in partial):
-            return True
-        ours = self._all & ~(self._odd.of(run.strand) | mine)
-        longest, lead = rank, 0
-        for leading, mask in run.leads():
-            if leading > lead and mask & ours:
-                other = self.rank_in(run.strand, (mask & ours).bit_length() - 1)
-                if other is not None:
-                    longest, lead = other, leading
-        told = span & (1 << lead) - 1
-        if told and not _name_alike(rank, longest, place, told.bit_count()):
-            return False
-        left = span ^ told
-        if not left:
-            return True
-        if len(partial) > _MAX_PARTS:
-            return False
-        for bit, held in partial.items():
-            if held & left and ours >> bit & 1 and self.rank_in(run.strand, bit) is not None:
-                return False  # behind a hole
-        return True
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
         """Drop the blocks with these names, 8 bytes each; returns how many there were."""
@@ -417,7 +272,7 @@ class DeviceTier:
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
-            rank = self.rank_in(run.strand, bit)
+            rank = self.ranks.rank_in(run.strand, bit)
             if rank is not None:  # else it is an old bit
                 rank.names.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
@@ -457,10 +312,3 @@ class DeviceTier:
                 rank.names.discard(strand << POSITION_BITS | run.start + position)
             self._drop_blocks(rank, run, sum(1 << position for position in places))
             blocks -= len(places)
-
-
-def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
-    """Whether two ranks call so many blocks from `place` on the same."""
-    strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
-    end = start + (blocks << 3)
-    return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from lean_selector.core.index.device_tier import DeviceRank
+from lean_selector.core.index.device_ranks import DeviceRank
 from lean_selector.core.index.lower_tiers import LowerTier
 
 

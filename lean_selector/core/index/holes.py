@@ -9,7 +9,8 @@ between which anything may happen. D31.
 
 from collections.abc import Callable, Generator, Iterator
 
-from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index.device_ranks import DeviceRank
+from lean_selector.core.index.device_tier import DeviceTier
 from lean_selector.core.index.runs import Run
 from lean_selector.core.rank_bits import bits_of
 
@@ -73,7 +74,7 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
             looked_at = 0
             yield
     for bit in bits_of(holders):
-        rank = device.rank_in(strand, bit)
+        rank = device.ranks.rank_in(strand, bit)
         if rank is not None:
             kept += len(rank.names.rows[strand]) >> 3
         looked_at += 1
@@ -121,7 +122,7 @@ def _closed(
 ) -> Iterator[None]:
     """Evicts, of each rank, what lies behind its holes where these are most of its row."""
     for bit in bits_of(holders):
-        while (rank := device.rank_in(strand, bit)) is not None:
+        while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)
             gone = _behind_holes(device, rank, strand)
             if not gone:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 from struct import unpack
 
-from lean_selector.core.index.device_tier import DeviceRank
+from lean_selector.core.index.device_ranks import DeviceRank
 from lean_selector.core.index.holdings import Holdings, Tier
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
 from lean_selector.core.index.stored_run import StoredRun

@@ -23,7 +23,8 @@ from lean_selector.core.index.bounds import (
     DEFAULT_LOWER_TIER_BLOCKS,
     Bounds,
 )
-from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index.device_ranks import DeviceRank
+from lean_selector.core.index.device_tier import DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.holdings import Holdings
 from lean_selector.core.index.holdings import Tier as Tier
@@ -118,7 +119,7 @@ class KvIndex:
         result = self._device.by_rank(sets)
         if self._lower:
             for match, ranks in self._lower_matches.extended(sets, path, local_hashes):
-                result.update(dict.fromkeys(self._device.keys_of(ranks), match))
+                result.update(dict.fromkeys(self._device.ranks.keys_of(ranks), match))
         return result
 
     def match_sets(
@@ -375,7 +376,7 @@ class KvIndex:
         return surplus > most
 
     def _admit(self, key: RankKey) -> Holdings:
-        rank = self._ranks[key] = Holdings(self._device.admit(key))
+        rank = self._ranks[key] = Holdings(self._device.ranks.admit(key))
         self._dp_ranks.setdefault(key[0], set()).add(key[1])
         return rank
 
@@ -388,7 +389,7 @@ class KvIndex:
             self._lower_matches.release(rank)
         else:
             self._forget(key, rank)
-            self._device.release(rank.device)
+            self._device.ranks.release(rank.device)
 
     def _forget(self, key: RankKey, rank: Holdings) -> None:
         """The rank holds nothing any more, as far as anybody sees."""

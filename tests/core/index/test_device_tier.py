@@ -14,8 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lean_selector.core.index import device_tier
-from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index import device_tier, odd_names
+from lean_selector.core.index.device_ranks import DeviceRank
+from lean_selector.core.index.device_tier import DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE
 from lean_selector.core.index.matched import Matched
 from lean_selector.core.index.own_hashes import engine_hashes
@@ -61,7 +62,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
             return
         rank = self.ranks.get(key)
         if rank is None:
-            rank = self.ranks[key] = self.tier.admit(key)
+            rank = self.ranks[key] = self.tier.ranks.admit(key)
         place = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
         paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
         names = [name_of(seed, path) for path in paths]
@@ -129,7 +130,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
 
     def release_if_empty(self, key: RankKey) -> None:
         if not self.held[key]:
-            self.tier.release(self.ranks.pop(key))
+            self.tier.ranks.release(self.ranks.pop(key))
 
     @invariant()
     def a_prompt_matches_what_is_held_of_its_start(self) -> None:
@@ -170,7 +171,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
         for key, rank in self.ranks.items():
             rank_blocks = len(self.held[key])
             self.tier.drop_oldest(rank, rank_blocks)
-            self.tier.release(rank)
+            self.tier.ranks.release(rank)
         assert not self.tier.trie.strands
         assert not self.tier.trie.root.children
         assert not self.bits.keys
@@ -199,7 +200,7 @@ class Fleet:
 
     def __init__(self, ranks: int) -> None:
         self.tier = DeviceTier(RankBits(), engine_hashes)
-        self.ranks = [self.tier.admit((number, 0)) for number in range(ranks)]
+        self.ranks = [self.tier.ranks.admit((number, 0)) for number in range(ranks)]
 
     def store(self, number: int, end: int, seed: int = 1) -> None:
         names = [name_of(seed, SIX[: at + 1]) for at in range(end)]
@@ -212,7 +213,7 @@ class Fleet:
     def come_back(self, number: int) -> Iterator[None]:
         """A rank is retired and admitted again; what it held is not swept."""
         sweep = self.tier.retire(self.ranks[number])
-        self.ranks[number] = self.tier.admit((number, 0))
+        self.ranks[number] = self.tier.ranks.admit((number, 0))
         return sweep
 
     @property
@@ -289,7 +290,7 @@ def test_who_holds_a_part_is_compared_with_too() -> None:
 def test_who_holds_blocks_behind_a_hole_is_told_by_who_holds_more_before_it(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_tier, "_MAX_PARTS", most)
+    monkeypatch.setattr(odd_names, "_MAX_PARTS", most)
     fleet = Fleet(4)
     for number in range(4):
         fleet.store(number, 6)

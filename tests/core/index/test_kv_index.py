@@ -9,7 +9,7 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core.index import device_tier, hashes_in_dicts
+from lean_selector.core.index import device_ranks, device_tier, hashes_in_dicts
 from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -42,7 +42,7 @@ def device(index: KvIndex, local: list[int]) -> dict[tuple[int, int], int]:
 
 def assert_pristine(index: KvIndex) -> None:
     trie = index._device.trie
-    assert (index._ranks, index._lower, index._device._all, trie.strands) == ({}, {}, 0, {})
+    assert (index._ranks, index._lower, index._device.ranks.in_use, trie.strands) == ({}, {}, 0, {})
     assert trie.root.children is None
     assert index.is_empty
     assert (index.total_blocks, index.ranks()) == (0, [])
@@ -423,13 +423,13 @@ def test_a_store_fills_the_holes_and_leaves_what_is_held() -> None:
 def test_more_sets_of_ranks_than_are_remembered_still_match(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_tier, "_MAX_CACHED_MASKS", 2)
+    monkeypatch.setattr(device_ranks, "_MAX_CACHED_MASKS", 2)
     index = KvIndex(16)
     for worker_id, block in enumerate([1, 2, 3, 4, 5]):
         store(index, (worker_id, 0), [block])
     for worker_id, block in enumerate([1, 2, 3, 4, 5]):
         assert device(index, [block]) == {(worker_id, 0): 1}
-    assert len(index._device._keys) <= 2
+    assert len(index._device.ranks._keys) <= 2
 
 
 # Lower tiers
