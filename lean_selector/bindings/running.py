@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import zmq.asyncio
 
 from lean_selector.process.host import TICK_S
-from lean_selector.process.selector import SelectorParts
 from lean_selector.process.selector_config import SelectorConfig
+from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.tasks import watched
 
 T = TypeVar("T")

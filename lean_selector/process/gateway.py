@@ -41,7 +41,8 @@ from lean_selector.process.gateway_config import GatewayConfig
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.prompt_plane import prompts_of
-from lean_selector.process.selector import SelectorParts, doors_of, selector_app
+from lean_selector.process.selector import doors_of, selector_app
+from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.prompts.fleet import CatalogFleet, Fleet
 from lean_selector.services.connection_metrics import connection_families
 from lean_selector.services.gate import plain

@@ -1,0 +1,288 @@
+"""All that a selector consists of but its listener, made and taken down again.
+
+Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects and
+hands each the two or three others that it uses (decision D14).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import zmq.asyncio
+
+from lean_selector.core.errors import Unavailable
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.replication.records import ReplicaEvent
+from lean_selector.core.selection.dialect import API_1_6
+from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.peer_sessions import PeerSessions
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.sessions.table import SessionTables
+from lean_selector.observing.lifecycle_log import SelectorLog
+from lean_selector.process.endpoint_rules import allowed_of, worker_check
+from lean_selector.process.expiry_sweep import ExpirySweep
+from lean_selector.process.outbound_access import credentials_of, engine_client
+from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.process.routed_expiry import RoutedExpiry
+from lean_selector.process.selector_config import SelectorConfig
+from lean_selector.services.busy_threshold import BusyThresholdService
+from lean_selector.services.discovery_routes import discovery_routes
+from lean_selector.services.dump_answers import DumpAnswers
+from lean_selector.services.durable import durable
+from lean_selector.services.selection import SHUTDOWN, SelectionService
+from lean_selector.services.selection_16 import SelectionService16
+from lean_selector.services.service_state import ServiceState
+from lean_selector.sockets.index_sweeps import IndexSweeps
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.recovery import Recovery, log_discarded
+from lean_selector.sockets.worker_polls import WorkerPolls
+from lean_selector.tasks import supervise
+
+# Of each model, twice a second: 5 ms at most.
+SESSION_STEPS = 1_000
+
+if TYPE_CHECKING:
+    from lean_selector.discovery.discoveries import Discoveries
+    from lean_selector.state.keeper import Keeper
+
+
+class SelectorParts:
+    """A selector on the running loop, and all that it needs but a listener: what hears engines and
+    replicas, what finds and recovers, the handlers of its routes.
+
+    `start` what speaks first, call `tick` every TICK_S, `refuse_new` when a stop begins, and await
+    `close` at its end. Raises StartError; then nothing runs.
+    """
+
+    def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
+        """`context` has no socket yet."""
+        loop = asyncio.get_running_loop()
+        allowed = self.allowed = allowed_of(config.allowed_endpoints)
+        engine_keys = None
+        if config.engine_keys is not None:
+            from lean_selector.process.curve_plane import engine_client_keys
+
+            engine_keys = engine_client_keys(config.engine_keys)
+        links = self._links = Links(context, allowed=allowed, engine_keys=engine_keys)
+        self.resolve = links.resolver.resolve
+        self.subscriptions = subscriptions = KvSubscriptions(links, config.kv_source_grace_s)
+        sweeps = IndexSweeps()
+
+        def new_index(block_size: int) -> KvIndex:
+            return KvIndex(
+                block_size,
+                device_bound=config.device_blocks_per_rank,
+                lower_tier_bound=config.lower_tier_blocks_per_rank,
+                on_sweep=sweeps.start,
+            )
+
+        # What the plane asks; it does so only once all is made, the selector below too.
+        def lookup(model_name: str, tenant_id: str) -> Partition | None:
+            return selector.scheduling_partition(model_name, tenant_id)
+
+        def every_partition() -> Iterable[Partition]:
+            return established(selector.catalog, None, None)
+
+        def on_applied(event: ReplicaEvent, now: float) -> None:
+            request_id = event.booking.request_id
+            selector.load_changed(event.model_name, event.tenant_id, request_id, now)
+
+        credentials = credentials_of(config.peers, "peer")
+        plane: ReplicaPlane | None = None
+        if config.replica is not None:
+            plane = ReplicaPlane(
+                context,
+                config.replica,
+                lookup,
+                every_partition,
+                on_applied,
+                config.router.reservation_expiry_s,
+                links,
+                tells_sessions=config.router.sessions is not None,
+                credentials=credentials,
+            )
+        self.plane = plane
+        self.selector = selector = Selector(
+            config.router,
+            subscriptions,
+            random.Random(),
+            new_index=new_index,
+            events=None if plane is None else plane.events,
+            thresholds=config.busy,
+            on_discarded=log_discarded,
+            sessions=_session_tables(config, plane),
+            check_worker=worker_check(allowed),
+        )
+        self.sessions: PeerSessions | None = None
+        if config.router.sessions is not None:
+            writer_id = 0 if plane is None else plane.router_id
+            self.sessions = PeerSessions(selector.catalog, writer_id)
+            if plane is not None:
+                plane.sessions = self.sessions
+        self.finding = finding = _finding(config, selector, subscriptions, plane, links)
+        peers = config.indexer_peers if config.router.use_kv_events else []
+        if peers:
+            subscriptions.hold()  # workers that are restored wait for the recovery, too
+        self._state = ServiceState(is_recovering=bool(peers))
+        self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
+        is_16 = config.router.dialect == API_1_6
+        self.service = (SelectionService16 if is_16 else SelectionService)(
+            selector,
+            dump=self.dumps.answer,
+            bare_dump=self.dumps.answer_16,
+            sources=subscriptions,
+            state=self._state,
+            plane=plane,
+            call_later=loop.call_later,
+        )
+        self.keeper = _keeper(config, selector, plane, finding, self._state)
+        routes = (
+            *self.service.routes(),
+            *BusyThresholdService(selector).routes(),
+            *discovery_routes(None if finding is None else finding.report),
+        )
+        self.routes = routes if self.keeper is None else durable(routes, self.keeper)
+        recovery = Recovery(
+            selector.catalog, subscriptions, peers, config.recovery_timeout_s, credentials
+        )
+        self._recovering = start_recovery(recovery, self._state) if peers else None
+        self._polls: WorkerPolls | None = None
+        self._polling: asyncio.Task[None] | None = None
+        if config.polls is not None:
+            client = engine_client(config.engines, links.resolver.resolve, allowed)
+            self._polls = polls = WorkerPolls(
+                selector.catalog, selector.health, client, config.polls, random.Random()
+            )
+            subscriptions.on_lost = polls.soon
+            self._polling = supervise("worker polls", polls.run)
+        self._lifecycle = SelectorLog(selector)
+        self._expiry = ExpirySweep(self._expire, selector.arrived, loop.call_soon)
+        self._forgetting: RoutedExpiry | None = None
+        if (ttl_s := config.router.routed_ttl_s) > 0.0:
+            self._forgetting = RoutedExpiry(selector.catalog.partitions, ttl_s, loop.call_later)
+            self._forgetting.start()
+
+    def start(self) -> None:
+        if self.plane is not None:
+            self.plane.start()
+        if self.finding is not None:
+            self.finding.start()
+        if self.keeper is not None:
+            self.keeper.start()
+
+    def _expire(self, now: float, max_steps: int) -> int:
+        expired = self.selector.expire(now, max_steps)
+        self._lifecycle.expired(expired)
+        return len(expired)
+
+    def tick(self, now: float) -> None:
+        self._expiry.begin()
+        self._lifecycle.look()
+        if self.keeper is not None:
+            self.keeper.look(now)
+        self.selector.admit_waiting(now)
+        if self.sessions is not None:
+            self.sessions.tend(now, SESSION_STEPS)
+
+    def refuse_new(self) -> None:
+        self._state.drain()
+        if self._recovering is not None:
+            self._recovering.cancel()
+        self.selector.refuse_parked(Unavailable(SHUTDOWN))
+        if self.keeper is not None:
+            self.keeper.let_go()
+
+    def begin_no_links(self) -> None:
+        """Those that wait for their turn to connect do not get it: the loop may end first."""
+        self._links.is_ending = True
+
+    async def close(self) -> None:
+        if self.keeper is not None:
+            await self.keeper.close()
+        self._expiry.stop()
+        if self._forgetting is not None:
+            self._forgetting.stop()
+        if self.finding is not None:
+            await self.finding.close()
+        if self._polls is not None and self._polling is not None:
+            self._polling.cancel()
+            await self._polls.close()
+        await self.subscriptions.close()
+        if self.plane is not None:
+            await self.plane.close()
+
+
+def _session_tables(config: SelectorConfig, plane: ReplicaPlane | None) -> SessionTables | None:
+    settings = config.router.sessions
+    if settings is None:
+        return None
+    if plane is None:
+        return SessionTables(settings)
+    return SessionTables(settings, plane.router_id, time.time_ns, plane.publish_session)
+
+
+def _keeper(
+    config: SelectorConfig,
+    selector: Selector,
+    plane: ReplicaPlane | None,
+    finding: "Discoveries | None",
+    state: ServiceState,
+) -> "Keeper | None":
+    """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
+    if config.state is None:
+        return None
+    from lean_selector.process.state_plane import keep_selector
+
+    return keep_selector(config.state, selector, plane, config.replica, finding, state)
+
+
+def _finding(
+    config: SelectorConfig,
+    selector: Selector,
+    subscriptions: KvSubscriptions,
+    plane: ReplicaPlane | None,
+    links: Links,
+) -> "Discoveries | None":
+    """What finds workers and peers, if any are to be found. Raises StartError."""
+    peers = None if config.replica is None else config.replica.discover
+    if config.discover is None and peers is None:
+        return None
+    from lean_selector.process import discovery_plane
+
+    resolve = links.resolver.resolve
+    finding, workers, others = discovery_plane.discoveries_of(
+        config.finder, resolve, config.discover, peers
+    )
+    if config.discover is not None:
+        discovery_plane.find_workers(
+            finding,
+            workers,
+            config.discover,
+            config.finder,
+            selector,
+            subscriptions,
+            time.monotonic,
+            engine_client(config.engines, resolve, links.allowed),
+            config.router.use_kv_events,
+            links.allowed,
+        )
+    if peers is not None and plane is not None:
+        discovery_plane.find_peers(finding, others, peers, config.finder, plane, links.allowed)
+    return finding
+
+
+def start_recovery(recovery: Recovery, state: ServiceState) -> "asyncio.Task[None]":
+    """Recovers the KV index from a peer beside everything else."""
+
+    async def recover() -> None:
+        try:
+            await recovery.run()
+        finally:
+            state.recovered()
+        await recovery.forget_unclaimed()
+
+    return supervise("recovery", recover, again=False)
