@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from tests.openai_worker import MODEL, rendered, said
+from tests.running_service import RunningService
 
 REFUSED_SHARE = 0.01  # of those who stay
 SESSIONS = 8  # each has one request under way
@@ -67,6 +70,28 @@ def judge(outcome: Outcome, worker_kills: int) -> None:
     assert sum(outcome.refused.values()) <= REFUSED_SHARE * outcome.stayed, outcome
     # An answer that has begun ends with its worker, and nothing else breaks one.
     assert outcome.broken <= SESSIONS * worker_kills, outcome
+
+
+class Absence:
+    """A selector that is killed in the course of a day and brought back: meanwhile workers are
+    taken in turn, however long it is."""
+
+    def __init__(self, selector: RunningService, until_known: Callable[[], object]) -> None:
+        """`until_known()` returns once it knows all workers again."""
+        self._selector, self._until_known = selector, until_known
+        self._is_away = threading.Event()
+
+    def begin(self) -> None:
+        self._is_away.set()
+        self._selector.stop(signal.SIGKILL)
+
+    def end(self) -> None:
+        self._selector.__enter__()
+        self._until_known()
+        self._is_away.clear()
+
+    def is_over(self) -> bool:
+        return not self._is_away.is_set()
 
 
 async def hard_day(

@@ -1,11 +1,9 @@
 """The gateway's hard day: clients hang up, a worker is killed, the selector is killed."""
 
 import asyncio
-import signal
-import threading
 
 from tests.gateway.running_gateway import RunningGateway
-from tests.hard_day import Outcome, hard_day, judge
+from tests.hard_day import Absence, Outcome, hard_day, judge
 from tests.openai_worker import OpenAiWorker
 from tests.running_service import RunningService, wait_until
 
@@ -16,8 +14,8 @@ def judge_day(outcome: Outcome) -> None:
     assert outcome.cached_tokens >= 0.5 * outcome.prompt_tokens, outcome
 
 
-def both_are_known(selector: RunningService) -> bool:
-    return len(selector.get("/ready")[1].get("workers", [])) == 2
+def wait_until_both_are_known(selector: RunningService) -> None:
+    wait_until(lambda: len(selector.get("/ready")[1].get("workers", [])) == 2, "both are known")
 
 
 def judge_afterwards(url: str) -> None:
@@ -50,26 +48,16 @@ def test_the_selector_beside_is_killed_too_and_nobody_who_stays_notices() -> Non
         with selector:
             where = f"http://127.0.0.1:{selector.port}"
             with RunningGateway("--selector", where, first.url, second.url) as gateway:
-                wait_until(lambda: both_are_known(selector), "both are known")
-                away = threading.Event()  # the selector is: workers are taken in turn
-
-                def kill_the_selector() -> None:
-                    away.set()
-                    selector.stop(signal.SIGKILL)
-
-                def bring_it_back() -> None:
-                    selector.__enter__()
-                    wait_until(lambda: both_are_known(selector), "both are known again")
-                    away.clear()
-
+                absence = Absence(selector, lambda: wait_until_both_are_known(selector))
+                wait_until_both_are_known(selector)
                 at = {
                     0.2: first.kill,
                     0.35: first.start,
-                    0.5: kill_the_selector,
-                    0.7: bring_it_back,
+                    0.5: absence.begin,
+                    0.7: absence.end,
                 }
                 outcome = asyncio.run(
-                    hard_day(gateway.url, at=at, pause_s=0.01, is_chosen=lambda: not away.is_set())
+                    hard_day(gateway.url, at=at, pause_s=0.01, is_chosen=absence.is_over)
                 )
                 judge_day(outcome)
                 judge_afterwards(gateway.url)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.hard_day import hard_day, judge
+from tests.hard_day import Absence, hard_day, judge
 from tests.openai_worker import MODEL, OpenAiWorker
 from tests.prometheus_tools import scrape
 from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
@@ -427,28 +427,18 @@ def test_a_worker_that_is_gone_costs_no_request_and_is_reported(fleet: Fleet) ->
 def test_a_hard_day(tmp_path: Path, gateway: str) -> None:
     with Fleet(tmp_path, gateway, "unix", "--worker-ejection-secs", "1") as fleet:
         worker, selector = fleet.workers[0], fleet.selector
-        away = threading.Event()  # the selector is: workers are taken in turn, however long it is
-
-        def kill_the_selector() -> None:
-            away.set()
-            selector.stop(signal.SIGKILL)
-
-        def bring_it_back() -> None:
-            selector.__enter__()
-            fleet.wait_until_found()
-            away.clear()
-
+        absence = Absence(selector, fleet.wait_until_found)
         day = asyncio.run(
             hard_day(
                 fleet.gateway.url,
                 at={
                     0.2: worker.kill,
                     0.35: worker.start,
-                    0.55: kill_the_selector,
-                    0.7: bring_it_back,
+                    0.55: absence.begin,
+                    0.7: absence.end,
                 },
                 pause_s=0.01,
-                is_chosen=lambda: not away.is_set(),
+                is_chosen=absence.is_over,
             )
         )
         judge(day, worker_kills=1)
