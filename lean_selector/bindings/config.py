@@ -6,9 +6,10 @@ stand in one place; what has no argument comes from the same environment, DYN_*.
 
 import os
 from collections.abc import Sequence
-from typing import NoReturn, SupportsFloat, SupportsIndex
+from typing import NoReturn
 
 from lean_selector.bindings.cache_config import SelectionCacheConfig
+from lean_selector.core.arguments import not_a, number, optional, whole
 from lean_selector.process.options import OneLineParser, add_options
 from lean_selector.process.selector_config import (
     SELECTOR_OPTIONS,
@@ -46,36 +47,23 @@ def config_of(
     """What arguments and environment say. Raises ValueError or, for one of a wrong type, TypeError;
     both name it."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
-        raise TypeError(_not_a("selection_cache", "a SelectionCacheConfig", selection_cache))
+        raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
     cache = selection_cache or SelectionCacheConfig()
-    if indexer_threads is None:
-        raise TypeError(_not_a("indexer_threads", "an int", indexer_threads))
-    for name, whole in (
-        ("indexer_threads", indexer_threads),
-        ("replica_sync_port", replica_sync_port),
-        ("selection_cache.max_entries", cache.max_entries),
-        ("selection_cache.max_bytes", cache.max_bytes),
-    ):
-        if isinstance(whole, bool) or not isinstance(whole, SupportsIndex | None):
-            raise TypeError(_not_a(name, "an int", whole))
-    for name, seconds in (
-        ("session_affinity_ttl_secs", session_affinity_ttl_secs),
-        ("selection_cache.ttl_secs", cache.ttl_secs),
-    ):
-        if isinstance(seconds, bool) or not isinstance(seconds, SupportsFloat | None):
-            raise TypeError(_not_a(name, "a number", seconds))
+    ttl_s, entries, size = cache.ttl_secs, cache.max_entries, cache.max_bytes
+    given = {
+        "--threads": whole("indexer_threads", indexer_threads),
+        "--indexer-peers": _joined("indexer_peers", indexer_peers),
+        "--replica-sync-port": optional(whole, "replica_sync_port", replica_sync_port),
+        "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
+        "--session-affinity-ttl-secs": optional(
+            number, "session_affinity_ttl_secs", session_affinity_ttl_secs
+        ),
+        "--selection-cache-ttl-secs": optional(number, "selection_cache.ttl_secs", ttl_s),
+        "--selection-cache-max-entries": optional(whole, "selection_cache.max_entries", entries),
+        "--selection-cache-max-bytes": optional(whole, "selection_cache.max_bytes", size),
+    }
     if replica_sync_peers and replica_sync_port is None:
         raise ValueError("replica_sync_peers requires replica_sync_port")
-    given = {
-        "--threads": indexer_threads,
-        "--indexer-peers": _joined("indexer_peers", indexer_peers),
-        "--replica-sync-port": replica_sync_port,
-        "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
-        "--session-affinity-ttl-secs": session_affinity_ttl_secs,
-        "--selection-cache-ttl-secs": cache.ttl_secs,
-        "--selection-cache-max-entries": cache.max_entries,
-        "--selection-cache-max-bytes": cache.max_bytes,
-    }
     flags = ["--api=1.6"]
     flags += [f"{flag}={value}" for flag, value in given.items() if value is not None]
     parser = _Parser(prog="SelectionService", allow_abbrev=False)
@@ -90,12 +78,8 @@ def _joined(name: str, values: Sequence[str] | None) -> str | None:
 def texts_of(name: str, values: object) -> list[str]:
     """Raises TypeError, also for a text alone, which is a sequence of its letters."""
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise TypeError(_not_a(name, "a sequence of str", values))
+        raise not_a(name, "a sequence of str", values)
     for place, value in enumerate(values):
         if not isinstance(value, str):
-            raise TypeError(_not_a(f"{name}[{place}]", "a str", value))
+            raise not_a(f"{name}[{place}]", "a str", value)
     return list(values)
-
-
-def _not_a(name: str, expected: str, given: object) -> str:
-    return f"{name}: expected {expected}, got {type(given).__name__}"

@@ -7,16 +7,12 @@ Checks what only Python can get wrong; what the fields mean is checked where HTT
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lean_selector.core.arguments import not_a, whole
 from lean_selector.core.limits import U64_MAX
+from lean_selector.core.selection.workers import BY_RANK
 
 Fields = dict[str, Any]
 Done = tuple[()]  # what the methods return that only say that it worked
-
-RANK_MAPS = (
-    "kv_events_endpoints",
-    "replay_endpoints",
-    "router_hint_source_control_endpoints",
-)
 
 _PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 for each hash
 
@@ -63,7 +59,7 @@ def _number(value: int | float) -> int | float:
 def worker_fields(name: str, given: object) -> Fields:
     """The same for what describes a worker, as JSON has it. Raises ValueError."""
     fields = fields_of(name, given)
-    for field in RANK_MAPS:
+    for field in BY_RANK:
         by_rank = fields.get(field)
         if isinstance(by_rank, Mapping):
             for dp_rank in by_rank:
@@ -96,7 +92,7 @@ def check_text(name: str, given: object) -> None:
 
 def record(decoded: Fields) -> Fields:
     """A worker's record, from its JSON."""
-    for field in RANK_MAPS:
+    for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}
     return decoded
@@ -109,15 +105,14 @@ def readiness(decoded: Fields) -> Fields:
 
 def worker_id_of(value: object) -> int:
     """Raises TypeError or OverflowError."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"worker_id: expected an int, got {type(value).__name__}")
-    if not 0 <= value <= U64_MAX:
-        raise OverflowError(f"worker_id: expected 0 to {U64_MAX}, got {value}")
-    return value
+    worker_id = whole("worker_id", value)
+    if not 0 <= worker_id <= U64_MAX:
+        raise OverflowError(f"worker_id: expected 0 to {U64_MAX}, got {worker_id}")
+    return worker_id
 
 
 def selection_id_of(value: object) -> str:
     """Raises TypeError."""
     if not isinstance(value, str):
-        raise TypeError(f"selection_id: expected a str, got {type(value).__name__}")
+        raise not_a("selection_id", "a str", value)
     return value

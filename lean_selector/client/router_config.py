@@ -6,6 +6,7 @@ router's requests; the rest are accepted, so that a program moves over unchanged
 
 from collections.abc import Mapping
 
+from lean_selector.core.arguments import number, optional, switch
 from lean_selector.core.selection.settings import RouterOverride
 
 # Settings of Dynamo's in-process router that belong to the service, or to parts that do not exist
@@ -73,17 +74,11 @@ class KvRouterConfig:
             "assume_kv_reuse": router_assume_kv_reuse,
             "track_prefill_tokens": router_track_prefill_tokens,
         }
-        for name, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, float | int | None):
-                raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-        for name, switch in (
-            *switches.items(),
-            ("track_output_blocks", router_track_output_blocks),
-        ):
-            if not isinstance(switch, bool | None):
-                raise TypeError(f"router_{name}: expected a bool, got {type(switch).__name__}")
-        self.track_output_blocks = router_track_output_blocks is not False
-        settings = {**numbers, **switches}
+        settings = {name: optional(number, name, value) for name, value in numbers.items()}
+        for name, value in switches.items():
+            settings[name] = optional(switch, f"router_{name}", value)
+        tracks = optional(switch, "router_track_output_blocks", router_track_output_blocks)
+        self.track_output_blocks = tracks is not False
         self._override = {name: value for name, value in settings.items() if value is not None}
         try:
             RouterOverride(**self._override)  # type: ignore[arg-type]  # looked at just now

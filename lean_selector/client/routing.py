@@ -34,6 +34,7 @@ from lean_selector.client.router_config import KvRouterConfig
 from lean_selector.client.service_calls import prompt_fields
 from lean_selector.client.steps import Ask, Flow, HandOver, OpenStream, Pause, Release
 from lean_selector.client.terms import Generation, Prompt, Terms
+from lean_selector.core.arguments import optional, whole
 from lean_selector.core.health.ejections import FAILED, REFUSED
 from lean_selector.core.health.statuses import NOT_FREE, outcome_of_status
 
@@ -64,8 +65,7 @@ class Routing:
         backoff: Backoff,
         rng: random.Random | None,
     ) -> None:
-        if isinstance(block_size, bool) or not isinstance(block_size, int | None):
-            raise TypeError(f"block_size: expected an int, got {type(block_size).__name__}")
+        block_size = optional(whole, "block_size", block_size)
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.config = config or KvRouterConfig()

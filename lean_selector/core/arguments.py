@@ -1,0 +1,38 @@
+"""What callers in Python hand us: arguments of the type that was asked for, or an error that names
+them. Whatever counts as an int or a float is one, as NumPy's are; a bool is not."""
+
+from collections.abc import Callable
+from typing import SupportsFloat, SupportsIndex, TypeVar
+
+T = TypeVar("T")
+
+
+def not_a(name: str, expected: str, given: object) -> TypeError:
+    """The error to raise; `expected` with its article."""
+    return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
+
+
+def whole(name: str, given: object) -> int:
+    """Raises TypeError."""
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        raise not_a(name, "an int", given)
+    return given.__index__()
+
+
+def number(name: str, given: object) -> float:
+    """Raises TypeError."""
+    if isinstance(given, bool) or not isinstance(given, SupportsFloat):
+        raise not_a(name, "a number", given)
+    return float(given)
+
+
+def switch(name: str, given: object) -> bool:
+    """Raises TypeError."""
+    if not isinstance(given, bool):
+        raise not_a(name, "a bool", given)
+    return given
+
+
+def optional(taken: Callable[[str, object], T], name: str, given: object) -> T | None:
+    """The same for one that may be None."""
+    return None if given is None else taken(name, given)
