@@ -12,7 +12,7 @@ from lean_selector.core.selection.workers import Source
 from lean_selector.core.trackers import Trackers
 from lean_selector.http1.header_block import block_of
 from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import JSON, encode_response
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.gate import Gate

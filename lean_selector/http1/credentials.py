@@ -11,7 +11,7 @@ import re
 from hashlib import blake2b
 from typing import Final
 
-from lean_selector.http1.header_block import HeaderBlock
+from lean_selector.http1.header_block import HeaderBlock, LengthFrame, length_of
 
 # One line whose value no parser objects to, in any spelling of its name.
 _LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")
@@ -117,3 +117,30 @@ class CredentialLine:
             self._begin = begin
         self.credential = self._value
         return section[:begin] + section[begin + size - 2 :]
+
+    def framed(self, frame: LengthFrame, section: bytes) -> "CredentialFrame":
+        """The frame of sections like this one, whose rest, as of `rest_of`, is of that frame."""
+        before, behind = frame.around(self._begin, self._size - 2)
+        return CredentialFrame(section, before, behind, frame.block, self._value)
+
+
+class CredentialFrame:
+    """A `LengthFrame` of sections with a credential, which it knows by a keyed hash. One for a
+    connection."""
+
+    __slots__ = ("_before", "_behind", "_known", "block", "credential")
+
+    def __init__(
+        self, section: bytes, before: int, behind: int, block: HeaderBlock, credential: bytes
+    ) -> None:
+        self._before, self._behind = before, behind  # the length, in bytes
+        self._known = hash(_LINE_KEY + section[:before] + section[-behind:])
+        self.block = block
+        self.credential = credential
+
+    def length_in(self, section: bytes) -> int:
+        """The length that a section says; -1 if it is not one of these."""
+        before, behind = self._before, self._behind
+        if hash(_LINE_KEY + section[:before] + section[-behind:]) == self._known:
+            return length_of(section[before:-behind])
+        return -1

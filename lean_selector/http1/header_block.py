@@ -27,14 +27,24 @@ _RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")  # of the varying names
 CHUNKED = -1  # in place of a content length
 
 
+def length_of(digits: bytes) -> int:
+    """A content length; -1 if that is for the parser to judge."""
+    return int(digits) if digits.isdigit() and len(digits) <= 15 else -1
+
+
 class HeaderBlock:
-    """What a version and a header section say. Read only: requests that repeat it share it."""
+    """What a version and a header section say. Read only: requests that repeat it share it.
+
+    `content_length` is that of the section which was judged; by a `frame`, where only the length is
+    cut out of a section, others are read.
+    """
 
     __slots__ = (
         "accept",
         "content_length",
         "content_type",
         "expects_continue",
+        "frame",
         "is_http10",
         "keep_alive",
         "reservation_id",
@@ -60,6 +70,7 @@ class HeaderBlock:
         self.traceparent = traceparent
         self.expects_continue = expects_continue
         self.reservation_id = reservation_id
+        self.frame: LengthFrame | None = None
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
         """The same section with other values in its varying lines; None if they need judging."""
@@ -67,9 +78,9 @@ class HeaderBlock:
         reservation_id = self.reservation_id
         for name, value in values:
             if name[0] in b"cC":
-                if not value.isdigit() or len(value) > 15:
+                content_length = length_of(value)
+                if content_length < 0:
                     return None
-                content_length = int(value)
             elif name[0] in b"tT":
                 traceparent = value
             elif len(name) == _RESERVATION_ID_LENGTH:
@@ -84,6 +95,40 @@ class HeaderBlock:
             self.expects_continue,
             reservation_id,
         )
+
+
+class LengthFrame:
+    """What stands around the length in header sections that differ in nothing else."""
+
+    __slots__ = (
+        "_prefix",
+        "_prefix_bytes",
+        "_suffix",
+        "_suffix_bytes",
+        "block",
+        "credential",
+        "lengths",
+    )
+
+    def __init__(self, prefix: bytes, suffix: bytes, block: HeaderBlock) -> None:
+        """`prefix` goes to the first digit, `suffix` is not empty."""
+        self._prefix, self._prefix_bytes = prefix, len(prefix)
+        self._suffix, self._suffix_bytes = suffix, len(suffix)
+        self.block = block
+        self.credential: bytes | None = None  # nothing that is remembered has one
+        self.lengths = 0  # whose sections are remembered whole
+
+    def length_in(self, section: bytes) -> int:
+        """The length that a section says; -1 if it is not one of these."""
+        if section.startswith(self._prefix) and section.endswith(self._suffix):
+            return length_of(section[self._prefix_bytes : -self._suffix_bytes])
+        return -1
+
+    def around(self, begin: int, size: int) -> tuple[int, int]:
+        """Bytes before and behind the length in a section that has, at `begin`, so many more."""
+        if begin < self._prefix_bytes:
+            return self._prefix_bytes + size, self._suffix_bytes
+        return self._prefix_bytes, self._suffix_bytes + size
 
 
 def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:

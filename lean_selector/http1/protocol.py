@@ -19,7 +19,8 @@ from lean_selector.http1.connections import Connections as Connections
 from lean_selector.http1.connections import Timeouts as Timeouts
 from lean_selector.http1.limits import HttpError
 from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.reader import Request, RequestReader
+from lean_selector.http1.reader import RequestReader
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import Response, encode_response, with_connection, without_body
 
 log = logging.getLogger(__name__)

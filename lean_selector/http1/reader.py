@@ -3,9 +3,10 @@
 Owns the framing: where a request begins and ends, and every limit on its size. httptools (llhttp)
 judges the header section; it is shown each distinct one once, for clients repeat theirs but for
 the lines that name one request: its length, its trace, its id. Those are cut out, and a section
-whose remainder is known needs no second judgement. `authorization` is cut out before anything is
-remembered, and known again by its connection alone (`credentials`). Follows RFC 9112; limits and
-statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
+whose remainder is known needs no second judgement; where only lengths differ, and too many come to
+remember each, a connection compares what stands around them. `authorization` is cut out before
+anything is remembered, and known again by its connection alone (`credentials`). Follows RFC 9112;
+limits and statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
 
 Request smuggling needs two parties that disagree on where a request ends. Refused with 400 or
 501, and the connection then closes: content-length beside transfer-encoding, any second
@@ -19,15 +20,22 @@ import re
 from typing import Final
 
 from lean_selector.http1.body import ChunkedBody, SizedBody
-from lean_selector.http1.credentials import UNUSABLE, CredentialLine, has_credentials
+from lean_selector.http1.credentials import (
+    UNUSABLE,
+    CredentialFrame,
+    CredentialLine,
+    has_credentials,
+)
 from lean_selector.http1.header_block import (
     CHUNKED,
     HeaderBlock,
     HeaderBlocks,
+    LengthFrame,
     parse_header_block,
 )
 from lean_selector.http1.limits import HttpError as HttpError
 from lean_selector.http1.limits import Limits as Limits
+from lean_selector.http1.request import Request
 
 # Method, path, query; the fragment, which no client should send, is dropped. What follows is the
 # version.
@@ -49,65 +57,7 @@ _VARYING: Final = re.compile(
 
 _MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
 _MAX_REMEMBERED_BLOCK_BYTES = 2048
-
-
-class Request:
-    """One request as the client sent it. `path` and `query` are raw; the body is not kept if too
-    large. `section` is the head behind `HTTP/`: the version, and the header lines with their ends.
-    `credential` is the digest of its bearer token, `credentials.UNUSABLE`, or None.
-    """
-
-    __slots__ = (
-        "body",
-        "body_too_large",
-        "credential",
-        "headers",
-        "keep_alive",
-        "method",
-        "path",
-        "query",
-        "section",
-    )
-
-    def __init__(
-        self,
-        method: bytes,
-        path: bytes,
-        query: bytes | None,
-        body: bytes | bytearray,
-        headers: HeaderBlock,
-        section: bytes = b"",
-        credential: bytes | None = None,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.body = body
-        self.headers = headers
-        self.section = section
-        self.credential = credential
-        self.keep_alive = headers.keep_alive
-        self.body_too_large = False
-
-    @property
-    def content_type(self) -> bytes | None:
-        return self.headers.content_type
-
-    @property
-    def accept(self) -> bytes | None:
-        return self.headers.accept
-
-    @property
-    def traceparent(self) -> bytes | None:
-        return self.headers.traceparent
-
-    @property
-    def reservation_id(self) -> bytes | None:
-        return self.headers.reservation_id
-
-    @property
-    def is_http10(self) -> bool:
-        return self.headers.is_http10
+_MOST_LENGTHS = 64  # remembered of sections that differ in nothing else
 
 
 class RequestReader:
@@ -124,6 +74,7 @@ class RequestReader:
         "_blocks",
         "_body",
         "_credentials",
+        "_frame",
         "_head",
         "_limits",
         "_max_body_bytes",
@@ -145,6 +96,7 @@ class RequestReader:
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
         self._credentials: CredentialLine | None = None  # once a request had such a line
+        self._frame: LengthFrame | CredentialFrame | None = None  # where lengths vary too much
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
         self.has_unread_input = False
@@ -215,27 +167,30 @@ class RequestReader:
                 self._fail(HttpError(414, "request target too long"))
                 return
             section = data[version_at:end]
-            credentials = self._credentials
-            if credentials is None:
-                rest = section
-                block = self._blocks.get(rest)
+            frame = self._frame
+            if frame is not None and (length := frame.length_in(section)) >= 0:
+                block, credential = frame.block, frame.credential
             else:
-                block = credentials.block_of(section)
-                if block is None:
-                    rest = credentials.rest_of(section)
-                    block = self._blocks.get(rest)
-                    if block is not None:
-                        credentials.remember(section, block)
-            if block is None:
-                block = self._judge(rest)
-                if block is None:
-                    return
-                credentials = self._credentials
-            credential = None if credentials is None else credentials.credential
+                credentials, rest = self._credentials, section
+                if credentials is None:
+                    known = self._blocks.get(section)
+                else:
+                    known = credentials.block_of(section)
+                    if known is None:
+                        rest = credentials.rest_of(section)
+                        known = self._blocks.get(rest)
+                        if known is not None:
+                            credentials.remember(section, known)
+                if known is None:
+                    known = self._judge_section(section, rest)
+                    if known is None:
+                        return
+                    credentials = self._credentials
+                block, length = known, known.content_length
+                credential = None if credentials is None else credentials.credential
             method, path, query = line.group(1, 2, 3)
             if path[0] != 0x2F:
                 path = _origin_form(path)
-            length = block.content_length
             at = end + length
             if end <= at <= size and length <= self._max_body_bytes:
                 request = Request(method, path, query, data[end:at], block, section, credential)
@@ -244,10 +199,23 @@ class RequestReader:
                     self.is_finished = True
             else:
                 request = Request(method, path, query, b"", block, section, credential)
-                at = self._begin_body(request, data, end, requests)
+                at = self._begin_body(request, length, data, end, requests)
+
+    def _judge_section(self, section: bytes, rest: bytes) -> HeaderBlock | None:
+        """What a section says, of which `rest` is what has no known credential."""
+        block = self._judge(rest)
+        credentials, frame = self._credentials, self._frame
+        if (
+            isinstance(frame, LengthFrame)
+            and credentials is not None
+            and credentials.credential is not None
+        ):
+            self._frame = credentials.framed(frame, section)
+        return block
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
         """What a header section not seen before says, or None and the error set."""
+        self._frame = None
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
             return None
@@ -258,8 +226,14 @@ class RequestReader:
         if known is not None:
             varied = known.varied(list(zip(names, values, strict=True)))
             if varied is not None:
-                if len(names) == 1 and varied.traceparent is None:
-                    self._remember(text, varied)  # a length comes again, an id does not
+                frame = known.frame  # a length comes again, an id does not
+                if frame is None:
+                    return varied
+                if frame.lengths < _MOST_LENGTHS:
+                    frame.lengths += 1
+                    self._remember(text, varied)
+                else:  # to look for one that never comes again costs more than to read it
+                    self._frame = frame
                 return varied
         if has_credentials(text):
             return self._judge_rest(text)
@@ -268,6 +242,8 @@ class RequestReader:
             if not names:
                 self._remember(text, block)
             elif _each_stands_once(names, text):
+                if len(names) == 1 and names[0][0] in b"cC":
+                    block.frame = LengthFrame(b"%b\r\n%b: " % (parts[0], names[0]), parts[3], block)
                 self._remember(shape, block)
         return block
 
@@ -321,9 +297,10 @@ class RequestReader:
         self.is_unfinished = False
         self._read_heads(whole, 0, requests)
 
-    def _begin_body(self, request: Request, data: bytes, at: int, requests: list[Request]) -> int:
+    def _begin_body(
+        self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
+    ) -> int:
         """A body that is chunked, too large, or not all here. Returns where reading goes on."""
-        length = request.headers.content_length
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):

@@ -8,7 +8,7 @@ from typing import Final
 
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import _ANSWERED_LAST, HttpProtocol
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.streamed_reply import CLOSE_LINE, StreamedReply
 
 _KEPT_LINE: Final = b"connection: keep-alive\r\n"

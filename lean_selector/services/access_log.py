@@ -14,7 +14,7 @@ import msgspec
 
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import App
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import Response, status_of
 from lean_selector.http1.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG

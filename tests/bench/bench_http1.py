@@ -7,8 +7,10 @@ several rounds; on a busy machine only the ratios hold.
 import asyncio
 import timeit
 
+from lean_selector.http1.limits import Limits
 from lean_selector.http1.protocol import Connections, HttpProtocol
-from lean_selector.http1.reader import Limits, Request, RequestReader
+from lean_selector.http1.reader import RequestReader
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import date_header, encode_response
 from lean_selector.http1.router import RouteTable
 

@@ -30,7 +30,7 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import Connections, HttpProtocol
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import date_header, encode_response
 from lean_selector.http1.router import Match
 from lean_selector.observing.metrics import LoopLag, http_families, process_families

@@ -17,7 +17,7 @@ from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.worker_connection import WorkerConnection
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import Connections
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.streaming import StreamingProtocol
 from lean_selector.prompts.routed import Routed
 from tests.http1.test_protocol import FakeTransport

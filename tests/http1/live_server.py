@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from lean_selector.http1.connections import Connections
+from lean_selector.http1.limits import Limits
 from lean_selector.http1.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import HttpProtocol
-from lean_selector.http1.reader import Limits, Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import encode_response
 from lean_selector.http1.tls import TlsDoor
 from tests.certificates import Authority

@@ -7,7 +7,8 @@ import pytest
 from lean_selector.http1.credentials import UNUSABLE, digest_of
 from lean_selector.http1.header_block import HeaderBlocks
 from lean_selector.http1.limits import Limits
-from lean_selector.http1.reader import Request, RequestReader
+from lean_selector.http1.reader import RequestReader
+from lean_selector.http1.request import Request
 
 TOKEN = b"s3cret-t0ken"
 DIGEST = digest_of(TOKEN)
@@ -27,8 +28,9 @@ def kept_by(blocks: HeaderBlocks) -> bytes:
     parts: list[bytes] = []
     for key, block in blocks.items():
         parts += [key] if isinstance(key, bytes) else key
-        values = [getattr(block, name) for name in dir(block)]  # a compiled one has no __slots__
-        parts += [value for value in values if isinstance(value, bytes)]
+        for holder in (block, block.frame):  # a compiled one has no __slots__
+            values = [getattr(holder, name) for name in dir(holder)]
+            parts += [value for value in values if isinstance(value, bytes)]
     return b"|".join(parts)
 
 
@@ -132,6 +134,62 @@ def test_a_connection_says_what_each_section_says_alone(kinds: int) -> None:
         request = read_one(reader, data)
         assert request.credential == alone.credential == (digest_of(token) if token else None)
         assert (request.body, request.content_type) == (bytes(size), b"a/%d" % kind)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_where_lengths_vary_what_stands_around_them_is_known_with_its_credential(
+    place: int,
+) -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(Limits(), blocks)
+
+    def asked(length: bytes, token: bytes = TOKEN, content_type: bytes = b"a/b") -> bytes:
+        lines = [b"content-length: " + length, b"content-type: " + content_type]
+        lines.insert(place, b"authorization: Bearer " + token)
+        return head(*lines) + bytes(int(length))
+
+    several = [read_one(reader, asked(b"%d" % length)) for length in range(300)]
+    assert [len(request.body) for request in several] == list(range(300))
+    assert {request.credential for request in several} == {DIGEST}
+    assert several[-1].headers is several[-2].headers  # neither was judged, nor looked for
+    assert TOKEN not in kept_by(blocks)
+    for data, credential in (
+        (asked(b"1000"), DIGEST),
+        (asked(b"7", TOKEN[:-1] + b"T"), digest_of(TOKEN[:-1] + b"T")),
+        (asked(b"8", b"x"), digest_of(b"x")),
+        (asked(b"9", TOKEN, b"a/c"), DIGEST),
+        (head(b"content-type: a/b"), None),
+        (head(b"content-length: 5", b"content-type: a/b") + bytes(5), None),
+        (asked(b"10"), DIGEST),
+        (asked(b"11"), DIGEST),
+    ):
+        request = read_one(reader, data)
+        (alone,) = RequestReader(Limits()).feed(data)
+        assert request.credential == alone.credential == credential
+        assert (request.body, request.content_type) == (alone.body, alone.content_type)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param((b"authorization: Bearer a", b"content-length: 1x"), id="not a number"),
+        pytest.param((b"authorization: Bearer a", b"content-length: "), id="none"),
+        pytest.param((b"authorization: Bearer a",), id="left out"),
+        pytest.param(
+            (b"authorization: Bearer a", b"content-length: 1", b"content-length: 1"), id="two"
+        ),
+    ],
+)
+def test_where_lengths_vary_a_bad_one_is_judged_as_ever(lines: tuple[bytes, ...]) -> None:
+    reader = RequestReader(Limits())
+    for length in range(300):
+        data = head(b"authorization: Bearer a", b"content-length: %d" % length) + bytes(length)
+        assert len(reader.feed(data)) == 1
+    alone = RequestReader(Limits())
+    data = head(*lines) + b"b"
+    assert len(reader.feed(data)) == len(alone.feed(data))
+    errors = [None if one.error is None else one.error.text for one in (reader, alone)]
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["at once", "behind one that is known"])

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.http1.limits import Limits
-from lean_selector.http1.reader import Request, RequestReader
+from lean_selector.http1.reader import RequestReader
+from lean_selector.http1.request import Request
 from tests.http1.strict_framing import Framed, framed
 from tests.http1.test_protocol import Client
 

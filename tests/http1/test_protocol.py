@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from lean_selector.http1.limits import Limits
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import Connections, HttpProtocol, Timeouts
-from lean_selector.http1.reader import Limits, Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import Response, encode_response
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -7,7 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.http1.header_block import HeaderBlocks
-from lean_selector.http1.reader import Limits, Request, RequestReader
+from lean_selector.http1.limits import Limits
+from lean_selector.http1.reader import RequestReader
+from lean_selector.http1.request import Request
 
 LIMITS = Limits(max_body_bytes=100, max_head_bytes=1000, max_discard_bytes=400)
 
@@ -33,6 +35,10 @@ def refusal(*pieces: bytes) -> int | None:
     requests, reader = read(*pieces, limits=Limits(max_body_bytes=100, max_head_bytes=1000))
     assert not requests
     return None if reader.error is None else reader.error.status
+
+
+def fault(reader: RequestReader) -> tuple[int, str] | None:
+    return None if reader.error is None else (reader.error.status, reader.error.text)
 
 
 def seen(request: Request) -> tuple[object, ...]:
@@ -404,6 +410,78 @@ def test_a_known_section_does_not_lend_its_judgement_to_a_bad_length(
     assert reader.feed(head(*lines) + b"b") == []
     assert reader.error is not None
     assert reader.error.status == 400
+
+
+def test_of_lengths_that_vary_some_are_remembered_and_then_what_stands_around_them() -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(Limits(), blocks)
+    several = []
+    for length in range(2000):
+        data = head(b"content-length: %d" % length, b"accept: a/b") + bytes(length)
+        several += reader.feed(data)
+    assert [len(request.body) for request in several] == list(range(2000))
+    assert len(blocks) < 100
+    assert several[-1].headers is several[-2].headers
+    (other,) = RequestReader(Limits(), blocks).feed(data)
+    assert len(other.body) == 1999
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param((b"content-length: 1x",), id="not a number"),
+        pytest.param((b"content-length: +1",), id="a sign"),
+        pytest.param((b"content-length: 1 ",), id="a blank"),
+        pytest.param((b"content-length: ",), id="empty"),
+        pytest.param((b"content-length: 1000000000000000",), id="more than can be"),
+        pytest.param((b"content-length: 0000000000000001",), id="longer than it need be"),
+        pytest.param((b"content-length: \xb9",), id="another alphabet"),
+        pytest.param((b"content-length: 1", b"content-length: 1"), id="two lengths"),
+        pytest.param((b"content-length: 1", b"transfer-encoding: chunked"), id="two framings"),
+        pytest.param((b"a: b",), id="another line in its place"),
+        pytest.param((), id="none"),
+    ],
+)
+def test_where_lengths_vary_each_section_says_what_it_says_alone(lines: tuple[bytes, ...]) -> None:
+    reader, alone = RequestReader(LIMITS), RequestReader(LIMITS)
+    for length in range(90):
+        assert len(reader.feed(head(b"content-length: %d" % length) + bytes(length))) == 1
+    data = head(*lines) + b"b"
+    assert list(map(seen, reader.feed(data))) == list(map(seen, alone.feed(data)))
+    assert fault(reader) == fault(alone)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [(), (b"authorization: Bearer abc",)],
+    ids=["without a credential", "with one"],
+)
+def test_where_lengths_vary_one_byte_more_less_or_other_is_read_as_alone(
+    lines: tuple[bytes, ...],
+) -> None:
+    blocks: HeaderBlocks = {}
+
+    def warm() -> RequestReader:
+        """On a connection of its own; the first two make it see that lengths vary too much."""
+        reader = RequestReader(Limits(), blocks)
+        for length in (*range(100 if not blocks else 0), 501, 502):
+            assert len(reader.feed(asked(length))) == 1
+        return reader
+
+    def asked(length: int) -> bytes:
+        return head(b"a: b", b"content-length: %d" % length, *lines, b"c: d") + bytes(length)
+
+    data = asked(12)
+    for at in range(data.index(b"HTTP/"), data.index(b"\r\n\r\n") + 4):
+        for put in (b"", b"\r", b"\n", b"\0", b" ", b":", b"1", b"x"):
+            for behind in (at, at + 1):
+                edited = data[:at] + put + data[behind:]
+                reader, alone = warm(), RequestReader(Limits())
+                read, expected = reader.feed(edited), alone.feed(edited)
+                assert list(map(seen, read)) == list(map(seen, expected)), edited
+                assert [one.credential for one in read] == [one.credential for one in expected]
+                assert fault(reader) == fault(alone), edited
+                assert reader.received_bytes == alone.received_bytes
 
 
 @given(

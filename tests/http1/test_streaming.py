@@ -4,7 +4,7 @@ import pytest
 
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import Connections
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import encode_response
 from lean_selector.http1.streamed_reply import StreamedReply
 from lean_selector.http1.streaming import StreamingProtocol

@@ -9,7 +9,7 @@ from lean_selector.http1.connections import Connections
 from lean_selector.http1.limits import Limits
 from lean_selector.http1.pending_reply import PendingReply
 from lean_selector.http1.protocol import HttpProtocol
-from lean_selector.http1.reader import Request
+from lean_selector.http1.request import Request
 from lean_selector.http1.response import encode_response
 from lean_selector.http1.tls import HANDSHAKES_PER_TURN, TlsConnection, TlsDoor
 from tests.certificates import Authority
