@@ -189,7 +189,8 @@ async def meet(ours: Ours, reference: Reference) -> None:
         nonlocal n
         n += 1
         ours.add(f"ours-{n}", 0)
-        return any((await reference.loads())[0])
+        loads = await reference.loads()  # none until it has taken in what was registered
+        return bool(loads) and any(loads[0])
 
     async def is_heard() -> bool:
         nonlocal n
