@@ -7,9 +7,9 @@ publishes what to whom.
 """
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from operator import attrgetter, itemgetter
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.limits import U64_MAX
@@ -22,6 +22,7 @@ from lean_selector.core.load.reservation import Reservation
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 _touched_at = attrgetter("touched_at")
+_late_s = itemgetter(0)
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
@@ -38,6 +39,7 @@ class Slots:
     """
 
     __slots__ = (
+        "_backdated",
         "_copies_by_touch",
         "_local_by_touch",
         "_trie",
@@ -76,10 +78,12 @@ class Slots:
         self._trie = PromptTrie()
         self.heard_at = 0.0  # the time of what was done last
         self.revision = 0  # grows whenever what is live, or when it was touched, changes
-        # Ordered by touch, oldest first. Two, because their limits differ; OrderedDict, because
-        # taking the oldest of a plain dict steps over every hole that earlier removals left.
-        self._local_by_touch: OrderedDict[str, Reservation] = OrderedDict()
-        self._copies_by_touch: OrderedDict[str, Reservation] = OrderedDict()
+        # Ordered by touch, oldest first; of copies that came backdated, youngest first. Of each one
+        # is in one. Plain dicts, for all of one is listed in a hundredth of what an OrderedDict
+        # takes; to look for the oldest steps over every hole that earlier removals left.
+        self._local_by_touch: dict[str, Reservation] = {}
+        self._copies_by_touch: dict[str, Reservation] = {}
+        self._backdated: dict[str, Reservation] = {}
 
     @property
     def arrived(self) -> int:
@@ -88,7 +92,8 @@ class Slots:
 
     def live_counts(self) -> tuple[int, int]:
         """Active requests admitted here, and copies of what peers admitted."""
-        return len(self._local_by_touch), len(self._copies_by_touch)
+        local = len(self._local_by_touch)
+        return local, len(self.reservations) - local
 
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
         """The rank's load, a new and idle one where the rank is new."""
@@ -234,19 +239,21 @@ class Slots:
     def backdate(self, copy: Reservation, touched_at: float) -> None:
         """A copy that was just booked was last heard of at `touched_at`, by another replica.
 
-        Call it youngest first: a copy that is younger than the oldest one here may expire late.
+        Call it youngest first: a copy that is younger than the oldest of them may expire late.
         """
         copy.touched_at = touched_at
         self.revision += 1
-        oldest = next(iter(self._copies_by_touch.values()))
+        oldest = next(reversed(self._backdated.values()), copy)
         if touched_at <= oldest.touched_at:
-            self._copies_by_touch.move_to_end(copy.request_id, last=False)
+            del self._copies_by_touch[copy.request_id]
+            self._backdated[copy.request_id] = copy
 
     def by_touch(self) -> Iterator[Reservation]:
         """All that is live now, the last touched first; those that end meanwhile may come too."""
         return heapq.merge(
             list(reversed(self._local_by_touch.values())),
             list(reversed(self._copies_by_touch.values())),
+            list(self._backdated.values()),
             key=_touched_at,
             reverse=True,
         )
@@ -260,23 +267,19 @@ class Slots:
         many as max_steps: call again, there may be more.
         """
         self.heard_at = now
-        expired: list[Reservation] = []
-        local, copies = self._local_by_touch, self._copies_by_touch
-        while len(expired) < max_steps:
-            longest, overdue_s = None, 0.0
-            if local:
-                oldest = next(iter(local.values()))
-                if (late_s := now - oldest.touched_at - local_limit_s) > 0.0:
-                    longest, overdue_s = oldest, late_s
-            if copies:
-                oldest = next(iter(copies.values()))
-                if now - oldest.touched_at - replica_limit_s > overdue_s:
-                    longest = oldest
-            if longest is None:
-                break
-            self.expired += longest.router_id is None
-            self._release(longest, now)
-            expired.append(longest)
+        if not self.reservations:
+            return []
+        overdue = heapq.merge(
+            _overdue(self._local_by_touch.values(), now, local_limit_s),
+            _overdue(self._copies_by_touch.values(), now, replica_limit_s),
+            _overdue(reversed(self._backdated.values()), now, replica_limit_s),
+            key=_late_s,
+            reverse=True,
+        )
+        expired = [reservation for _, reservation in islice(overdue, max_steps)]
+        for reservation in expired:
+            self.expired += reservation.router_id is None
+            self._release(reservation, now)
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
@@ -306,8 +309,15 @@ class Slots:
         return self._trie.hashes_of(reservation.run)
 
     def _touch(self, reservation: Reservation, now: float) -> None:
-        by_touch = self._local_by_touch if reservation.router_id is None else self._copies_by_touch
-        by_touch.move_to_end(reservation.request_id)
+        request_id = reservation.request_id
+        if reservation.router_id is None:
+            by_touch = self._local_by_touch
+            del by_touch[request_id]
+        else:
+            by_touch = self._copies_by_touch
+            if by_touch.pop(request_id, None) is None:
+                del self._backdated[request_id]
+        by_touch[request_id] = reservation
         reservation.touched_at = self.heard_at = now
         self.revision += 1
 
@@ -329,8 +339,8 @@ class Slots:
         del rank.reservations[request_id]
         if reservation.router_id is None:
             del self._local_by_touch[request_id]
-        else:
-            del self._copies_by_touch[request_id]
+        elif self._copies_by_touch.pop(request_id, None) is None:
+            del self._backdated[request_id]
         weights = rank.block_weights
         freed_blocks = self._trie.remove(reservation.run, rank.mask, weights)
         reservation.run = self._trie.root  # the old one may go on as another prompt's
@@ -372,3 +382,14 @@ class Slots:
         )
         if self.on_load_change is not None:
             self.on_load_change(rank)
+
+
+def _overdue(
+    by_touch: Iterable[Reservation], now: float, limit_s: float
+) -> Iterator[tuple[float, Reservation]]:
+    """Those untouched for more than the limit, and by how much; the oldest come first."""
+    for reservation in by_touch:
+        late_s = now - reservation.touched_at - limit_s
+        if late_s <= 0.0:
+            return
+        yield late_s, reservation

@@ -235,6 +235,49 @@ def test_copies_expire_however_many_local_ones_are_overdue(slots: Slots) -> None
     assert steps == [["local0", "copy0"], ["local1", "copy1"], ["local2", "copy2"]]
 
 
+def backdated(slots: Slots, **touched_at: float) -> None:
+    """Copies that another replica heard of last at these times."""
+    for request_id, at in touched_at.items():
+        slots.backdate(book(slots, request_id, 1, 0, b"", 0, 100.0, router_id=7), at)
+
+
+def test_backdated_copies_stand_and_expire_among_the_others_by_when_they_were_heard_of(
+    slots: Slots,
+) -> None:
+    book(slots, "mine", 1, 0, b"", 0, 40.0)
+    book(slots, "copy", 1, 0, b"", 0, 60.0, router_id=7)
+    backdated(slots, young=50.0, middle=30.0, touched=20.0, ended=15.0, old=10.0)
+    slots.touch("touched", 70.0)
+    slots.free("ended", 70.0)
+    assert [each.request_id for each in slots.by_touch()] == [
+        *("touched", "copy", "young", "mine", "middle", "old"),
+    ]
+    assert slots.live_counts() == (1, 5)
+    expired = slots.expire(100.0, 35.0, 45.0, 3)
+    assert [each.request_id for each in expired] == ["old", "mine", "middle"]
+    assert slots.expired == 1  # of ours
+    assert [each.request_id for each in slots.expire(100.0, 35.0, 45.0, 3)] == ["young"]
+    assert [each.request_id for each in slots.by_touch()] == ["touched", "copy"]
+
+
+def test_a_copy_that_is_backdated_out_of_order_expires_late_and_does(slots: Slots) -> None:
+    backdated(slots, old=10.0, younger=20.0)
+    assert [each.request_id for each in slots.expire(60.0, 1.0, 45.0, 9)] == ["old"]
+    assert [each.request_id for each in slots.expire(70.0, 1.0, 45.0, 9)] == ["younger"]
+    assert slots.live_counts() == (0, 0)
+
+
+def test_what_is_live_is_listed_before_any_of_it_ends(slots: Slots) -> None:
+    for number in range(5):
+        book(slots, f"r{number}", 1, 0, b"", 0, float(number))
+    listed = slots.by_touch()
+    assert next(listed).request_id == "r4"
+    slots.touch("r0", 9.0)
+    slots.free("r2", 9.0)
+    book(slots, "later", 1, 0, b"", 0, 9.0)
+    assert {each.request_id for each in listed} == {"r3", "r2", "r1", "r0"}
+
+
 def test_what_arrived_is_counted_whoever_admitted_it(slots: Slots) -> None:
     book(slots, "own", 1, 0, packed(), 1, 0.0)
     book(slots, "copy", 1, 0, packed(), 1, 0.0, router_id=9)
