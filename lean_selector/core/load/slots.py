@@ -78,9 +78,9 @@ class Slots:
         self._trie = PromptTrie()
         self.heard_at = 0.0  # the time of what was done last
         self.revision = 0  # grows whenever what is live, or when it was touched, changes
-        # Ordered by touch, oldest first; of copies that came backdated, youngest first. Of each one
-        # is in one. Plain dicts, for all of one is listed in a hundredth of what an OrderedDict
-        # takes; to look for the oldest steps over every hole that earlier removals left.
+        # Each reservation is in one of these, ordered by touch, oldest first; copies that came
+        # backdated youngest first. Plain dicts, for all of one is listed in a tenth of the time
+        # that an OrderedDict takes; looking for the oldest steps over the holes of those removed.
         self._local_by_touch: dict[str, Reservation] = {}
         self._copies_by_touch: dict[str, Reservation] = {}
         self._backdated: dict[str, Reservation] = {}
