@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from lean_selector.core.index.kv_index import StoredRun, Tier
-from lean_selector.openapi import meanings
+from lean_selector.openapi import glossary, meanings
 from lean_selector.openapi.schemas import components
 from lean_selector.openapi.selector_routes import DOOR_ROUTES
 from lean_selector.openapi.services import DESCRIBED, service_document
@@ -209,7 +209,9 @@ def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
         for field, shown in schema["properties"].items()
         if "description" not in shown
     ]
-    assert mute == [], "a schema needs a docstring, a field a line in openapi/meanings.py"
+    assert mute == [], (
+        "a schema needs a docstring, a field a line in the glossary or in meanings.py"
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -232,9 +234,9 @@ def test_a_field_that_an_answer_may_lack_says_when(name: str) -> None:
 
 
 def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    everywhere = {name: f"{name} everywhere" for name in meanings._EVERYWHERE}
+    everywhere = {name: f"{name} everywhere" for name in glossary.GLOSSARY}
     own = {name: {f: f"{name}.{f}" for f in fields} for name, fields in meanings._OF.items()}
-    monkeypatch.setattr(meanings, "_EVERYWHERE", everywhere)
+    monkeypatch.setattr(meanings, "GLOSSARY", everywhere)
     monkeypatch.setattr(meanings, "_OF", own)
     said = {
         field["description"]
