@@ -16,14 +16,22 @@ def whole(name: str, given: object) -> int:
     """Raises TypeError."""
     if isinstance(given, bool) or not isinstance(given, SupportsIndex):
         raise not_a(name, "an int", given)
-    return given.__index__()
+    try:
+        return given.__index__()
+    except TypeError:  # as an array of several
+        raise not_a(name, "an int", given) from None
 
 
 def number(name: str, given: object) -> float:
-    """Raises TypeError."""
+    """Raises TypeError, or ValueError for one that no float can stand for."""
     if isinstance(given, bool) or not isinstance(given, SupportsFloat):
         raise not_a(name, "a number", given)
-    return float(given)
+    try:
+        return float(given)
+    except TypeError:  # as an array of several
+        raise not_a(name, "a number", given) from None
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def switch(name: str, given: object) -> bool:

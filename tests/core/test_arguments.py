@@ -1,5 +1,6 @@
 """Arguments of Python callers: what counts as a number, and how the error names what does not."""
 
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,16 @@ class Four:
         return 4
 
 
+class Several:
+    """As NumPy's arrays are: they could be a number, and these are not."""
+
+    def __index__(self) -> int:
+        raise TypeError("only integer scalar arrays can be converted to a scalar index")
+
+    def __float__(self) -> float:
+        raise TypeError("only length-1 arrays can be converted to Python scalars")
+
+
 def test_whatever_counts_as_a_number_is_taken_as_one() -> None:
     assert [whole("n", given) for given in (3, Four())] == [3, 4]
     taken = [number("x", given) for given in (3, 0.25, Fraction(1, 2))]
@@ -28,6 +39,8 @@ def test_whatever_counts_as_a_number_is_taken_as_one() -> None:
         (whole, True, "name: expected an int, got bool"),
         (whole, 1.0, "name: expected an int, got float"),
         (whole, "1", "name: expected an int, got str"),
+        (whole, Several(), "name: expected an int, got Several"),
+        (number, Several(), "name: expected a number, got Several"),
         (whole, None, "name: expected an int, got NoneType"),
         (number, False, "name: expected a number, got bool"),
         (number, "0.5", "name: expected a number, got str"),
@@ -40,6 +53,12 @@ def test_what_is_none_is_named_with_its_type(taken: Any, given: object, said: st
     with pytest.raises(TypeError) as raised:
         taken("name", given)
     assert str(raised.value) == said
+
+
+@pytest.mark.parametrize("given", [10**400, Decimal("snan")])
+def test_a_number_that_no_float_can_stand_for_is_named(given: object) -> None:
+    with pytest.raises(ValueError, match=r"^name: (int too large|cannot convert signaling NaN)"):
+        number("name", given)
 
 
 def test_what_is_optional_may_be_none_and_nothing_else_of_another_type() -> None:
