@@ -226,11 +226,9 @@ class RequestReader:
         if known is not None:
             varied = known.varied(list(zip(names, values, strict=True)))
             if varied is not None:
-                frame = known.frame  # a length comes again, an id does not
-                if frame is None:
-                    return varied
-                if frame.lengths < _MOST_LENGTHS:
-                    frame.lengths += 1
+                frame = known.frame
+                if frame is not None and frame.lengths < _MOST_LENGTHS:
+                    frame.lengths += 1  # a length may come again, an id does not
                     self._remember(text, varied)
                 else:  # to look for one that never comes again costs more than to read it
                     self._frame = frame
