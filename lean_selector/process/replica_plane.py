@@ -275,10 +275,8 @@ class ReplicaPlane:
 
     def _live_bookings(self) -> Iterator[LiveBooking]:
         for target in list(self._targets()):
-            slots = target.slots
-            for held in slots.by_touch():
-                if slots.reservations.get(held.request_id) is held:  # and has not ended meanwhile
-                    yield live_booking(target, held, self.router_id)
+            for held in target.slots.by_touch():
+                yield live_booking(target, held, self.router_id)
 
     def state(self) -> PlaneState:
         now = time.monotonic()

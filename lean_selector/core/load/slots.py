@@ -249,14 +249,16 @@ class Slots:
             self._backdated[copy.request_id] = copy
 
     def by_touch(self) -> Iterator[Reservation]:
-        """All that is live now, the last touched first; those that end meanwhile may come too."""
-        return heapq.merge(
+        """All that is live now, the last touched first; without what ends before its turn comes."""
+        listed = heapq.merge(
             list(reversed(self._local_by_touch.values())),
             list(reversed(self._copies_by_touch.values())),
             list(self._backdated.values()),
             key=_touched_at,
             reverse=True,
         )
+        live = self.reservations
+        return filter(lambda held: live.get(held.request_id) is held, listed)
 
     def expire(
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
