@@ -10,10 +10,10 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source
 from lean_selector.core.trackers import Trackers
-from lean_selector.http1.header_block import block_of
-from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.request import Request
-from lean_selector.http1.response import JSON, encode_response
+from lean_selector.http.header_block import block_of
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.request import Request
+from lean_selector.http.response import JSON, encode_response
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService

@@ -42,7 +42,7 @@ def test_what_is_compiled_are_modules_of_the_rooms_where_time_goes() -> None:
         "core.index.kv_index",
         "core.load.slots",
         "core.selection.selector",
-        "http1.protocol",
+        "http.protocol",
         "services.gate",
         "services.selection",
         "wire.prompt",
@@ -68,7 +68,7 @@ def test_no_class_inherits_interpreted_from_a_compiled_one() -> None:
         for node in TREES[module].body
         if isinstance(node, ast.ClassDef) and module != "lean_selector.core.errors"
     }
-    assert ("lean_selector.http1.protocol", "HttpProtocol") in native
+    assert ("lean_selector.http.protocol", "HttpProtocol") in native
     heirs = [
         f"{module}.{node.name}"
         for module in set(MODULES) - set(COMPILED)

@@ -119,24 +119,24 @@ ROOMS: dict[str, set[str]] = {
         "curve",
         "state",
         "observing",
-        "http1",
+        "http",
         "wire",
         "tasks",
         *CORE,
     },
     # doors for gateways
     "route": {
-        *("route", "prompts", "services", "access", "outbound", "http1", "wire", "tasks"),
+        *("route", "prompts", "services", "access", "outbound", "http", "wire", "tasks"),
         *CORE,
     },
     "access_logs": {"access_logs", "observing", *CORE},
     # the door in front of the workers
     "gateway": {
-        *("gateway", "prompts", "access", "outbound", "http1", "observing", "wire", "tasks"),
+        *("gateway", "prompts", "access", "outbound", "http", "observing", "wire", "tasks"),
         *CORE,
     },
     # what speaks HTTP, what waits for other sockets, what users import
-    "services": {"services", "access", "openapi", "observing", "http1", "wire", *CORE},
+    "services": {"services", "access", "openapi", "observing", "http", "wire", *CORE},
     "discovery": {"discovery", "outbound", "wire", "tasks", *CORE},
     "sockets": {"sockets", "curve", "outbound", "wire", "tasks", *CORE},
     "state": {"state", "wire", "tasks", *CORE},
@@ -148,10 +148,10 @@ ROOMS: dict[str, set[str]] = {
     # what is said of the routes, once somebody asks
     "openapi": {"openapi", "wire", *CORE},
     # who may come in
-    "access": {"access", "outbound", "http1"},
+    "access": {"access", "outbound", "http"},
     # what only observes, what speaks HTTP/1.1 and nothing else, what travels
     "observing": {"observing", "tasks", *CORE},
-    "http1": {"http1"},
+    "http": {"http"},
     # keys of encrypted sockets
     "curve": {"curve", "outbound", "tasks"},
     "outbound": {"outbound"},
@@ -254,7 +254,7 @@ def test_each_service_has_its_wiring_and_its_configuration() -> None:
 
 
 def test_only_observing_modules_that_know_no_http() -> None:
-    web = {"lean_selector.http1", "lean_selector.services", "http", "httptools", "httpx"}
+    web = {"lean_selector.http", "lean_selector.services", "http", "httptools", "httpx"}
     for module in MODULES:
         if room_of(module) == "observing":
             assert not {n for n in imported(module) if n in web or n.startswith(tuple(web))}
@@ -337,19 +337,19 @@ WAITING_OR_CLOCKED = {
     *("time", "datetime", "os", "sys", "logging", "threading", "subprocess", "multiprocessing"),
     *("pathlib", "tempfile", "secrets", "uuid", "http", "urllib.request", "prometheus_client"),
 }
-OF_THE_LOOP = {f"lean_selector.http1.{name}" for name in ("protocol", "listener", "tls")}
+OF_THE_LOOP = {f"lean_selector.http.{name}" for name in ("protocol", "listener", "tls")}
 PURE = [
     module
     for module in MODULES
-    if part_of(module) in ("core", "http1") and module not in OF_THE_LOOP
+    if part_of(module) in ("core", "http") and module not in OF_THE_LOOP
 ]
 # A parser, the names of statuses, the layout of a date, and a key that is drawn once and decides
 # nothing that anybody sees: nothing that waits.
 MAY = {
-    "lean_selector.http1.credentials": {"os"},
-    "lean_selector.http1.header_block": {"httptools"},
-    "lean_selector.http1.reader": {"httptools"},
-    "lean_selector.http1.response": {"http"},
+    "lean_selector.http.credentials": {"os"},
+    "lean_selector.http.header_block": {"httptools"},
+    "lean_selector.http.reader": {"httptools"},
+    "lean_selector.http.response": {"http"},
 }
 
 

@@ -36,7 +36,7 @@ ALLOWED = {
     ("gateway/remote_chooser.py", "RemoteChooser.choose", "ensure_future"): (
         "choose awaits it; where choose is cancelled, _undo looks at how it ended"
     ),
-    ("http1/listener.py", "Listener._accept_some", "create_task"): (
+    ("http/listener.py", "Listener._accept_some", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
     ("bindings/remote.py", "RemoteSelectionService._booked", "create_task"): (

@@ -1,6 +1,6 @@
 """The file of tokens, one `ROLE TOKEN` a line: read at the start, and again when it changes.
 
-Of a token nothing is kept but its digest (`http1.credentials`), and no message holds one.
+Of a token nothing is kept but its digest (`http.credentials`), and no message holds one.
 """
 
 import logging
@@ -9,7 +9,7 @@ from hmac import compare_digest
 from typing import Final
 
 from lean_selector.access.roles import NAMES, OPEN, ROLES, Role
-from lean_selector.http1.credentials import digest_of
+from lean_selector.http.credentials import digest_of
 from lean_selector.outbound.watched_file import WatchedFile
 
 log = logging.getLogger("lean_selector.access")

@@ -7,7 +7,7 @@ from typing import Final
 
 import httptools
 
-from lean_selector.http1.passage import ChunkedPassage, Passage, SizedPassage, UnboundedPassage
+from lean_selector.http.passage import ChunkedPassage, Passage, SizedPassage, UnboundedPassage
 
 MOST_BYTES: Final = 64 * 1024
 _WITHOUT_BODY: Final = (204, 304)

@@ -18,9 +18,9 @@ from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.http1.limits import HttpError
-from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.request import Request
+from lean_selector.http.limits import HttpError
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.request import Request
 from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.wire.openai_errors import openai_error
 

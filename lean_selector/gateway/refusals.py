@@ -1,6 +1,6 @@
 """What a client is told whom no worker answers: an error as OpenAI's API has them."""
 
-from lean_selector.http1.response import encode_response
+from lean_selector.http.response import encode_response
 from lean_selector.wire.openai_errors import openai_error
 
 

@@ -8,7 +8,7 @@ import asyncio
 from typing import Final, Protocol, cast
 
 from lean_selector.gateway.answer_head import MOST_BYTES, AnswerHead, MalformedAnswer, head_of
-from lean_selector.http1.passage import Passage, UnboundedPassage
+from lean_selector.http.passage import Passage, UnboundedPassage
 
 # Below, a request goes out as one piece: joining costs less than a second segment.
 _JOINED_BYTES: Final = 64 * 1024

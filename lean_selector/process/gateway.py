@@ -26,10 +26,10 @@ from lean_selector.gateway.remote_chooser import RemoteChooser
 from lean_selector.gateway.remote_fleet import RemoteFleet
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.gateway.selector_link import SelectorLink
-from lean_selector.http1.connections import Connections
-from lean_selector.http1.limits import Limits
-from lean_selector.http1.protocol import App
-from lean_selector.http1.streaming import StreamingProtocol
+from lean_selector.http.connections import Connections
+from lean_selector.http.limits import Limits
+from lean_selector.http.protocol import App
+from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.observing import logs
 from lean_selector.observing.load_metrics import Families
 from lean_selector.observing.prompt_metrics import prompt_families

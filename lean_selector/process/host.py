@@ -23,10 +23,10 @@ import zmq.asyncio
 
 from lean_selector import __version__
 from lean_selector.form import form
-from lean_selector.http1.connections import Connections
-from lean_selector.http1.listener import Listener, UnixPath, tcp_socket
-from lean_selector.http1.protocol import App, HttpProtocol
-from lean_selector.http1.response import date_header
+from lean_selector.http.connections import Connections
+from lean_selector.http.listener import Listener, UnixPath, tcp_socket
+from lean_selector.http.protocol import App, HttpProtocol
+from lean_selector.http.response import date_header
 from lean_selector.observing import logs
 from lean_selector.process.service_options import Listen, TlsFiles
 from lean_selector.services.observation import Observation

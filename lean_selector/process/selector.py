@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from lean_selector.access.token_file import AccessTokens
 from lean_selector.core.selection.dialect import API_1_6
 from lean_selector.core.selection.inspection import established
-from lean_selector.http1.connections import Connections
-from lean_selector.http1.limits import Limits
-from lean_selector.http1.protocol import App
+from lean_selector.http.connections import Connections
+from lean_selector.http.limits import Limits
+from lean_selector.http.protocol import App
 from lean_selector.observing import logs
 from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.load_metrics import replica_families

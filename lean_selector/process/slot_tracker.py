@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from lean_selector.core.replication.records import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
-from lean_selector.http1.connections import Connections
-from lean_selector.http1.limits import Limits
+from lean_selector.http.connections import Connections
+from lean_selector.http.limits import Limits
 from lean_selector.observing import logs
 from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.lifecycle_log import TrackerLog

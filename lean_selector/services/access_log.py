@@ -12,11 +12,11 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.protocol import App
-from lean_selector.http1.request import Request
-from lean_selector.http1.response import Response, status_of
-from lean_selector.http1.router import Match, RouteTable, percent_decode
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.protocol import App
+from lean_selector.http.request import Request
+from lean_selector.http.response import Response, status_of
+from lean_selector.http.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.services.gate import HUNG_UP, Route
 from lean_selector.wire.body_ids import BodyIds

@@ -11,9 +11,9 @@ import msgspec
 
 from lean_selector.core.errors import BadRequest, SelectorError
 from lean_selector.core.limits import U64_MAX
-from lean_selector.http1.request import Request
-from lean_selector.http1.response import JSON
-from lean_selector.http1.router import RepeatedQueryField, parse_query, percent_decode
+from lean_selector.http.request import Request
+from lean_selector.http.response import JSON
+from lean_selector.http.router import RepeatedQueryField, parse_query, percent_decode
 from lean_selector.services.media_types import is_json, names_msgpack
 from lean_selector.wire.body_text import (
     MOST_COSTLY_NUMBERS,

@@ -1,6 +1,6 @@
 """Metrics of the HTTP connections: how many, what they hold, and what was refused (D27)."""
 
-from lean_selector.http1.connections import Connections
+from lean_selector.http.connections import Connections
 from lean_selector.observing.load_metrics import Families
 from lean_selector.observing.metrics import Family
 

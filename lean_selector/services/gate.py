@@ -14,9 +14,9 @@ import msgspec
 
 from lean_selector.access.roles import OPEN, READ
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
-from lean_selector.http1.request import Request
-from lean_selector.http1.response import status_of
-from lean_selector.http1.router import Match, MethodNotAllowed, NotFound, RouteTable
+from lean_selector.http.request import Request
+from lean_selector.http.response import status_of
+from lean_selector.http.router import Match, MethodNotAllowed, NotFound, RouteTable
 from lean_selector.observing.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.services.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
 from lean_selector.services.guard import Guard

@@ -1,6 +1,6 @@
 """Which form of a body a content-type or an accept header names."""
 
-from lean_selector.http1.response import JSON
+from lean_selector.http.response import JSON
 
 MSGPACK = b"application/msgpack"
 

@@ -7,8 +7,8 @@ the same for every service, which adds the families of its own.
 from collections.abc import Callable, Sequence
 
 from lean_selector.access.token_file import AccessTokens
-from lean_selector.http1.protocol import App
-from lean_selector.http1.request import Request
+from lean_selector.http.protocol import App
+from lean_selector.http.request import Request
 from lean_selector.observing.load_metrics import Families
 from lean_selector.observing.metrics import LoopLag, RouteMeter, http_families, process_families
 from lean_selector.services.access_log import with_access_log

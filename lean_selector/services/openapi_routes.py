@@ -8,7 +8,7 @@ import asyncio
 import logging
 
 from lean_selector.access.roles import NAMES, READ
-from lean_selector.http1.response import JSON, encode_response
+from lean_selector.http.response import JSON, encode_response
 from lean_selector.services.gate import Route, plain
 from lean_selector.services.replies import INTERNAL_ERROR, LaterReply
 

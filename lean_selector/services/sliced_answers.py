@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from lean_selector.http1.response import JSON, GrowingResponse, Response, encode_response
+from lean_selector.http.response import JSON, GrowingResponse, Response, encode_response
 from lean_selector.services.replies import INTERNAL_ERROR, Answer, LaterReply
 
 SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes

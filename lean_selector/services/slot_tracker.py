@@ -11,7 +11,7 @@ from collections.abc import Callable
 from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
-from lean_selector.http1.response import encode_response
+from lean_selector.http.response import encode_response
 from lean_selector.services.bodies import DETAIL, Query
 from lean_selector.services.gate import Route, plain, with_body, with_query
 from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers

@@ -23,8 +23,8 @@ from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
-from lean_selector.http1.protocol import Connections, HttpProtocol
-from lean_selector.http1.response import date_header, encode_response
+from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.response import date_header, encode_response
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService
 from lean_selector.services.service_state import ServiceState

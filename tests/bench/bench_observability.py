@@ -28,11 +28,11 @@ from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
-from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.protocol import Connections, HttpProtocol
-from lean_selector.http1.request import Request
-from lean_selector.http1.response import date_header, encode_response
-from lean_selector.http1.router import Match
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.request import Request
+from lean_selector.http.response import date_header, encode_response
+from lean_selector.http.router import Match
 from lean_selector.observing.metrics import LoopLag, http_families, process_families
 from lean_selector.observing.selection_metrics import selection_families
 from lean_selector.services.gate import Gate

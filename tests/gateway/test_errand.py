@@ -15,12 +15,12 @@ from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.errand import Errand
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.worker_connection import WorkerConnection
-from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.protocol import Connections
-from lean_selector.http1.request import Request
-from lean_selector.http1.streaming import StreamingProtocol
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.protocol import Connections
+from lean_selector.http.request import Request
+from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.prompts.routed import Routed
-from tests.http1.test_protocol import FakeTransport
+from tests.http.test_protocol import FakeTransport
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

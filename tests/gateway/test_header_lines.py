@@ -9,7 +9,7 @@ from lean_selector.gateway.header_lines import (
     request_lines,
     wants_websocket,
 )
-from lean_selector.http1.passage import ChunkedPassage, SizedPassage, UnboundedPassage
+from lean_selector.http.passage import ChunkedPassage, SizedPassage, UnboundedPassage
 
 
 def section(*lines: str) -> bytes:

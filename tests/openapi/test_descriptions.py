@@ -71,7 +71,7 @@ def test_a_body_has_an_example(route: tuple[str, str], about: object) -> None:
 
 def test_what_a_connection_may_answer_by_itself_is_what_http1_refuses_with() -> None:
     refused = {500}  # and what the gate says of a handler that fails
-    for path in (PACKAGE / "http1").glob("*.py"):
+    for path in (PACKAGE / "http").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         refused |= {int(status) for status in re.findall(r"HttpError\((\d{3})", text)}
     assert refused == set(CONNECTION_ERRORS)

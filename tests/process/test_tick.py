@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 SERVICE = """
 import asyncio, msgspec, sys, time
-from lean_selector.http1.connections import Connections
-from lean_selector.http1.limits import Limits
-from lean_selector.http1.response import encode_response
+from lean_selector.http.connections import Connections
+from lean_selector.http.limits import Limits
+from lean_selector.http.response import encode_response
 from lean_selector.process import host
 from lean_selector.process.service_options import Listen
 from lean_selector.tasks import failures

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lean_selector.http1.response import JSON
+from lean_selector.http.response import JSON
 from lean_selector.services.gate import Gate
 from lean_selector.services.media_types import MSGPACK
 from tests.damage import damaged

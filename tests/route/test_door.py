@@ -14,8 +14,8 @@ from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.workers import WorkerSpec
-from lean_selector.http1.header_block import block_of
-from lean_selector.http1.request import Request
+from lean_selector.http.header_block import block_of
+from lean_selector.http.request import Request
 from lean_selector.prompts.fleet import UnknownModel
 from lean_selector.prompts.model_request import MEDIA
 from lean_selector.prompts.routed import Routed

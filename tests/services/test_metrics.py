@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.http1.pending_reply import PendingReply
-from lean_selector.http1.response import Response
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.response import Response
 from lean_selector.observing.metrics import Family, escaped, labels
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers

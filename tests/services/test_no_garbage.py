@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from lean_selector.http1.protocol import Connections, HttpProtocol
+from lean_selector.http.protocol import Connections, HttpProtocol
 from tests.gates import selection_gate
 
 WORKER = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}

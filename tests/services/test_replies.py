@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from lean_selector.core.errors import Unavailable
-from lean_selector.http1.request import Request
-from lean_selector.http1.response import GrowingResponse, date_header, encode_response
+from lean_selector.http.request import Request
+from lean_selector.http.response import GrowingResponse, date_header, encode_response
 from lean_selector.services.media_types import MSGPACK
 from lean_selector.services.replies import LaterReply, Reply, Standing, error_reply, reply, sent
 from lean_selector.wire.answer_forms import LONGEST_TRANSCODED, JsonText

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.http1.response import JSON
+from lean_selector.http.response import JSON
 from lean_selector.services.bodies import BadBody, body_reader
 from lean_selector.services.media_types import MSGPACK
 from lean_selector.wire.body_text import json_fault, messagepack_fault

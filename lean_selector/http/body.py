@@ -1,0 +1,176 @@
+"""The two ways a request body is framed: by a length told beforehand, and in chunks.
+
+Owns where a body ends and how much of it is kept: one over the limit is read to its end but
+dropped. Follows RFC 9112 sections 6.2 and 7.1, strictly: what the grammar does not allow is an
+error, since a proxy in front may read it differently. Both classes have the same five public
+names. No I/O.
+"""
+
+import re
+from typing import Final
+
+from lean_selector.http.limits import HttpError, Limits
+
+# 15 digits cannot overflow anything; no real chunk needs 8.
+_CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")
+# The beginning of nearly every chunk.
+_PLAIN_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n")
+_TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
+
+_MAX_LINE_BYTES = 4096
+# All chunk extensions of one body together; nobody uses them. The bound is node's, after
+# CVE-2024-22019.
+_MAX_EXTENSION_BYTES = 16 * 1024
+
+_SIZE, _DATA, _DATA_END, _TRAILERS = range(4)
+
+
+class _Kept:
+    """What is stored of a body: the first piece by reference, a bytearray from the second on.
+
+    Growing bytes is quadratic: 1 MiB in 64 KiB pieces costs 9.7 ms that way and 0.75 ms this way.
+    """
+
+    __slots__ = ("_max_bytes", "content", "error", "is_done", "is_too_large", "wire_bytes")
+
+    def __init__(self, limits: Limits) -> None:
+        self._max_bytes = limits.max_body_bytes
+        self.content: bytes | bytearray = (
+            b""  # 0 <= len(content) <= max_body_bytes; b"" if too large
+        )
+        self.is_too_large = False
+        self.is_done = False
+        self.error: HttpError | None = None
+        self.wire_bytes = 0  # taken from the connection, framing included
+
+    def _keep(self, piece: bytes) -> None:
+        if self.is_too_large:
+            return
+        if len(self.content) + len(piece) > self._max_bytes:
+            self.is_too_large = True
+            self.content = b""
+        elif not self.content:
+            self.content = piece
+        elif isinstance(self.content, bytearray):
+            self.content += piece
+        else:
+            self.content = bytearray(self.content)
+            self.content += piece
+
+
+class SizedBody(_Kept):
+    """A body of `length` bytes, length > 0."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, length: int, limits: Limits) -> None:
+        super().__init__(limits)
+        self._left = length
+        self.is_too_large = length > limits.max_body_bytes
+
+    def feed(self, data: bytes, at: int) -> int:
+        """Take what belongs to the body from data[at:]; returns where the rest begins."""
+        stop = min(len(data), at + self._left)
+        # All of a piece is the piece itself, not a copy; a compiled slice would be one.
+        self._keep(data if stop - at == len(data) else data[at:stop])
+        self._left -= stop - at
+        self.wire_bytes += stop - at
+        self.is_done = self._left == 0
+        return stop
+
+
+class ChunkedBody(_Kept):
+    """A body in chunks. Trailers are read and dropped; their room is that of a header section."""
+
+    __slots__ = (
+        "_extension_bytes",
+        "_left",
+        "_line",
+        "_max_trailer_bytes",
+        "_state",
+        "_trailer_bytes",
+    )
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self._state = _SIZE
+        self._left = 0  # bytes of the current chunk still to come
+        self._line = bytearray()  # an unfinished line
+        self._extension_bytes = 0
+        self._trailer_bytes = 0
+        self._max_trailer_bytes = limits.max_head_bytes
+
+    def feed(self, data: bytes, at: int) -> int:
+        """Take what belongs to the body from data[at:]; returns where the rest begins.
+
+        Stops where `error` is set.
+        """
+        begin = at
+        while at < len(data) and not self.is_done and self.error is None:
+            if self._state == _DATA:
+                stop = min(len(data), at + self._left)
+                self._keep(data[at:stop])
+                self._left -= stop - at
+                at = stop
+                if self._left == 0:
+                    self._state = _DATA_END
+                continue
+            if self._state == _SIZE and not self._line:
+                at = self._take_whole(data, at)
+            stop = data.find(b"\n", at) + 1
+            self._line += data[at : stop or len(data)]
+            at = stop or len(data)
+            if len(self._line) > _MAX_LINE_BYTES:
+                self.error = HttpError(400, "line too long in a chunked body")
+            elif stop:
+                line = bytes(self._line)
+                self._line.clear()
+                if line.endswith(b"\r\n"):
+                    self._take_line(line[:-2])
+                else:
+                    self.error = HttpError(400, "bare line feed in a chunked body")
+        self.wire_bytes += at - begin
+        return at
+
+    def _take_whole(self, data: bytes, at: int) -> int:
+        """Take chunks that are here from begin to end, and have no extensions; returns where the
+        next one begins. Of a byte each they cost a fifth of what `feed` takes for one."""
+        pieces: list[bytes] = []
+        begins = _PLAIN_CHUNK.match
+        while True:
+            size = begins(data, at)
+            if size is None:
+                break
+            start = size.end()
+            stop = start + int(size[1], 16)
+            if stop == start or data[stop : stop + 2] != b"\r\n":
+                break  # the last one, one that is not all here, or a malformed one
+            pieces.append(data[start:stop])
+            at = stop + 2
+        if pieces:
+            self._keep(b"".join(pieces))
+        return at
+
+    def _take_line(self, line: bytes) -> None:
+        if self._state == _SIZE:
+            match = _CHUNK_SIZE.fullmatch(line)
+            if match is None:
+                self.error = HttpError(400, "malformed chunk size")
+                return
+            self._extension_bytes += len(match[2])
+            if self._extension_bytes > _MAX_EXTENSION_BYTES:
+                self.error = HttpError(400, "chunk extensions too long")
+            self._left = int(match[1], 16)
+            self._state = _DATA if self._left else _TRAILERS
+        elif self._state == _DATA_END:
+            if line:
+                self.error = HttpError(400, "chunk data does not end where its size says")
+            self._state = _SIZE
+        elif not line:
+            self.is_done = True
+        else:
+            self._trailer_bytes += len(line)
+            if self._trailer_bytes > self._max_trailer_bytes:
+                self.error = HttpError(431, "request trailers too large")
+            elif _TRAILER.fullmatch(line) is None:
+                self.error = HttpError(400, "malformed trailer")

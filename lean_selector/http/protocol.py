@@ -1,0 +1,389 @@
+"""The asyncio shell around one connection: reader -> app -> one write.
+
+Owns order (answers leave in the order of the requests, also when one waits), back-pressure,
+time-outs and closing. Knows no route and no body. The app is a plain function; nothing here
+awaits, and no task or timer is made per request: `Connections.sweep`, called about once a second,
+is the only clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27).
+"""
+
+import array
+import asyncio
+import fcntl
+import logging
+import termios
+from collections import deque
+from collections.abc import Callable
+from typing import Final, cast
+
+from lean_selector.http.connections import Connections as Connections
+from lean_selector.http.connections import Timeouts as Timeouts
+from lean_selector.http.limits import HttpError
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.reader import RequestReader
+from lean_selector.http.request import Request
+from lean_selector.http.response import Response, encode_response, with_connection, without_body
+
+log = logging.getLogger(__name__)
+
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+# One pass answers at most this much before other connections get their turn. A 256 KiB read,
+# uvloop's largest, can hold 2 000 small requests, and 2 000 answers to /dump would not fit in
+# memory.
+_MAX_PASS_REQUESTS = 64
+_MAX_PASS_BYTES = 256 * 1024
+
+# Requests that wait behind a parked one; beyond this, reading stops, and then a hang-up goes
+# unnoticed until the parked one is answered. Clients that pipeline send a few, and few do.
+_MAX_QUEUED_REQUESTS = 64
+_MAX_QUEUED_BYTES = 1024 * 1024
+_REQUEST_BYTES = 512  # of a queued request beside its body
+
+# What a client may still send after its last answer, so that it gets to read that: a close with
+# unread input makes the kernel send RST, which destroys what the client has not read yet.
+_MAX_LINGER_BYTES = 64 * 1024 * 1024
+
+# A slow but honest sender: 16 KiB/s of body extends the time-out. 30 s alone would ask for 280
+# KB/s.
+_MIN_BODY_BYTES_PER_S = 16 * 1024
+
+# Why a connection does not handle what is queued; bits of HttpProtocol._holds.
+_PARKED: Final = 1
+_WRITE_PAUSED: Final = 2
+_SCHEDULED: Final = 4
+_ANSWERED_LAST: Final = 8
+_ENDED: Final = 16
+
+
+App = Callable[[Request], bytes | PendingReply]
+
+
+class HttpProtocol(asyncio.Protocol):
+    """One connection."""
+
+    __slots__ = (
+        "_app",
+        "_connections",
+        "_got_eof",
+        "_holds",
+        "_linger_bytes",
+        "_parked",
+        "_parked_request",
+        "_queue",
+        "_reader",
+        "_reading_paused",
+        "_unwritten_bytes",
+        "held_bytes",
+        "since",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, app: App, connections: Connections) -> None:
+        # Server lifetime.
+        self._app = app
+        self._connections = connections
+        # Connection lifetime.
+        self._reader = RequestReader(connections.limits, connections.header_blocks)
+        self._holds = 0  # 0: whatever is queued may be handled
+        self._reading_paused = False
+        self._got_eof = False
+        self.since = connections.now  # when the present state began, for the time-outs
+        self._unwritten_bytes = 0  # at the last sweep of a client that does not read
+        self._linger_bytes = 0  # thrown away since the last answer
+        self.held_bytes = 0  # of requests that the app has not got; 0 where none waits
+        # Requests not handled yet, and the one whose answer is awaited.
+        self._queue: deque[Request] = deque()
+        self._parked: PendingReply | None = None
+        self._parked_request: Request | None = None
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._connections.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        reader, holds = self._reader, self._holds
+        if holds & _ENDED:
+            self._linger_bytes += len(data)
+            if self._linger_bytes > _MAX_LINGER_BYTES:
+                self.transport.abort()
+            return
+        begins = not reader.is_unfinished
+        requests = reader.feed(data)
+        if begins or requests:
+            self.since = self._connections.now
+        if len(requests) == 1 and not holds and not self._queue:  # as nearly always
+            reply = self._answer(requests[0])
+            if reply is not None:
+                self.transport.write(reply)
+            if self._holds or reader.notice or self._got_eof:
+                self.settle()
+        else:
+            self._queue.extend(requests)
+            if not holds:
+                self._serve()
+        if self._holds or reader.is_unfinished or self.held_bytes:
+            self._update_reading()
+            self._connections.make_room()
+
+    def eof_received(self) -> bool:
+        """True keeps the transport open for writing. A client that half-closes gets its answers."""
+        self._got_eof = True
+        parked = self._parked
+        if parked is not None and not parked.is_being_made:
+            self._hang_up()  # D11: nobody waits for this answer, as far as can be known
+            self._holds |= _ENDED
+        return bool(self._queue) or self._parked is not None
+
+    def pause_writing(self) -> None:
+        self._holds |= _WRITE_PAUSED
+        self.since = self._connections.now
+        self._unwritten_bytes = self.transport.get_write_buffer_size()
+        self._update_reading()
+
+    def resume_writing(self) -> None:
+        self._holds &= ~_WRITE_PAUSED
+        self.since = self._connections.now
+        if not self._holds:
+            self._serve()
+        self._update_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.forget(self)
+        self._holds |= _ENDED
+        self._hang_up()
+        self._let_go()
+
+    # Called by Connections.
+
+    def expire(self, now: float) -> None:
+        """Close if a time-out has passed. See Timeouts."""
+        connections = self._connections
+        timeouts, is_draining = connections.timeouts, connections.is_draining
+        age_s = now - self.since
+        if self._holds & (_ENDED | _WRITE_PAUSED):
+            unwritten = self.transport.get_write_buffer_size()
+            # Who has its answer while we drain need only notice that we closed.
+            is_read = is_draining and not self._reader.has_unread_input
+            linger_s = timeouts.quiet_s if is_read else timeouts.linger_s
+            if unwritten < self._unwritten_bytes:
+                self.since = now  # slow, but it takes something
+            elif age_s > (timeouts.write_s if unwritten else linger_s):
+                self.transport.abort()
+            self._unwritten_bytes = unwritten
+        elif self._holds:
+            return  # waiting for us, not for the client
+        elif self._reader.is_unfinished:
+            if age_s > timeouts.read_s + self._reader.received_bytes / _MIN_BODY_BYTES_PER_S:
+                self._refuse(HttpError(408, "request not received in time"))
+        else:
+            is_quiet = is_draining and min(age_s, now - connections.quiet_from) > timeouts.quiet_s
+            # A request that the loop has not got to yet is one.
+            if (age_s > timeouts.idle_s or is_quiet) and not _has_unread(self.transport):
+                self._end(lingers=is_draining)
+
+    def turn_away(self, reason: str) -> None:
+        """Answer 503 in place of what is parked, queued or being received, and close."""
+        if not self._holds & (_ENDED | _ANSWERED_LAST) and not self.transport.is_closing():
+            self._hang_up()
+            self._refuse(HttpError(503, reason))
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def settle(self) -> None:
+        """Look at what is to be done once all complete requests are answered."""
+        reader = self._reader
+        if self._holds & _ENDED:
+            return
+        if self._holds & _ANSWERED_LAST:
+            self._end(lingers=reader.has_unread_input or self._connections.is_draining)
+        elif self._got_eof and self._parked is not None and not self._parked.is_being_made:
+            self._hang_up()
+            self._end(lingers=False)
+        elif self._queue or self._parked is not None:
+            return
+        elif reader.error is not None:
+            self._refuse(reader.error)
+        elif self._got_eof:
+            self._end(lingers=False)
+        elif reader.wants_continue:
+            reader.wants_continue = reader.notice = False
+            self.transport.write(_CONTINUE)
+
+    # Inside.
+
+    def _serve(self) -> None:
+        """Answer what is queued, until it is empty or something holds it; write once."""
+        queue = self._queue
+        replies: list[Response] = []
+        reply_bytes = 0
+        while queue:
+            reply = self._answer(queue.popleft())
+            if reply is None:
+                break
+            replies.append(reply)
+            if queue:
+                reply_bytes += len(reply)
+                if len(replies) >= _MAX_PASS_REQUESTS or reply_bytes >= _MAX_PASS_BYTES:
+                    self._schedule()
+                    break
+        if replies:
+            self.transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+        if self._holds or self._reader.notice or self._got_eof:
+            self.settle()
+
+    def _answer(self, request: Request) -> Response | None:
+        """What to write for a request; None when that comes later, and the request is parked."""
+        try:
+            answer = self._app(request)
+        except Exception:
+            log.exception("%r %r failed", request.method, request.path)
+            answer = encode_response(500, b'{"error":"internal error"}')
+        reply: Response
+        if isinstance(answer, PendingReply):
+            if answer.response is None:
+                self._park(answer, request)
+                return None
+            reply = answer.response
+        else:
+            reply = answer
+        if (
+            self._connections.is_draining
+            or not request.keep_alive
+            or request.headers.is_http10
+            or request.method == b"HEAD"
+        ):
+            return self._framed(request, reply)
+        return reply
+
+    def _framed(self, request: Request, reply: Response) -> Response:
+        """The reply as this client needs it: without the body, or with a word on the connection."""
+        if request.method == b"HEAD":
+            reply = without_body(reply)
+        if self._is_last(request):
+            self._holds |= _ANSWERED_LAST
+            return with_connection(reply, b"close")
+        if request.is_http10:
+            return with_connection(reply, b"keep-alive")
+        return reply
+
+    def _is_last(self, request: Request) -> bool:
+        """Whether the connection ends with the answer to this request."""
+        is_last = self._connections.is_draining and not (self._queue or self._reader.is_unfinished)
+        return is_last or not request.keep_alive
+
+    def _park(self, reply: PendingReply, request: Request) -> None:
+        # What is still needed of the request; the app has taken what it needs of the body.
+        parked = Request(request.method, request.path, request.query, b"", request.headers)
+        parked.keep_alive = request.keep_alive
+        self._parked, self._parked_request = reply, parked
+        self._holds |= _PARKED
+        reply.park(self._finish_parked)
+        self._update_reading()
+
+    def _finish_parked(self, response: Response) -> None:
+        """Write the answer that was awaited, and go on with what is queued in a pass of its own."""
+        request = self._parked_request
+        assert request is not None
+        self._unpark()
+        if not self.transport.is_closing():
+            self.transport.write(self._framed(request, response))
+            self._after_parked()
+
+    def _unpark(self) -> None:
+        self._parked = self._parked_request = None
+        self._holds &= ~_PARKED
+        self.since = self._connections.now
+
+    def _after_parked(self) -> None:
+        if self._queue:
+            self._schedule()
+        self.settle()
+        self._update_reading()
+
+    def _hang_up(self) -> None:
+        """Nobody will read what is parked or queued."""
+        self._queue.clear()
+        parked = self._parked
+        if parked is not None:
+            self._parked = self._parked_request = None
+            try:
+                parked.hang_up()
+            except Exception:
+                log.exception("on_disconnect failed")
+
+    def _schedule(self) -> None:
+        """Go on in a later turn of the loop: others first, and never inside the app's own call."""
+        self._holds |= _SCHEDULED
+        self._connections.call_soon(self._go_on)
+        self._update_reading()
+
+    def _go_on(self) -> None:
+        self._holds &= ~_SCHEDULED
+        if not self._holds:
+            self._serve()
+        self._update_reading()
+
+    def _update_reading(self) -> None:
+        """Read unless the client does not take its answers, or too much of its input waits."""
+        holds = self._holds
+        queue = self._queue
+        queued_bytes = sum(len(request.body) for request in queue)
+        pause = not holds & _ENDED and bool(
+            holds & _WRITE_PAUSED
+            or len(queue) > _MAX_QUEUED_REQUESTS
+            or queued_bytes > _MAX_QUEUED_BYTES
+        )
+        held = self._reader.held_bytes + queued_bytes + len(queue) * _REQUEST_BYTES
+        self._connections.held_bytes += held - self.held_bytes
+        self.held_bytes = held
+        if pause != self._reading_paused and not self.transport.is_closing():
+            self._reading_paused = pause
+            if pause:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer an error of the HTTP level, and close."""
+        self.transport.write(
+            encode_response(
+                error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
+            )
+        )
+        self._end(lingers=True)
+
+    def _end(self, lingers: bool) -> None:
+        """Close when everything written is sent; lingering, not before the client is done
+        sending.
+        """
+        self._holds |= _ENDED
+        self._let_go()
+        self.since = self._connections.now
+        self._unwritten_bytes = self.transport.get_write_buffer_size()
+        if lingers and not self._got_eof and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._update_reading()
+        else:
+            self.transport.close()
+
+    def _let_go(self) -> None:
+        """Keep nothing of requests that will not be handled."""
+        self._queue.clear()
+        self._reader.drop()
+        self._connections.held_bytes -= self.held_bytes
+        self.held_bytes = 0
+
+
+def _has_unread(transport: asyncio.Transport) -> bool:
+    """Whether the client has sent what we have not read: a close would reset the connection."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return False
+    waiting = array.array("i", [0])
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, waiting)
+    return waiting[0] > 0

@@ -1,0 +1,360 @@
+"""Bytes of one connection -> requests. No I/O, no clock, and it never raises.
+
+Owns the framing: where a request begins and ends, and every limit on its size. httptools (llhttp)
+judges the header section; it is shown each distinct one once, for clients repeat theirs but for
+the lines that name one request: its length, its trace, its id. Those are cut out, and a section
+whose remainder is known needs no second judgement; where only lengths differ, and too many come to
+remember each, a connection compares what stands around them. `authorization` is cut out before
+anything is remembered, and known again by its connection alone (`credentials`). Follows RFC 9112;
+limits and statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
+
+Request smuggling needs two parties that disagree on where a request ends. Refused with 400 or
+501, and the connection then closes: content-length beside transfer-encoding, any second
+content-length, a content-length that is not plain digits, any coding but a single "chunked",
+chunked in HTTP/1.0, folded header lines, space before a colon, bare CR or LF or NUL anywhere in a
+head, control characters in chunk extensions, chunk data not ended by CRLF, trailers that are no
+header lines, a request line without exactly two spaces, no host or two of them.
+"""
+
+import re
+from typing import Final
+
+from lean_selector.http.body import ChunkedBody, SizedBody
+from lean_selector.http.credentials import (
+    UNUSABLE,
+    CredentialFrame,
+    CredentialLine,
+    has_credentials,
+)
+from lean_selector.http.header_block import (
+    CHUNKED,
+    HeaderBlock,
+    HeaderBlocks,
+    LengthFrame,
+    parse_header_block,
+)
+from lean_selector.http.limits import HttpError as HttpError
+from lean_selector.http.limits import Limits as Limits
+from lean_selector.http.request import Request
+
+# Method, path, query; the fragment, which no client should send, is dropped. What follows is the
+# version.
+_REQUEST_LINE: Final = re.compile(
+    rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]++) ([^\x00-\x20\x7f?#]++)"
+    rb"(?:\?([^\x00-\x20\x7f#]*+))?+(?:#[^\x00-\x20\x7f]*+)?+ HTTP/"
+)
+_ABSOLUTE_FORM: Final = re.compile(rb"(?i:https?)://[^/]*+")
+_BLANK_LINES: Final = re.compile(rb"(?:\r\n)++")
+_METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
+
+# Header lines that differ from request to request, in the spellings that clients use, with a value
+# that llhttp cannot object to. Only whole lines: the line break is looked at and left.
+_VARYING: Final = re.compile(
+    rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]"
+    rb"|[xX]-[rR]eservation-[iI][dD]): "
+    rb"([0-9A-Za-z._-]{1,128})(?=\r\n)"
+)
+
+_MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
+_MAX_REMEMBERED_BLOCK_BYTES = 2048
+_MOST_LENGTHS = 64  # remembered of sections that differ in nothing else
+
+
+class RequestReader:
+    """Cuts the bytes of one connection into requests.
+
+    After each `feed` the caller must answer the requests it returned, in order, and then look at:
+    `error`, an answer to give before closing; `wants_continue`, a client that holds its body back
+    until it reads `100 Continue` (the caller resets it). `notice` is true when either is set.
+    Once a request has keep_alive false, or `error` is set, further bytes are ignored;
+    `has_unread_input` then tells whether the client may still be sending.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_body",
+        "_credentials",
+        "_frame",
+        "_head",
+        "_limits",
+        "_max_body_bytes",
+        "_max_head_bytes",
+        "_request",
+        "error",
+        "has_unread_input",
+        "is_finished",
+        "is_unfinished",
+        "notice",
+        "wants_continue",
+    )
+
+    def __init__(self, limits: Limits, blocks: HeaderBlocks | None = None) -> None:
+        """`blocks` remembers judged header sections; connections should share one."""
+        # Connection lifetime.
+        self._limits = limits
+        self._max_head_bytes = limits.max_head_bytes
+        self._max_body_bytes = limits.max_body_bytes
+        self._blocks: HeaderBlocks = {} if blocks is None else blocks
+        self._credentials: CredentialLine | None = None  # once a request had such a line
+        self._frame: LengthFrame | CredentialFrame | None = None  # where lengths vary too much
+        self.error: HttpError | None = None
+        self.is_finished = False  # nothing more is read
+        self.has_unread_input = False
+        # The request that is not complete: its head so far, or itself and its body so far.
+        self.is_unfinished = False
+        self._head = bytearray()
+        self._request: Request | None = None
+        self._body: SizedBody | ChunkedBody | None = None
+        # For the caller.
+        self.notice = False
+        self.wants_continue = False
+
+    @property
+    def received_bytes(self) -> int:
+        """How much of the unfinished request is here; 0 between requests."""
+        return len(self._head) if self._body is None else self._body.wire_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """How much memory the unfinished request takes; of a body too large nothing is kept."""
+        return len(self._head) if self._body is None else len(self._body.content)
+
+    def drop(self) -> None:
+        """Keep nothing of an unfinished request, and read nothing more."""
+        self._forget_unfinished()
+        self.is_finished = True
+
+    def feed(self, data: bytes) -> list[Request]:
+        """The requests that `data` completes, in order; never raises."""
+        requests: list[Request] = []
+        if self.is_unfinished:
+            if self._body is not None:
+                at = self._continue_body(data, 0, requests)
+                if at < len(data):
+                    self._read_heads(data, at, requests)
+            else:
+                self._continue_head(data, requests)
+        else:
+            self._read_heads(data, 0, requests)
+        return requests
+
+    def _read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
+        """Read from a boundary between requests. The hot path: every line here is paid per
+        request.
+        """
+        size = len(data)
+        method: bytes
+        path: bytes
+        query: bytes | None
+        while at < size:
+            if self.is_finished:
+                self.has_unread_input = True
+                return
+            line = _REQUEST_LINE.match(data, at)
+            if line is None:
+                blank = _BLANK_LINES.match(data, at)  # RFC 9112 section 2.2: skip them
+                if blank is None:
+                    self._hold_head(data, at)
+                    return
+                at = blank.end()
+                continue
+            version_at = line.end()
+            end = data.find(b"\r\n\r\n", version_at) + 4
+            if end == 3:
+                self._hold_head(data, at)
+                return
+            if version_at - at > self._max_head_bytes:
+                self._fail(HttpError(414, "request target too long"))
+                return
+            section = data[version_at:end]
+            frame = self._frame
+            if frame is not None and (length := frame.length_in(section)) >= 0:
+                block, credential = frame.block, frame.credential
+            else:
+                credentials, rest = self._credentials, section
+                if credentials is None:
+                    known = self._blocks.get(section)
+                else:
+                    known = credentials.block_of(section)
+                    if known is None:
+                        rest = credentials.rest_of(section)
+                        known = self._blocks.get(rest)
+                        if known is not None:
+                            credentials.remember(section, known)
+                if known is None:
+                    known = self._judge_section(section, rest)
+                    if known is None:
+                        return
+                    credentials = self._credentials
+                block, length = known, known.content_length
+                credential = None if credentials is None else credentials.credential
+            method, path, query = line.group(1, 2, 3)
+            if path[0] != 0x2F:
+                path = _origin_form(path)
+            at = end + length
+            if end <= at <= size and length <= self._max_body_bytes:
+                request = Request(method, path, query, data[end:at], block, section, credential)
+                requests.append(request)
+                if not request.keep_alive:
+                    self.is_finished = True
+            else:
+                request = Request(method, path, query, b"", block, section, credential)
+                at = self._begin_body(request, length, data, end, requests)
+
+    def _judge_section(self, section: bytes, rest: bytes) -> HeaderBlock | None:
+        """What a section says, of which `rest` is what has no known credential."""
+        block = self._judge(rest)
+        credentials, frame = self._credentials, self._frame
+        if (
+            isinstance(frame, LengthFrame)
+            and credentials is not None
+            and credentials.credential is not None
+        ):
+            self._frame = credentials.framed(frame, section)
+        return block
+
+    def _judge(self, text: bytes) -> HeaderBlock | None:
+        """What a header section not seen before says, or None and the error set."""
+        self._frame = None
+        if len(text) > self._limits.max_head_bytes:
+            self._fail(HttpError(431, "request header section too large"))
+            return None
+        parts = _VARYING.split(text)
+        names, values = parts[1::3], parts[2::3]
+        shape = (*parts[::3], *names)
+        known = self._blocks.get(shape)
+        if known is not None:
+            varied = known.varied(list(zip(names, values, strict=True)))
+            if varied is not None:
+                frame = known.frame
+                if frame is not None and frame.lengths < _MOST_LENGTHS:
+                    frame.lengths += 1  # a length may come again, an id does not
+                    self._remember(text, varied)
+                else:  # to look for one that never comes again costs more than to read it
+                    self._frame = frame
+                return varied
+        if has_credentials(text):
+            return self._judge_rest(text)
+        block = self._parse(text)
+        if block is not None and len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
+            if not names:
+                self._remember(text, block)
+            elif _each_stands_once(names, text):
+                if len(names) == 1 and names[0][0] in b"cC":
+                    block.frame = LengthFrame(b"%b\r\n%b: " % (parts[0], names[0]), parts[3], block)
+                self._remember(shape, block)
+        return block
+
+    def _judge_rest(self, text: bytes) -> HeaderBlock | None:
+        """The same of a section with credentials: only what is left without them is remembered."""
+        credentials = self._credentials
+        # What was known is cut out of this one already: then it has two.
+        is_second = credentials is not None and credentials.credential is not None
+        self._credentials = credentials = CredentialLine(text)
+        rest = text if is_second else credentials.rest_of(text)
+        if rest is text:
+            credentials.credential = UNUSABLE
+            return self._parse(text)
+        return self._blocks.get(rest) or self._judge(rest)
+
+    def _parse(self, text: bytes) -> HeaderBlock | None:
+        block = parse_header_block(text)
+        if isinstance(block, HttpError):
+            self._fail(block)
+            return None
+        return block
+
+    def _remember(self, key: bytes | tuple[bytes, ...], block: HeaderBlock) -> None:
+        if len(self._blocks) >= _MAX_REMEMBERED_BLOCKS:
+            self._blocks.clear()
+        self._blocks[key] = block
+
+    def _hold_head(self, data: bytes, at: int) -> None:
+        """Keep an unfinished head, unless it can be refused already."""
+        max_head_bytes = self._limits.max_head_bytes
+        line_end = data.find(b"\r\n", at)
+        line_bytes = (len(data) if line_end < 0 else line_end) - at
+        if line_bytes > max_head_bytes:
+            self._fail(HttpError(414, "request target too long"))
+        elif (_METHOD_BYTE if line_end < 0 else _REQUEST_LINE).match(data, at) is None:
+            self._fail(HttpError(400, "malformed request line"))
+        elif len(data) - at - line_bytes > max_head_bytes:
+            self._fail(HttpError(431, "request header section too large"))
+        else:
+            self.is_unfinished = True
+            self._head += memoryview(data)[at:]
+
+    def _continue_head(self, data: bytes, requests: list[Request]) -> None:
+        head = self._head
+        head += data
+        # No line ended, so the head did not either: nothing to look at but its size.
+        if b"\n" not in data and len(head) <= self._limits.max_head_bytes:
+            return
+        whole = bytes(head)
+        head.clear()
+        self.is_unfinished = False
+        self._read_heads(whole, 0, requests)
+
+    def _begin_body(
+        self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
+    ) -> int:
+        """A body that is chunked, too large, or not all here. Returns where reading goes on."""
+        limits = self._limits
+        is_held_back = request.headers.expects_continue and at == len(data)
+        if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
+            # Asking for the body, or waiting for its end, would only delay the answer that is
+            # known.
+            return self._cut_short(request, data, requests)
+        self._request = request
+        self._body = ChunkedBody(limits) if length == CHUNKED else SizedBody(length, limits)
+        self.is_unfinished = True
+        self.wants_continue = self.notice = is_held_back
+        return self._continue_body(data, at, requests)
+
+    def _continue_body(self, data: bytes, at: int, requests: list[Request]) -> int:
+        request, body = self._request, self._body
+        assert request is not None
+        assert body is not None
+        at = body.feed(data, at)
+        if body.error is not None:
+            self._fail(body.error)
+        elif body.is_done:
+            request.body = body.content
+            request.body_too_large = body.is_too_large
+            requests.append(request)
+            self._forget_unfinished()
+            self.is_finished = not request.keep_alive
+        elif body.wire_bytes > self._limits.max_discard_bytes:
+            return self._cut_short(request, data, requests)
+        return at
+
+    def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
+        """Deliver a request whose body is too large without reading the rest of it."""
+        request.body_too_large = True
+        request.keep_alive = False
+        requests.append(request)
+        self._forget_unfinished()
+        self.is_finished = self.has_unread_input = True
+        return len(data)
+
+    def _fail(self, error: HttpError) -> None:
+        self._forget_unfinished()
+        self.error = error
+        self.notice = self.is_finished = self.has_unread_input = True
+
+    def _forget_unfinished(self) -> None:
+        self._request = self._body = None
+        self._head.clear()
+        self.is_unfinished = self.wants_continue = self.notice = False
+
+
+def _each_stands_once(names: list[bytes], text: bytes) -> bool:
+    """Whether no line cut out of a section has a namesake, with which it would be one list."""
+    lines = text.lower()
+    return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path of a target in absolute form, which RFC 9112 section 3.2.2 makes servers accept."""
+    authority = _ABSOLUTE_FORM.match(target)
+    return target if authority is None else target[authority.end() :] or b"/"

@@ -1,0 +1,398 @@
+"""TLS between a connection of the loop and the protocol that is spoken on it.
+
+The protocol sees a transport that half-closes, reads on and counts what is unwritten as a bare one
+does, which the loop's own TLS does not (D27, D46). Handshakes cost half a millisecond each, so that
+a turn of the loop does a few; whoever is in one has a place among the connections, and
+`Connections.sweep` is its clock. Knows no file and no HTTP but the one answer to who speaks no TLS.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from lean_selector.http.connections import Connections
+from lean_selector.http.response import encode_response
+from lean_selector.http.tls_failures import kind_of, text_of
+
+# OpenSSL takes 0.25 ms for one with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn stays below
+# 5 ms, and who is connected already gets a turn in between.
+HANDSHAKES_PER_TURN: Final = 4
+
+# All that a handshake may take of a client. OpenSSL takes 100 KB of certificates. What comes behind
+# it waits for its turn, too: beyond this, unread.
+_MAX_GREETING_BYTES: Final = 128 * 1024
+# What a client whose handshake failed may still send, so that it gets to read why.
+_MAX_LINGER_BYTES: Final = 1024 * 1024
+
+_RECORD_BYTES: Final = 16 * 1024  # the plain text of one, at most
+# OpenSSL's buffers do not shrink: what passes at a time is what a connection keeps for good.
+_FED_BYTES: Final = 32 * 1024
+
+_HANDSHAKE: Final = 0x16  # the first byte of who speaks TLS
+_PLAIN: Final = encode_response(
+    400, b'{"error":"this port speaks TLS: use https://"}', extra=b"connection: close\r\n"
+)
+
+
+class TlsDoor:
+    """What the TLS connections of one server share. Only for the thread of the loop."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        connections: Connections,
+        new_protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """`context` is for new handshakes, and may be replaced at any time."""
+        self.context = context
+        self.connections: Final = connections
+        self.new_protocol: Final = new_protocol
+        self.counts: Final = connections.tls
+        self.counts.is_on = True
+        self._waiting: OrderedDict[TlsConnection, None] = OrderedDict()
+        self._is_scheduled = False
+
+    def new_connection(self) -> asyncio.Protocol:
+        """The protocol of a connection that was just accepted."""
+        return TlsConnection(self)
+
+    def enqueue(self, connection: "TlsConnection") -> None:
+        """Something came that its handshake needs."""
+        self._waiting[connection] = None
+        self._schedule()
+
+    def leave(self, connection: "TlsConnection") -> None:
+        """It is closed, and takes no turn."""
+        self._waiting.pop(connection, None)
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._is_scheduled:
+            self._is_scheduled = True
+            self.connections.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        waiting = self._waiting
+        try:
+            for _ in range(min(HANDSHAKES_PER_TURN, len(waiting))):
+                waiting.popitem(last=False)[0].go_on()
+        finally:
+            self._is_scheduled = False
+            self._schedule()
+
+
+class TlsConnection(asyncio.Protocol):
+    """One connection: a protocol to the loop's transport, a transport to the protocol inside."""
+
+    __slots__ = (
+        "_door",
+        "_early",
+        "_got_eof",
+        "_has_said",
+        "_incoming",
+        "_inside",
+        "_is_deaf",
+        "_is_told",
+        "_keeps_open",
+        "_linger_bytes",
+        "_outgoing",
+        "_raw",
+        "_tls",
+        "_writing_paused",
+        "held_bytes",
+        "since",
+    )
+
+    _raw: asyncio.Transport
+
+    def __init__(self, door: TlsDoor) -> None:
+        self._door: Final = door
+        self._incoming: Final = ssl.MemoryBIO()
+        self._outgoing: Final = ssl.MemoryBIO()
+        self._tls: Final = door.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._inside: asyncio.Protocol | None = None  # once the handshake is over
+        self._has_said = False  # a byte, or more
+        self._early = bytearray()  # what waits for its turn in the handshake
+        self._is_told = False  # of its failed handshake, or dropped: counted, if it counts
+        self._is_deaf = False  # nothing that still comes is decrypted
+        self._got_eof = False
+        self._keeps_open = False  # after that
+        self._writing_paused = False
+        self._linger_bytes = 0
+        self.held_bytes = 0  # received in the handshake, while that lasts
+        self.since = door.connections.now
+
+    # Called by the loop's transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._raw = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._door.connections.greet(self)
+
+    def data_received(self, data: bytes) -> None:
+        inside = self._inside
+        if self._is_deaf:
+            self._hear_on(data)
+        elif inside is None:
+            self._greet(data)
+        elif self._got_eof:
+            pass  # RFC 8446, 6.1: behind a farewell is nothing
+        elif len(data) <= _FED_BYTES:
+            self._incoming.write(data)
+            self._read(inside)
+        else:
+            view = memoryview(data)
+            for at in range(0, len(data), _FED_BYTES):
+                if self._is_deaf or self._got_eof or self._raw.is_closing():
+                    break
+                self._incoming.write(view[at : at + _FED_BYTES])
+                self._read(inside)
+
+    def eof_received(self) -> bool:
+        """Also of a client that ends without saying so in TLS: requests say how long they are."""
+        return self._inside is not None and self._end_of_input(self._inside)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        if self._inside is not None:
+            self._inside.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._inside is not None:
+            self._inside.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        inside, self._inside = self._inside, None
+        self._is_deaf = True
+        self._let_go()
+        if inside is not None:
+            inside.connection_lost(exc)
+            return
+        self._door.leave(self)
+        self._door.connections.forget(self)
+        if self._has_said:  # who only looks whether a port is open does not
+            self._count("closed", "the client closed the connection in its TLS handshake")
+
+    # Called by Connections, while the handshake lasts.
+
+    def expire(self, now: float) -> None:
+        """Drop it if its time has passed. See Timeouts."""
+        connections = self._door.connections
+        timeouts, is_draining = connections.timeouts, connections.is_draining
+        age_s = now - self.since
+        if self._is_told:
+            is_over = age_s > (timeouts.quiet_s if is_draining else timeouts.linger_s)
+        elif is_draining:
+            is_over = min(age_s, now - connections.quiet_from) > timeouts.quiet_s
+        else:
+            is_over = age_s > timeouts.handshake_s
+            if is_over:
+                self._count("timeout", f"no TLS handshake in {timeouts.handshake_s:g} s")
+        if is_over:
+            self.abort()
+
+    def turn_away(self, reason: str) -> None:
+        """Nothing can be said to it yet."""
+        self.abort()
+
+    # The handshake.
+
+    def _greet(self, data: bytes) -> None:
+        if not self._has_said:
+            self._has_said = True
+            if data[0] != _HANDSHAKE:
+                self._raw.write(_PLAIN)
+                self._fail("not_tls", "no TLS, where TLS is spoken")
+                return
+        self.held_bytes += len(data)
+        self._door.connections.held_bytes += len(data)
+        if self.held_bytes > _MAX_GREETING_BYTES:
+            self._raw.pause_reading()  # until its turn
+        if not self._early:
+            self._door.enqueue(self)
+        self._early += data
+        self._door.connections.make_room()
+
+    def _let_go(self) -> None:
+        """What came in the handshake is not held any more."""
+        self._door.connections.held_bytes -= self.held_bytes
+        self.held_bytes = 0
+        self._early = bytearray()
+
+    def go_on(self) -> None:
+        """It is this connection's turn."""
+        if self._is_deaf or self._raw.is_closing():
+            return
+        early, self._early = memoryview(self._early), bytearray()
+        is_large = self.held_bytes > _MAX_GREETING_BYTES
+        if is_large:
+            self._raw.resume_reading()
+        while early and self._inside is None and not self._is_deaf:
+            self._incoming.write(early[:_FED_BYTES])
+            early = early[_FED_BYTES:]
+            self._shake_hands()
+        if self._inside is not None:
+            if early and not self._raw.is_closing():
+                self.data_received(bytes(early))
+        elif is_large and not self._is_deaf:
+            self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
+
+    def _shake_hands(self) -> None:
+        """As far as it goes with what is here."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+        except ssl.SSLError as error:
+            self._flush()  # the alert
+            self._fail(kind_of(error), text_of(error))
+        else:
+            self._flush()
+            self._open()
+
+    def _open(self) -> None:
+        door = self._door
+        door.counts.completed += 1
+        self._let_go()
+        door.connections.forget(self)
+        self._inside = inside = door.new_protocol()
+        inside.connection_made(cast(asyncio.BaseTransport, self))
+        if self._writing_paused:
+            inside.pause_writing()
+        if self._incoming.pending and not self._is_deaf:
+            self._read(inside)
+
+    def _fail(self, reason: str, text: str) -> None:
+        """Half-closed, so that no reset overtakes what it was told."""
+        self._count(reason, text)
+        self._is_deaf = True
+        self._let_go()
+        self.since = self._door.connections.now
+        if not self._raw.is_closing():
+            self._raw.write_eof()
+
+    def _count(self, reason: str, text: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            peer = self._raw.get_extra_info("peername")
+            who = peer[0] if isinstance(peer, tuple) and peer else "a client"
+            counts = self._door.counts
+            counts.failures[reason] += 1
+            counts.last_failure = f"{who}: {text}"
+
+    # What is received.
+
+    def _read(self, inside: asyncio.Protocol) -> None:
+        """Hand on whatever can be decrypted, in one piece."""
+        tls, incoming = self._tls, self._incoming
+        pieces: list[bytes] = []
+        is_over = is_broken = False
+        try:
+            while incoming.pending or tls.pending():
+                piece = tls.read(_RECORD_BYTES)
+                if not piece:
+                    is_over = True
+                    break
+                pieces.append(piece)
+        except ssl.SSLWantReadError:
+            pass  # the rest of a record is still to come
+        except ssl.SSLZeroReturnError:
+            is_over = True
+        except ssl.SSLError:
+            is_broken = True
+        if self._outgoing.pending:
+            self._flush()  # an alert, or the other half of an exchange of keys
+        if pieces:
+            inside.data_received(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if is_broken:
+            self.abort()
+        elif is_over:
+            self._end_of_input(inside)
+
+    def _end_of_input(self, inside: asyncio.Protocol) -> bool:
+        if not self._got_eof:
+            self._got_eof = True
+            self._keeps_open = bool(inside.eof_received())
+            if not self._keeps_open:
+                self.close()
+        return self._keeps_open
+
+    def _hear_on(self, data: bytes) -> None:
+        """It is counted, and thrown away: by the protocol inside, if there is one."""
+        inside = self._inside
+        if inside is not None:
+            inside.data_received(data)
+            return
+        self._linger_bytes += len(data)
+        if self._linger_bytes > _MAX_LINGER_BYTES:
+            self.abort()
+
+    # Called by the protocol inside.
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """All of it is encrypted at once; `data` is the caller's again."""
+        if self._is_deaf or self._raw.is_closing():
+            return
+        tls, size = self._tls, len(data)
+        try:
+            written = tls.write(data)
+            if written < size:  # OpenSSL takes a record at a time
+                view = memoryview(data)
+                while written < size:
+                    if self._outgoing.pending >= _FED_BYTES:
+                        self._flush()
+                    written += tls.write(view[written:])
+        except ssl.SSLError:
+            self.abort()
+            return
+        self._flush()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Say that no more comes; what still comes from there is thrown away."""
+        if not self._is_deaf:
+            self._is_deaf = True
+            self._say_farewell()
+            self._raw.write_eof()
+
+    def close(self) -> None:
+        """Once all is written. Nobody waits for the other side's farewell (RFC 8446, 6.1)."""
+        if not self._raw.is_closing():
+            if not self._is_deaf:
+                self._is_deaf = True
+                self._say_farewell()
+            self._raw.close()
+
+    def abort(self) -> None:
+        self._is_deaf = self._is_told = True
+        self._let_go()
+        self._raw.abort()
+
+    def is_closing(self) -> bool:
+        return self._raw.is_closing()
+
+    def pause_reading(self) -> None:
+        self._raw.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._raw.resume_reading()
+
+    def get_write_buffer_size(self) -> int:
+        return self._raw.get_write_buffer_size()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._raw.get_extra_info(name, default)
+
+    def _say_farewell(self) -> None:
+        with contextlib.suppress(ssl.SSLError):  # as nearly always: it would like an answer
+            self._tls.unwrap()
+        self._flush()
+
+    def _flush(self) -> None:
+        data = self._outgoing.read()
+        if data and not self._raw.is_closing():
+            self._raw.write(data)

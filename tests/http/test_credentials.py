@@ -1,0 +1,243 @@
+"""The credentials of requests: known again on their connection, and kept nowhere but as digests."""
+
+import random
+
+import pytest
+
+from lean_selector.http.credentials import UNUSABLE, digest_of
+from lean_selector.http.header_block import HeaderBlocks
+from lean_selector.http.limits import Limits
+from lean_selector.http.reader import RequestReader
+from lean_selector.http.request import Request
+
+TOKEN = b"s3cret-t0ken"
+DIGEST = digest_of(TOKEN)
+
+
+def head(*lines: bytes) -> bytes:
+    return b"GET /a HTTP/1.1\r\n" + b"".join(line + b"\r\n" for line in (b"host: x", *lines, b""))
+
+
+def read_one(reader: RequestReader, data: bytes) -> Request:
+    (request,) = reader.feed(data)
+    return request
+
+
+def kept_by(blocks: HeaderBlocks) -> bytes:
+    """All that the memory of judged sections holds."""
+    parts: list[bytes] = []
+    for key, block in blocks.items():
+        parts += [key] if isinstance(key, bytes) else key
+        for holder in (block, block.frame):  # a compiled one has no __slots__
+            values = [getattr(holder, name) for name in dir(holder)]
+            parts += [value for value in values if isinstance(value, bytes)]
+    return b"|".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("line", "credential"),
+    [
+        pytest.param(b"authorization: Bearer " + TOKEN, DIGEST, id="as usual"),
+        pytest.param(b"Authorization: Bearer " + TOKEN, DIGEST, id="a capital"),
+        pytest.param(b"AUTHORIZATION: BEARER " + TOKEN, DIGEST, id="capitals"),
+        pytest.param(b"authorization:bearer " + TOKEN, DIGEST, id="without a blank"),
+        pytest.param(b"authorization: \t Bearer   " + TOKEN + b" \t", DIGEST, id="blanks"),
+        pytest.param(b"authorization: Bearer " + TOKEN + b"x", digest_of(TOKEN + b"x"), id="other"),
+        pytest.param(b"authorization: Basic " + TOKEN, UNUSABLE, id="another scheme"),
+        pytest.param(b"authorization: Bearer" + TOKEN, UNUSABLE, id="no blank in it"),
+        pytest.param(b"authorization: " + TOKEN, UNUSABLE, id="no scheme"),
+        pytest.param(b"authorization:", UNUSABLE, id="empty"),
+        pytest.param(b"authorization: Bearer", digest_of(b""), id="no token"),
+        pytest.param(b"x-authorization: Bearer " + TOKEN, None, id="another name before"),
+        pytest.param(b"authorization-x: Bearer " + TOKEN, None, id="another name behind"),
+        pytest.param(b"proxy-authorization: Bearer " + TOKEN, None, id="a proxy's"),
+        pytest.param(b"x: authorization: Bearer " + TOKEN, None, id="in a value"),
+    ],
+)
+def test_what_a_line_says_it_says_each_time(line: bytes, credential: bytes | None) -> None:
+    reader = RequestReader(Limits())
+    for _ in range(3):
+        assert read_one(reader, head(b"a: b", line)).credential == credential
+    assert reader.error is None
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"Authorization", b"AUTHORIZATION"])
+@pytest.mark.parametrize(
+    "around",
+    [(b"", b""), (b"traceparent: 00-a-b-01", b"content-length: 0"), (b"a: b", b"a: c")],
+    ids=["alone", "among lines that vary", "among others"],
+)
+def test_nothing_that_is_remembered_holds_a_credential(
+    name: bytes, around: tuple[bytes, bytes]
+) -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(Limits(), blocks)
+    for number in range(3):
+        token = b"%b-%d" % (TOKEN, number % 2)
+        lines = [each for each in (around[0], name + b": Bearer " + token, around[1]) if each]
+        assert read_one(reader, head(*lines)).credential == digest_of(token)
+        reader.feed(head(*lines, b"authorization: Basic " + TOKEN))
+    assert blocks  # something is remembered
+    assert TOKEN not in kept_by(blocks)
+    assert b"uthorization" not in kept_by(blocks).replace(b"A", b"a")
+
+
+def test_a_section_is_judged_once_whoever_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: HeaderBlocks = {}
+    mine, yours = RequestReader(Limits(), blocks), RequestReader(Limits(), blocks)
+    first = read_one(mine, head(b"authorization: Bearer mine", b"a: b"))
+    second = read_one(yours, head(b"authorization: Bearer yours", b"a: b"))
+    assert first.headers is second.headers
+    assert (first.credential, second.credential) == (digest_of(b"mine"), digest_of(b"yours"))
+    assert len(blocks) == 1
+
+
+def test_a_connection_lends_its_credential_to_no_later_request() -> None:
+    reader = RequestReader(Limits())
+    said = [
+        read_one(reader, head(*lines)).credential
+        for lines in (
+            (b"authorization: Bearer a",),
+            (),
+            (b"a: b", b"authorization: Bearer a"),
+            (b"a: bc", b"authorization: Bearer b"),
+            (b"authorization: Bearer",),
+            (),
+            (b"authorization: Basic a",),
+            (b"authorization: Bearer a",),
+            (b"Authorization: Bearer a",),
+        )
+    ]
+    a, b = digest_of(b"a"), digest_of(b"b")
+    assert said == [a, None, a, b, digest_of(b""), None, UNUSABLE, a, a]
+
+
+def test_a_credential_is_known_again_where_another_line_has_moved_it() -> None:
+    reader = RequestReader(Limits())
+    for length in (1, 10, 100, 9):
+        data = head(b"content-length: %d" % length, b"authorization: Bearer " + TOKEN)
+        assert read_one(reader, data + b"b" * length).credential == DIGEST
+
+
+@pytest.mark.parametrize("kinds", [3, 100], ids=["few kinds", "more than are remembered"])
+def test_a_connection_says_what_each_section_says_alone(kinds: int) -> None:
+    drawn = random.Random(kinds)
+    reader = RequestReader(Limits())
+    for _ in range(1_000):
+        size, kind = 10 ** drawn.randrange(3), drawn.randrange(kinds)
+        lines = [b"content-length: %d" % size, b"content-type: a/%d" % kind]
+        token = drawn.choice((b"", b"a", b"a", b"a", b"b"))
+        if token:
+            lines.insert(drawn.randrange(3), b"authorization: Bearer " + token)
+        data = head(*lines) + bytes(size)
+        alone = read_one(RequestReader(Limits()), data)
+        request = read_one(reader, data)
+        assert request.credential == alone.credential == (digest_of(token) if token else None)
+        assert (request.body, request.content_type) == (bytes(size), b"a/%d" % kind)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_where_lengths_vary_what_stands_around_them_is_known_with_its_credential(
+    place: int,
+) -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(Limits(), blocks)
+
+    def asked(length: bytes, token: bytes = TOKEN, content_type: bytes = b"a/b") -> bytes:
+        lines = [b"content-length: " + length, b"content-type: " + content_type]
+        lines.insert(place, b"authorization: Bearer " + token)
+        return head(*lines) + bytes(int(length))
+
+    several = [read_one(reader, asked(b"%d" % length)) for length in range(300)]
+    assert [len(request.body) for request in several] == list(range(300))
+    assert {request.credential for request in several} == {DIGEST}
+    assert several[-1].headers is several[-2].headers  # neither was judged, nor looked for
+    assert TOKEN not in kept_by(blocks)
+    for data, credential in (
+        (asked(b"1000"), DIGEST),
+        (asked(b"7", TOKEN[:-1] + b"T"), digest_of(TOKEN[:-1] + b"T")),
+        (asked(b"8", b"x"), digest_of(b"x")),
+        (asked(b"9", TOKEN, b"a/c"), DIGEST),
+        (head(b"content-type: a/b"), None),
+        (head(b"content-length: 5", b"content-type: a/b") + bytes(5), None),
+        (asked(b"10"), DIGEST),
+        (asked(b"11"), DIGEST),
+    ):
+        request = read_one(reader, data)
+        (alone,) = RequestReader(Limits()).feed(data)
+        assert request.credential == alone.credential == credential
+        assert (request.body, request.content_type) == (alone.body, alone.content_type)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param((b"authorization: Bearer a", b"content-length: 1x"), id="not a number"),
+        pytest.param((b"authorization: Bearer a", b"content-length: "), id="none"),
+        pytest.param((b"authorization: Bearer a",), id="left out"),
+        pytest.param(
+            (b"authorization: Bearer a", b"content-length: 1", b"content-length: 1"), id="two"
+        ),
+    ],
+)
+def test_where_lengths_vary_a_bad_one_is_judged_as_ever(lines: tuple[bytes, ...]) -> None:
+    reader = RequestReader(Limits())
+    for length in range(300):
+        data = head(b"authorization: Bearer a", b"content-length: %d" % length) + bytes(length)
+        assert len(reader.feed(data)) == 1
+    alone = RequestReader(Limits())
+    data = head(*lines) + b"b"
+    assert len(reader.feed(data)) == len(alone.feed(data))
+    errors = [None if one.error is None else one.error.text for one in (reader, alone)]
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at once", "behind one that is known"])
+@pytest.mark.parametrize("first", [b"authorization", b"AUTHORIZATION"])
+def test_two_credentials_are_none(known: bool, first: bytes) -> None:
+    """Whoever stands before us may have looked at the other one."""
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(Limits(), blocks)
+    line = first + b": Bearer " + TOKEN
+    if known:
+        assert read_one(reader, head(line)).credential == DIGEST
+    for _ in range(3):
+        for second in (line, b"authorization: Bearer other", b"Authorization:"):
+            for lines in ((line, second), (second, line), (line, b"a: b", second)):
+                assert read_one(reader, head(*lines)).credential == UNUSABLE
+    assert read_one(reader, head(line)).credential == DIGEST
+    assert TOKEN not in kept_by(blocks)
+
+
+def test_a_credential_in_parts_of_a_head_is_read_as_one() -> None:
+    reader = RequestReader(Limits())
+    data = head(b"authorization: Bearer " + TOKEN)
+    for _ in range(2):
+        for cut in range(1, len(data)):
+            assert reader.feed(data[:cut]) == []
+            assert read_one(reader, data[cut:]).credential == DIGEST
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"authorization : Bearer a",
+        b"authorization: Bearer\x00a",
+        b"authorization: Bearer\ra",
+        b"authorization: Bearer\na",
+        b"authorization: Bearer a\r\n folded",
+    ],
+)
+def test_a_malformed_line_is_refused_as_any_other(line: bytes) -> None:
+    reader = RequestReader(Limits())
+    assert reader.feed(head(b"authorization: Bearer a"))
+    assert reader.feed(head(b"a: b", line)) == []
+    assert reader.error is not None
+    assert reader.error.status == 400
+
+
+def test_a_section_that_is_too_large_with_its_credential_is_refused() -> None:
+    reader = RequestReader(Limits(max_head_bytes=200))
+    assert reader.feed(head(b"authorization: Bearer " + b"a" * 300)) == []
+    assert reader.error is not None
+    assert reader.error.status == 431

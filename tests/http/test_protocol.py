@@ -1,0 +1,845 @@
+"""One connection driven by hand: bytes and events in, bytes and closing out. No socket, no loop."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from lean_selector.http.limits import Limits
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.protocol import Connections, HttpProtocol, Timeouts
+from lean_selector.http.request import Request
+from lean_selector.http.response import Response, encode_response
+
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
+MADE = PARK.replace(b"park", b"made")
+MIB = 1024 * 1024
+
+
+def post(body: bytes, *lines: bytes, path: bytes = b"/a") -> bytes:
+    length = b"content-length: %d" % len(body)
+    return b"\r\n".join((b"POST %b HTTP/1.1" % path, b"host: x", length, *lines, b"", body))
+
+
+def ok(path: bytes) -> bytes:
+    return encode_response(200, b'"%b"' % path)
+
+
+def closing(response: bytes) -> bytes:
+    return response.replace(b"OK\r\n", b"OK\r\nconnection: close\r\n")
+
+
+class FakeTransport(asyncio.Transport):
+    """Remembers what is done to it. `high_water` bytes of unsent output pause the writer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: HttpProtocol | None = None
+        self.writes: list[bytes] = []
+        self.reads = True
+        self.state = "open"
+        self.half_closes = True
+        self.unsent = 0
+        self.high_water: int | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert self.state == "open", "nothing is written after the end"
+        self.writes.append(bytes(data))
+        if self.high_water is not None:
+            self.unsent += len(data)
+            if self.unsent > self.high_water:
+                assert self.protocol is not None
+                self.protocol.pause_writing()
+
+    def take(self) -> bytes:
+        taken = b"".join(self.writes)
+        self.writes.clear()
+        return taken
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def pause_reading(self) -> None:
+        assert self.reads
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        assert not self.reads
+        self.reads = True
+
+    def can_write_eof(self) -> bool:
+        return self.half_closes
+
+    def write_eof(self) -> None:
+        assert self.state == "open"
+        self.state = "half closed"
+
+    def close(self) -> None:
+        self.state = "closed"
+
+    def abort(self) -> None:
+        self.state = "aborted"
+
+    def is_closing(self) -> bool:
+        return self.state in ("closed", "aborted")
+
+
+class Client:
+    """The far end of one connection, and an app: /park waits, /raise fails, others echo."""
+
+    def __init__(
+        self, limits: Limits | None = None, connections: Connections | None = None
+    ) -> None:
+        self.soon: list[Callable[[], None]] = []
+        self.connections = connections or Connections(self.soon.append, limits)
+        self.handled: list[Request] = []
+        self.parked: list[PendingReply] = []
+        self.hang_ups = 0
+        self.transport = FakeTransport()
+        self.protocol = HttpProtocol(self.app, self.connections)
+        self.transport.protocol = self.protocol
+        self.protocol.connection_made(self.transport)
+
+    def app(self, request: Request) -> bytes | PendingReply:
+        self.handled.append(request)
+        if request.path == b"/raise":
+            raise RuntimeError("a fault of ours")
+        if request.path == b"/large":
+            return encode_response(200, b"x" * (200 * 1024))
+        reply = PendingReply(self.count_hang_up)
+        if request.path == b"/resolved":
+            reply.resolve(ok(request.path))
+        elif request.path == b"/made":
+            reply.is_being_made = True
+            self.parked.append(reply)
+        elif request.path == b"/park":
+            self.parked.append(reply)
+        else:
+            return ok(request.path)
+        return reply
+
+    def count_hang_up(self) -> None:
+        self.hang_ups += 1
+
+    def send(self, data: bytes) -> bytes:
+        """What is written in the same pass."""
+        self.protocol.data_received(data)
+        return self.transport.take()
+
+    def run_soon(self) -> bytes:
+        """One turn of the loop."""
+        due, self.soon[:] = list(self.soon), []
+        for callback in due:
+            callback()
+        return self.transport.take()
+
+    def is_read(self) -> bool:
+        return self.transport.reads
+
+    @property
+    def state(self) -> str:
+        return self.transport.state
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+# Order, and one write per pass.
+
+
+def test_pipelined_requests_are_answered_in_one_write(client: Client) -> None:
+    client.protocol.data_received(GET + post(b"{}", path=b"/b") + GET)
+    assert client.transport.writes == [ok(b"/a") + ok(b"/b") + ok(b"/a")]
+    assert client.state == "open"
+
+
+def test_a_reply_resolved_at_once_needs_no_parking(client: Client) -> None:
+    assert client.send(b"GET /resolved HTTP/1.1\r\nhost: x\r\n\r\n" + GET) == ok(b"/resolved") + ok(
+        b"/a"
+    )
+
+
+def test_requests_behind_a_parked_one_wait_their_turn(client: Client) -> None:
+    assert client.send(GET + PARK + GET) == ok(b"/a")
+    assert client.send(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n") == b""
+    assert len(client.handled) == 2
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == ok(b"/park")
+    assert len(client.handled) == 2, "not handled inside resolve"
+    assert client.run_soon() == ok(b"/a") + ok(b"/b")
+
+
+def test_one_parked_request_after_another(client: Client) -> None:
+    client.send(PARK + PARK + GET)
+    client.parked[0].resolve(ok(b"/1"))
+    assert client.run_soon() == ok(b"/1")
+    client.parked[1].resolve(ok(b"/2"))
+    assert client.run_soon() == ok(b"/2") + ok(b"/a")
+    assert not client.soon
+
+
+def test_many_requests_in_one_read_are_answered_over_several_turns(client: Client) -> None:
+    first = client.send(GET * 150)
+    assert not client.is_read(), "no more is taken in before these are answered"
+    assert first.count(b"HTTP/1.1 200") == 64
+    assert client.run_soon().count(b"HTTP/1.1 200") == 64
+    assert client.run_soon().count(b"HTTP/1.1 200") == 22
+    assert client.is_read()
+    assert not client.soon
+
+
+def test_large_answers_end_a_pass_early(client: Client) -> None:
+    client.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 4)
+    assert len(client.handled) == 2
+    client.run_soon()
+    assert len(client.handled) == 4
+
+
+def test_data_that_comes_between_two_turns_waits(client: Client) -> None:
+    client.send(GET * 65)
+    assert client.send(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n") == b""
+    assert client.run_soon() == ok(b"/a") + ok(b"/b")
+
+
+def test_a_reply_is_resolved_once(client: Client) -> None:
+    client.send(PARK)
+    client.parked[0].resolve(ok(b"/park"))
+    with pytest.raises(AssertionError):
+        client.parked[0].resolve(ok(b"/park"))
+
+
+# What the protocol adds to an answer.
+
+
+def test_head_gets_no_body(client: Client) -> None:
+    answer = client.send(b"HEAD /a HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+    assert answer == ok(b"/a").removesuffix(b'"/a"') + ok(b"/a")
+
+
+def test_connection_close_is_honoured(client: Client) -> None:
+    assert client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") == closing(
+        ok(b"/a")
+    )
+    assert client.state == "closed"
+
+
+def test_http10_closes_unless_asked_to_stay(client: Client) -> None:
+    answer = client.send(b"GET /a HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    assert answer == closing(ok(b"/a")).replace(b"close", b"keep-alive")
+    assert client.send(b"GET /a HTTP/1.0\r\n\r\n") == closing(ok(b"/a"))
+    assert client.state == "closed"
+
+
+def test_an_upgrade_is_answered_normally_then_closed(client: Client) -> None:
+    upgrade = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    assert client.send(upgrade) == closing(ok(b"/a"))
+    assert client.state == "closed"
+
+
+def test_a_parked_request_may_be_the_last(client: Client) -> None:
+    client.send(b"GET /park HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == closing(ok(b"/park"))
+    assert client.state == "closed"
+
+
+def test_a_fault_of_the_app_is_answered_500_and_logged(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        answer = client.send(b"GET /raise HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+    assert answer == encode_response(500, b'{"error":"internal error"}') + ok(b"/a")
+    assert "a fault of ours" in caplog.text
+
+
+# Errors of the HTTP level.
+
+
+def test_good_requests_before_a_bad_one_are_answered_first(client: Client) -> None:
+    answer = client.send(GET + b"nonsense\r\n\r\n")
+    assert answer.startswith(
+        ok(b"/a") + b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json"
+    )
+    assert answer.endswith(
+        b'connection: close\r\ncontent-length: 34\r\n\r\n{"error":"malformed request line"}'
+    )
+
+
+def test_an_error_waits_behind_a_parked_request(client: Client) -> None:
+    assert client.send(PARK + b"nonsense\r\n\r\n") == b""
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take().startswith(ok(b"/park") + b"HTTP/1.1 400 ")
+
+
+def test_an_error_lingers_so_that_its_answer_can_be_read(client: Client) -> None:
+    client.send(b"nonsense\r\n\r\n")
+    assert client.state == "half closed"
+    assert client.send(GET * 10) == b""
+    assert client.handled == []
+    assert not client.protocol.eof_received(), "the transport may close"
+
+
+def test_lingering_is_bounded_in_bytes(client: Client) -> None:
+    client.send(b"nonsense\r\n\r\n")
+    for _ in range(64):
+        client.send(bytes(MIB))
+    assert client.state == "half closed"
+    client.send(b"x")
+    assert client.state == "aborted"
+
+
+def test_lingering_is_bounded_in_time(client: Client) -> None:
+    client.send(b"nonsense\r\n\r\n")
+    client.connections.sweep(5.0)
+    assert client.state == "half closed"
+    client.connections.sweep(5.1)
+    assert client.state == "aborted"
+
+
+def test_a_transport_that_cannot_half_close_is_closed(client: Client) -> None:
+    client.transport.half_closes = False
+    client.send(b"nonsense\r\n\r\n")
+    assert client.state == "closed"
+
+
+def test_an_oversize_body_reaches_the_app_marked_as_such() -> None:
+    client = Client(Limits(max_body_bytes=10))
+    assert client.send(post(b"x" * 11) + GET) == ok(b"/a") * 2
+    assert [r.body_too_large for r in client.handled] == [True, False]
+
+
+def test_an_endless_body_is_answered_early_with_lingering() -> None:
+    client = Client(Limits(max_body_bytes=10, max_discard_bytes=20))
+    assert client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 21\r\n\r\nxxx") == closing(
+        ok(b"/a")
+    )
+    assert client.state == "half closed"
+
+
+# Expect: 100-continue.
+
+EXPECT = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_100_continue(client: Client) -> None:
+    assert client.send(GET + EXPECT) == ok(b"/a") + CONTINUE
+    assert client.send(b"{}") == ok(b"/a")
+    assert client.send(EXPECT + b"{}") == ok(b"/a")
+
+
+def test_100_continue_comes_after_the_answers_before_it(client: Client) -> None:
+    assert client.send(PARK + EXPECT) == b""
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == ok(b"/park") + CONTINUE
+
+
+def test_no_100_for_a_body_over_the_limit() -> None:
+    client = Client(Limits(max_body_bytes=1))
+    assert client.send(EXPECT) == closing(ok(b"/a"))
+    assert client.state == "half closed"
+
+
+# The client goes away.
+
+
+def test_a_hang_up_while_parked_is_told_once(client: Client) -> None:
+    client.send(PARK + GET)
+    assert not client.protocol.eof_received()
+    client.protocol.connection_lost(None)
+    assert client.hang_ups == 1
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == b""
+    assert client.run_soon() == b""
+    assert len(client.handled) == 1
+
+
+def test_a_lost_connection_while_parked_is_a_hang_up(client: Client) -> None:
+    client.send(PARK)
+    client.protocol.connection_lost(ConnectionResetError())
+    assert client.hang_ups == 1
+    assert not client.connections.open
+
+
+def test_a_hang_up_may_go_unheard(client: Client) -> None:
+    client.send(PARK)
+    client.parked[0].on_disconnect = None
+    client.protocol.connection_lost(None)
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == b""
+
+
+def test_a_fault_in_on_disconnect_is_logged(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a fault of ours")
+
+    client.send(PARK)
+    client.parked[0].on_disconnect = fail
+    client.protocol.connection_lost(None)
+    assert "a fault of ours" in caplog.text
+
+
+def heard(reply: PendingReply, name: str) -> list[tuple[str, Response]]:
+    """What an observer of `reply` has heard, from now on."""
+    told: list[tuple[str, Response]] = []
+    reply.observe(
+        lambda response: told.append((name, response)), lambda: told.append((name, b"hung up"))
+    )
+    return told
+
+
+def test_all_observers_of_a_reply_hear_its_answer_and_no_hang_up_after_it(client: Client) -> None:
+    client.send(PARK)
+    told = [heard(client.parked[0], name) for name in ("meter", "log")]
+    assert told == [[], []]
+    client.parked[0].resolve(ok(b"/park"))
+    client.protocol.connection_lost(None)
+    assert told == [[("meter", ok(b"/park"))], [("log", ok(b"/park"))]]
+
+
+def test_all_observers_of_a_reply_hear_a_hang_up_and_no_answer_after_it(client: Client) -> None:
+    client.send(PARK)
+    told = [heard(client.parked[0], name) for name in ("meter", "log")]
+    client.protocol.connection_lost(None)
+    client.parked[0].resolve(ok(b"/park"))
+    assert told == [[("meter", b"hung up")], [("log", b"hung up")]]
+    assert client.hang_ups == 1
+
+
+def test_who_observes_a_reply_that_is_answered_hears_at_once() -> None:
+    reply = PendingReply()
+    reply.resolve(ok(b"/park"))
+    assert heard(reply, "late") == [("late", ok(b"/park"))]
+
+
+def test_observers_hear_of_a_hang_up_also_where_on_disconnect_fails(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.send(PARK)
+    told = heard(client.parked[0], "meter")
+
+    def fail() -> None:
+        raise RuntimeError("a fault of ours")
+
+    client.parked[0].on_disconnect = fail
+    client.protocol.connection_lost(None)
+    assert told == [("meter", b"hung up")]
+    assert "a fault of ours" in caplog.text
+
+
+def test_no_hang_up_after_the_answer(client: Client) -> None:
+    client.send(PARK)
+    client.parked[0].resolve(ok(b"/park"))
+    client.protocol.connection_lost(None)
+    assert client.hang_ups == 0
+
+
+def test_an_answer_for_a_connection_that_is_closing_is_dropped(client: Client) -> None:
+    client.send(PARK)
+    client.connections.abort()
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == b""
+
+
+def test_a_half_closed_client_gets_the_answers_it_waits_for(client: Client) -> None:
+    client.send(GET * 65)
+    assert client.protocol.eof_received(), "the transport stays open"
+    assert client.run_soon() == ok(b"/a")
+    assert client.state == "closed"
+
+
+def test_a_half_closed_client_cannot_be_parked(client: Client) -> None:
+    client.send(GET * 64 + PARK + GET)
+    assert client.protocol.eof_received()
+    client.run_soon()
+    assert client.hang_ups == 1
+    assert client.state == "closed"
+
+
+def test_a_half_closed_client_gets_an_answer_that_is_being_made(client: Client) -> None:
+    client.send(MADE + GET)
+    assert client.protocol.eof_received(), "the transport stays open"
+    client.parked[0].resolve(ok(b"/made"))
+    assert client.transport.take() == ok(b"/made")
+    assert client.state == "open"
+    assert client.run_soon() == ok(b"/a")
+    assert client.state == "closed"
+    assert client.hang_ups == 0
+
+
+def test_an_answer_may_begin_to_be_made_for_a_half_closed_client(client: Client) -> None:
+    client.send(GET * 64 + MADE)
+    assert client.protocol.eof_received()
+    client.run_soon()
+    assert client.state == "open"
+    client.parked[0].resolve(ok(b"/made"))
+    assert client.transport.take() == ok(b"/made")
+    assert client.state == "closed"
+
+
+def test_a_lost_connection_is_a_hang_up_also_while_an_answer_is_being_made(client: Client) -> None:
+    client.send(MADE)
+    assert client.protocol.eof_received()
+    client.protocol.connection_lost(None)
+    assert client.hang_ups == 1
+
+
+def test_end_of_input_between_requests_closes(client: Client) -> None:
+    client.send(GET)
+    assert not client.protocol.eof_received()
+
+
+# Back-pressure.
+
+
+def test_a_client_that_does_not_read_is_not_served(client: Client) -> None:
+    client.transport.high_water = 0
+    client.send(GET)
+    assert not client.is_read()
+    assert client.send(GET) == b""
+    client.transport.high_water = None
+    client.protocol.resume_writing()
+    assert client.transport.take() == ok(b"/a")
+    assert client.is_read()
+
+
+def test_a_turn_that_comes_while_writing_is_paused_does_nothing(client: Client) -> None:
+    client.transport.high_water = 0
+    client.send(GET * 65)
+    assert client.run_soon() == b""
+    client.transport.high_water = None
+    client.protocol.resume_writing()
+    assert client.transport.take() == ok(b"/a")
+
+
+def test_writing_that_pauses_and_resumes_while_parked(client: Client) -> None:
+    client.send(PARK)
+    client.protocol.pause_writing()
+    assert not client.is_read()
+    client.protocol.resume_writing()
+    assert client.is_read(), "a hang-up must be noticed"
+    client.parked[0].resolve(ok(b"/park"))
+    assert client.transport.take() == ok(b"/park")
+
+
+@pytest.mark.parametrize(
+    ("data", "pieces"),
+    [
+        pytest.param(GET, 65, id="by number"),
+        pytest.param(post(b"x" * 400_000), 3, id="by size"),
+    ],
+)
+def test_what_waits_behind_a_parked_request_is_bounded(
+    client: Client, data: bytes, pieces: int
+) -> None:
+    client.send(PARK)
+    for _ in range(pieces):
+        assert client.is_read()
+        client.send(data)
+    assert not client.is_read()
+    client.parked[0].resolve(ok(b"/park"))
+    while client.soon:
+        client.run_soon()
+    assert len(client.handled) == 1 + pieces
+    assert client.is_read()
+
+
+# Time-outs. The sweep brings the time.
+
+
+def test_an_idle_connection_closes_after_its_time(client: Client) -> None:
+    client.connections.sweep(70.0)
+    client.send(GET)
+    client.connections.sweep(145.0)
+    assert client.state == "open"
+    client.connections.sweep(145.1)
+    assert client.state == "closed"
+    assert client.transport.take() == b""
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET /a", b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"]
+)
+def test_an_unfinished_request_gets_408(client: Client, start: bytes) -> None:
+    client.connections.sweep(10.0)
+    client.send(start)
+    client.connections.sweep(40.0)
+    assert client.state == "open"
+    client.connections.sweep(40.1)
+    assert client.transport.take().startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert client.state == "half closed"
+
+
+def test_dripping_does_not_extend_the_time_of_a_head(client: Client) -> None:
+    client.send(GET[:1])
+    for second in range(1, 16):
+        client.send(GET[second : second + 1])
+        client.connections.sweep(2.0 * second)
+    client.connections.sweep(30.2)
+    assert client.transport.take().startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_large_body_has_time_in_proportion(client: Client) -> None:
+    client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n" + bytes(MIB))
+    client.connections.sweep(94.0)  # 30 s and 64 s for 1 MiB at 16 KiB/s
+    assert client.state == "open"
+    client.connections.sweep(94.1)
+    assert client.state == "half closed"
+
+
+def test_a_parked_request_may_wait_as_long_as_the_app_likes(client: Client) -> None:
+    client.send(PARK + b"GET /unfin")
+    client.connections.sweep(1e6)
+    assert client.state == "open"
+    client.parked[0].resolve(ok(b"/park"))
+    client.connections.sweep(1e6 + 30.0)
+    assert client.send(b"ished HTTP/1.1\r\nhost: x\r\n\r\n") == ok(b"/park") + ok(b"/unfinished")
+
+
+def test_a_client_that_takes_nothing_is_dropped(client: Client) -> None:
+    client.transport.high_water = 10
+    client.send(GET)
+    client.transport.unsent = 50
+    client.connections.sweep(29.0)
+    client.connections.sweep(58.0)
+    assert client.state == "open", "it took something before the first sweep"
+    client.connections.sweep(59.1)
+    assert client.state == "aborted"
+
+
+def test_an_answer_that_closes_has_the_time_of_writing(client: Client) -> None:
+    client.transport.high_water = 10_000
+    client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    client.connections.sweep(30.0)
+    assert client.state == "closed"
+    client.connections.sweep(30.1)
+    assert client.state == "aborted"
+
+
+# Draining.
+
+
+def test_draining_answers_what_still_comes_and_closes_with_the_answer(client: Client) -> None:
+    client.send(GET)
+    client.connections.start_draining()
+    assert client.state == "open", "a request may be on its way"
+    assert client.send(GET) == closing(ok(b"/a"))
+    assert client.state == "half closed", "one behind it must not reset what was answered"
+    assert client.send(GET) == b""
+    client.protocol.eof_received()
+
+
+def test_draining_lets_the_busy_finish() -> None:
+    parked = Client()
+    halfway, both = (Client(connections=parked.connections) for _ in range(2))
+    parked.send(PARK + GET)
+    halfway.send(GET[:5])
+    both.send(PARK + GET[:5])
+    parked.connections.start_draining()
+    parked.connections.sweep(2.0)
+    assert [c.state for c in (parked, halfway, both)] == ["open", "open", "open"]
+
+    parked.parked[0].resolve(ok(b"/park"))
+    assert parked.transport.take() == ok(b"/park")
+    assert parked.run_soon() == closing(ok(b"/a"))
+    assert parked.state == "half closed"
+
+    assert halfway.send(GET[5:]) == closing(ok(b"/a"))
+    assert halfway.state == "half closed"
+
+    both.parked[0].resolve(ok(b"/park"))
+    assert both.transport.take() == ok(b"/park")
+    assert both.send(GET[5:]) == closing(ok(b"/a"))
+    assert both.state == "half closed"
+
+
+def test_draining_closes_a_connection_once_it_is_quiet(client: Client) -> None:
+    client.connections.sweep(50.0)
+    client.connections.start_draining()
+    client.connections.sweep(51.0)
+    assert client.state == "open", "quiet is counted from the beginning of the drain"
+    client.connections.sweep(51.1)
+    assert client.state == "half closed"
+    client.connections.sweep(52.1)
+    assert client.state == "half closed"
+    client.connections.sweep(52.2)
+    assert client.state == "aborted"
+
+
+def test_draining_waits_longer_for_a_client_that_is_still_sending(client: Client) -> None:
+    client.send(b"nonsense\r\n\r\n")
+    client.connections.start_draining()
+    client.connections.sweep(5.0)
+    assert client.state == "half closed"
+    client.connections.sweep(5.1)
+    assert client.state == "aborted"
+
+
+def test_draining_leaves_a_connection_that_is_ending_alone(client: Client) -> None:
+    client.send(b"nonsense\r\n\r\n")
+    client.connections.start_draining()
+    assert client.state == "half closed"
+
+
+def test_a_connection_made_while_draining_gets_one_answer(client: Client) -> None:
+    client.connections.start_draining()
+    late = Client(connections=client.connections)
+    assert late.send(GET) == closing(ok(b"/a"))
+    assert late.state == "half closed"
+
+
+def test_time_outs_can_be_chosen() -> None:
+    connections = Connections(lambda callback: None, timeouts=Timeouts(idle_s=1.0))
+    client = Client(connections=connections)
+    connections.sweep(1.1)
+    assert client.state == "closed"
+
+
+# How many, and how much they may hold together (D27).
+
+HALF_POST = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+NO_ROOM = b'{"error":"too many requests are being received"}'
+
+
+def held_by(*clients: Client) -> list[int]:
+    return [client.protocol.held_bytes for client in clients]
+
+
+def test_one_connection_too_many_is_told_so() -> None:
+    connections = Connections(lambda callback: None, max_connections=2)
+    first, second, third = (Client(connections=connections) for _ in range(3))
+    answer = third.transport.take()
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nconnection: close\r\n" in answer
+    assert answer.endswith(b'{"error":"too many connections"}')
+    assert third.state == "half closed"
+    assert third.send(GET) == b"", "it is not served"
+    assert (connections.accepted, connections.refused, len(connections.open)) == (2, 1, 2)
+    assert first.send(GET) == second.send(GET) == ok(b"/a")
+
+    first.protocol.connection_lost(None)
+    assert Client(connections=connections).send(GET) == ok(b"/a")
+
+
+def test_whoever_was_refused_is_waited_for_no_longer_than_others() -> None:
+    connections = Connections(lambda callback: None, max_connections=0)
+    refused = Client(connections=connections)
+    connections.sweep(5.0)
+    assert refused.state == "half closed"
+    connections.sweep(5.1)
+    assert refused.state == "aborted"
+
+
+def test_of_very_many_refused_only_some_are_told_why() -> None:
+    connections = Connections(lambda callback: None, max_connections=0)
+    refused = [Client(connections=connections) for _ in range(300)]
+    assert [client.state for client in refused] == ["half closed"] * 256 + ["aborted"] * 44
+    assert connections.refused == 300
+    refused[0].protocol.connection_lost(None)
+    assert Client(connections=connections).state == "half closed"
+
+
+def test_what_is_held_is_counted_and_given_back(client: Client) -> None:
+    connections = client.connections
+    client.send(GET)
+    assert connections.held_bytes == 0
+    client.send(b"GET /a HT")
+    assert connections.held_bytes == client.protocol.held_bytes == 9
+    client.send(GET[9:])
+    assert connections.held_bytes == 0
+    body = post(b"x" * 1000)
+    client.send(body[:-10])
+    assert connections.held_bytes == 990
+    client.send(body[-10:])
+    assert connections.held_bytes == 0
+    client.send(PARK + body + body)
+    assert connections.held_bytes > 2000
+    client.parked[0].resolve(ok(b"/park"))
+    client.run_soon()
+    assert connections.held_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["lost", "timed out", "bad request", "half close"])
+def test_what_is_held_is_given_back_however_a_connection_ends(client: Client, end: str) -> None:
+    client.send(PARK + post(b"x" * 1000) + HALF_POST + b"x" * 1000)
+    assert client.connections.held_bytes > 2000
+    if end == "lost":
+        client.protocol.connection_lost(ConnectionResetError())
+    elif end == "half close":
+        client.protocol.eof_received()
+        client.protocol.connection_lost(None)
+    else:
+        client.parked[0].resolve(ok(b"/park"))
+        client.run_soon()
+        assert client.connections.held_bytes == 1000
+        if end == "timed out":
+            client.connections.sweep(1000.0)
+        else:
+            client.send(b"x" * 999_000 + b"nonsense\r\n\r\n")
+    assert client.connections.held_bytes == 0
+    assert client.protocol.held_bytes == 0
+
+
+def test_who_has_held_the_most_for_the_longest_makes_room() -> None:
+    connections = Connections(lambda callback: None, max_held_bytes=10_000)
+    stalled, small, fresh, newest = (Client(connections=connections) for _ in range(4))
+    stalled.send(HALF_POST + b"x" * 6000)
+    small.send(HALF_POST + b"x" * 100)
+    connections.sweep(10.0)
+    fresh.send(HALF_POST + b"x" * 3000)
+    assert connections.held_bytes == 9100
+    newest.send(HALF_POST + b"x" * 901)
+    assert held_by(stalled, small, fresh, newest) == [0, 100, 3000, 901]
+    answer = stalled.transport.take()
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert answer.endswith(NO_ROOM)
+    assert stalled.state == "half closed"
+    assert [c.state for c in (small, fresh, newest)] == ["open"] * 3
+    assert connections.held_bytes == 4001
+    assert connections.bodies_refused == 1
+
+
+def test_of_newcomers_the_largest_makes_room_even_if_it_is_the_one_that_asks() -> None:
+    connections = Connections(lambda callback: None, max_held_bytes=10_000)
+    one, two = (Client(connections=connections) for _ in range(2))
+    one.send(HALF_POST + b"x" * 4000)
+    answer = two.send(HALF_POST + b"x" * 7000)
+    assert answer.endswith(NO_ROOM)
+    assert held_by(one, two) == [4000, 0]
+
+
+def test_room_is_made_for_many_at_once() -> None:
+    """Looking at all connections costs, so it is not done for every piece of a body."""
+    connections = Connections(lambda callback: None, max_held_bytes=8_000)
+    clients = [Client(connections=connections) for _ in range(81)]
+    for client in clients:
+        client.send(HALF_POST + b"x" * 100)
+    assert connections.bodies_refused == 11
+    assert connections.held_bytes == 7_000
+
+
+def test_what_waits_behind_a_parked_request_makes_room_too() -> None:
+    connections = Connections(lambda callback: None, max_held_bytes=10_000)
+    waiting, other = (Client(connections=connections) for _ in range(2))
+    waiting.send(PARK + post(b"x" * 8000))
+    connections.sweep(10.0)
+    other.send(HALF_POST + b"x" * 5000)
+    assert waiting.hang_ups == 1
+    assert waiting.transport.take().endswith(NO_ROOM)
+    assert held_by(waiting, other) == [0, 5000]
+    waiting.parked[0].resolve(ok(b"/park"))
+    assert waiting.transport.take() == b""
+
+
+def test_the_body_of_a_parked_request_is_not_kept(client: Client) -> None:
+    client.send(post(b"x" * 100_000, path=b"/park"))
+    assert client.connections.held_bytes == 0
+    body = client.handled.pop().body
+    assert not any(isinstance(holder, Request) for holder in gc.get_referrers(body))

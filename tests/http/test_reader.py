@@ -1,0 +1,649 @@
+"""Bytes in, requests out: framing, limits, and what is refused. No socket, no loop."""
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lean_selector.http.header_block import HeaderBlocks
+from lean_selector.http.limits import Limits
+from lean_selector.http.reader import RequestReader
+from lean_selector.http.request import Request
+
+LIMITS = Limits(max_body_bytes=100, max_head_bytes=1000, max_discard_bytes=400)
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = (
+    b"POST /select HTTP/1.1\r\nhost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 2\r\n\r\n{}"
+)
+CHUNKED = b"POST /c HTTP/1.1\r\nhost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def head(*lines: bytes) -> bytes:
+    return b"\r\n".join((b"POST /a HTTP/1.1", b"host: x", *lines, b"", b""))
+
+
+def read(*pieces: bytes, limits: Limits = LIMITS) -> tuple[list[Request], RequestReader]:
+    reader = RequestReader(limits)
+    return [request for piece in pieces for request in reader.feed(piece)], reader
+
+
+def refusal(*pieces: bytes) -> int | None:
+    """The status of the error that the pieces lead to; no request may have come through."""
+    requests, reader = read(*pieces, limits=Limits(max_body_bytes=100, max_head_bytes=1000))
+    assert not requests
+    return None if reader.error is None else reader.error.status
+
+
+def fault(reader: RequestReader) -> tuple[int, str] | None:
+    return None if reader.error is None else (reader.error.status, reader.error.text)
+
+
+def seen(request: Request) -> tuple[object, ...]:
+    return (
+        request.method,
+        request.path,
+        request.query,
+        bytes(request.body),
+        request.body_too_large,
+        request.content_type,
+        request.accept,
+        request.traceparent,
+        request.reservation_id,
+        request.keep_alive,
+        request.is_http10,
+    )
+
+
+def test_a_request_carries_what_the_app_needs() -> None:
+    (request,), reader = read(
+        b"POST /a%2Fb?model_name=m&x HTTP/1.1\r\nHost: x\r\nCONTENT-TYPE: application/json\r\n"
+        b"accept: text/plain\r\ntraceparent: 00-1-2-01\r\ncontent-length: 3\r\n\r\nabc"
+    )
+    assert seen(request) == (
+        b"POST",
+        b"/a%2Fb",
+        b"model_name=m&x",
+        b"abc",
+        False,
+        b"application/json",
+        b"text/plain",
+        b"00-1-2-01",
+        None,
+        True,
+        False,
+    )
+    assert reader.error is None
+    assert not reader.is_unfinished
+
+
+def test_absent_parts_are_none() -> None:
+    (request,), _ = read(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (request.query, request.content_type, request.accept, request.traceparent) == (None,) * 4
+    assert request.body == b""
+
+
+def test_repeated_headers_are_one_list() -> None:
+    (request,), _ = read(
+        head(
+            b"accept: a/b", b"Accept: c/d", b"connection: upgrade", b"connection: x", b"upgrade: y"
+        )
+    )
+    assert request.accept == b"a/b, c/d"
+    assert not request.keep_alive
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        pytest.param(b"/a?", b"/a", b"", id="empty query"),
+        pytest.param(b"/a?b?c", b"/a", b"b?c", id="question mark in the query"),
+        pytest.param(b"/a#f", b"/a", None, id="fragment"),
+        pytest.param(b"/a?b#f?g", b"/a", b"b", id="fragment after a query"),
+        pytest.param(b"http://h:1/a?b", b"/a", b"b", id="absolute form"),
+        pytest.param(b"HTTP://h", b"/", None, id="absolute form without a path"),
+        pytest.param(b"*", b"*", None, id="asterisk form"),
+        pytest.param(b"h:443", b"h:443", None, id="authority form"),
+        pytest.param("/caf\u00e9".encode(), "/caf\u00e9".encode(), None, id="bytes beyond ASCII"),
+        pytest.param(b"//health", b"//health", None, id="kept as it is"),
+    ],
+)
+def test_targets(target: bytes, path: bytes, query: bytes | None) -> None:
+    (request,), _ = read(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (request.path, request.query) == (path, query)
+
+
+@pytest.mark.parametrize("method", [b"PATCH", b"FOO", b"get", b"M-SEARCH", b"CONNECT", b"PURGE"])
+def test_any_method_reaches_the_app_which_knows_the_allowed_ones(method: bytes) -> None:
+    requests, _ = read(method + b" /health HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+    assert [request.method for request in requests] == [method, b"GET"]
+
+
+@pytest.mark.parametrize(
+    ("version", "connection", "keep_alive"),
+    [
+        (b"1.1", None, True),
+        (b"1.1", b"close", False),
+        (b"1.1", b"Keep-Alive", True),
+        (b"1.1", b"x, CLOSE", False),
+        (b"1.0", None, False),
+        (b"1.0", b"keep-alive", True),
+        (b"1.0", b"Keep-Alive, close", False),
+    ],
+)
+def test_keep_alive(version: bytes, connection: bytes | None, keep_alive: bool) -> None:
+    lines = b"" if connection is None else b"connection: " + connection + b"\r\n"
+    (request,), reader = read(b"GET / HTTP/" + version + b"\r\nhost: x\r\n" + lines + b"\r\n")
+    assert request.keep_alive is keep_alive
+    assert request.is_http10 is (version == b"1.0")
+    assert reader.is_finished is not keep_alive
+
+
+def test_bytes_after_the_last_request_are_ignored() -> None:
+    requests, reader = read(head(b"connection: close") + GET, GET)
+    assert len(requests) == 1
+    assert reader.error is None
+    assert reader.has_unread_input
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 3", b"transfer-encoding: chunked"])
+def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes) -> None:
+    body = b"abc" if b"length" in framing else b"3\r\nabc\r\n0\r\n\r\n"
+    requests, _ = read(head(b"connection: upgrade", b"upgrade: h2c", framing) + body + GET)
+    assert [(bytes(r.body), r.keep_alive) for r in requests] == [(b"abc", False)]
+
+
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [
+        pytest.param(400, b"GET\r\n\r\n", id="no target"),
+        pytest.param(400, b"GET /a\r\n\r\n", id="no version"),
+        pytest.param(400, b"GET  /a HTTP/1.1\r\nhost: x\r\n\r\n", id="two spaces"),
+        pytest.param(400, b"GET /a b HTTP/1.1\r\nhost: x\r\n\r\n", id="space in the target"),
+        pytest.param(400, b"GET /a\rb HTTP/1.1\r\nhost: x\r\n\r\n", id="bare CR in the target"),
+        pytest.param(400, b"GET /a HTTP/1.1 \r\n\r\n", id="space after the version"),
+        pytest.param(400, b"GET /a HTTP/1.1\n\n\r\n\r\n", id="bare LF"),
+        pytest.param(400, b"GET /a FTP/1.1\r\n\r\n", id="another protocol"),
+        pytest.param(400, b"G(T /a HTTP/1.1\r\nhost: x\r\n\r\n", id="not a token"),
+        pytest.param(400, b"\x16\x03\x01\x02\x00", id="TLS hello"),
+        pytest.param(400, b"nonsense\r\n" + b"x" * 3000, id="not a request line, and long"),
+        pytest.param(505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", id="HTTP/2 preface"),
+        pytest.param(505, b"GET /a HTTP/1.2\r\n\r\n", id="HTTP/1.2"),
+        pytest.param(505, b"GET /a HTTP/0.9\r\n\r\n", id="HTTP/0.9"),
+        pytest.param(505, b"GET /a HTTP/3.0\r\n\r\n", id="HTTP/3.0"),
+        pytest.param(400, head(b"content-length: x"), id="length not a number"),
+        pytest.param(400, head(b"content-length: +3"), id="length with a sign"),
+        pytest.param(400, head(b"content-length: -1"), id="negative length"),
+        pytest.param(400, head(b"content-length: 0x3"), id="hexadecimal length"),
+        pytest.param(400, head(b"content-length: 1_0"), id="length as in Python"),
+        pytest.param(400, head(b"content-length:"), id="empty length"),
+        pytest.param(400, head(b"content-length: 99999999999999999999"), id="length overflows"),
+        pytest.param(400, head(b": x"), id="no header name"),
+        pytest.param(400, head(b"x: a\0b"), id="NUL in a value"),
+        pytest.param(400, head(b"x: a\rb"), id="bare CR in a value"),
+        pytest.param(400, head(b"x: a\nb: c"), id="bare LF between headers"),
+        # What a proxy in front may frame in another way.
+        pytest.param(
+            400, head(b"content-length: 5", b"transfer-encoding: chunked") + b"0\r\n\r\n", id="both"
+        ),
+        pytest.param(
+            400,
+            head(b"transfer-encoding: chunked", b"content-length: 5") + b"0\r\n\r\n",
+            id="both too",
+        ),
+        pytest.param(400, head(b"content-length: 1", b"content-length: 2"), id="two lengths"),
+        pytest.param(400, head(b"content-length: 1", b"content-length: 1"), id="a length twice"),
+        pytest.param(400, head(b"content-length: 1, 1"), id="a list of lengths"),
+        pytest.param(400, head(b"content-length : 1"), id="space before the colon"),
+        pytest.param(400, head(b"x: a", b" content-length: 5"), id="folded line"),
+        pytest.param(400, head(b"x: a", b"\tb"), id="line folded with a tab"),
+        pytest.param(400, head(b"transfer-encoding:", b" chunked"), id="folded coding"),
+        pytest.param(400, head(b"transfer-encoding: gzip"), id="another coding"),
+        pytest.param(501, head(b"transfer-encoding: gzip, chunked"), id="two codings"),
+        pytest.param(
+            501, head(b"Transfer-Encoding: gzip", b"transfer-encoding: chunked"), id="in two lines"
+        ),
+        pytest.param(400, head(b"transfer-encoding: identity"), id="identity"),
+        pytest.param(400, head(b"transfer-encoding: xchunked"), id="a coding that only ends so"),
+        pytest.param(400, head(b"transfer-encoding: chunked, gzip"), id="chunked is not last"),
+        pytest.param(
+            400,
+            head(b"transfer-encoding: chunked", b"transfer-encoding: chunked"),
+            id="chunked twice",
+        ),
+        pytest.param(
+            400,
+            b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            id="chunked in 1.0",
+        ),
+        pytest.param(400, CHUNKED + b"x\r\n", id="chunk size not hexadecimal"),
+        pytest.param(400, CHUNKED + b"\r\n", id="no chunk size"),
+        pytest.param(400, CHUNKED + b"0x3\r\n", id="chunk size with a prefix"),
+        pytest.param(400, CHUNKED + b"-1\r\n", id="negative chunk size"),
+        pytest.param(400, CHUNKED + b"f" * 16 + b"\r\n", id="chunk size overflows"),
+        pytest.param(400, CHUNKED + b"3\nabc\r\n0\r\n\r\n", id="chunk size ended by LF"),
+        pytest.param(400, CHUNKED + b"3;a\rb\r\nabc", id="bare CR in an extension"),
+        pytest.param(400, CHUNKED + b"3\r\nabcd\r\n0\r\n\r\n", id="more data than the chunk says"),
+        pytest.param(400, CHUNKED + b"3\r\nabc\n0\r\n\r\n", id="chunk data ended by LF"),
+        pytest.param(400, CHUNKED + b"3;" + b"x" * 5000, id="endless extension"),
+        pytest.param(400, CHUNKED + (b"1;" + b"x" * 3000 + b"\r\na\r\n") * 6, id="many extensions"),
+        pytest.param(400, CHUNKED + b"0\r\na\0b\r\n\r\n", id="NUL in a trailer"),
+        pytest.param(400, CHUNKED + b"0\r\nno colon\r\n\r\n", id="trailer without a colon"),
+        pytest.param(400, CHUNKED + b"0\r\n: a\r\n\r\n", id="trailer without a name"),
+        pytest.param(400, CHUNKED + b"0\r\na : b\r\n\r\n", id="space before a trailer's colon"),
+        pytest.param(400, CHUNKED + b"0\r\na: b\r\n c: d\r\n\r\n", id="folded trailer"),
+        pytest.param(431, CHUNKED + b"0\r\n" + b"a: b\r\n" * 300, id="endless trailers"),
+        pytest.param(
+            414, b"GET /" + b"a" * 1000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", id="target too long"
+        ),
+        pytest.param(414, b"GET /" + b"a" * 1000, id="unfinished target too long"),
+        pytest.param(431, head(b"a: " + b"b" * 1000), id="header section too large"),
+        pytest.param(431, head(b"a: " + b"b" * 1000)[:-2], id="unfinished section too large"),
+        pytest.param(431, head(*[b"a: b"] * 101), id="too many headers"),
+    ],
+)
+def test_refused_in_one_piece_and_byte_by_byte(status: int, data: bytes) -> None:
+    assert refusal(data) == status
+    assert refusal(*(data[i : i + 1] for i in range(len(data)))) == status
+
+
+def test_a_hundred_headers_are_enough() -> None:
+    (request,), _ = read(head(*[b"a: b"] * 99))  # and the host
+    assert request.path == b"/a"
+
+
+def test_requests_before_an_error_are_delivered_and_none_after_it() -> None:
+    requests, reader = read(GET + POST + b"nonsense\r\n" + GET, GET)
+    assert [request.path for request in requests] == [b"/health", b"/select"]
+    assert reader.error is not None
+    assert reader.error.status == 400
+    assert reader.notice
+    assert reader.has_unread_input
+
+
+def test_the_text_of_an_error_fits_into_json() -> None:
+    _, reader = read(head(b"content-length: 1", b"transfer-encoding: chunked"))
+    assert reader.error is not None
+    assert '"' not in reader.error.text
+    assert reader.error.text.isprintable()
+
+
+def test_blank_lines_between_requests_are_skipped() -> None:
+    requests, reader = read(b"\r\n\r\n" + GET + b"\r\n" + GET, b"\r", b"\n" + GET, b"\r\n")
+    assert len(requests) == 3
+    assert not reader.is_unfinished
+
+
+def test_chunked_bodies_lose_their_framing_extensions_and_trailers() -> None:
+    (request, following), _ = read(
+        CHUNKED
+        + b"3;name=value\r\nabc\r\nA \r\n0123456789\r\n0\r\ncontent-type: evil\r\n\r\n"
+        + GET
+    )
+    assert bytes(request.body) == b"abc0123456789"
+    assert request.content_type is None
+    assert following.path == b"/health"
+
+
+def test_a_body_at_the_limit_is_kept_and_one_byte_more_is_not() -> None:
+    for size, too_large in ((100, False), (101, True)):
+        sized = head(b"content-length: %d" % size) + b"x" * size
+        chunked = CHUNKED + b"%x\r\n" % (size - 1) + b"x" * (size - 1) + b"\r\n1\r\nx\r\n0\r\n\r\n"
+        for data in (sized, chunked):
+            requests, reader = read(data[:60], data[60:], GET)
+            assert [r.body_too_large for r in requests] == [too_large, False]
+            assert len(requests[0].body) == (0 if too_large else size)
+            assert requests[0].keep_alive
+            assert not reader.is_finished
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(head(b"content-length: 401"), id="told beforehand"),
+        pytest.param(CHUNKED + b"fff\r\n" + b"x" * 500, id="found out"),
+    ],
+)
+def test_a_body_beyond_the_discard_limit_is_answered_without_reading_it(data: bytes) -> None:
+    requests, reader = read(data, b"x" * 100)
+    assert [(r.body_too_large, r.keep_alive, r.body) for r in requests] == [(True, False, b"")]
+    assert reader.has_unread_input
+    assert reader.error is None
+
+
+def test_a_body_in_many_pieces_is_put_together() -> None:
+    data = head(b"content-length: 9") + b"123456789"
+    at = data.index(b"123")
+    pieces = data[:at], data[at : at + 2], data[at + 2 : at + 5], data[at + 5 :] + GET
+    (request, following), _ = read(*pieces)
+    assert bytes(request.body) == b"123456789"
+    assert following.path == b"/health"
+
+
+def test_received_bytes_tells_how_far_an_unfinished_request_is() -> None:
+    reader = RequestReader(LIMITS)
+    reader.feed(b"POST /a HT")
+    assert (reader.received_bytes, reader.is_unfinished) == (10, True)
+    reader.feed(b"TP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nabc")
+    assert (reader.received_bytes, reader.is_unfinished) == (3, True)
+    reader.feed(b"de")
+    assert (reader.received_bytes, reader.is_unfinished) == (0, False)
+
+
+EXPECT = b"expect: 100-Continue"
+
+
+def test_a_client_that_holds_its_body_back_is_noticed() -> None:
+    requests, reader = read(head(EXPECT, b"content-length: 3"))
+    assert requests == []
+    assert (reader.wants_continue, reader.notice) == (True, True)
+    assert len(reader.feed(b"abc")) == 1
+    assert (reader.wants_continue, reader.notice) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(head(EXPECT, b"content-length: 3") + b"a", id="it does not hold back"),
+        pytest.param(head(EXPECT), id="there is no body"),
+        pytest.param(head(b"expect: 200-ok", b"content-length: 3"), id="another expectation"),
+        pytest.param(
+            b"POST /a HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n", id="HTTP/1.0"
+        ),
+    ],
+)
+def test_no_100_where_none_is_due(data: bytes) -> None:
+    _, reader = read(data)
+    assert not reader.wants_continue
+
+
+def test_a_body_held_back_and_too_large_is_not_asked_for() -> None:
+    requests, reader = read(head(EXPECT, b"content-length: 101"))
+    assert [(r.body_too_large, r.keep_alive) for r in requests] == [(True, False)]
+    assert not reader.wants_continue
+
+
+def test_header_sections_are_shared_and_remembered_in_bounds() -> None:
+    blocks: HeaderBlocks = {}
+    first, second = RequestReader(LIMITS, blocks), RequestReader(LIMITS, blocks)
+    (a,), (b,) = first.feed(GET), second.feed(GET)
+    assert a.headers is b.headers
+    for i in range(3000):
+        first.feed(head(b"x: %d" % i))
+        assert len(blocks) <= 1024
+    first.feed(head(b"x: " + b"y" * 2500))
+    assert not any(b"yyy" in part for key in blocks for part in key if isinstance(part, bytes))
+
+
+def test_sections_that_differ_in_their_varying_lines_share_one_judgement() -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(LIMITS, blocks)
+    for i in range(1, 50):
+        lines = (
+            b"traceparent: 00-%d-2-01" % i,
+            b"X-Request-Id: r-%d" % i,
+            b"X-Reservation-Id: b-%d" % i,
+        )
+        (request,) = reader.feed(head(*lines, b"content-length: %d" % i) + b"b" * i)
+        assert (request.traceparent, len(request.body)) == (b"00-%d-2-01" % i, i)
+        assert request.reservation_id == b"b-%d" % i
+    assert len(blocks) == 1  # what names one request is not kept
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param((b"content-length: 1x",), id="not a number"),
+        pytest.param((b"content-length: 1", b"content-length: 1"), id="two lengths"),
+        pytest.param((b"content-length: 1", b"transfer-encoding: chunked"), id="two framings"),
+        pytest.param((b"content-length: 1", b"Content-Length: 2"), id="two spellings"),
+    ],
+)
+def test_a_known_section_does_not_lend_its_judgement_to_a_bad_length(
+    lines: tuple[bytes, ...],
+) -> None:
+    reader = RequestReader(LIMITS, {})
+    assert len(reader.feed(head(b"content-length: 1") + b"b")) == 1
+    assert len(reader.feed(head(b"transfer-encoding: chunked") + b"0\r\n\r\n")) == 1
+    assert reader.feed(head(*lines) + b"b") == []
+    assert reader.error is not None
+    assert reader.error.status == 400
+
+
+def test_of_lengths_that_vary_some_are_remembered_and_then_what_stands_around_them() -> None:
+    blocks: HeaderBlocks = {}
+    reader = RequestReader(Limits(), blocks)
+    several = []
+    for length in range(2000):
+        data = head(b"content-length: %d" % length, b"accept: a/b") + bytes(length)
+        several += reader.feed(data)
+    assert [len(request.body) for request in several] == list(range(2000))
+    assert len(blocks) < 100
+    assert several[-1].headers is several[-2].headers
+    (other,) = RequestReader(Limits(), blocks).feed(data)
+    assert len(other.body) == 1999
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param((b"content-length: 1x",), id="not a number"),
+        pytest.param((b"content-length: +1",), id="a sign"),
+        pytest.param((b"content-length: 1 ",), id="a blank"),
+        pytest.param((b"content-length: ",), id="empty"),
+        pytest.param((b"content-length: 1000000000000000",), id="more than can be"),
+        pytest.param((b"content-length: 0000000000000001",), id="longer than it need be"),
+        pytest.param((b"content-length: \xb9",), id="another alphabet"),
+        pytest.param((b"content-length: 1", b"content-length: 1"), id="two lengths"),
+        pytest.param((b"content-length: 1", b"transfer-encoding: chunked"), id="two framings"),
+        pytest.param((b"a: b",), id="another line in its place"),
+        pytest.param((), id="none"),
+    ],
+)
+def test_where_lengths_vary_each_section_says_what_it_says_alone(lines: tuple[bytes, ...]) -> None:
+    reader, alone = RequestReader(LIMITS), RequestReader(LIMITS)
+    for length in range(90):
+        assert len(reader.feed(head(b"content-length: %d" % length) + bytes(length))) == 1
+    data = head(*lines) + b"b"
+    assert list(map(seen, reader.feed(data))) == list(map(seen, alone.feed(data)))
+    assert fault(reader) == fault(alone)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [(), (b"authorization: Bearer abc",)],
+    ids=["without a credential", "with one"],
+)
+def test_where_lengths_vary_one_byte_more_less_or_other_is_read_as_alone(
+    lines: tuple[bytes, ...],
+) -> None:
+    blocks: HeaderBlocks = {}
+
+    def warm() -> RequestReader:
+        """On a connection of its own; the first two make it see that lengths vary too much."""
+        reader = RequestReader(Limits(), blocks)
+        for length in (*range(100 if not blocks else 0), 501, 502):
+            assert len(reader.feed(asked(length))) == 1
+        return reader
+
+    def asked(length: int) -> bytes:
+        return head(b"a: b", b"content-length: %d" % length, *lines, b"c: d") + bytes(length)
+
+    data = asked(12)
+    for at in range(data.index(b"HTTP/"), data.index(b"\r\n\r\n") + 4):
+        for put in (b"", b"\r", b"\n", b"\0", b" ", b":", b"1", b"x"):
+            for behind in (at, at + 1):
+                edited = data[:at] + put + data[behind:]
+                reader, alone = warm(), RequestReader(Limits())
+                read, expected = reader.feed(edited), alone.feed(edited)
+                assert list(map(seen, read)) == list(map(seen, expected)), edited
+                assert [one.credential for one in read] == [one.credential for one in expected]
+                assert fault(reader) == fault(alone), edited
+                assert reader.received_bytes == alone.received_bytes
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                b"traceparent: 00-aa-bb-01",
+                b"Traceparent: has blanks",
+                b"Traceparent: 00-cc-dd-01",
+                b"traceParent: 00-ee-ff-01",
+                b"Content-Length: 0",
+                b"content-length: 0 ",
+                b"X-Request-Id: 1",
+                b"X-Request-ID: 2",
+                b"x-reservation-id: a",
+                b"X-Reservation-ID: b c",
+                b"accept: a/b",
+            ]
+        ),
+        max_size=4,
+    )
+)
+@example([b"traceparent: 00-aa-bb-01", b"Traceparent: has blanks"])
+@example([b"traceparent: 00-aa-bb-01", b"Traceparent: 00-cc-dd-01"])
+def test_the_same_bytes_say_the_same_however_often_they_come(lines: list[bytes]) -> None:
+    blocks: HeaderBlocks = {}
+    said = []
+    for _ in range(3):
+        reader = RequestReader(LIMITS, blocks)
+        requests = reader.feed(head(*lines))
+        said.append(([seen(request) for request in requests], reader.error is None))
+    assert said[0] == said[1] == said[2]
+
+
+# One host, as RFC 9112 section 3.2 asks.
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        b"x",
+        b"",
+        b"selector:8092",
+        b"127.0.0.1:8092",
+        b"[::1]:8092",
+        b"[fe80::1%25eth0]",
+        b"lean_selector.svc.cluster.local",
+        b"%2Frun%2Fselector.sock",
+        b"x:",
+        b"x  ",
+    ],
+)
+def test_a_host_in_any_form_that_a_url_may_have_is_taken(host: bytes) -> None:
+    (request,), _ = read(b"GET /a HTTP/1.1\r\nhost: " + host + b"\r\n\r\n")
+    assert request.path == b"/a"
+
+
+def test_http10_needs_no_host() -> None:
+    (request,), _ = read(b"GET /a HTTP/1.0\r\n\r\n")
+    assert request.is_http10
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(b"", id="none"),
+        pytest.param(b"a: b\r\nA: c\r\n", id="none, and a name twice"),
+        pytest.param(b"host: x\r\nhost: x\r\n", id="one twice"),
+        pytest.param(b"Host: x\r\nhost: y\r\n", id="two"),
+        pytest.param(b"host: a b\r\n", id="a blank within"),
+        pytest.param(b"host: a/b\r\n", id="a path"),
+        pytest.param(b"host: a:b\r\n", id="a port that is no number"),
+        pytest.param(b"host: ::1\r\n", id="IPv6 without brackets"),
+        pytest.param(b"host: [::1\r\n", id="a bracket left open"),
+        pytest.param(b"host: u@x\r\n", id="a user"),
+    ],
+)
+def test_no_host_or_two_or_a_malformed_one_is_refused(lines: bytes) -> None:
+    assert refusal(b"GET /a HTTP/1.1\r\n" + lines + b"\r\n") == 400
+
+
+def test_two_hosts_are_refused_of_an_http10_client_too() -> None:
+    assert refusal(b"GET /a HTTP/1.0\r\nhost: x\r\nHost: x\r\n\r\n") == 400
+
+
+# Blanks after a value are no part of it.
+
+
+def test_blanks_after_a_value_do_not_count() -> None:
+    (request,), _ = read(
+        b"POST /a HTTP/1.1\r\nhost: x \r\ntransfer-encoding: chunked  \r\n"
+        b"content-type: application/json \r\ntraceparent: 00-1\t\r\n\r\n"
+        b"1\r\na\r\n0\r\n\r\n"
+    )
+    assert (bytes(request.body), request.content_type, request.traceparent) == (
+        b"a",
+        b"application/json",
+        b"00-1",
+    )
+
+
+def test_a_length_with_blanks_after_it_is_a_length() -> None:
+    (request,), _ = read(head(b"content-length: 3 ") + b"abc")
+    assert request.body == b"abc"
+
+
+# Any valid stream, cut anywhere, gives the same requests.
+
+bodies = st.binary(max_size=130)
+header_lines = st.sampled_from(
+    [
+        b"",
+        b"Content-Type: application/json\r\n",
+        b"x: y\r\nACCEPT: */*\r\n",
+        b"traceparent: 00-1\r\n",
+    ]
+)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> bytes:
+    start = draw(
+        st.sampled_from([b"GET /a", b"POST /select", b"DELETE /r/x?y=z", b"FOO /", b"\r\nGET /"])
+    )
+    lines, body = draw(header_lines), draw(bodies)
+    framing = draw(st.sampled_from(["none", "sized", "chunked"]))
+    if framing == "none":
+        return start + b" HTTP/1.1\r\nhost: x\r\n" + lines + b"\r\n"
+    if framing == "sized":
+        return (
+            start
+            + b" HTTP/1.1\r\nhost: x\r\n"
+            + lines
+            + b"content-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+    step = draw(st.integers(1, 50))
+    chunks = [body[i : i + step] for i in range(0, len(body), step)]
+    encoded = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    trailer = draw(st.sampled_from([b"", b"t: 1\r\n"]))
+    return (
+        start + b" HTTP/1.1\r\nhost: x\r\n" + lines + b"Transfer-Encoding: chunked\r\n\r\n"
+        + encoded + b"0\r\n" + trailer + b"\r\n"
+    )  # fmt: skip
+
+
+@given(st.lists(messages(), min_size=1, max_size=5), st.lists(st.integers(0, 2000), max_size=12))
+def test_where_the_stream_is_cut_does_not_matter(stream: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(stream)
+    whole, reader = read(data)
+    assert reader.error is None
+    assert len(whole) == len(stream)
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    cut, _ = read(*(data[a:b] for a, b in itertools.pairwise(places)))
+    assert [seen(r) for r in cut] == [seen(r) for r in whole]
+
+
+@given(st.lists(st.binary(max_size=60), max_size=6))
+def test_no_bytes_make_it_raise(pieces: list[bytes]) -> None:
+    read(*pieces)
+
+
+@given(st.integers(0, len(POST)), st.binary(min_size=1, max_size=4))
+def test_no_damage_makes_it_raise(at: int, junk: bytes) -> None:
+    read(POST[:at] + junk + POST[at:] + CHUNKED[:at] + junk + CHUNKED[at:] + junk)

@@ -1,0 +1,441 @@
+"""The same over real sockets on uvloop: what only a kernel and an event loop can show.
+
+What TLS must not change is told over either.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lean_selector.http import listener as listener_module
+from lean_selector.http.listener import ACCEPTS_PER_TURN, UnixPath
+from lean_selector.http.response import encode_response
+from tests.http.live_server import GET, MIB, Server, Story, answer, run, run_over_tls
+from tests.on_loop import until
+
+TCP_SYN_SENT = 2  # the first byte of struct tcp_info
+Run = Callable[[Story], None]
+
+
+@pytest.fixture(params=[run, run_over_tls], ids=["TCP", "TLS"])
+def either(request: pytest.FixtureRequest) -> Run:
+    """Tells a story whose end is the same over either."""
+    over: Run = request.param
+    return over
+
+
+def test_pipelined_requests_come_back_in_order(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % i for i in range(1000)))
+        bodies = [(await answer(reader))[2] for _ in range(1000)]
+        assert bodies == [b"/%d 0" % i for i in range(1000)]
+
+    either(test)
+
+
+def test_expect_100_continue(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(
+            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+        )
+        assert (await answer(reader))[0] == 100
+        writer.write(b"hello")
+        assert (await answer(reader))[2] == b"/a 5"
+        writer.write(
+            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+            b"content-length: 9000000\r\n\r\n"
+        )
+        status, head, _ = await answer(reader)
+        assert status == 413
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+
+    either(test)
+
+
+def test_a_chunked_body(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" + GET)
+        assert (await answer(reader))[2] == b"/a %d" % (20 * 65536)
+        assert (await answer(reader))[2] == b"/a 0"
+
+    either(test)
+
+
+@pytest.mark.parametrize(("size", "status"), [(8 * MIB, 200), (8 * MIB + 1, 413), (9 * MIB, 413)])
+def test_a_body_around_the_limit(either: Run, size: int, status: int) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(
+            b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + bytes(size) + GET
+        )
+        assert (await answer(reader))[0] == status
+        assert (await answer(reader))[0] == 200
+
+    either(test)
+
+
+def test_a_client_that_is_still_sending_can_read_why_it_was_refused(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        # Answered at once, with 9 MiB of the body still on their way: a close would reset them.
+        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # over TLS it is told while it sends
+            for _ in range(9):
+                writer.write(bytes(MIB))
+                await writer.drain()
+        status, head, body = await answer(reader)
+        assert (status, body) == (413, b'{"error":"too large"}')
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not server.connections.open)
+
+    either(test)
+
+
+def test_a_slow_client_gets_408(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET + b"GET /a HT")
+        assert (await answer(reader))[0] == 200
+        server.connections.sweep(31.0)
+        assert (await answer(reader))[0] == 408
+        assert await reader.read() == b""
+
+    either(test)
+
+
+def test_an_idle_connection_is_closed(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET)
+        await answer(reader)
+        server.connections.sweep(76.0)
+        assert await reader.read() == b""
+
+    either(test)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
+    async def test(server: Server) -> None:
+        _, writer = await server.connect()
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+        parked = await server.parked.get()
+        assert not server.hung_up.is_set()
+        if how == "close":
+            writer.close()
+        elif how == "reset":
+            writer.transport.abort()
+        else:
+            writer.write_eof()
+        await server.hung_up.wait()
+        parked.resolve(encode_response(200, b"nobody reads this"))
+        await until(lambda: not server.connections.open)
+        assert server.handled == 1
+
+    run(test)
+
+
+def test_a_parked_request_is_answered_before_those_behind_it(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET + b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+        parked = await server.parked.get()
+        assert (await answer(reader))[2] == b"/a 0"
+        parked.resolve(encode_response(200, b"at last"))
+        assert (await answer(reader))[2] == b"at last"
+        assert (await answer(reader))[2] == b"/a 0"
+
+    either(test)
+
+
+@pytest.mark.parametrize("requests", [1, 200])
+def test_a_client_that_half_closes_gets_all_its_answers(requests: int) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET * requests)
+        writer.write_eof()
+        assert (await reader.read()).count(b"/a 0") == requests
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_holds_back_its_own_requests_only(either: Run) -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+        await until(lambda: server.handled > 0)
+        other_reader, other_writer = await server.connect()
+        for _ in range(100):
+            other_writer.write(GET)
+            await answer(other_reader)
+        assert server.handled - 100 < 10, "answers of 8 MiB each must not pile up"
+        for _ in range(20):
+            assert len((await answer(reader))[2]) == 8 * MIB
+
+    either(test)
+
+
+def test_draining_finishes_what_is_parked(either: Run) -> None:
+    async def test(server: Server) -> None:
+        idle_reader, idle_writer = await server.connect()
+        idle_writer.write(GET)
+        await answer(idle_reader)
+        reader, writer = await server.connect()
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
+        parked = await server.parked.get()
+        server.connections.start_draining()
+        server.connections.sweep(2.0)
+        assert await idle_reader.read() == b""
+        parked.resolve(encode_response(503, b"{}"))
+        status, head, _ = await answer(reader)
+        assert status == 503
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        idle_writer.close()
+        writer.close()
+        await until(lambda: not server.connections.open)
+
+    either(test)
+
+
+def test_a_request_that_the_loop_has_not_got_to_keeps_an_idle_connection_open() -> None:
+    """By time-out as by draining: it lies in the kernel when the sweep looks."""
+
+    async def test(server: Server) -> None:
+        for drains in (False, True):
+            reader, writer = await server.connect()
+            writer.write(GET)
+            await answer(reader)
+            # At once: the writer would wait for the end of this turn, and the server would read.
+            os.write(writer.get_extra_info("socket").fileno(), GET)
+            if drains:
+                server.connections.start_draining()
+            server.connections.sweep(server.connections.now + 100.0)
+            assert (await answer(reader))[2] == b"/a 0"
+            writer.close()
+
+    run(test)
+
+
+def test_small_answers_are_not_delayed_by_the_kernel() -> None:
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.write(GET)
+        await answer(reader)
+        (protocol,) = server.protocols
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+    run(test)
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        path = str(tmp_path / "s")
+        await server.listen(path)
+        reader, writer = await server.connect(path)
+        writer.write(GET + b"nonsense\r\n\r\n" + bytes(MIB))
+        assert (await answer(reader))[2] == b"/a 0"
+        assert (await answer(reader))[0] == 400
+        assert await reader.read() == b""
+
+    run(test)
+
+
+# How connections come in (D27).
+
+
+def test_a_burst_of_newcomers_is_let_in_within_a_few_turns_of_the_loop() -> None:
+    """So that turns, however long each, do not keep them waiting one by one."""
+
+    async def test(server: Server) -> None:
+        newcomers = 4 * ACCEPTS_PER_TURN
+        clients = [socket.socket() for _ in range(newcomers)]
+        for client in clients:
+            client.connect(("127.0.0.1", server.port))
+        turns = 0
+        while len(server.connections.open) < newcomers:
+            await asyncio.sleep(0)  # one turn
+            turns += 1
+        for client in clients:
+            client.close()
+        assert turns < newcomers / 8
+
+    run(test)
+
+
+def test_a_host_that_vanishes_is_noticed_by_the_kernel() -> None:
+    async def test(server: Server) -> None:
+        _, writer = await server.connect()
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
+        await server.parked.get()
+        (protocol,) = server.protocols
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        every_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        probes = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle_s + every_s * probes == 30
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+    run(test)
+
+
+def test_one_connection_too_many_reads_503_also_when_it_has_sent_already(either: Run) -> None:
+    async def test(server: Server) -> None:
+        server.connections.max_connections = 1
+        first = await server.connect()
+        first[1].write(GET)
+        assert (await answer(first[0]))[0] == 200
+        reader, writer = await server.connect()
+        writer.write(GET + bytes(100_000))
+        status, head, body = await answer(reader)
+        assert (status, body) == (503, b'{"error":"too many connections"}')
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        first[1].write(GET)
+        assert (await answer(first[0]))[0] == 200
+
+    either(test)
+
+
+def test_who_connected_before_the_listener_closes_is_answered(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        path = str(tmp_path / "s")
+        await server.listen(path)
+        clients = []
+        for family, address in (
+            (socket.AF_INET, ("127.0.0.1", server.port)),
+            (socket.AF_UNIX, path),
+        ):
+            for _ in range(3 * ACCEPTS_PER_TURN):
+                client = socket.socket(family)
+                client.connect(address)  # the kernel's doing: the loop has no turn meanwhile
+                client.sendall(GET)
+                client.setblocking(False)
+                clients.append(client)
+        for listener in server.listeners:
+            listener.stop_inviting()
+            listener.close()
+        loop = asyncio.get_running_loop()
+        for client in clients:
+            assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
+            client.close()
+
+    run(test)
+
+
+def test_a_listener_that_stops_inviting_lets_nobody_in(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        path = str(tmp_path / "s")
+        await server.listen(path)
+        for listener in server.listeners:
+            listener.stop_inviting()
+        with socket.socket(socket.AF_UNIX) as late, pytest.raises(FileNotFoundError):
+            late.connect(path)
+        with socket.socket() as late:
+            late.setblocking(False)
+            late.connect_ex(("127.0.0.1", server.port))
+            # On loopback a handshake ends within connect(2), if at all.
+            assert late.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) == TCP_SYN_SENT
+
+    run(test)
+
+
+def test_want_of_descriptors_is_logged_once_counted_and_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: Server) -> None:
+        monkeypatch.setattr(listener_module, "ACCEPT_PAUSE_S", 0.01)
+        newcomer = socket.socket()
+        newcomer.setblocking(False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = os.dup(0)
+        os.close(spare)  # the lowest number that is free
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+            newcomer.connect_ex(("127.0.0.1", server.port))
+            await until(lambda: server.connections.accept_failures >= 3)
+            assert not server.connections.open
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(newcomer, GET)
+        assert (await loop.sock_recv(newcomer, 1000)).startswith(b"HTTP/1.1 200 ")
+        newcomer.close()
+
+    with caplog.at_level(logging.INFO):
+        run(test)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["no connection can be accepted", "connections are accepted again"]
+
+
+# The path of a UNIX socket.
+
+
+def test_a_path_belongs_to_its_successor_once_it_has_taken_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first, second = UnixPath(path), UnixPath(path)
+    listening = first.take()
+    with pytest.raises(OSError, match="Address already in use"):
+        second.take()
+    first.let_go()
+    assert not os.path.exists(path)
+    with second.take(), listening:
+        first.let_go()
+        assert os.path.exists(path)
+        second.let_go()
+        assert not os.path.exists(path)
+
+
+def test_a_path_that_another_took_over_by_force_is_left_to_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first, second = UnixPath(path), UnixPath(path)
+    with first.take():
+        os.unlink(path)
+        with second.take():
+            first.let_go()
+            assert os.path.exists(path)
+
+
+def test_taking_a_path_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    with UnixPath(str(tmp_path / "s")).take():
+        assert os.listdir(tmp_path) == ["s"]
+    with pytest.raises(OSError, match="too long"):
+        UnixPath(str(tmp_path / ("s" * 200))).take()
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_a_connection_that_a_bug_keeps_from_opening_is_told_to_the_loop() -> None:
+    failed: list[object] = []
+
+    async def story(server: Server) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+        del server.protocols  # so that making one fails
+        await server.connect()
+        await until(lambda: failed)
+        server.protocols = []
+        reader, writer = await server.connect()
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+
+    run(story)
+    assert [type(error) for error in failed] == [AttributeError]

@@ -1,0 +1,191 @@
+"""What a TLS connection holds and costs beyond its requests, without a socket (D46)."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+
+from lean_selector.http.connections import Connections
+from lean_selector.http.limits import Limits
+from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.protocol import HttpProtocol
+from lean_selector.http.request import Request
+from lean_selector.http.response import encode_response
+from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsConnection, TlsDoor
+from tests.certificates import Authority
+
+OURS = Authority()
+TRUSTING = OURS.client()
+PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
+KIB = 1024
+
+
+class Loop:
+    """The turns of a loop, one at a time, and a door whose app says how large a body was."""
+
+    def __init__(self) -> None:
+        self.turns: list[Callable[[], None]] = []
+        self.connections = Connections(self.turns.append, Limits(max_body_bytes=8 * KIB * KIB))
+        self.parked: list[PendingReply] = []
+        self.door = TlsDoor(
+            OURS.server(), self.connections, lambda: HttpProtocol(self.app, self.connections)
+        )
+
+    def app(self, request: Request) -> bytes | PendingReply:
+        if request.path == b"/park":
+            reply = PendingReply(is_being_made=True)
+            self.parked.append(reply)
+            return reply
+        return encode_response(200, b"%d bytes" % len(request.body))
+
+    def turn(self) -> None:
+        """What is due now."""
+        due, self.turns[:] = self.turns[:], []
+        for call in due:
+            call()
+
+    def client(self) -> "Client":
+        return Client(self)
+
+
+class Client(asyncio.Transport):
+    """A client, and the transport that the server has of it."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.is_read = True
+        self.is_closed = False
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = TRUSTING.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
+        self._loop = loop
+        self._unread = b""
+        self.server = TlsConnection(loop.door)
+        self.server.connection_made(self)
+
+    # What the server does to its transport.
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._incoming.write(data)
+
+    def write_eof(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
+        self._loop.turns.append(self._send_unread)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    @property
+    def is_answered(self) -> bool:
+        return bool(self._incoming.pending)
+
+    # What the client does.
+
+    def send(self, data: bytes, piece_bytes: int = 64 * KIB) -> None:
+        """Over the wire, as far as the server reads."""
+        for at in range(0, len(data), piece_bytes):
+            if not self.is_read:
+                self._unread += data[at:]
+                return
+            if not self.is_closed:
+                self.server.data_received(data[at : at + piece_bytes])
+
+    def _send_unread(self) -> None:
+        data, self._unread = self._unread, b""
+        self.send(data)
+
+    def flight(self) -> bytes:
+        """What its handshake sends next."""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self.tls.do_handshake()
+        return self._outgoing.read()
+
+    def sealed(self, data: bytes, record_bytes: int = 16 * KIB) -> bytes:
+        for at in range(0, len(data), record_bytes):
+            self.tls.write(data[at : at + record_bytes])
+        return self._outgoing.read()
+
+    def farewell(self) -> bytes:
+        with contextlib.suppress(ssl.SSLError):
+            self.tls.unwrap()
+        return self._outgoing.read()
+
+    def connected(self) -> "Client":
+        for _ in range(2):
+            self.send(self.flight())
+            self._loop.turn()
+        assert self._loop.connections.tls.completed
+        return self
+
+    def received(self) -> bytes:
+        pieces = []
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while piece := self.tls.read(64 * KIB):
+                pieces.append(piece)
+        return b"".join(pieces)
+
+
+def test_a_large_request_may_follow_a_handshake_that_waits_for_its_turn() -> None:
+    loop = Loop()
+    client = loop.client()
+    client.send(client.flight())
+    loop.turn()
+    body = bytes(2000 * KIB)
+    head = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    client.send(client.flight() + client.sealed(head + body))
+    assert 0 < loop.connections.held_bytes <= 512 * KIB
+    loop.turn()
+    loop.turn()  # reads what it had left
+    assert client.received().endswith(b"%d bytes" % len(body))
+    assert not any(loop.connections.tls.failures.values())
+
+
+def test_who_has_left_takes_nobodys_turn() -> None:
+    loop = Loop()
+    for _ in range(10 * HANDSHAKES_PER_TURN):
+        leaver = loop.client()
+        leaver.send(leaver.flight() + bytes(64 * KIB))
+        leaver.is_closed = True
+        leaver.server.connection_lost(None)
+    client = loop.client()
+    client.send(client.flight())
+    loop.turn()
+    assert client.is_answered
+
+
+def test_what_comes_behind_a_farewell_is_thrown_away() -> None:
+    loop = Loop()
+    client = loop.client().connected()
+    client.send(client.sealed(PARK) + client.farewell())
+    assert loop.parked
+    assert not client.is_closed
+    for _ in range(100):
+        client.send(bytes(64 * KIB))
+    assert client.server._incoming.pending == 0  # what OpenSSL has not taken
+
+
+def test_a_handshake_that_goes_on_and_on_is_refused() -> None:
+    loop = Loop()
+    client = loop.client()
+    change_of_cipher = b"\x14\x03\x03\x00\x01\x01"  # which TLS 1.3 takes as nothing
+    client.send(client.flight())
+    loop.turn()
+    for _ in range(100):
+        client.send(change_of_cipher * 1000)
+        loop.turn()
+    assert loop.connections.tls.failures["other"] == 1
+    assert loop.connections.held_bytes == 0
