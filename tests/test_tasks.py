@@ -69,9 +69,6 @@ ALLOWED = {
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),
-    ("curve/thread_gate.py", "ThreadGate.__init__", "Thread"): (
-        "in the engine's process: Python prints what ends it, and nobody is admitted any more"
-    ),
     ("discovery/file_finder.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
     ("services/openapi_routes.py", "OpenApiRoutes._answer", "run_in_executor"): (
         "_tell logs what it raised, and answers 500"
