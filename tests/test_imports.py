@@ -112,7 +112,7 @@ CORE: dict[str, set[str]] = {
 }
 # Folders that are not yet called as the room is that they become.
 BECOMES = {
-    **dict.fromkeys(("http1", "outbound"), "http"),
+    **dict.fromkeys(("outbound",), "http"),
     **dict.fromkeys(("services", "openapi", "observing", "access"), "service"),
     **dict.fromkeys(("sockets", "curve"), "events"),
     **dict.fromkeys(("prompts", "route", "access_logs"), "gateway"),
@@ -194,7 +194,7 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_their_types() -> 
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Where modules are compiled; setup.py has the same set.
-COMPILED_ROOMS = {"core", "wire", "http", "http1", "services", "service", "sockets", "observing"}
+COMPILED_ROOMS = {"core", "wire", "http", "services", "service", "sockets", "observing"}
 
 
 def bases_of(node: Definition) -> set[str]:
