@@ -33,9 +33,6 @@ ALLOWED = {
     ("gateway/placing.py", "Placing.begin", "create_task"): (
         "whatever it raises is logged in _place, and answered with 500; the errand cancels it"
     ),
-    ("gateway/remote_chooser.py", "RemoteChooser.choose", "ensure_future"): (
-        "choose awaits it; where choose is cancelled, _undo looks at how it ended"
-    ),
     ("http/listener.py", "Listener._accept_some", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
