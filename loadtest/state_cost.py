@@ -18,8 +18,8 @@ import time
 
 import uvloop
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.load.shapes import Booking
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.core.selection.selector import Selector

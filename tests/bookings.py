@@ -4,10 +4,9 @@ from typing import TypeVar
 
 import msgspec
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 
 Record = TypeVar("Record", ReplicaEvent, LiveBooking)
 

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lean_selector.core.selection.dialect import API_1_6
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source
+from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.header_block import block_of
 from lean_selector.http.pending_reply import PendingReply

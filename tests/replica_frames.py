@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lean_selector.core.replication.records import ReplicaEvent
+from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.wire.replica_frames import decode_quickly, payload_of
 from lean_selector.wire.replica_odd_frames import decode_in_steps
 

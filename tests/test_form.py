@@ -37,7 +37,7 @@ def test_sources_over_a_compiled_installation_are_what_they_are(
     compiled = {"lean_selector.core.errors"}
     monkeypatch.setattr(form, "_is_compiled", compiled.__contains__)
     assert form.form() == "1 of 2 modules compiled"
-    compiled.add("lean_selector.core.limits")
+    compiled.add("lean_selector.core.numbers")
     assert form.form() == "compiled"
     compiled.clear()
     assert form.form() == "pure"

@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from lean_selector.access_logs.outcomes import outcome_of
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 
 LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy cut theirs earlier
 LONGEST_ID: Final = 256

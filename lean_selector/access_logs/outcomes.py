@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from lean_selector.core.health.ejections import FAILED, OK, REFUSED
-from lean_selector.core.health.statuses import outcome_of_status
+from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
 
 _GAVE_UP: Final = 499  # nginx's word for a client that left
 _LIST: Final = re.compile(r" ?[,:] ")  # between the tries of one request, in nginx's variables

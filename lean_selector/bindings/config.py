@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lean_selector.bindings.cache_config import SelectionCacheConfig
-from lean_selector.core.arguments import not_a, number, optional, whole
+from lean_selector.core.numbers import not_a, number, optional, whole
 from lean_selector.process.options import OneLineParser, add_options
 from lean_selector.process.selector_config import (
     SELECTOR_OPTIONS,

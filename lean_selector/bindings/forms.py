@@ -7,8 +7,7 @@ Checks what only Python can get wrong; what the fields mean is checked where HTT
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lean_selector.core.arguments import not_a, whole
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX, not_a, whole
 from lean_selector.core.selection.workers import BY_RANK
 
 Fields = dict[str, Any]

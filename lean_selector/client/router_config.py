@@ -6,7 +6,7 @@ router's requests; the rest are accepted, so that a program moves over unchanged
 
 from collections.abc import Mapping
 
-from lean_selector.core.arguments import number, optional, switch
+from lean_selector.core.numbers import number, optional, switch
 from lean_selector.core.selection.settings import RouterOverride
 
 # Settings of Dynamo's in-process router that belong to the service, or to parts that do not exist

@@ -34,9 +34,8 @@ from lean_selector.client.router_config import KvRouterConfig
 from lean_selector.client.service_calls import prompt_fields
 from lean_selector.client.steps import Ask, Flow, HandOver, OpenStream, Pause, Release
 from lean_selector.client.terms import Generation, Prompt, Terms
-from lean_selector.core.arguments import optional, whole
-from lean_selector.core.health.ejections import FAILED, REFUSED
-from lean_selector.core.health.statuses import NOT_FREE, outcome_of_status
+from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
+from lean_selector.core.numbers import optional, whole
 
 T = TypeVar("T")
 

@@ -10,11 +10,10 @@ whose look-up is `Trackers.lookup`.
 from collections.abc import Iterator
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
-from lean_selector.core.limits import MAX_ISL_TOKENS, MAX_RANKS, RANK_LIMIT, U64_MAX
-from lean_selector.core.load.booking import Booking
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.load.slots import Slots
+from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS, RANK_LIMIT, U64_MAX
 from lean_selector.core.replication.ledger import (
     RESERVATION_EXPIRY_S,
     Ledger,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection import RankText, WorkerFields
 

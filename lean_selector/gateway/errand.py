@@ -14,8 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from lean_selector.core.health.ejections import FAILED, OK, REFUSED
-from lean_selector.core.health.statuses import outcome_of_status
+from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
 from lean_selector.gateway.answer_head import AnswerHead
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import answer_lines, request_lines

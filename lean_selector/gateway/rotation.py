@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from lean_selector.core.health.ejections import Ejections
-from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.outbound.url import Url, url_at
 

@@ -11,9 +11,13 @@ from typing import Protocol
 
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
-from lean_selector.core.replication.records import EventKind
-from lean_selector.core.replication.sequences import ReplicaSequences
+from lean_selector.core.replication.events import (
+    ReplicaApplier,
+    ReplicaEvents,
+    ReplicaSequences,
+    Verdict,
+)
+from lean_selector.core.replication.shapes import EventKind
 from lean_selector.core.trackers import Trackers
 from lean_selector.observing.metrics import AnyFamily, Family, Sample, escaped, labels
 

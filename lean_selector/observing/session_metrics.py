@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.peer_sessions import PeerSessions
-from lean_selector.core.sessions.records import SessionVerdict
+from lean_selector.core.sessions.shapes import SessionVerdict
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.observing.load_metrics import Families, scope_labels
 from lean_selector.observing.metrics import Family, Sample, labels

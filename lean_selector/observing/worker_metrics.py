@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from lean_selector.core.load.rank_counts import RankCounts
+from lean_selector.core.load.rank_load import RankCounts
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.observing.load_metrics import Families, scope_labels

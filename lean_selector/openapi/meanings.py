@@ -19,9 +19,9 @@ _OF: Final[dict[str, dict[str, str]]] = {
     },
     "CurveState": {
         "public_key": "ours",
-        "peer_keys": "how many keys of peers are admitted",
+        "peer_keys": "how many keys of peers are admitted now",
         "refused": "handshakes of clients with another key, ever",
-        "last_refused": "public key of the last of them",
+        "last_refused": "the last of them, as `KEY from ADDRESS`",
     },
     "DiscoveredPeer": {
         "endpoint": "ZMQ endpoint of its events",

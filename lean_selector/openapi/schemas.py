@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import Raw, UnsetType
 
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.openapi.meanings import meaning_of
 from lean_selector.wire.answer_forms import JsonText
 

@@ -6,9 +6,9 @@ Rows of the table of options, and what is made of them. Names and defaults of se
 import argparse
 from collections.abc import Mapping
 
-from lean_selector.core.limits import U64_MAX
-from lean_selector.core.selection.dialect import API_1_3, API_1_6, DIALECTS
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.settings import SelectionCacheSettings
+from lean_selector.core.settings import API_1_3, API_1_6, DIALECTS
 from lean_selector.process.options import Option, boolean, integer, number, word
 
 _CACHE = SelectionCacheSettings()

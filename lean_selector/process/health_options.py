@@ -5,7 +5,7 @@ Rows of the table of options, and what is made of them. The model is envoy's out
 
 from collections.abc import Mapping
 
-from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.settings import EjectionSettings
 from lean_selector.process.options import Option, integer, number
 from lean_selector.process.service_options import POSITIVE_SECONDS
 

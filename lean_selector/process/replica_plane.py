@@ -21,9 +21,9 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.ledger import copies_expire_s
-from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
-from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
+from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
 from lean_selector.outbound.credentials import Credentials
 from lean_selector.process.host import StartError
@@ -54,7 +54,7 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
     if gate is None:
         return msgspec.UNSET
     public = gate.pair.public.decode()
-    return CurveState(public, len(gate.admitted or ()), gate.refused, gate.last_refused)
+    return CurveState(public, len(gate.admitted()), gate.refused, gate.last_refused)
 
 
 class ReplicaPlane:

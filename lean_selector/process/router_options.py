@@ -7,9 +7,9 @@ spec selection.md section 7.
 import argparse
 from collections.abc import Mapping
 
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.settings import DISK_WEIGHT, HOST_WEIGHT
-from lean_selector.core.sessions.settings import DEFAULT_BONUS_BLOCKS
+from lean_selector.core.settings import DEFAULT_BONUS_BLOCKS
 from lean_selector.process.options import (
     Option,
     boolean,

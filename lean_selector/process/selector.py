@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lean_selector.access.token_file import AccessTokens
-from lean_selector.core.selection.dialect import API_1_6
 from lean_selector.core.selection.inspection import established
+from lean_selector.core.settings import API_1_6
 from lean_selector.http.connections import Connections
 from lean_selector.http.limits import Limits
 from lean_selector.http.protocol import App

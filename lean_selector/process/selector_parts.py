@@ -14,13 +14,13 @@ import zmq.asyncio
 
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.replication.records import ReplicaEvent
-from lean_selector.core.selection.dialect import API_1_6
+from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.sessions.table import SessionTables
+from lean_selector.core.settings import API_1_6
 from lean_selector.observing.lifecycle_log import SelectorLog
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.expiry_sweep import ExpirySweep

@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from lean_selector.core.replication.records import ReplicaEvent
+from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.http.limits import Limits

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.events import ReplicaTarget, restore
 from lean_selector.core.replication.ledger import copies_expire_s
-from lean_selector.core.replication.records import LiveBooking
-from lean_selector.core.replication.restoring import restore
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.core.selection.selector import Selector

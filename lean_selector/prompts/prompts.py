@@ -6,7 +6,7 @@ from typing import Final
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
-from lean_selector.core.limits import MAX_ISL_TOKENS
+from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.prompts.additions import Additions

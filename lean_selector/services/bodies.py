@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from lean_selector.core.errors import BadRequest, SelectorError
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.http.request import Request
 from lean_selector.http.response import JSON
 from lean_selector.http.router import RepeatedQueryField, parse_query, percent_decode

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.core.health.rank_health import EJECTED, IN_SERVICE, PROBATION
+from lean_selector.core.health.ejections import EJECTED, IN_SERVICE, PROBATION
 from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.workers import WorkerRecord
 from lean_selector.services.bodies import DETAIL, SCOPE_FIELDS

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
 from lean_selector.core.replication.events import ReplicaTarget
-from lean_selector.core.replication.records import LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.credentials import Credentials

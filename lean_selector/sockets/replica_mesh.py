@@ -23,12 +23,11 @@ import zmq.asyncio
 
 from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
-from lean_selector.core.replication.events import Verdict
-from lean_selector.core.replication.records import ReplicaEvent
-from lean_selector.core.replication.sequences import ReplicaSequences
-from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
+from lean_selector.core.replication.events import ReplicaSequences, Verdict
+from lean_selector.core.replication.shapes import ReplicaEvent
+from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
+from lean_selector.curve.client import CurveClient
 from lean_selector.curve.gate import CurveGate
-from lean_selector.curve.keys import CurveClient
 from lean_selector.sockets.link import check_link
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_links import (
@@ -137,7 +136,7 @@ class ReplicaSync:
         links = links or Links(context)
         self._allowed = links.allowed
         self.gate = gate
-        curve = None if gate is None else CurveClient(gate.pair, gate.admitted or ())
+        curve = None if gate is None else CurveClient(gate.pair, gate.admitted)
         self._links = ReplicaLinks(links, topics, self._handle, on_connected, curve)
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
@@ -185,7 +184,7 @@ class ReplicaSync:
         self._outbox.clear()
         self._pub.close()
         if self.gate is not None:
-            self.gate.close()
+            await self.gate.close()
 
     # publishing ---------------------------------------------------------------------------------
 
@@ -244,6 +243,9 @@ class ReplicaSync:
         """Tell again and again how many events there were: a heartbeat may be lost as they are."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            if self.gate is not None and self.gate.has_expelled():
+                log.info("a public key is no longer admitted: all peers connect anew")
+                await self._pub.begin_anew()
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
 
     # peers --------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import logging
 
 from lean_selector.core.replication.events import Verdict
-from lean_selector.core.replication.records import ReplicaEvent
-from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
+from lean_selector.core.replication.shapes import ReplicaEvent
+from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 
 log = logging.getLogger("lean_selector.replica")
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.state.catalog_text import read_catalog
 from lean_selector.state.directory import StateDirectory
 from lean_selector.state.keeper import CATALOG, RESERVATIONS

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.wire.discovery_states import KeptWorker
 
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

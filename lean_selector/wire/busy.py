@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.wire.scalars import NonNegative, check_u64
 from lean_selector.wire.scope import DEFAULT_GROUP, group_of
 

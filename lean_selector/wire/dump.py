@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.wire.dump_shapes import (
     Block,
     ClearedRank,

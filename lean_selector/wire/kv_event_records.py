@@ -21,7 +21,7 @@ from lean_selector.core.index.kv_batch import (
     SkippedEvent,
 )
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.wire.kv_event_layouts import (
     ArrayCleared,
     ArrayEvent,

@@ -17,7 +17,7 @@ from lean_selector.core.hashing import (
     local_hashes,
     sequence_hashes_bytes,
 )
-from lean_selector.core.limits import MAX_ISL_TOKENS, U64_MAX
+from lean_selector.core.numbers import MAX_ISL_TOKENS, U64_MAX
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.hash_lists import ABSENT, check_ignored, is_absent, packed
 from lean_selector.wire.prompt_fields import PromptFields

@@ -19,8 +19,8 @@ from typing import Literal
 
 import msgspec
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.load.shapes import Booking
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import turned_round
 from lean_selector.wire.replica_odd_frames import NANOS, TooBig, UndecodableFrames
 from lean_selector.wire.replica_shapes import (

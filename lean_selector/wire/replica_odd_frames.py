@@ -11,8 +11,8 @@ from typing import TypeGuard
 
 import msgspec
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.load.shapes import Booking
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import MAX_INTEGERS, MAX_TEXT_BYTES, Reader, TooMany
 from lean_selector.wire.messagepack_values import Hashes, Map, Value
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.wire.scalars import U32, NonNegative
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.replication.catch_up import live_booking
 from lean_selector.core.replication.events import ReplicaTarget
-from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.wire.replica_shapes import KeptLine, SnapshotHead, SnapshotLine
 from lean_selector.wire.scalars import hashes_from_json, unpack_signed
 

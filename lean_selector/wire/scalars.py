@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.wire.integer_text import packed_signed, packer
 
 _LOOKED_AT_TOGETHER = 4096  # hashes, when one of a long list is at fault

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from lean_selector.core.sessions.records import LiveSession, SessionEvent
+from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
 from lean_selector.wire.messagepack_pieces import trailing_at
 from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames
 from lean_selector.wire.replica_shapes import SessionEnvelope, SessionLine, SessionListHead

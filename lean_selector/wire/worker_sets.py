@@ -3,7 +3,7 @@
 import functools
 from typing import Final
 
-from lean_selector.core.limits import MAX_RANKS
+from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.wire.scalars import check_u64
 
 # To look so few up costs as much as to check them. Sets of more workers than can have ranks are

@@ -16,7 +16,7 @@ from lean_selector.access_logs import reader as reader_module
 from lean_selector.access_logs.ends import LogEnds
 from lean_selector.access_logs.places import Senders
 from lean_selector.access_logs.reader import LINES_PER_TURN, LineReader, udp_socket
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings

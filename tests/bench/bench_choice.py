@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from lean_selector.core.index.kv_index import Tier
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import SelectionRequest

@@ -20,9 +20,8 @@ import uvloop
 
 from lean_selector import __version__
 from lean_selector.core.index.kv_ingest import EventCounts
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.busy_limits import BusyThreshold
 from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector

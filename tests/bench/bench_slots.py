@@ -17,7 +17,7 @@ from itertools import cycle
 
 import xxhash
 
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
 
 RANKS = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.arguments import number, optional, switch, whole
+from lean_selector.core.numbers import number, optional, switch, whole
 
 
 class Four:

@@ -1,6 +1,6 @@
 """Whose turn it is, and what stays of a worker that is no more."""
 
-from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.gateway.worker_connection import WorkerConnection

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaTarget, Verdict
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.table import SessionTables
+from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import decode_heartbeat, encode_event, encode_heartbeat
 from lean_selector.wire.replica_odd_frames import UndecodableFrames
 from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session

@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.health.ejections import FAILED, OK
-from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.index.kv_index import Matched, Tier
-from lean_selector.core.load.busy_limits import OFF, BusyThreshold
+from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
@@ -25,6 +24,7 @@ from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
 from lean_selector.core.selection.settings import QueuePolicy, RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.settings import EjectionSettings
 from tests.bookings import book
 from tests.driven_selector import Sources, pack, prompt_of
 from tests.naive_choice import Candidate, Matches, candidates, not_busy, rank_costs

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.sessions.settings import SessionSettings
 from lean_selector.core.sessions.table import SessionTable
+from lean_selector.core.settings import SessionSettings
 from tests.driven_selector import DrivenSelector
 
 TTL_S = 20.0

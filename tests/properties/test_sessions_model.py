@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import MAX_SEQUENCE, SessionTable, SessionTables
+from lean_selector.core.settings import SessionSettings
 
 TTL_S = 10.0
 OURS = 5

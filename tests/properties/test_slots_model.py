@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.records import ActiveRun
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import ActiveRun, Reservation
 from lean_selector.core.load.slots import Slots
 from tests.bookings import book
 

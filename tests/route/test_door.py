@@ -10,8 +10,7 @@ import uvloop
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.http.header_block import block_of

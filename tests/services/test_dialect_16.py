@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.dialect import API_1_3, API_1_6, Dialect
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings, SelectionCacheSettings
+from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.pending_reply import PendingReply
 from lean_selector.http.response import encode_response
 from lean_selector.services.gate import Gate

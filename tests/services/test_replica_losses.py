@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from lean_selector.core.replication.records import EventKind
+from lean_selector.core.replication.shapes import EventKind
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC, encode_event
 from tests.bookings import replica_event
 from tests.replica_member import BOOKED, IDLE, MODEL, Member

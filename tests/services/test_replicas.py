@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import zmq
 
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.bookings import replica_event
 from tests.replica_frames import decode_event

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.sockets import replica_links, replica_mesh
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.lookups import Address

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
-from lean_selector.core.replication.records import ReplicaEvent
+from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.sockets.replica_mesh import ReplicaSync
 from tests.bookings import book
 from tests.running_service import free_port

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.state.directory import StateDirectory

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
 from lean_selector.state.directory import StateDirectory
 from lean_selector.state.keeper import (

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.busy_limits import BusyThreshold
-from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.load.shapes import Booking, BusyThreshold
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.state.directory import StateDirectory

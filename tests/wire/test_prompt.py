@@ -8,7 +8,7 @@ import pytest
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import block_hashes, sequence_hashes
-from lean_selector.core.limits import MAX_ISL_TOKENS
+from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.hash_lists import packed
 from lean_selector.wire.prompt import (

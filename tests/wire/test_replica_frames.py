@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.messagepack import MAX_INTEGERS, MAX_TEXT_BYTES, MAX_VALUES
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.catch_up import live_booking
-from lean_selector.core.replication.records import LiveBooking
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.wire.replica_snapshot import (
     SNAPSHOT_END,
     BadSnapshot,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from lean_selector.core.limits import MAX_RANKS, U64_MAX
+from lean_selector.core.numbers import MAX_RANKS, U64_MAX
 from lean_selector.wire.worker_sets import allowed_workers
 
 

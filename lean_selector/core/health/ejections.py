@@ -1,23 +1,66 @@
-"""Ranks that fail are ejected for a while, and tried again.
-
-After so many failures in a row a rank is out, for a time that grows with each ejection. Then it is
-on probation: one failure ejects it again, a success heals it, and so does a time without failures
-as long as it was out. Polls of its worker eject it too, until one of them succeeds. Of the ranks no
-more than a share is out, but those of one worker may always be. Where all are out it is the
-caller's to try them all the same; a success of one of them then puts it back at once, because
-otherwise successes of who is out are those of requests that were given to it before.
-
-Pure: the time is an argument, monotonic seconds, and does not go backwards. Knows ranks by their
-keys and nothing of what they do.
-"""
+"""Outlier detection: ranks that fail are ejected for a while, and tried again."""
 
 import math
 from collections.abc import Sequence
 from typing import Final
 
-from lean_selector.core.health.rank_health import RankHealth
-from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.rank_bits import RankKey
+from lean_selector.core.settings import EjectionSettings
+
+IN_SERVICE, PROBATION, EJECTED = "in_service", "probation", "ejected"
+
+
+class RankHealth:
+    """Of one rank. Read it anywhere; only Ejections changes it. Times are monotonic seconds."""
+
+    __slots__ = (
+        "ejections",
+        "failed_polls",
+        "failures",
+        "healed_at",
+        "is_down",
+        "is_out",
+        "on_probation",
+        "probation_ends_at",
+        "reason",
+        "returns_at",
+        "since",
+        "was_refused",
+    )
+
+    def __init__(self) -> None:
+        self.failures = 0  # reported in a row
+        self.failed_polls = 0  # in a row
+        self.was_refused = False  # at the last failure nobody listened
+        self.is_out = False  # ejected: by reports until `returns_at`, by polls while `is_down`
+        self.is_down = False
+        self.on_probation = False  # back, and ejected again by one failure
+        self.since = 0.0  # when it was ejected, while it is out; when it came back, on probation
+        self.returns_at = 0.0
+        self.probation_ends_at = 0.0
+        self.ejections = 0  # by reports; less one for each `base_s` in service after `healed_at`
+        self.healed_at = 0.0
+        self.reason = ""  # why it is, or was last, ejected
+
+    @property
+    def state(self) -> str:
+        if self.is_out:
+            return EJECTED
+        return PROBATION if self.on_probation else IN_SERVICE
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks that fail are ejected for a while, and tried again.
+#
+# After so many failures in a row a rank is out, for a time that grows with each ejection. Then it
+# is on probation: one failure ejects it again, a success heals it, and so does a time without
+# failures as long as it was out. Polls of its worker eject it too, until one of them succeeds. Of
+# the ranks no more than a share is out, but those of one worker may always be. Where all are out it
+# is the caller's to try them all the same; a success of one of them then puts it back at once,
+# because otherwise successes of who is out are those of requests that were given to it before.
+#
+# Pure: the time is an argument, monotonic seconds, and does not go backwards. Knows ranks by their
+# keys and nothing of what they do.
 
 OK: Final = "ok"
 FAILED: Final = "failed"
@@ -195,3 +238,17 @@ class Ejections:
         health.failures, health.was_refused = 0, False
         if not health.ejections and not health.failed_polls:
             del self.ranks[key]
+
+
+# Of who sheds load or is starting up: that is neither a failure nor a request that was served.
+NOT_FREE: Final = frozenset({429, 503, 529})
+
+
+def outcome_of_status(status: int) -> str | None:
+    """Of an HTTP status from 200 on, of an answer that came to its end; None: it says nothing.
+
+    Who says that a request makes no sense is well.
+    """
+    if status in NOT_FREE:
+        return None
+    return FAILED if status >= 500 else OK

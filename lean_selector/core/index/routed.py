@@ -16,9 +16,9 @@ from struct import unpack
 from typing import Final
 
 from lean_selector.core.index.kv_index import KvIndex, Tier
-from lean_selector.core.load.block_weights import BlockWeights
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
-from lean_selector.core.load.records import ActiveRun
+from lean_selector.core.load.rank_load import BlockWeights
+from lean_selector.core.load.shapes import ActiveRun
 from lean_selector.core.rank_bits import RankKey
 
 _ALONE: Final = 1  # the set of the only rank in a trie of its own

@@ -1,15 +1,21 @@
-"""Busy thresholds: which ranks and workers may still be given new work.
+"""Which ranks may be given new work: busy thresholds, and the room that the queue waits for."""
 
-Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3 and 4.6: a rank
-is busy above any limit that is set, not at it; a worker only when all of its ranks are. What is not
-known (a capacity that the worker did not report) exceeds nothing. Does not know how loads are
-counted, nor who is asked for a worker.
-"""
-
+import heapq
+import math
 from collections.abc import Iterable
 
 from lean_selector.core.errors import NotFound
-from lean_selector.core.load.busy_limits import OFF, BusyThreshold
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits
+from lean_selector.core.rank_bits import RankKey
+
+# --------------------------------------------------------------------------------------------------
+# Busy thresholds: which ranks and workers may still be given new work.
+#
+# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3 and 4.6: a
+# rank is busy above any limit that is set, not at it; a worker only when all of its ranks are. What
+# is not known (a capacity that the worker did not report) exceeds nothing. Does not know how loads
+# are counted, nor who is asked for a worker.
 
 # Thresholds outlive their model's last worker, so that a worker that restarts finds them again. Of
 # models that are gone this many are kept, the oldest go first.
@@ -56,3 +62,134 @@ class BusyThresholds:
         for each in gone[: max(0, len(gone) - MAX_REMEMBERED)]:
             del self._own[each]
         return new
+
+
+# --------------------------------------------------------------------------------------------------
+# Which ranks the queue may let requests go to, kept as loads change (D11).
+#
+# A rank is `below` while its prefill tokens are at most the queue's threshold of what its worker
+# batches at once, and `idle` while it is within its busy limits. Both are sets of ranks as bits
+# (`RankBits`), so that a request need not look at the ranks, and `came_free` holds those that
+# entered one of them since it was last emptied, so that an event looks only at who could use them.
+#
+# Load that wears off falls without an event. When it will is known, and `advance` looks at those
+# whose time has come. Exact for the latest time that was told.
+
+Fall = tuple[float, int, RankLoad]  # (when to look, a serial, at which rank)
+
+# Looked at this much before the computed time, which is rounded, and then until it has fallen.
+_MARGIN_S = 1e-6
+_FEW_FALLS = 64
+
+
+class Headroom:
+    """Of one partition that has a queue."""
+
+    __slots__ = (
+        "_falling",
+        "_falls",
+        "_limits",
+        "_serial",
+        "_threshold",
+        "avoided",
+        "below",
+        "came_free",
+        "idle",
+        "now",
+    )
+
+    def __init__(self, threshold: float) -> None:
+        """`threshold` is a fraction of what a worker batches at once; infinity never queues."""
+        self._threshold = threshold
+        self.below = self.idle = 0
+        self.avoided = 0  # ranks that only who is tied to them may go to; the partition's
+        self.came_free = 0
+        self.now = -math.inf  # the latest time that was told
+        self._limits: dict[RankKey, tuple[float, RankLimits]] = {}
+        self._falls: list[Fall] = []  # a heap; also of what is out of date
+        self._falling: dict[RankKey, Fall] = {}  # what is not
+        self._serial = 0
+
+    @property
+    def free(self) -> int:
+        """The ranks that a request may go to, if nothing ties it to others."""
+        return self.below & self.idle & ~self.avoided
+
+    def put(
+        self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits, now: float
+    ) -> None:
+        """A rank that is new, or has other limits, or may be open to other requests than before."""
+        self._limits[load.key] = self._threshold * max_num_batched_tokens, busy
+        self.changed(load, now)
+        self.came_free |= load.mask
+
+    def drop(self, load: RankLoad) -> None:
+        """A rank is gone."""
+        del self._limits[load.key]
+        self._falling.pop(load.key, None)
+        others = ~load.mask
+        self.below &= others
+        self.idle &= others
+        self.came_free &= others
+        self.avoided &= others
+
+    def changed(self, load: RankLoad, now: float) -> None:
+        """A rank's load is not what it was; ranks that were not put are not our concern."""
+        limits = self._limits.get(load.key)
+        if limits is None:
+            return
+        if now > self.now:
+            self.now = now
+        most, busy = limits
+        mask, blocks = load.mask, load.active_decode_blocks
+        wears_off = load.decay is not None
+        tokens = load.prefill_tokens_at(self.now) if wears_off else load.active_prefill_tokens
+        is_over = tokens > most
+        if is_over is bool(self.below & mask):
+            self.below ^= mask
+            if not is_over:
+                self.came_free |= mask
+        is_busy = busy.exceeded_by(tokens, blocks)
+        if is_busy is bool(self.idle & mask):
+            self.idle ^= mask
+            if not is_busy:
+                self.came_free |= mask
+        if wears_off or self._falling:
+            self._falling.pop(load.key, None)
+            if wears_off and (is_over or is_busy):
+                self._await_fall(load, is_over, is_busy)
+
+    def advance(self, now: float) -> None:
+        """Looks at the ranks whose load has worn off far enough by now."""
+        falls = self._falls
+        if now > self.now:
+            self.now = now
+        while falls and falls[0][0] <= self.now:
+            fall = heapq.heappop(falls)
+            load = fall[2]
+            awaited = self._falling.get(load.key)
+            if awaited is not None and awaited[1] == fall[1]:  # by serial: tuples may be copied
+                self.changed(load, now)
+
+    def _await_fall(self, load: RankLoad, is_over: bool, is_busy: bool) -> None:
+        """Sees to it that the rank is looked at when it leaves the first of what it is above."""
+        assert load.decay is not None
+        most, busy = self._limits[load.key]
+        first = most if is_over else -math.inf
+        if is_busy and load.active_decode_blocks <= busy.decode_blocks:
+            first = max(first, busy.prefill_tokens)
+        if first < 0.0:
+            return  # it is busy with blocks, which do not wear off
+        when = load.decay.reaches_at(load.active_prefill_tokens, first) - _MARGIN_S
+        if when == math.inf:
+            return
+        if when <= self.now:
+            when = math.nextafter(self.now, math.inf)
+        self._serial += 1
+        fall = when, self._serial, load
+        self._falling[load.key] = fall
+        if len(self._falls) > _FEW_FALLS + 2 * len(self._falling):
+            self._falls[:] = self._falling.values()
+            heapq.heapify(self._falls)
+        else:
+            heapq.heappush(self._falls, fall)

@@ -15,8 +15,7 @@ of what is sure of them: their standing load.
 import bisect
 from typing import Final
 
-from lean_selector.core.load.bucket import Bucket
-from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.rank_load import Bucket, RankLoad
 from lean_selector.core.rank_bits import bits_of
 
 _FALLING: Final = -1  # in place of the tokens of a load that wears off

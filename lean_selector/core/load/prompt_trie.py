@@ -9,8 +9,8 @@ requests, prefill or time.
 
 from typing import Final
 
-from lean_selector.core.load.block_weights import BlockWeights
-from lean_selector.core.load.records import ActiveRun
+from lean_selector.core.load.rank_load import BlockWeights
+from lean_selector.core.load.shapes import ActiveRun
 
 HASH_BYTES: Final = 8
 

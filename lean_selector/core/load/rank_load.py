@@ -1,10 +1,221 @@
-"""The load of one rank."""
+"""The load of one rank: what its blocks weigh, its prefill as it wears off, and its counts."""
 
-from lean_selector.core.load.block_weights import BlockWeights
-from lean_selector.core.load.bucket import Bucket
-from lean_selector.core.load.prefill_decay import PrefillDecay
-from lean_selector.core.load.rank_counts import RankCounts
+from collections import OrderedDict
+from math import ceil, floor, frexp, inf
+
 from lean_selector.core.rank_bits import RankKey
+
+# --------------------------------------------------------------------------------------------------
+# How much the fractional blocks of one rank weigh together (spec: selection.md section 6).
+#
+# A rank's decode load is its number of distinct blocks, where some count as a fraction. The
+# reference adds the fractions one block after another in f64, and the rounding errors decide ties:
+# 10 blocks at 0.85 print as 8. This module gives that result without the walk over the blocks.
+# Knows nothing of prompts.
+
+
+class BlockWeights:
+    """Tally of the blocks whose weight is not 1: weight -> number of blocks."""
+
+    __slots__ = ("_counted", "_missing", "counts")
+
+    def __init__(self) -> None:
+        self.counts: dict[float, int] = {}  # 0 <= weight < 1, count >= 1
+        self._missing: float | None = (
+            None  # about how much they fall short of weight 1; None: stale
+        )
+        self._counted = 0  # sum of counts, valid with _missing
+
+    def move(self, old: float, new: float, blocks: int) -> None:
+        """Change the weight of some blocks. A block enters the tally from 1.0, and leaves it to
+        1.0."""
+        if old == new or not blocks:
+            return
+        self._missing = None
+        counts = self.counts
+        if old != 1.0:
+            left = counts[old] - blocks
+            if left:
+                counts[old] = left
+            else:
+                del counts[old]
+        if new != 1.0:
+            counts[new] = counts.get(new, 0) + blocks
+
+    def rounded_total(self, distinct_blocks: int) -> int:
+        """What a rank's blocks weigh, rounded half away from zero.
+
+        `distinct_blocks` counts every block of the rank once, the fractional ones included. The
+        blocks are added in the order of their weights; the reference leaves the order open.
+        """
+        missing = self._missing
+        if missing is None:
+            missing = self._missing = _shortfall(self.counts)
+            self._counted = sum(self.counts.values())
+        total = distinct_blocks - missing
+        # Each block's two operations err by half an ulp of at most distinct_blocks, and `missing`
+        # by less. Only a total that close to a half needs the very sum that the reference would
+        # have got.
+        doubt = (self._counted + 4) * distinct_blocks * 2.0**-51
+        if abs(total - floor(total) - 0.5) <= doubt:
+            total = float(distinct_blocks)
+            for weight in sorted(self.counts):
+                total = _weigh_one_by_one(total, weight, self.counts[weight])
+        whole = floor(total)
+        return whole + 1 if total - whole >= 0.5 else whole
+
+
+def _shortfall(counts: dict[float, int]) -> float:
+    missing = 0.0  # by hand: sum() of floats rounds differently since Python 3.12
+    for weight, blocks in counts.items():
+        missing += blocks * (1.0 - weight)
+    return missing
+
+
+def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
+    """The f64 that `total = total - 1.0 + weight` leaves when repeated `blocks` times.
+
+    While the total stays between the same powers of two, every step moves it by the same amount (a
+    tie is rounded to even, and 1 is an even number of ulps), so that all steps but the first few
+    are one product, which is exact: a multiple of the ulp, and below 2**53 of them.
+    """
+    while blocks:
+        total = total - 1.0 + weight
+        blocks -= 1
+        step = (total - 1.0 + weight) - total
+        if step == 0.0:
+            break
+        power_below = 2.0 ** (frexp(total)[1] - 1)
+        same = min(blocks, int((total - 1.0 - power_below) / -step))
+        if same > 0:
+            total += same * step
+            blocks -= same
+    return total
+
+
+class Bucket:
+    """Ranks of one load. Read it anywhere; only LoadOrder changes it.
+
+    A rank knows its bucket, so leaving it looks nothing up.
+    """
+
+    __slots__ = ("key", "ranks", "standing", "tokens")
+
+    def __init__(self, tokens: int, standing: float, key: float) -> None:
+        self.tokens = tokens  # active_prefill_tokens of each
+        self.standing = standing  # of each
+        self.key = key  # its place in the order: what the load costs by itself
+        self.ranks = 0  # a set, as bits of `RankBits`; never empty while it is in the order
+
+
+# --------------------------------------------------------------------------------------------------
+# Prefill load that wears off while a worker is expected to compute it (spec: slot_tracker.md
+# section 2.2).
+#
+# Exists only for a rank that holds a prefill with an expected duration, which arrives in a
+# replica's hint. Prefills are computed in arrival order: only the oldest, the anchor, wears off,
+# from when it became the oldest. Knows nothing of blocks or of requests beyond their ids.
+
+
+class PrefillDecay:
+    """The outstanding prefills of one rank, oldest first."""
+
+    __slots__ = ("_anchor_since", "_prefills", "_untimed")
+
+    def __init__(self) -> None:
+        # Tokens, and how long they will take: None when nobody said.
+        self._prefills: OrderedDict[str, tuple[int, float | None]] = OrderedDict()
+        self._untimed = 0
+        self._anchor_since = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """True when no prefill with a duration is left."""
+        return self._untimed == len(self._prefills)
+
+    def add(self, request_id: str, tokens: int, duration_s: float | None, now: float) -> None:
+        """`tokens` > 0."""
+        if not self._prefills:
+            self._anchor_since = now
+        self._prefills[request_id] = tokens, duration_s
+        self._untimed += duration_s is None
+
+    def remove(self, request_id: str, now: float) -> None:
+        """Drop one that was added, with what is left of it. The clock of a new anchor starts
+        now."""
+        if request_id == next(iter(self._prefills)):
+            self._anchor_since = now
+        self._untimed -= self._prefills.pop(request_id)[1] is None
+
+    def tokens_at(self, total_tokens: int, now: float) -> int:
+        """What is left of `total_tokens`, the sum of all outstanding prefills."""
+        tokens, duration_s = next(iter(self._prefills.values()))
+        if duration_s is None:
+            return total_tokens
+        elapsed_s = now - self._anchor_since
+        if duration_s <= 0.0:
+            return total_tokens - tokens
+        if self._untimed:
+            left = min(1.0, max(0.0, 1.0 - elapsed_s / duration_s))
+            return total_tokens - tokens + ceil(tokens * left)
+        # Not capped at the anchor's own tokens: a late anchor eats those of the others.
+        return max(0, total_tokens - floor(tokens * max(0.0, elapsed_s) / duration_s))
+
+    def reaches_at(self, total_tokens: int, at_most: float) -> float:
+        """When `tokens_at` will be down to `at_most`, but for rounding; infinite when it takes more
+        than time. `at_most` is below `total_tokens` and not negative."""
+        tokens, duration_s = next(iter(self._prefills.values()))
+        if duration_s is None:
+            return inf
+        wears_off = ceil(total_tokens - at_most)  # of the anchor, so that it is
+        if duration_s <= 0.0:
+            return self._anchor_since if wears_off <= tokens else inf
+        if self._untimed and wears_off > tokens:
+            return inf
+        return self._anchor_since + wears_off / tokens * duration_s
+
+
+class RankCounts:
+    """Of one rank, since it was registered."""
+
+    __slots__ = (
+        "cached_tokens",
+        "compared_overlap_tokens",
+        "compared_tokens",
+        "failed",
+        "ok",
+        "overlap_tokens",
+        "prompt_tokens",
+        "refused",
+        "selections",
+        "ttft_count",
+        "ttft_s",
+    )
+
+    def __init__(self) -> None:
+        self.selections = 0  # requests that were given it
+        self.prompt_tokens = 0  # of those
+        self.overlap_tokens = 0  # of those, found cached
+        self.ok = self.failed = self.refused = 0  # reported
+        self.ttft_s = 0.0  # to the first token, as reported, in sum; and of how many
+        self.ttft_count = 0
+        self.cached_tokens = 0  # of prompts, as the engine counted them: whoever told it
+        # Of the reservations whose end told it: what the engine counted, what had been found.
+        self.compared_tokens = self.compared_overlap_tokens = 0
+
+    def add(self, other: "RankCounts") -> None:
+        """Takes in the sums of another."""
+        self.selections += other.selections
+        self.prompt_tokens += other.prompt_tokens
+        self.overlap_tokens += other.overlap_tokens
+        self.ok += other.ok
+        self.failed += other.failed
+        self.refused += other.refused
+        self.ttft_s += other.ttft_s
+        self.ttft_count += other.ttft_count
+        self.cached_tokens += other.cached_tokens
+        self.compared_tokens += other.compared_tokens
+        self.compared_overlap_tokens += other.compared_overlap_tokens
 
 
 class RankLoad:

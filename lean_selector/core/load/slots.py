@@ -12,13 +12,10 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
-from lean_selector.core.limits import U64_MAX
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.prefill_decay import PrefillDecay
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
-from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.records import Prefill
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.rank_load import PrefillDecay, RankLoad
+from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 _touched_at = attrgetter("touched_at")
@@ -363,8 +360,7 @@ class Slots:
             booked = (self.reservations[request_id] for request_id in rank.reservations)
             newcomers = [r for r in booked if r.prefill_tokens]
         for r in newcomers:
-            prefill = Prefill(r.prefill_tokens, r.booking.prefill_duration_s)
-            rank.decay.add(r.request_id, prefill, now)
+            rank.decay.add(r.request_id, r.prefill_tokens, r.booking.prefill_duration_s, now)
 
     def _end_prefill(
         self, rank: RankLoad, decay: PrefillDecay, request_id: str, now: float

@@ -11,11 +11,10 @@ from enum import IntEnum
 
 import msgspec
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import ReplicaTarget, Verdict
-from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent, Waiting
+from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent, Waiting
 
 # How long a booking may wait for its rank. Registration follows a start within seconds where a
 # control plane does it; after a minute it is a fault, and clients had time to end what waits,

@@ -9,8 +9,7 @@ nowhere else (slot_tracker.md section 3.5; D12). What peers did changes the slot
 from collections.abc import Sequence
 from typing import Protocol
 
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 
 from lean_selector.core.errors import Unavailable
-from lean_selector.core.load.headroom import Headroom
+from lean_selector.core.load.busy import Headroom
 from lean_selector.core.selection.cells import MatchSets, as_sets, match_sets
 from lean_selector.core.selection.parking import Line, Parked, Place
 from lean_selector.core.selection.partition import Partition

@@ -14,15 +14,14 @@ from lean_selector.core.errors import (
     NotFound,
     rank_text,
 )
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.selection.affinity import check_session
-from lean_selector.core.selection.dialect import API_1_3, Dialect
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import Booked, CachedSelection
 from lean_selector.core.selection.schedulable import SchedulableWorker
 from lean_selector.core.selection.workers import PartitionKey
+from lean_selector.core.settings import API_1_3, Dialect
 
 
 class Bookings:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from lean_selector.core.errors import NotFound
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.selection.http_places import HttpPlaces
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.registration import check_limits, judged

@@ -6,8 +6,8 @@ costs come of the same cells and the same formula, and a test holds the other fi
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.affinity import explained_session
 from lean_selector.core.selection.cells import (

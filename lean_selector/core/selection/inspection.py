@@ -6,7 +6,7 @@ and sums that outgrow a u64 print as its largest value (D6).
 
 from collections.abc import Iterable
 
-from lean_selector.core.limits import U64_MAX
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cells import NOTHING, match_by_rank
 from lean_selector.core.selection.cost import cached_tokens, credit_blocks

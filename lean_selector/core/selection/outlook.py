@@ -6,8 +6,8 @@ Never part of the choice itself. Spec selection_16.md 4 and 8.
 
 import msgspec
 
-from lean_selector.core.limits import U64_MAX
 from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cells import (
     MatchSets,

@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
-from lean_selector.core.load.headroom import Headroom
+from lean_selector.core.load.busy import Headroom
 from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
 from lean_selector.core.selection.schedulable import SchedulableWorker
 from lean_selector.core.selection.settings import QueuePolicy

@@ -8,17 +8,14 @@ in its index (`established` is False), and then it schedules nothing.
 from collections.abc import Sequence
 
 from lean_selector.core.health.ejections import Ejections
-from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.index.kv_index import KvIndex, RankKey
 from lean_selector.core.index.routed import RoutedPrompts
-from lean_selector.core.limits import MAX_RANKS
-from lean_selector.core.load.busy_limits import OFF, BusyThreshold, RankLimits
-from lean_selector.core.load.headroom import Headroom
+from lean_selector.core.load.busy import Headroom
 from lean_selector.core.load.load_order import LoadOrder
-from lean_selector.core.load.rank_counts import RankCounts
-from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.rank_load import RankCounts, RankLoad
+from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits, Reservation
 from lean_selector.core.load.slots import Slots
+from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.parking import ParkedQueue
@@ -26,6 +23,7 @@ from lean_selector.core.selection.schedulable import SchedulableWorker
 from lean_selector.core.selection.settings import QueuePolicy
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.core.sessions.table import SessionTable
+from lean_selector.core.settings import EjectionSettings
 
 # A set of allowed workers is looked up whole if it is not this small; as many sets are kept, none
 # of more workers than can have ranks, which is 6 MB of ids at most.

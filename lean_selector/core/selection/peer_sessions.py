@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.sessions.records import LiveSession, SessionEvent, SessionVerdict
+from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 
 # What a peer listed may wait for its worker: registration follows a start within seconds.
 HOLD_S: Final = 60.0

@@ -4,8 +4,8 @@ from typing import Final
 
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.dialect import Dialect
 from lean_selector.core.selection.workers import PartitionKey
+from lean_selector.core.settings import Dialect
 
 _NAMED: Final = 4  # tenants of a model, which may have thousands
 

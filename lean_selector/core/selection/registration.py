@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from lean_selector.core.endpoints import check_endpoint, replay_endpoint_for
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.limits import MAX_RANKS, RANK_LIMIT
+from lean_selector.core.numbers import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import BY_RANK, Source, WorkerSpec

@@ -5,8 +5,8 @@ Partitions come before their workers, workers before their bookings. Nobody is t
 
 from collections.abc import Iterable
 
-from lean_selector.core.replication.records import LiveBooking
-from lean_selector.core.replication.restoring import restore
+from lean_selector.core.replication.events import restore
+from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.workers import PartitionKey

@@ -17,11 +17,8 @@ from lean_selector.core.errors import (
 from lean_selector.core.health.ejections import REFUSED
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.busy import BusyThresholds
-from lean_selector.core.load.busy_limits import OFF, BusyThreshold
-from lean_selector.core.load.headroom import Headroom
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.busy import BusyThresholds, Headroom
+from lean_selector.core.load.shapes import OFF, Booking, BusyThreshold, Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
 from lean_selector.core.selection.admission import Admission

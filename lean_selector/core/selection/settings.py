@@ -9,10 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
-from lean_selector.core.selection.dialect import API_1_3, Dialect
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.settings import API_1_3, Dialect, EjectionSettings, SessionSettings
 
 # What a block found on a lower tier is worth, in device blocks, where nothing else is said.
 HOST_WEIGHT = 0.75

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.sessions.records import (
+from lean_selector.core.sessions.shapes import (
     Binding,
     Lease,
     LiveSession,
     SessionEvent,
     SessionVerdict,
 )
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.settings import SessionSettings
 
 MAX_ID_BYTES: Final = 256
 # As in the reference. 320 bytes each with an id of 36: 21 MB when full.

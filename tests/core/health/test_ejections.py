@@ -6,9 +6,16 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lean_selector.core.health.ejections import FAILED, OK, REFUSED, Ejections
-from lean_selector.core.health.rank_health import EJECTED, IN_SERVICE, PROBATION
-from lean_selector.core.health.settings import EjectionSettings
+from lean_selector.core.health.ejections import (
+    EJECTED,
+    FAILED,
+    IN_SERVICE,
+    OK,
+    PROBATION,
+    REFUSED,
+    Ejections,
+)
+from lean_selector.core.settings import EjectionSettings
 
 A, B, C, D = [(worker_id, 0) for worker_id in (1, 2, 3, 4)]
 FOUR = 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.core.health.statuses import outcome_of_status
+from lean_selector.core.health.ejections import outcome_of_status
 
 
 @pytest.mark.parametrize(

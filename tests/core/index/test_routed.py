@@ -15,7 +15,7 @@ from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.index import sweeping
 from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
 from lean_selector.core.index.routed import _RANKS_PER_STEP, RoutedPrompts
-from lean_selector.core.load.records import ActiveRun
+from lean_selector.core.load.shapes import ActiveRun
 from tests.driven_selector import pack
 
 A, B = (1, 0), (1, 1)

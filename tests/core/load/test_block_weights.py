@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.block_weights import BlockWeights, _weigh_one_by_one
+from lean_selector.core.load.rank_load import BlockWeights, _weigh_one_by_one
 
 weights = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.85, 0.999]) | st.floats(0.0, 1.0)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.load.busy import MAX_REMEMBERED, BusyThresholds
-from lean_selector.core.load.busy_limits import OFF, BusyThreshold
+from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from lean_selector.core.load.busy_limits import RankLimits
-from lean_selector.core.load.headroom import Headroom
+from lean_selector.core.load.busy import Headroom
 from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.shapes import RankLimits
 from lean_selector.core.load.slots import Slots
 from tests.bookings import book
 

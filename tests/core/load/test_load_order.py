@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lean_selector.core.load.load_order import LoadOrder
-from lean_selector.core.load.prefill_decay import PrefillDecay
-from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.records import Prefill
+from lean_selector.core.load.rank_load import PrefillDecay, RankLoad
 from lean_selector.core.rank_bits import bits_of
 
 RANKS = 24
@@ -46,7 +44,7 @@ class LoadOrderMachine(RuleBasedStateMachine):
         load.decay = None
         if wears_off:
             load.decay = PrefillDecay()
-            load.decay.add("r", Prefill(bucket[0], 10.0), 0.0)
+            load.decay.add("r", bucket[0], 10.0, 0.0)
 
     @rule(bits=st.sets(st.integers(0, RANKS - 1)), bucket=buckets, wears_off=st.booleans())
     def add(self, bits: set[int], bucket: tuple[int, int, int], wears_off: bool) -> None:

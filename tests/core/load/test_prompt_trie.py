@@ -1,8 +1,8 @@
 import pytest
 
-from lean_selector.core.load.block_weights import BlockWeights
 from lean_selector.core.load.prompt_trie import PromptTrie
-from lean_selector.core.load.records import ActiveRun
+from lean_selector.core.load.rank_load import BlockWeights
+from lean_selector.core.load.shapes import ActiveRun
 
 ONE, TWO, THREE = 1, 2, 4  # ranks, each as a set of itself
 

@@ -24,7 +24,7 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
-from lean_selector.core.replication.records import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from tests.bookings import book, changed, replica_event
 
 HERE, PEER, THIRD = 11, 22, 33

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.reservation import Reservation
+from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import (
     EARLY_MEMORY_S,
@@ -19,7 +19,7 @@ from lean_selector.core.replication.events import (
     ReplicaTarget,
     Verdict,
 )
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from tests.bookings import book, changed, replica_event
 
 OURS, PEER, OTHER_PEER = 1, 2, 3

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from lean_selector.core.errors import DuplicateRequest, NotFound, SelectorError
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
 from lean_selector.core.replication.ledger import (
@@ -18,7 +18,7 @@ from lean_selector.core.replication.ledger import (
     copies_expire_s,
     republish_after_s,
 )
-from lean_selector.core.replication.records import EventKind, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from tests.bookings import replica_event
 
 OURS, PEER = 1, 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.core.replication.sequences import (
+from lean_selector.core.replication.events import (
     MAX_JUMP,
     MAX_LATE,
     MAX_PUBLISHERS,

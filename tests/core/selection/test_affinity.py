@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
-from lean_selector.core.load.booking import Booking
-from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.peer_sessions import HOLD_S, MAX_WAITING, PeerSessions
 from lean_selector.core.selection.records import EXPLANATION, AffinityTarget, Placement
-from lean_selector.core.sessions.records import LiveSession, SessionEvent, SessionVerdict
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
+from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_odd_frames import UndecodableFrames
 from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session
 from tests.driven_selector import DrivenSelector

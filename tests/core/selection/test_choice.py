@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_index import KvIndex, Matched
-from lean_selector.core.load.prefill_decay import PrefillDecay
-from lean_selector.core.load.records import Prefill
+from lean_selector.core.load.rank_load import PrefillDecay
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice
 from lean_selector.core.selection.cells import Cell, Pricing
@@ -51,7 +50,7 @@ def loaded(
         rank.active_prefill_tokens, rank.active_decode_blocks = load
         if worker_id in falling:
             rank.decay = PrefillDecay()
-            rank.decay.add("r", Prefill(load[0], LASTS), 0.0)
+            rank.decay.add("r", load[0], LASTS, 0.0)
         partition.order.changed(rank)
         assert rank.bit == worker_id
     return partition

@@ -16,11 +16,11 @@ from lean_selector.core.selection.cost import (
     softmax,
     taint_factor,
 )
-from lean_selector.core.selection.dialect import API_1_3, API_1_6
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.records import PinnedWorker, SelectionRequest
 from lean_selector.core.selection.settings import RouterOverride, RouterSettings, Terms
 from lean_selector.core.selection.terms import overridden, terms
+from lean_selector.core.settings import API_1_3, API_1_6
 
 PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.kv_index import KvIndex, Matched
-from lean_selector.core.load.busy_limits import BusyThreshold
+from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cells import as_sets
 from lean_selector.core.selection.explain import explained

@@ -10,9 +10,8 @@ import pytest
 
 from lean_selector.core.selection.cells import Pricing, cells, match_sets
 from lean_selector.core.selection.choice import dearest
-from lean_selector.core.selection.dialect import API_1_3, API_1_6
 from lean_selector.core.selection.records import EXPLANATION, Explanation, Placement
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.settings import API_1_3, API_1_6, SessionSettings
 from tests.driven_selector import DrivenSelector, pack
 
 PROMPT = list(range(1, 13))

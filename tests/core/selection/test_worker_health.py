@@ -4,8 +4,8 @@ import pytest
 
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, OK
-from lean_selector.core.health.settings import EjectionSettings
 from lean_selector.core.selection.records import Placement
+from lean_selector.core.settings import EjectionSettings
 from tests.driven_selector import DrivenSelector
 
 EJECTION = EjectionSettings(failures=3, base_s=10.0, most_percent=100.0)

@@ -4,8 +4,7 @@ import pytest
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.sessions import table as table_module
-from lean_selector.core.sessions.records import SessionEvent, SessionVerdict
-from lean_selector.core.sessions.settings import SessionSettings
+from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import (
     MAX_AHEAD,
     MAX_SEQUENCE,
@@ -13,6 +12,7 @@ from lean_selector.core.sessions.table import (
     SessionTables,
     check_session_id,
 )
+from lean_selector.core.settings import SessionSettings
 
 TTL_S = 10.0
 OURS, PEER = 7, 9

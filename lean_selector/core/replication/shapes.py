@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import msgspec
 
-from lean_selector.core.load.booking import Booking
+from lean_selector.core.load.shapes import Booking
 
 
 class EventKind(IntEnum):

@@ -1,8 +1,17 @@
-"""What callers in Python hand us: arguments of the type that was asked for, or an error that names
-them. Whatever counts as an int or a float is one, as NumPy's are; a bool is not."""
+"""How large the numbers that travel may be (D6), and arguments of callers in Python."""
 
 from collections.abc import Callable
 from typing import SupportsFloat, SupportsIndex, TypeVar
+
+U64_MAX = 2**64 - 1  # ids, hashes and token counts are unsigned 64 bits
+MAX_ISL_TOKENS = 2**53 - 1  # what a float holds exactly
+MAX_RANKS = 4096  # of a worker; every rank has a row of its own
+RANK_LIMIT = 2**32 - 1  # ranks are u32, and the first plus their number must be one too
+
+
+# --------------------------------------------------------------------------------------------------
+# What callers in Python hand us: arguments of the type that was asked for, or an error that names
+# them. Whatever counts as an int or a float is one, as NumPy's are; a bool is not.
 
 T = TypeVar("T")
 

@@ -1,0 +1,134 @@
+"""Records of active requests: bookings, reservations, runs of their prompts, and rank limits."""
+
+import math
+
+import msgspec
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.load.rank_load import RankLoad
+
+
+class Booking(msgspec.Struct, frozen=True, gc=False):
+    """A request on a rank, as it was booked. All of it is told to replicas.
+
+    Beside it travel its prompt, whose blocks live in the slots' trie, once for all requests that
+    share them, and the replica that admitted it, which a holder knows from whom it heard.
+    """
+
+    request_id: str
+    worker_id: int
+    dp_rank: int
+    lora_name: str | None = None
+    track_prefill_tokens: bool = True  # False: `prefill_tokens` count for nothing
+    prefill_tokens: int | None = None  # None: not given, which counts as 0
+    prefill_duration_s: float | None = None  # means nothing without tokens
+    expected_output_tokens: int | None = None
+
+
+class ActiveRun(msgspec.Struct, eq=False, gc=False):
+    """Consecutive blocks that are held by the same requests.
+
+    Not tracked by the collector, nor are the dicts that hold only runs: a live trie costs a
+    collection nothing. The cycle parent <-> children is cut when the run goes, as it does with its
+    last request.
+    """
+
+    label: (
+        bytes  # the blocks' sequence hashes, 8 bytes little-endian each; only the root's is empty
+    )
+    parent: "ActiveRun | None"  # None only at the root
+    children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
+    # Requests per rank that cross the run, each >= 1; never empty but at the root. A rank is its
+    # bit of `RankBits`, as a set of itself.
+    refs: dict[int, int]
+    mask: int = 0  # all ranks in refs
+    ends: int = 0  # requests whose prompt ends with this run
+    weights: dict[int, float] | None = None  # of each block, where not 1.0; None when empty
+
+
+class Reservation(msgspec.Struct, eq=False, gc=False):
+    """One active request. Read it anywhere; only Slots changes it (but `published_at`).
+
+    Not tracked by the collector, so that a hundred thousand of them cost a collection nothing:
+    Slots unlinks what it drops. Times are monotonic seconds.
+    """
+
+    request_id: str  # the booking's
+    booking: Booking
+    rank: RankLoad
+    run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
+    block_count: int  # of the prompt, also when other requests hold the same blocks
+    prefill_tokens: int  # outstanding: 0 from prefill_complete on
+    touched_at: float  # booking, prefill_complete, output_block, touch
+    published_at: float  # when peers last heard of it; kept by whoever publishes
+    router_id: int | None  # the peer that admitted it; None: this replica did
+    prefill_done: bool = False
+    output_blocks: int = 0
+    weighted_output_blocks: int = 0  # those that the last decay_fraction reached
+    output_weight: float = 1.0  # the weight of those
+
+    @property
+    def is_replica(self) -> bool:
+        return self.router_id is not None
+
+
+class RankLimits(msgspec.Struct, frozen=True, gc=False):
+    """What one rank may hold; infinite where there is no limit."""
+
+    prefill_tokens: float = math.inf
+    decode_blocks: float = math.inf
+
+    def exceeded_by(self, prefill_tokens: int, decode_blocks: int) -> bool:
+        """True above a limit, not at it."""
+        return prefill_tokens > self.prefill_tokens or decode_blocks > self.decode_blocks
+
+
+class BusyThreshold(msgspec.Struct, frozen=True):
+    """Limits for one model and tenant; None switches a limit off."""
+
+    active_decode_blocks: float | None = None  # fraction of a rank's KV blocks, 0.0 to 1.0
+    active_prefill_tokens: int | None = None  # tokens, >= 0
+    active_prefill_tokens_frac: float | None = None  # of max_num_batched_tokens, >= 0.0
+
+    @property
+    def is_set(self) -> bool:
+        return self != OFF
+
+    def check(self) -> None:
+        """Raises BadRequest for a limit out of its range."""
+        blocks, frac = self.active_decode_blocks, self.active_prefill_tokens_frac
+        if blocks is not None and not 0.0 <= blocks <= 1.0:
+            raise BadRequest(
+                f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {blocks}"
+            )
+        if frac is not None and not 0.0 <= frac < math.inf:
+            raise BadRequest(
+                "active_prefill_tokens_threshold_frac must be a finite value "
+                f"greater than or equal to 0.0, got {frac}"
+            )
+
+    def limits(self, total_kv_blocks: int | None, max_num_batched_tokens: int) -> RankLimits:
+        """The limits of a rank of this capacity; its blocks may be unknown, or 0, which is too."""
+        tokens = blocks = math.inf
+        if self.active_prefill_tokens is not None:
+            tokens = self.active_prefill_tokens
+        if self.active_prefill_tokens_frac is not None:
+            part = self.active_prefill_tokens_frac * max_num_batched_tokens
+            tokens = min(tokens, part if math.isinf(part) else math.floor(part))
+        if self.active_decode_blocks is not None and total_kv_blocks:
+            blocks = self.active_decode_blocks * total_kv_blocks
+        return RankLimits(tokens, blocks)
+
+    def changed_by(self, given: "BusyThreshold") -> "BusyThreshold":
+        """These with what `given` sets in place of them; its None leaves a limit as it is."""
+        return BusyThreshold(
+            *(
+                old if new is None else new
+                for old, new in zip(
+                    msgspec.structs.astuple(self), msgspec.structs.astuple(given), strict=True
+                )
+            )
+        )
+
+
+OFF = BusyThreshold()
