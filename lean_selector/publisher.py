@@ -27,7 +27,7 @@ from lean_selector.wire.published_events import (
 )
 
 if TYPE_CHECKING:
-    from lean_selector.curve.thread_gate import ThreadGate
+    from lean_selector.curve.gate import CurveGate
 
 # The three limits below are vLLM's defaults (buffer_steps, hwm), so that a service finds the same
 # history and the same patience whichever engine it listens to.
@@ -37,7 +37,6 @@ REPLAY_BATCHES = 10_000
 REPLAY_BYTES = 256 * 1024 * 1024
 # A reader of a replay that takes no more frames for this long is given up, others wait meanwhile.
 REPLAY_SEND_TIMEOUT_MS = 2_000
-STALE_AFTER_MS = 500
 LINGER_MS = 1_000  # close() waits at most this long for what is still on its way
 
 _END_OF_REPLAY = b"\xff" * 8
@@ -194,8 +193,7 @@ class KvEventPublisher(_EventSink):
 
         With curve_secret_key_file, a pair as `lean-selector keys` makes it, both sockets speak
         nothing but CURVE, and services need its public key. curve_client_keys_file lists the public
-        keys of the services that are admitted, and is read again when it changes; without it all
-        are that know ours.
+        keys of the services that are admitted; without it all are that know ours.
 
         component and enable_local_indexer have no effect: there is no runtime to join and no
         indexer inside the engine. worker_id is not sent either: the service knows a worker by
@@ -213,56 +211,30 @@ class KvEventPublisher(_EventSink):
         self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, consecutive numbers
         self._kept_bytes = 0
         self._replay: threading.Thread | None = None
-        self._is_replay_stale = threading.Event()
-        self._is_closed = False
-        self._gate: ThreadGate | None = None
+        self._gate: CurveGate | None = None
         if curve_client_keys_file is not None and curve_secret_key_file is None:
             raise ValueError("curve_client_keys_file requires curve_secret_key_file")
         self._context = zmq.Context()
         try:
             if curve_secret_key_file is not None:
-                from lean_selector.curve import thread_gate
-
-                self._gate = thread_gate.ThreadGate(
-                    self._context,
-                    curve_secret_key_file,
-                    curve_client_keys_file,
-                    self._begin_anew,
-                )
-            self._pub = self._new_pub()
+                self._gate = _gate(self._context, curve_secret_key_file, curve_client_keys_file)
+                self._gate.start()
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(PUB_SEND_HWM)
+            self._pub.linger = LINGER_MS
+            if self._gate is not None:
+                self._gate.guard(self._pub)
             self._pub.bind(rank_endpoint(endpoint, dp_rank))
             #: Where the socket is bound, with the real port if the system chose it.
             self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._start_replay(rank_endpoint(replay_endpoint, dp_rank))
-            if self._gate is not None:
-                self._gate.start()
         except BaseException:
+            if self._gate is not None:
+                self._gate.close()
             self._context.destroy(linger=0)
             raise
-
-    def _new_pub(self) -> "zmq.Socket[bytes]":
-        pub = self._context.socket(zmq.PUB)
-        if self._gate is not None:
-            self._gate.guard(pub)
-        pub.set_hwm(PUB_SEND_HWM)
-        pub.linger = LINGER_MS
-        return pub
-
-    def _begin_anew(self) -> None:
-        """In the gate's thread: a service is admitted no more. libzmq cannot cut off a single one,
-        so all shake hands again; what they miss meanwhile they ask the replay for."""
-        assert self._gate is not None
-        with self._lock:
-            self._pub.close(0)
-        self._is_replay_stale.set()
-        pub = self._gate.bound_in_time(self._new_pub, self.endpoint, lambda: self._is_closed)
-        with self._lock:
-            if pub is not None and self._is_closed:
-                pub.close(0)
-            elif pub is not None:
-                self._pub = pub
 
     def _emit(self, event: PublishedEvent) -> None:
         self._send([event])
@@ -289,8 +261,7 @@ class KvEventPublisher(_EventSink):
         with self._lock:
             number = self.sequence
             frames = [self._topic, number.to_bytes(8, "big"), payload]
-            if self._is_closed or not self._pub.closed:  # as while it is made anew
-                self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
             self.sequence = number + 1
             if self._replay is not None:
                 self._keep(number, payload)
@@ -303,7 +274,12 @@ class KvEventPublisher(_EventSink):
 
     def _start_replay(self, endpoint: str) -> None:
         """Bind the ROUTER here, so that a taken address raises, then give it to its thread."""
-        router = self._new_router()
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0  # a replay cut short by our end is asked for again
+        router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
+        router.router_mandatory = True  # wait for a slow reader instead of dropping silently
+        if self._gate is not None:
+            self._gate.guard(router)
         router.bind(endpoint)
         self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
         name = f"kv-replay-{self.worker_id}-{self.data_parallel_rank}"
@@ -312,43 +288,16 @@ class KvEventPublisher(_EventSink):
         )
         self._replay.start()
 
-    def _new_router(self) -> "zmq.Socket[bytes]":
-        router = self._context.socket(zmq.ROUTER)
-        router.linger = 0  # a replay cut short by our end is asked for again
-        router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
-        router.router_mandatory = True  # wait for a slow reader instead of dropping silently
-        if self._gate is not None:
-            self._gate.guard(router)
-        return router
-
     def _serve_replay(self, router: "zmq.Socket[bytes]") -> None:
-        """Answer for as long as the publisher is there; where somebody is to be cut off, on a
-        socket made anew."""
-        while self._answer_requests(router):
-            assert self._gate is not None, "who has none cuts off nobody"
-            endpoint = str(self.replay_endpoint)
-            made = self._gate.bound_in_time(self._new_router, endpoint, lambda: self._is_closed)
-            if made is None:
-                return
-            router = made
-
-    def _answer_requests(self, router: "zmq.Socket[bytes]") -> bool:
-        """Answer `[identity, "", first wanted u64 BE]` until the context ends (False), or the
-        socket is stale; it is closed then."""
-        timeout_ms = None if self._gate is None else STALE_AFTER_MS
+        """Answer `[identity, "", first wanted u64 BE]` until the context ends."""
         with router:
             while True:
                 try:
-                    if self._is_replay_stale.is_set():
-                        self._is_replay_stale.clear()
-                        return True
-                    if not router.poll(timeout_ms):
-                        continue
                     frames = router.recv_multipart()
                     if len(frames) == 3 and len(frames[2]) == 8:
                         self._answer(router, frames[0], int.from_bytes(frames[2], "big"))
                 except zmq.ContextTerminated:
-                    return False
+                    return
                 except zmq.ZMQError:
                     continue  # the reader went away or stopped reading; it will ask again
 
@@ -364,13 +313,12 @@ class KvEventPublisher(_EventSink):
     def close(self) -> None:
         """Send what is queued (at most a second), stop the replay thread, free the ports."""
         with self._lock:
-            self._is_closed = True
             self._pub.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()  # wakes the replay thread, and waits for its socket
         if self._replay is not None:
             self._replay.join()
-        if self._gate is not None:
-            self._gate.join()
 
     shutdown = close
 
@@ -384,6 +332,21 @@ class KvEventPublisher(_EventSink):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _gate(
+    context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
+) -> "CurveGate":
+    """What admits services, in a thread. Raises OSError and ValueError for bad key files."""
+    from zmq.auth.thread import ThreadAuthenticator
+
+    from lean_selector.curve.gate import CurveGate
+    from lean_selector.curve.keys import check_curve, read_list, read_pair
+
+    check_curve("curve_secret_key_file")
+    pair = read_pair(secret_file)
+    admitted = None if clients_file is None else read_list(clients_file)
+    return CurveGate(ThreadAuthenticator(context), pair, admitted)
 
 
 class ZmqKvEventPublisher(KvEventPublisher):

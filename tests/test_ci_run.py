@@ -30,7 +30,7 @@ def run(folder: Path, apt_get: str) -> subprocess.CompletedProcess[str]:
     executable(found / "apt-get", f"#!/bin/sh\n{apt_get}\n")
     executable(found / "sudo", '#!/bin/sh\nexec "$@"\n')
     executable(found / "python3.11", "#!/bin/sh\n")
-    for step in (".venv/bin/pip", ".ci/check"):
+    for step in (".venv/bin/pip", ".ci/check", ".ci/size"):
         executable(folder / step, "#!/bin/sh\n")
     executable(folder / ".ci/side_by_side.py", SAYS)
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")

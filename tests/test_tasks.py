@@ -33,9 +33,6 @@ ALLOWED = {
     ("gateway/placing.py", "Placing.begin", "create_task"): (
         "whatever it raises is logged in _place, and answered with 500; the errand cancels it"
     ),
-    ("gateway/remote_chooser.py", "RemoteChooser.choose", "ensure_future"): (
-        "choose awaits it; where choose is cancelled, _undo looks at how it ended"
-    ),
     ("http/listener.py", "Listener._accept_some", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
@@ -68,9 +65,6 @@ ALLOWED = {
     ("discovery/srv_records.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"
-    ),
-    ("curve/thread_gate.py", "ThreadGate.__init__", "Thread"): (
-        "in the engine's process: Python prints what ends it, and nobody is admitted any more"
     ),
     ("discovery/file_finder.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
     ("services/openapi_routes.py", "OpenApiRoutes._answer", "run_in_executor"): (

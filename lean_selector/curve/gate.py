@@ -1,79 +1,62 @@
-"""The ZAP handler of a service, on its loop, and how often it said no."""
+"""Admits clients to our CURVE sockets by their public keys, and counts those that are refused.
 
-import asyncio
+libzmq asks at each handshake (ZAP, rfc.zeromq.org/spec/27); zmq.auth answers. Without an answer
+nobody is admitted.
+"""
+
 import logging
 import time
 from typing import Final
 
 import zmq
-import zmq.asyncio
+from zmq.auth import Authenticator
 
-from lean_selector.curve.keys import KeyPair, Keys
-from lean_selector.curve.zap import (
-    ENDPOINT,
-    WARN_EVERY_S,
-    Expelled,
-    ask_for_keys,
-    zap_answer,
-    zap_failure,
-)
-from lean_selector.tasks import failed, supervise
+from lean_selector.curve.keys import DOMAIN, KeyPair, ask_for_keys
 
 log = logging.getLogger("lean_selector.curve")
 
+WARN_EVERY_S: Final = 60.0  # about refused clients: they may try as often as they like
+
 
 class CurveGate:
-    """Admits to the sockets of one context those that have one of `admitted`, from start() to
-    close(). From the loop's thread only."""
+    """Admits those with a key of `admitted` to the sockets of one context; start() to close()."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, pair: KeyPair, admitted: Keys, domain: bytes
+        self, authenticator: Authenticator, pair: KeyPair, admitted: tuple[bytes, ...] | None
     ) -> None:
+        """`authenticator` is of the sockets' context. `admitted` None: all that know the server's
+        key."""
         self.pair: Final = pair
         self.admitted: Final = admitted
         self.refused = 0
-        self.last_refused: str | None = None  # a public key, and where from
-        self._domain = domain
-        #: Whether somebody who was admitted is no more, since this was asked last.
-        self.has_expelled: Final = Expelled(admitted)
+        self.last_refused: str | None = None  # a public key
         self._warn_at = 0.0  # monotonic, not before
-        self._task: asyncio.Task[None] | None = None
-        self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(ENDPOINT)
+        self._authenticator: Final = authenticator
+        authenticator.configure_curve_callback(DOMAIN.decode(), self)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
         """From its binding on. The socket is not bound yet."""
-        ask_for_keys(socket, self.pair, self._domain)
+        ask_for_keys(socket, self.pair)
 
     def start(self) -> None:
-        """Call it in the running loop. Until then a handshake waits."""
-        self._task = supervise("curve gate", self._run)
+        """Until then every handshake fails."""
+        self._authenticator.start()
 
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._socket.close(0)
+    def close(self) -> None:
+        self._authenticator.stop()
 
-    async def _run(self) -> None:
-        while True:
-            request = await self._socket.recv_multipart()
-            try:
-                answer = zap_answer(request, self._domain, self.admitted, self._refused)
-            except Exception:
-                failed("curve gate", "this handshake is refused")
-                answer = zap_failure(request)
-            self.has_expelled.note(answer)
-            await self._socket.send_multipart(answer)
-
-    def _refused(self, key: str, address: str) -> None:
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator: whether a client with this public key is admitted."""
+        if self.admitted is None or key in self.admitted:
+            return True
         self.refused += 1
-        self.last_refused = f"{key} from {address}"
+        self.last_refused = key.decode()
         now = time.monotonic()
         if now >= self._warn_at:
             self._warn_at = now + WARN_EVERY_S
             log.warning(
-                "a client's public key is not admitted",
-                extra={"public_key": key, "address": address, "refused": self.refused},
+                "a client's public key is not admitted: %s",
+                self.last_refused,
+                extra={"public_key": self.last_refused, "refused": self.refused},
             )
+        return False

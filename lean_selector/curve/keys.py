@@ -1,15 +1,13 @@
-"""Key pairs of CURVE, and lists of public keys, in files that may be replaced while we run.
+"""Key pairs of CURVE and lists of public keys, read from files; and sockets that use them.
 
 A pair lies in a certificate as CZMQ and pyzmq's zmq.auth write it (rfc.zeromq.org/spec/4, ZPL). A
 list has one public key a line, 40 characters of Z85, and after it what one likes, as whose it is;
-certificates without their secret keys are lists too, also several one after another.
+certificates without their secret keys are lists too, also several one after another. Files are read
+once, at the start.
 """
 
-import logging
 import re
 import struct
-import time
-from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -17,18 +15,15 @@ from zmq.utils import z85
 
 from lean_selector.outbound.watched_file import WatchedFile
 
-log = logging.getLogger("lean_selector.curve")
-
 KEY_CHARACTERS: Final = 40
 MOST_KEYS: Final = 64  # of a list: each that a server may have is tried in turn
-LOOK_EVERY_S: Final = 0.5
+DOMAIN: Final = b"lean-selector"  # of ZAP: all sockets that ask for keys
 _MOST_BYTES: Final = 1 << 18
+_ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; pyzmq has no name for it everywhere
 _ENTRY: Final = re.compile(r'\s*(public-key|secret-key)\s*=\s*"(\S+)"\s*')
 # What else a certificate says of itself.
 _OTHER: Final = re.compile(r"\s+(?!public-key\b|secret-key\b)[\w$\-@.&+/]+\s*=.*")
 _SECTIONS: Final = ("curve", "metadata")
-
-Keys = Callable[[], tuple[bytes, ...]]  # the public keys of now, as Z85
 
 
 class BadKeys(ValueError):
@@ -46,6 +41,16 @@ class KeyPair:
 
     def __repr__(self) -> str:
         return f"KeyPair({self.public.decode()})"  # and never the secret
+
+
+class CurveClient:
+    """Our pair, and the public keys that a server may have: it must have one of them."""
+
+    __slots__ = ("believed", "pair")
+
+    def __init__(self, pair: KeyPair, believed: tuple[bytes, ...]) -> None:
+        self.pair: Final = pair
+        self.believed: Final = believed
 
 
 def new_pair() -> KeyPair:
@@ -92,35 +97,26 @@ def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-class KeyList:
-    """The public keys of a file, as it is now. While it cannot be read, those that it held last."""
+def read_list(path: str) -> tuple[bytes, ...]:
+    """The keys of a list. Raises OSError and ValueError."""
+    return public_keys(path, WatchedFile(path, _MOST_BYTES).read()[0])
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises OSError and ValueError where there is no list at first."""
-        self._file = WatchedFile(path, _MOST_BYTES)
-        self._clock = clock
-        self._keys = public_keys(path, self._file.read()[0])
-        self._looked_at = clock()
-        self._complains = False
 
-    def __call__(self) -> tuple[bytes, ...]:
-        now = self._clock()
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
-            self._look()
-        return self._keys
+def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
+    """What binds this socket is the server `pair`, and admits nobody without an answer of ZAP.
+    Before it is bound."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    socket.setsockopt(_ENFORCE_DOMAIN, 1)
 
-    def _look(self) -> None:
-        try:
-            content, is_new = self._file.read()
-            if is_new:
-                self._keys = public_keys(self._file.path, content)
-                log.info("public keys were read again", extra={"keys": len(self._keys)})
-            self._complains = False
-        except (OSError, ValueError) as error:
-            if not self._complains:
-                log.warning("the last public keys are used: %s", error)
-            self._complains = True
+
+def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> None:
+    """What connects is `pair`, to a server with this public key and to no other."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
 
 
 def _text(path: str, content: bytes) -> str:

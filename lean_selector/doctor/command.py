@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import uvloop
 import zmq.asyncio
 
-from lean_selector.curve.client import CurveClient
+from lean_selector.curve.keys import CurveClient
 from lean_selector.doctor.engine_keys import SECRET, SERVERS, client_keys
 from lean_selector.doctor.examination import Examination, as_json
 from lean_selector.doctor.findings import Finding, Level

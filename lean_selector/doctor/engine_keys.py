@@ -3,8 +3,7 @@
 import re
 from typing import Final
 
-from lean_selector.curve.client import CurveClient
-from lean_selector.curve.keys import KeyList, check_curve, new_pair, read_pair
+from lean_selector.curve.keys import CurveClient, check_curve, new_pair, read_list, read_pair
 
 SERVERS: Final = "--kv-events-curve-server-keys-file"
 SECRET: Final = "--kv-events-curve-secret-key-file"
@@ -20,7 +19,7 @@ def client_keys(servers_file: str | None, secret_file: str | None) -> CurveClien
         return None
     check_curve(SERVERS)
     pair = new_pair() if secret_file is None else read_pair(secret_file)
-    return CurveClient(pair, KeyList(servers_file))
+    return CurveClient(pair, read_list(servers_file))
 
 
 def is_about_keys(why: str) -> bool:

@@ -1,61 +1,43 @@
-"""Which workers there are, as far as anybody has told: those that were named, and the selector's.
+"""Which workers there are: those named on the command line, and those of the selector's catalog."""
 
-What is known stays known while the selector is away.
-"""
+from collections.abc import Iterable, Sequence
 
-from collections.abc import Callable, Iterable, Sequence
-
+from lean_selector.core.selection.catalog import Catalog
 from lean_selector.gateway.rotation import Rotation, base_of
-
-
-class Row:
-    """A worker that the selector has; perhaps it lacks something to be chosen, or is drained."""
-
-    __slots__ = ("can_be_chosen", "endpoint", "model_name", "worker_id")
-
-    def __init__(
-        self, worker_id: int, model_name: str, endpoint: str, *, can_be_chosen: bool = True
-    ) -> None:
-        self.can_be_chosen = can_be_chosen
-        self.worker_id = worker_id
-        self.model_name = model_name
-        self.endpoint = endpoint
 
 
 class Directory:
     """Keeps the rotation in step. `named` are the URLs of the command line."""
 
-    def __init__(self, named: Sequence[str], rotation: Rotation) -> None:
+    def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
         self._named = [base_of(url) for url in named]
         self._rotation = rotation
+        self._catalog = catalog
         self._models: dict[str, set[str]] = {}  # by base URL
         self._ids: dict[str, set[int]] = {}
-        self._ready: set[str] = set()  # where somebody can be chosen
+        self._ready: set[str] = set()  # where a worker can be chosen
         self._revision = -1
-        self.take(())
+        rotation.set(self._named)
 
-    def take(self, rows: Iterable[Row]) -> None:
-        """All that the selector has now."""
+    def look(self) -> None:
+        """Reads the catalog again if it has changed."""
+        if self._revision == self._catalog.revision:
+            return
+        self._revision = self._catalog.revision
         models: dict[str, set[str]] = {}
         ids: dict[str, set[int]] = {}
         ready: set[str] = set()
-        for row in rows:
+        for worker in self._catalog.workers.values():
             try:
-                base = base_of(row.endpoint)
+                base = base_of(worker.spec.endpoint or "")
             except ValueError:
-                continue  # nothing that we could ask
-            models.setdefault(base, set()).add(row.model_name)
-            ids.setdefault(base, set()).add(row.worker_id)
-            if row.can_be_chosen:
+                continue  # without a URL of its own
+            models.setdefault(base, set()).add(worker.spec.model_name)
+            ids.setdefault(base, set()).add(worker.spec.worker_id)
+            if not worker.reasons:
                 ready.add(base)
         self._models, self._ids, self._ready = models, ids, ready
         self._rotation.set([*self._named, *models])
-
-    def look(self, revision: int, rows: Callable[[], Iterable[Row]]) -> None:
-        """`take`, if the revision is another than before."""
-        if revision != self._revision:
-            self._revision = revision
-            self.take(rows())
 
     @property
     def is_complete(self) -> bool:

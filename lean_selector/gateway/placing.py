@@ -51,11 +51,10 @@ class Placing:
         counts: Counts,
         resolve: Resolve,
         tls: Callable[[], ssl.SSLContext],
-        look: Callable[[], None],
         allowed: AllowedEndpoints | None = None,
     ) -> None:
-        """`tls` is asked for where a worker's URL is https, and may raise OSError; `look` brings
-        the directory up to date; `allowed` says which workers are connected to."""
+        """`tls` is asked for where a worker's URL is https, and may raise OSError; `allowed`
+        says which workers are connected to."""
         self._allowed = allowed
         self._prompts = prompts
         self._chooser = chooser
@@ -64,7 +63,6 @@ class Placing:
         self._counts = counts
         self._resolve = resolve
         self._tls = tls
-        self._look = look
 
     def begin(self, errand: Errand, is_completion: bool) -> "asyncio.Task[None]":
         return asyncio.get_running_loop().create_task(self._place(errand, is_completion))
@@ -78,7 +76,7 @@ class Placing:
                 errand.fail(500, "internal error")
 
     async def _try(self, errand: Errand, is_completion: bool) -> None:
-        self._look()
+        self._directory.look()
         if is_completion and errand.routed is None and not errand.tried:
             request = errand.request
             try:

@@ -19,9 +19,9 @@ _OF: Final[dict[str, dict[str, str]]] = {
     },
     "CurveState": {
         "public_key": "ours",
-        "peer_keys": "how many keys of peers are admitted now",
+        "peer_keys": "how many keys of peers are admitted",
         "refused": "handshakes of clients with another key, ever",
-        "last_refused": "the last of them, as `KEY from ADDRESS`",
+        "last_refused": "public key of the last of them",
     },
     "DiscoveredPeer": {
         "endpoint": "ZMQ endpoint of its events",

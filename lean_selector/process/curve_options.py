@@ -22,8 +22,8 @@ REPLICA_CURVE_OPTIONS = (
         REPLICA_PEERS,
         path,
         None,
-        "public keys of the replicas, one a line: who is admitted, and believed; read again when it"
-        " changes; unset: all have the pair of this one",
+        "public keys of the replicas, one a line: these are admitted and believed; unset: all have "
+        "the pair of this one",
         metavar="PATH",
     ),
 )
@@ -34,7 +34,7 @@ EVENTS_CURVE_OPTIONS = (
         path,
         None,
         "engines' events and replays are encrypted (CURVE), and this file has the public keys of "
-        "the engines, one a line; read again when it changes",
+        "the engines, one a line",
         metavar="PATH",
     ),
     Option(

@@ -1,10 +1,19 @@
 """Keys for CURVE, read at the start. Imported only where some are given."""
 
-import zmq.asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
-from lean_selector.curve.client import CurveClient
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
 from lean_selector.curve.gate import CurveGate
-from lean_selector.curve.keys import KeyList, KeyPair, Keys, check_curve, new_pair, read_pair
+from lean_selector.curve.keys import (
+    CurveClient,
+    check_curve,
+    new_pair,
+    read_list,
+    read_pair,
+)
 from lean_selector.process.curve_config import EngineKeys, ReplicaKeys
 from lean_selector.process.curve_options import (
     EVENTS_SECRET,
@@ -14,38 +23,30 @@ from lean_selector.process.curve_options import (
 )
 from lean_selector.process.host import StartError
 
-_REPLICAS = b"replicas"
+_T = TypeVar("_T")
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeys) -> CurveGate:
     """What admits replicas to our PUB, with the pair that is ours. Raises StartError."""
-    pair = _pair(REPLICA_SECRET, config.secret_key_file)
-    if config.peer_keys_file is None:
-        own = (pair.public,)
-        return CurveGate(context, pair, lambda: own, _REPLICAS)
-    return CurveGate(context, pair, _list(REPLICA_PEERS, config.peer_keys_file), _REPLICAS)
+    pair = _read(REPLICA_SECRET, config.secret_key_file, read_pair)
+    admitted: tuple[bytes, ...] = (pair.public,)
+    if config.peer_keys_file is not None:
+        admitted = _read(REPLICA_PEERS, config.peer_keys_file, read_list)
+    return CurveGate(AsyncioAuthenticator(context), pair, admitted)
 
 
 def engine_client_keys(config: EngineKeys) -> CurveClient:
     """What we are to engines, and which we believe. Raises StartError."""
-    believed = _list(EVENTS_SERVERS, config.server_keys_file)
+    believed = _read(EVENTS_SERVERS, config.server_keys_file, read_list)
     if config.secret_key_file is None:
         return CurveClient(new_pair(), believed)
-    return CurveClient(_pair(EVENTS_SECRET, config.secret_key_file), believed)
+    return CurveClient(_read(EVENTS_SECRET, config.secret_key_file, read_pair), believed)
 
 
-def _pair(flag: str, path: str) -> KeyPair:
+def _read(flag: str, path: str, read: Callable[[str], _T]) -> _T:
     try:
         check_curve(flag)
-        return read_pair(path)
-    except (OSError, ValueError) as error:
-        raise StartError(_line(flag, path, error)) from None
-
-
-def _list(flag: str, path: str) -> Keys:
-    try:
-        check_curve(flag)
-        return KeyList(path)
+        return read(path)
     except (OSError, ValueError) as error:
         raise StartError(_line(flag, path, error)) from None
 

@@ -7,7 +7,7 @@ import msgspec
 
 from lean_selector.outbound.url import Url, base_without_version
 from lean_selector.process.endpoint_options import check_given
-from lean_selector.process.options import Option, integer, number, or_none, path, resolve
+from lean_selector.process.options import Option, integer, number, or_none, resolve
 from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
 from lean_selector.process.selector_config import SELECTOR_OPTIONS, SelectorConfig, selector_config
 from lean_selector.process.service_options import (
@@ -19,12 +19,10 @@ from lean_selector.process.service_options import (
 from lean_selector.prompts.settings import Mode, PromptSettings
 
 _MEGABYTE = 1 << 20
-_API_PORT = 8092  # a selector's, wherever it runs
-_METRICS_PORT = 8094  # beside one, which has the other already
+_API_PORT = 8092  # the selector's API, as of lean-selector itself
 # For workers that say nothing of blocks, as those that publish no events.
 _DEFAULTS = '{"block_size": 16}'
 _TOUCHES = 3.0  # in the life of a reservation
-_TOUCH_BESIDE_S = 10.0  # at most, as a selector beside does not tell its expiry
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +30,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: Listen
     workers: list[str]  # base URLs
-    selector: SelectorConfig  # in this process, unless `beside`; `listen` is where its API is
-    beside: str | None
-    beside_timeout_s: float
+    selector: SelectorConfig  # in this process; `listen` is where its API is
     prompts: PromptSettings
     silence_s: float
     most_body_bytes: int
@@ -42,33 +38,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def touch_after_s(self) -> float:
         """So often a reservation is touched while its answer goes on."""
-        own_s = self.selector.router.reservation_expiry_s / _TOUCHES
-        return own_s if self.beside is None else min(own_s, _TOUCH_BESIDE_S)
-
-
-def selector_target(value: str) -> str:
-    """`http://HOST:PORT`, `https://HOST:PORT` or `unix:PATH`."""
-    if value.startswith("unix:"):
-        path(value.removeprefix("unix:"))
-        return value
-    if Url(value).target != "/" or _has_query(value):
-        raise ValueError("expected http://HOST:PORT, without a path")
-    return value.rstrip("/")
+        return self.selector.router.reservation_expiry_s / _TOUCHES
 
 
 def worker_url(value: str) -> str:
     """`http://host:port` of a worker, of whom nothing else is used; /v1 may be behind it, as in
     what OpenAI's clients are told. Raises ValueError."""
     url = Url(value)
-    if base_without_version(url.target) or _has_query(value):
+    if base_without_version(url.target) or "?" in value or "#" in value:
         raise ValueError(
             f"`{value}`: expected http://HOST:PORT, perhaps with /v1: workers are asked at the root"
         )
     return url.origin
-
-
-def _has_query(url: str) -> bool:
-    return "?" in url or "#" in url
 
 
 _OWN_OPTIONS = (
@@ -82,23 +63,8 @@ _OWN_OPTIONS = (
     Option(
         "--selector-port",
         integer(0, 65535),
-        None,
-        "HTTP port of the selector's own API, and of the metrics; 0 takes a free one; unset:"
-        f" {_API_PORT}, and {_METRICS_PORT} with --selector, where it has the metrics alone",
-    ),
-    Option(
-        "--selector",
-        selector_target,
-        None,
-        "ask a selector that runs beside, at http://HOST:PORT, https:// or unix:PATH, in place of"
-        " one in this process",
-        metavar="WHERE",
-    ),
-    Option(
-        "--selector-timeout-secs",
-        POSITIVE_SECONDS,
-        2.0,
-        "longest that its answer may take; then workers are taken in turn",
+        _API_PORT,
+        "HTTP port of the selector's own API, and of the metrics; 0 takes a free one",
     ),
     *prompt_options(Mode.LEARN, Mode.LEARN, Mode.TOKENIZE, Mode.LOCAL, Mode.OFF),
     Option(
@@ -132,12 +98,7 @@ def gateway_config(
     except ValueError as error:
         parser.error(str(error))
     check_given(parser, values, "", workers)
-    beside = values["selector"]
-    if beside is not None and args.discover is not None:
-        parser.error("--discover is the selector's: give it to the one at --selector")
-    if beside is not None and args.state_dir is not None:
-        parser.error("--state-dir is the selector's: give it to the one at --selector")
-    if beside is None and not workers and args.discover is None:
+    if not workers and args.discover is None:
         parser.error("name the workers: lean-selector gateway http://HOST:PORT ...")
     prompts = prompt_settings_of(parser, values)
     assert prompts is not None
@@ -147,8 +108,6 @@ def gateway_config(
         listen=msgspec.convert(listen_of(parser, values), Listen),
         workers=workers,
         selector=_selector(parser, args, environ, values, workers),
-        beside=None if beside is None else str(beside),
-        beside_timeout_s=msgspec.convert(values["selector_timeout_secs"], float),
         prompts=msgspec.convert(prompts, PromptSettings),
         silence_s=msgspec.convert(values["worker_silence_secs"], float),
         most_body_bytes=megabytes * _MEGABYTE,
@@ -166,12 +125,11 @@ def _selector(
     own = argparse.Namespace(**vars(args))
     for option in _OWN_OPTIONS:
         setattr(own, option.name, None)
-    default = _API_PORT if values["selector"] is None else _METRICS_PORT
-    own.port = str(default if values["selector_port"] is None else values["selector_port"])
+    own.port = str(values["selector_port"])
     own.uds = None
     interval = values["worker_health_interval_secs"]
     own.worker_health_interval_secs = None if interval is None else str(interval)
-    if workers and values["selector"] is None:
+    if workers:
         own.discover = [*(args.discover or ()), *(f"url:{url}" for url in workers)]
         if args.discover_defaults is None:
             own.discover_defaults = _DEFAULTS

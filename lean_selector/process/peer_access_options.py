@@ -1,4 +1,4 @@
-"""How other services of ours are asked: replicas, index peers, and the gateway's selector."""
+"""How other services of ours are asked: replicas and index peers."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ PEER_ACCESS_OPTIONS = (
         "--peer-token-file",
         path,
         None,
-        "bearer token for every request that we make of another replica, an index peer or the "
-        "gateway's --selector; read again when it changes",
+        "bearer token for every request that we make of another replica or an index peer; "
+        "read again when it changes",
         metavar="PATH",
     ),
     Option(

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from lean_selector.curve.client import CurveClient
+from lean_selector.curve.keys import CurveClient
 from lean_selector.sockets.links import MAX_BACKLOG_BYTES, Links
 from lean_selector.sockets.lookups import Address
 from lean_selector.sockets.resolver import numeric
@@ -235,7 +235,9 @@ class Link:
         """A connection that has shaken hands, by the first address that has one."""
         error: Exception = OSError("the name has no addresses")
         for address in await self._addresses():
-            keys = None if self._curve is None else self._curve.candidates(self._server_key)
+            keys = (
+                None if self._curve is None else _candidates(self._curve.believed, self._server_key)
+            )
             while True:
                 key = None if keys is None else keys.pop(0)
                 connection = self._connection = ZmqConnection(
@@ -280,3 +282,8 @@ class Link:
             addresses = allowed.among(self.endpoint, addresses)
         self._to(LinkState.CONNECTING)
         return addresses
+
+
+def _candidates(believed: tuple[bytes, ...], last: bytes | None) -> list[bytes]:
+    """The server keys to try, in order: the one that was right last comes first."""
+    return sorted(believed, key=lambda key: key != last)

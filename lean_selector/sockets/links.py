@@ -14,7 +14,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from lean_selector.curve.client import CurveClient
+from lean_selector.curve.keys import CurveClient
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.sockets.resolver import Resolver
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from lean_selector.curve.client import CurveClient
+from lean_selector.curve.keys import CurveClient
 from lean_selector.sockets.link import Link, LinkState
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_peer import Peer

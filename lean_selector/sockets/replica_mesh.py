@@ -26,8 +26,8 @@ from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import ReplicaSequences, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
-from lean_selector.curve.client import CurveClient
 from lean_selector.curve.gate import CurveGate
+from lean_selector.curve.keys import CurveClient
 from lean_selector.sockets.link import check_link
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_links import (
@@ -136,7 +136,7 @@ class ReplicaSync:
         links = links or Links(context)
         self._allowed = links.allowed
         self.gate = gate
-        curve = None if gate is None else CurveClient(gate.pair, gate.admitted)
+        curve = None if gate is None else CurveClient(gate.pair, gate.admitted or ())
         self._links = ReplicaLinks(links, topics, self._handle, on_connected, curve)
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
@@ -184,7 +184,7 @@ class ReplicaSync:
         self._outbox.clear()
         self._pub.close()
         if self.gate is not None:
-            await self.gate.close()
+            self.gate.close()
 
     # publishing ---------------------------------------------------------------------------------
 
@@ -243,9 +243,6 @@ class ReplicaSync:
         """Tell again and again how many events there were: a heartbeat may be lost as they are."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if self.gate is not None and self.gate.has_expelled():
-                log.info("a public key is no longer admitted: all peers connect anew")
-                await self._pub.begin_anew()
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
 
     # peers --------------------------------------------------------------------------------------

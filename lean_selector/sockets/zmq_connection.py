@@ -19,8 +19,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from lean_selector.curve.client import CurveClient
-from lean_selector.curve.zap import give_keys
+from lean_selector.curve.keys import CurveClient, give_keys
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.lookups import Address
 
@@ -238,9 +237,6 @@ class ZmqConnection:
     def look(self) -> bool:
         """False once the connection is lost; then `lost` is true."""
         if self._socket is None:
-            return False
-        if self._curve is not None and self._server_key not in self._curve.believed():
-            self.give_up("its server key is no longer believed")
             return False
         if self._descriptor is not None:
             number, inode = self._descriptor

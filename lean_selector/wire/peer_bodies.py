@@ -41,9 +41,9 @@ class CurveState(msgspec.Struct, frozen=True):
     """How replicas encrypt; public keys as Z85."""
 
     public_key: str  # ours
-    peer_keys: int  # that are admitted now
+    peer_keys: int  # that are admitted
     refused: int  # handshakes of clients with another key
-    last_refused: str | None  # "KEY from ADDRESS"
+    last_refused: str | None  # a public key
 
 
 class PlaneState(msgspec.Struct, frozen=True):

@@ -24,8 +24,7 @@ import zmq
 
 from lean_selector.core.replication.shapes import EventKind
 from lean_selector.curve.command import write_pair
-from lean_selector.curve.keys import KeyPair, new_pair
-from lean_selector.curve.zap import give_keys
+from lean_selector.curve.keys import KeyPair, give_keys, new_pair
 from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.bookings import replica_event
 from tests.replica_member import MODEL, SCOPE, Member

@@ -1,4 +1,4 @@
-"""Files of keys: what is taken, what is refused and never cited, and what is read again."""
+"""Files of keys: what is taken and what is refused and never cited."""
 
 import os
 import stat
@@ -9,19 +9,14 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.auth
-from zmq.utils import z85
 
-from lean_selector.curve.client import CurveClient
 from lean_selector.curve.command import main
 from lean_selector.curve.keys import (
-    LOOK_EVERY_S,
     BadKeys,
-    KeyList,
     new_pair,
     public_keys,
     read_pair,
 )
-from lean_selector.curve.zap import Expelled, zap_answer
 
 PAIR = new_pair()
 KEYS = [new_pair().public for _ in range(3)]
@@ -120,79 +115,3 @@ def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, 
     with pytest.raises(BadKeys, match=fault) as told:
         public_keys("it", content)
     assert PAIR.secret.decode() not in str(told.value)
-
-
-def test_a_list_is_read_again_and_while_it_is_bad_the_last_one_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, now = tmp_path / "keys", [0.0]
-    path.write_bytes(KEYS[0])
-    keys = KeyList(str(path), lambda: now[0])
-
-    def later(content: bytes) -> tuple[bytes, ...]:
-        path.with_suffix(".new").write_bytes(content)
-        os.replace(path.with_suffix(".new"), path)
-        now[0] += LOOK_EVERY_S
-        return keys()
-
-    assert keys() == (KEYS[0],)
-    assert later(KEYS[0] + b"\n" + KEYS[1]) == (KEYS[0], KEYS[1])
-    assert later(KEYS[1]) == (KEYS[1],)
-    assert later(b"half a k") == (KEYS[1],)
-    assert keys() == (KEYS[1],)
-    path.unlink()
-    now[0] += LOOK_EVERY_S
-    assert keys() == (KEYS[1],)
-    assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert later(KEYS[2]) == (KEYS[2],)
-
-
-def test_the_key_that_was_right_last_is_tried_first() -> None:
-    client = CurveClient(PAIR, lambda: tuple(KEYS))
-    assert client.candidates(None) == KEYS
-    assert client.candidates(KEYS[2]) == [KEYS[2], KEYS[0], KEYS[1]]
-    assert client.candidates(PAIR.public) == KEYS
-
-
-def test_only_listed_keys_of_the_right_sockets_are_admitted() -> None:
-    refused: list[tuple[str, str]] = []
-
-    def status(key: bytes, domain: bytes = b"d", *, mechanism: bytes = b"CURVE") -> bytes:
-        request = [b"1.0", b"7", domain, b"10.0.0.1", b"", mechanism, z85.decode(key)]
-        admitted = (KEYS[0], KEYS[1])
-        answer = zap_answer(request, b"d", lambda: admitted, lambda *who: refused.append(who))
-        assert answer[:2] == [b"1.0", b"7"]
-        return answer[2]
-
-    assert [status(KEYS[0]), status(KEYS[1])] == [b"200", b"200"]
-    assert refused == []
-    assert status(KEYS[2]) == b"400"
-    assert status(KEYS[0], b"another") == b"400"
-    assert refused == [(KEYS[2].decode(), "10.0.0.1"), (KEYS[0].decode(), "10.0.0.1")]
-    assert status(KEYS[0], mechanism=b"NULL") == b"400"
-    anybody = zap_answer([b"1.0", b"1", b"d", b"", b"", b"CURVE", bytes(32)], b"d", None, print)
-    assert anybody[2] == b"200"
-    for odd in ([], [b"1.0"], [b"1.0", b"1", b"d", b"", b"", b"CURVE", b"short"]):
-        assert zap_answer(odd, b"d", None, print)[2] == b"400"
-
-
-def test_who_was_let_in_between_two_questions_is_expelled_too_and_who_never_came_is_not() -> None:
-    admitted = [KEYS[0]]
-    expelled = Expelled(lambda: tuple(admitted))
-
-    def come(key: bytes) -> None:
-        request = [b"1.0", b"1", b"d", b"", b"", b"CURVE", z85.decode(key)]
-        expelled.note(zap_answer(request, b"d", lambda: tuple(admitted), lambda *who: None))
-
-    come(KEYS[0])
-    admitted.append(KEYS[1])
-    come(KEYS[1])
-    come(KEYS[2])  # in vain
-    admitted.remove(KEYS[1])
-    assert [expelled(), expelled()] == [True, False]
-    admitted.append(KEYS[2])
-    assert not expelled()
-    admitted.remove(KEYS[2])
-    assert not expelled()
-    admitted.clear()
-    assert [expelled(), expelled()] == [True, False]

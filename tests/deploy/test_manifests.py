@@ -51,7 +51,7 @@ PODS = [
 
 
 def test_there_are_manifests() -> None:
-    assert {"kubernetes/replicas.yaml", "kubernetes/sidecar.yaml"} <= set(MANIFESTS)
+    assert {"kubernetes/replicas.yaml", "kubernetes/gateway.yaml"} <= set(MANIFESTS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -142,12 +142,15 @@ def test_the_account_may_watch_the_services_that_are_discovered_and_nothing_else
 def ports_of(container: dict[str, Any]) -> list[int]:
     """That its command listens on."""
     words = [word.replace("$(POD_IP)", "10.0.0.1") for word in command_of(container)[1:]]
+    own: list[int] = []
     if words[0] == "gateway":
         config = configured_gateway(words[1:])
-        return [config.listen.port, config.selector.listen.port]
-    selector = configured(words)
+        own = [config.listen.port]
+        selector = config.selector
+    else:
+        selector = configured(words)
     replica = [] if selector.replica is None else [selector.replica.bind.rpartition(":")[2]]
-    return [selector.listen.port, *map(int, replica)]
+    return [*own, selector.listen.port, *map(int, replica)]
 
 
 @pytest.mark.parametrize("resource", PODS)
@@ -253,86 +256,43 @@ def test_replicas_find_the_engines_and_each_other_and_share_what_runs(cluster: C
         wait_until(lambda: second.get("/replica_sync/peers")[1] == [], "who went is no peer")
 
 
-def gateway_pod(
-    cluster: Cluster, folder: Path, running: ExitStack
-) -> tuple[ChildService, ChildService]:
-    """The two containers of a pod of `sidecar.yaml`, with its volume, on the ports that they have
-    there. The first has the selector's API, the second is the door."""
-    sidecar, gateway = containers("kubernetes/sidecar.yaml")
-    volume = folder / "socket"
-    volume.mkdir()
-
-    def started(container: dict[str, Any], port: int, *more: str) -> ChildService:
-        (mount,) = container["volumeMounts"]
-        words = [
-            word.replace("$(POD_IP)", "127.0.0.1").replace(mount["mountPath"], str(volume))
-            for word in command_of(container)[1:]
-        ]
-        command = [sys.executable, "-m", "lean_selector", *words, *more]
-        service = ChildService(command, port, env=plain_environment())
-        running.callback(service.stop, 15, DEADLINE_S)
-        return service
-
-    selector = started(sidecar, 8092, *QUICK, *cluster.flags)
-
-    def is_up() -> bool:
-        assert selector.process.poll() is None, selector.log()
-        return selector.is_healthy()
-
-    wait_until(is_up, "the sidecar is up before the containers begin")
-    return selector, started(gateway, 8080)
-
-
 @pytest.fixture
 def pod_network() -> Iterator[None]:
-    """All containers of a pod are in one network."""
+    """The ports of a pod are its own."""
     with own_network():
         yield
 
 
 @pytest.mark.usefixtures("pod_network")
-def test_a_gateway_serves_requests_with_the_selector_beside_it(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_gateway_serves_requests_with_the_selector_in_it(cluster: Cluster) -> None:
+    """On the ports that it has there."""
+    (container,) = containers("kubernetes/gateway.yaml")
+    words = [word.replace("$(POD_IP)", "127.0.0.1") for word in command_of(container)[1:]]
+    command = [sys.executable, "-m", "lean_selector", *words, *QUICK, *cluster.flags]
     with ExitStack() as running:
         workers = [running.enter_context(OpenAiWorker()) for _ in range(2)]
         for worker in workers:
             cluster.start("vllm", worker.port, "http")
-        selector, gateway = gateway_pod(cluster, tmp_path, running)
-        assert (tmp_path / "socket" / "selector.sock").is_socket()
+        gateway = ChildService(command, 8080, env=plain_environment())
+        running.callback(gateway.stop, 15, DEADLINE_S)
 
         def told(path: str) -> Any:
-            return json.loads(selector.request("GET", path)[1])
+            assert gateway.process.poll() is None, gateway.log()
+            try:
+                return json.loads(asked(8092, "GET", path)[1])
+            except OSError:
+                return {}
 
         wait_until(
-            lambda: bool(told("/ready")["schedulable_workers"] == 2), "both engines can be chosen"
+            lambda: bool(told("/ready").get("schedulable_workers") == 2),
+            "both engines can be chosen",
         )
         chat = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
         body, headers = json.dumps(chat).encode(), {"content-type": "application/json"}
-
-        def is_served() -> bool:
-            assert gateway.process.poll() is None, gateway.log()
-            try:
-                status, _ = gateway.request("POST", "/v1/chat/completions", body, headers)
-            except OSError:
-                return False
-            return status == 200 and was_booked()
-
-        def was_booked() -> bool:
-            """By the metrics of the selector."""
-            name, route = "lean_selector_selections_total", "/select_and_reserve"
-            samples = parsed(scrape(selector.port))
-            return value(samples, name, route=route, outcome="placed") > 0
-
-        wait_until(is_served, "a request goes by the selector to an engine")
-        (declared,) = (
-            port["containerPort"]
-            for port in containers("kubernetes/sidecar.yaml")[1]["ports"]
-            if port["name"] == "metrics"
-        )
-        assert asked(declared, "GET", "/health")[0] == 200
-        samples = parsed(scrape(declared))
+        assert gateway.request("POST", "/v1/chat/completions", body, headers)[0] == 200
+        samples = parsed(scrape(8092))
         assert value(samples, "lean_selector_gateway_answers_total", status="200") > 0
+        assert not samples.get("lean_selector_gateway_unrouted_total"), "it was placed"
         wait_until(
             lambda: all(
                 rank["active_requests"] == 0 for row in told("/loads") for rank in row["loads"]

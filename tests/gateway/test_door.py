@@ -13,7 +13,7 @@ import trustme
 
 from tests.gateway.running_gateway import RunningGateway
 from tests.openai_worker import OpenAiWorker, rendered, said, tokens_of
-from tests.running_service import RunningService, free_port, wait_until
+from tests.running_service import free_port, wait_until
 
 TEXT = "Tell me of the sea. " * 20
 WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
@@ -506,49 +506,6 @@ def test_workers_over_https_with_a_token_of_a_file(tmp_path: Path) -> None:
             assert gateway.metric("lean_selector_gateway_worker_connections_total") == 1
 
 
-def test_a_selector_on_a_unix_socket_is_asked(workers: list[OpenAiWorker], tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    discover = [f"--discover=url:{each.url}" for each in workers]
-    with RunningService("--uds", str(path), *discover) as selector:
-        with RunningGateway("--selector", f"unix:{path}") as gateway:
-            wait_until(lambda: gateway.chat(TEXT).status == 200, "it serves")
-            wait_until(
-                lambda: "x-lean-overlap" in gateway.chat(TEXT).headers, "the selector is asked"
-            )
-            wait_until(
-                lambda: int(gateway.chat(TEXT).headers["x-lean-overlap"]) > 300, "it is cached"
-            )
-
-        def is_free() -> bool:
-            loads = [row for each in selector.get("/loads")[1] for row in each["loads"]]
-            return not any(row["active_requests"] for row in loads)
-
-        wait_until(is_free, "no load is left")
-
-
-def test_a_stop_that_cuts_streams_off_frees_them_at_the_selector_beside(
-    workers: list[OpenAiWorker],
-) -> None:
-    with RunningService(f"--discover=url:{workers[0].url}") as selector:
-
-        def active() -> int:
-            rows = selector.get("/loads")[1]
-            return sum(rank["active_requests"] for row in rows for rank in row["loads"])
-
-        where = f"http://127.0.0.1:{selector.port}"
-        with socket.socket() as connection:
-            with RunningGateway("--selector", where, "--drain-secs", "0") as gateway:
-                wait_until(
-                    lambda: "x-lean-overlap" in gateway.chat(TEXT).headers, "the selector is asked"
-                )
-                body = chat_body(TEXT, max_tokens=1_000, stream=True, fake={"stall_after": 3})
-                connection.connect(("127.0.0.1", gateway.port))
-                connection.sendall(request_text("/v1/chat/completions", body))
-                assert connection.recv(1)
-                wait_until(lambda: active() == 1, "the stream alone is booked")
-            wait_until(lambda: active() == 0, "it is freed")
-
-
 def test_workers_may_be_given_by_the_urls_that_openai_s_clients_have(
     workers: list[OpenAiWorker],
 ) -> None:
@@ -567,9 +524,7 @@ def test_without_workers_or_with_a_bad_url_it_does_not_start() -> None:
         ((), "name the workers"),
         (("gpu-a:8000",), "not an http:// or https:// URL"),
         (("http://a/llama/v1",), "`http://a/llama/v1`: expected http://HOST:PORT"),
-        (("http://a", "--selector", "https://b:x"), "`https://b:x` has no valid port"),
         (("http://a", "--prompts", "local"), "--prompts-tokenizer"),
-        (("http://a", "--selector", "http://b", "--discover", "url:http://c"), "--discover"),
     ):
         command = [sys.executable, "-m", "lean_selector", "gateway", *arguments]
         port = ("--port", str(free_port()), "--selector-port", "0")

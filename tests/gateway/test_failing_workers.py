@@ -3,12 +3,10 @@
 import itertools
 from contextlib import ExitStack
 
-import pytest
-
 from tests.gateway.running_gateway import RunningGateway
 from tests.openai_worker import OpenAiWorker
 from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import RunningService, wait_until
+from tests.running_service import wait_until
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 
@@ -16,20 +14,11 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 class Fleet:
     """A worker that is well, and one that answers everything with a status."""
 
-    def __init__(self, running: ExitStack, status: int, *, is_beside: bool) -> None:
-        """`is_beside`: the selector is a process of its own."""
+    def __init__(self, running: ExitStack, status: int) -> None:
         self.well = running.enter_context(OpenAiWorker())
         self.failing = running.enter_context(OpenAiWorker("m", "--fails", str(status)))
-        urls = [self.well.url, self.failing.url]
-        if is_beside:
-            found = (f"--discover=url:{url}" for url in urls)
-            selector = running.enter_context(RunningService(*found))
-            where = f"http://127.0.0.1:{selector.port}"
-            self.gateway = running.enter_context(RunningGateway("--selector", where, *urls))
-            self.selector_port = selector.port
-        else:
-            self.gateway = running.enter_context(RunningGateway(*urls, knows=2))
-            self.selector_port = self.gateway.api_port
+        gateway = RunningGateway(self.well.url, self.failing.url, knows=2)
+        self.gateway = running.enter_context(gateway)
         self._prompts = itertools.count()
 
     def chat(self) -> tuple[int, str]:
@@ -39,15 +28,14 @@ class Fleet:
 
     def reported(self, outcome: str) -> float:
         """To the selector, of either worker."""
-        samples = parsed(scrape(self.selector_port))
+        samples = parsed(scrape(self.gateway.api_port))
         name = "lean_selector_worker_reports_total"
         return value(samples, name, outcome=outcome) if samples.get(name) else 0.0
 
 
-@pytest.mark.parametrize("is_beside", [False, True], ids=["within", "beside"])
-def test_who_answers_500_to_everything_is_ejected_and_the_other_serves(is_beside: bool) -> None:
+def test_who_answers_500_to_everything_is_ejected_and_the_other_serves() -> None:
     with ExitStack() as running:
-        fleet = Fleet(running, 500, is_beside=is_beside)
+        fleet = Fleet(running, 500)
         gateway = fleet.gateway
         wait_until(lambda: fleet.chat() == (500, fleet.failing.url), "it is asked, and fails")
         wait_until(
@@ -62,7 +50,7 @@ def test_who_answers_500_to_everything_is_ejected_and_the_other_serves(is_beside
 
 def test_who_fails_what_goes_in_turn_is_passed_over() -> None:
     with ExitStack() as running:
-        fleet = Fleet(running, 500, is_beside=False)
+        fleet = Fleet(running, 500)
         statuses = [fleet.gateway.ask("POST", "/echo", {}).status for _ in range(12)]
         assert statuses.count(500) == 3  # in a row: its turns
         assert fleet.gateway.metric("lean_selector_gateway_worker_well") == 1
@@ -70,7 +58,7 @@ def test_who_fails_what_goes_in_turn_is_passed_over() -> None:
 
 def test_who_is_full_is_not_held_against() -> None:
     with ExitStack() as running:
-        fleet = Fleet(running, 503, is_beside=False)
+        fleet = Fleet(running, 503)
         for _ in range(4):
             wait_until(lambda: fleet.chat() == (503, fleet.failing.url), "it is asked again")
         assert fleet.reported("failed") == 0

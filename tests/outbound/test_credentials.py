@@ -3,14 +3,12 @@ right authorities, names, certificates and tokens, on the other wrong ones."""
 
 import asyncio
 import ssl
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from lean_selector.gateway.selector_link import SelectorAway, SelectorLink
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.credentials import Credentials
 from lean_selector.outbound.failure import OutboundFailed
@@ -23,7 +21,7 @@ from tests.on_loop import on_loop
 from tests.outbound_server import Served, response, says, serving
 
 OURS, STRANGERS = Authority(), Authority()
-FAILURES = (PeerFailed, OutboundFailed, SelectorAway)
+FAILURES = (PeerFailed, OutboundFailed)
 Ask = Callable[[str, Credentials], Awaitable[bytes]]
 
 
@@ -38,17 +36,8 @@ async def of_an_engine(url: str, credentials: Credentials) -> bytes:
     return await asked.text(f"{url}/health", timeout_s=20.0)
 
 
-async def of_a_selector(url: str, credentials: Credentials) -> bytes:
-    """As the gateway does."""
-    link = SelectorLink(url, Resolver().resolve, 20.0, time.monotonic, credentials)
-    try:
-        return (await link.call("GET", "/workers"))[1]
-    finally:
-        link.endpoint.close()
-
-
-EVERYBODY = pytest.mark.parametrize("ask", [of_a_peer, of_an_engine, of_a_selector])
-NAMED = pytest.mark.parametrize("ask", [of_a_peer, of_a_selector])
+EVERYBODY = pytest.mark.parametrize("ask", [of_a_peer, of_an_engine])
+NAMED = pytest.mark.parametrize("ask", [of_a_peer])
 
 
 @asynccontextmanager

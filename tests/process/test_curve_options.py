@@ -76,8 +76,8 @@ def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
         with zmq.asyncio.Context() as context:
             keys = ReplicaKeys(secret_key_file=f"{name}.key_secret", peer_keys_file=None)
             gate = replica_gate(context, keys)
-            assert gate.admitted() == (gate.pair.public,) == (PAIR.public,)
-            await gate.close()
+            assert gate.admitted == (gate.pair.public,) == (PAIR.public,)
+            gate.close()
 
     asyncio.run(story())
 
@@ -85,7 +85,7 @@ def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
 def test_without_a_pair_for_engines_one_is_made(name: str) -> None:
     keys = EngineKeys(server_keys_file=f"{name}.key", secret_key_file=None)
     one, other = engine_client_keys(keys), engine_client_keys(keys)
-    assert one.believed() == (PAIR.public,)
+    assert one.believed == (PAIR.public,)
     assert one.pair.public != other.pair.public
 
 

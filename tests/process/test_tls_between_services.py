@@ -1,4 +1,4 @@
-"""Services of ours that ask each other over mutual TLS, with tokens: replicas, gateway, check."""
+"""Services of ours that ask each other over mutual TLS, with tokens: replicas, check."""
 
 import subprocess
 import sys
@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from tests.certificates import HOST, Authority, Files
-from tests.gateway.running_gateway import RunningGateway
 from tests.openai_worker import OpenAiWorker
 from tests.running_service import RunningService, free_port, wait_until
 from tests.tls_service import TlsService
 
 OURS, STRANGERS = Authority(), Authority()
 WORKER = {"worker_id": 1, "model_name": "n", "endpoint": "http://w:1", "block_size": 4}
-TEXT = "Tell me of the sea. " * 20
 
 
 class Fleet:
@@ -27,7 +25,7 @@ class Fleet:
         self.files = Files(folder, OURS, OURS.issue(HOST))
         self.sync_port = free_port()
         tokens = folder / "tokens"
-        tokens.write_text("read of-a-replica\nwrite of-a-gateway\nadmin of-the-test\n")
+        tokens.write_text("read of-a-replica\nadmin of-the-test\n")
         flags = (
             *("--auth-token-file", str(tokens)),
             *("--tls-client-ca", str(self.files.ca), "--replica-sync-port", str(self.sync_port)),
@@ -113,14 +111,6 @@ def test_a_replica_with_a_wrong_certificate_or_authority_gets_nothing(
         for line in ("catch-up: nothing from {}: {}", "no recovery from {}: {}"):
             wait_until(lambda line=line: line.format(fleet.url, why) in late.log(), line)  # type: ignore[misc]
         assert late.get("/ready")[0] == 503
-
-
-def test_a_gateway_asks_a_selector_over_tls(fleet: Fleet) -> None:
-    with RunningGateway("--selector", fleet.url, *fleet.flags("ours", "of-a-gateway")) as gateway:
-        wait_until(lambda: "x-lean-overlap" in gateway.chat(TEXT).headers, "the selector is asked")
-    with RunningGateway("--selector", fleet.url, *fleet.flags("deceived")) as gateway:
-        away = "the selector does not answer, workers are taken in turn: its certificate is not"
-        wait_until(lambda: away in gateway.child.log(), "it is not believed")
 
 
 @pytest.mark.parametrize("whose", ["ours", "a stranger"])

@@ -15,9 +15,7 @@ import pytest
 from loadtest.child_service import ChildService, plain_environment
 from tests.certificates import HOST, Authority, Files
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
-from tests.gateway.running_gateway import RunningGateway
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
-from tests.openai_worker import OpenAiWorker
 from tests.running_service import RunningService, free_port, wait_until
 
 # What is registered may be in this network only; no connection is made to what is refused, so
@@ -302,26 +300,6 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
             assert given_seen
         finally:
             child.stop()
-
-
-# -- the gateway ----------------------------------------------------------------------------------
-
-
-def test_the_gateway_connects_to_no_worker_that_is_not_allowed_whatever_its_selector_says() -> None:
-    with OpenAiWorker() as outside, RunningService("--use-kv-events", "false") as selector:
-        body = {"worker_id": 1, "model_name": "m", "endpoint": outside.url, "block_size": 16}
-        assert selector.post("/workers", body)[0] == 201
-        where = ("--selector", f"http://127.0.0.1:{selector.port}")
-        with RunningGateway(*where, "--allow-endpoint", "*://10.0.0.0/8:*") as gateway:
-            words = f"`{outside.url}` is not allowed by --allow-endpoint"
-
-            def is_told() -> bool:
-                answer = gateway.chat("hello")
-                assert answer.status in (404, 502, 503)
-                return words in answer.body.decode()
-
-            wait_until(is_told, "the client is told why nobody serves it")
-            assert "connect to any endpoint" not in gateway.log()
 
 
 # -- the warning ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Keys at the services: who encrypts and is heard, keys that come and go, and what is told."""
+"""Keys at the services: who encrypts and is heard, and what is told."""
 
 import contextlib
 import itertools
@@ -107,27 +107,6 @@ def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_
         wait_until(lambda: tells(service, 3, words), "the third is somebody else")
         words = "it does not encrypt, and keys are given for it"
         wait_until(lambda: tells(service, 4, words), "the fourth is plain")
-        # Rotation: a second key is believed, and admitted, beside the first.
-        keys.list("them", "engine", "stranger")
-        wait_until(lambda: is_live(service, 3, 1), "the third is believed")
-        keys.list("nobody", "stranger", "selector")
-        wait_until(lambda: is_live(service, 2, 1), "the second admits us")
-        assert is_live(service, 1, 1)
-        # And one that is taken out is believed no more.
-        keys.list("them", "engine")
-        words = "it has no server key that we believe"
-        wait_until(lambda: tells(service, 3, words), "the third is cut off")
-        assert is_live(service, 1, 1)
-        # Nor admitted: what is published meanwhile comes once it is again.
-        keys.list("us", "stranger")
-        words = f"it does not admit our public key {keys.public('selector')}"
-        wait_until(lambda: tells(service, 1, words), "the first cuts us off")
-        store(right, 2)
-        keys.list("us", "stranger", "selector")
-        wait_until(lambda: is_live(service, 1, 2), "the first is heard again")
-        store(right, 3)
-        wait_until(lambda: source(service, 1)["last_seq"] == 3, "and what it publishes")
-        assert source(service, 1)["lost_batches"] == 0
 
 
 def test_an_engine_that_asks_for_keys_is_not_heard_without_and_that_is_told(tmp_path: Path) -> None:
@@ -174,9 +153,7 @@ def test_events_and_replays_can_be_read_on_the_wire_without_keys_alone(
 # -- replicas -------------------------------------------------------------------------------------
 
 
-def test_replicas_that_encrypt_catch_up_lose_who_is_expelled_and_mend_when_it_is_back(
-    tmp_path: Path,
-) -> None:
+def test_replicas_that_encrypt_hear_each_other_and_catch_up(tmp_path: Path) -> None:
     keys = KeyFiles(tmp_path, "one", "other")
     ports = free_port(), free_port()
     flags = [
@@ -205,19 +182,6 @@ def test_replicas_that_encrypt_catch_up_lose_who_is_expelled_and_mend_when_it_is
                 "refused": 0,
                 "last_refused": None,
             }
-            keys.list("of one", "one")
-            words = f"it does not admit our public key {keys.public('other')}"
-
-            def told() -> str:
-                return str(other.detail()["peers"][0]["last_error"])
-
-            wait_until(lambda: told() == words, "the other is expelled, and knows why")
-            expelled = f"{keys.public('other')} from 127.0.0.1"
-            wait_until(lambda: one.detail()["curve"]["last_refused"] == expelled, "so is it here")
-            one.add("unheard", 1)
-            keys.list("of one", "one", "other")
-            other.shows([(0, 0), BOOKED])  # by its snapshot
-            other.hears(one, [(0, 0), BOOKED])
 
 
 # -- a publisher's own files ----------------------------------------------------------------------

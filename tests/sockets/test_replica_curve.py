@@ -5,11 +5,11 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 import uvloop
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
@@ -18,10 +18,8 @@ from lean_selector.curve.keys import KeyPair, new_pair
 from lean_selector.sockets import link, replica_mesh
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_mesh import ReplicaSync
-from lean_selector.tasks import failures
 from lean_selector.wire.replica_frames import TOPIC
 from tests.bookings import changed, replica_event
-from tests.descriptors import no_descriptors
 from tests.on_loop import until
 from tests.recording_proxy import RecordingProxy
 
@@ -33,20 +31,20 @@ A, B, OTHER = new_pair(), new_pair(), new_pair()
 
 
 class Replica:
-    """A ReplicaSync with a context of its own, for a context has one gate. `peers` may change."""
+    """A ReplicaSync with a context of its own, for a context has one gate."""
 
-    def __init__(self, pair: KeyPair | None, *peers: KeyPair, bind: str = ANY_PORT) -> None:
+    def __init__(self, pair: KeyPair | None, *peers: KeyPair) -> None:
         self.heard: list[ReplicaEvent] = []
-        self.peers = [each.public for each in peers]
         self.router_id = next(_ROUTER_IDS)
         self.context = zmq.asyncio.Context()
         links = Links(self.context)
         self.gate: CurveGate | None = None
         if pair is not None:
-            self.gate = CurveGate(self.context, pair, lambda: tuple(self.peers), b"replicas")
+            peer_keys = tuple(each.public for each in peers)
+            self.gate = CurveGate(AsyncioAuthenticator(self.context), pair, peer_keys)
         self.sync = ReplicaSync(
             self.context,
-            bind,
+            ANY_PORT,
             [],
             self._hear,
             router_id=self.router_id,
@@ -82,11 +80,6 @@ class Replica:
     async def close(self) -> None:
         await self.sync.close()
         self.context.destroy(linger=0)
-
-
-def state_at(replica: Replica) -> str:
-    """Of its only peer."""
-    return replica.sync.peer_states()[0].state
 
 
 @contextlib.asynccontextmanager
@@ -179,95 +172,7 @@ def test_who_refuses_tells_whom() -> None:
             await until(lambda: other.error() != "")
             assert one.gate is not None
             assert one.gate.refused >= 1
-            assert one.gate.last_refused == f"{OTHER.public.decode()} from 127.0.0.1"
-
-    uvloop.run(story())
-
-
-def test_a_bug_of_the_gate_costs_a_handshake_and_no_more() -> None:
-    async def story() -> None:
-        one, other = Replica(A, B), Replica(B, A)
-        assert one.gate is not None
-        whole, bugs = one.gate.admitted, [RuntimeError("a bug")]
-
-        def admitted() -> tuple[bytes, ...]:
-            if bugs:
-                raise bugs.pop()
-            return whole()
-
-        one.gate.admitted = admitted  # type: ignore[misc]
-        before = failures["curve gate"]
-        async with two(one, other):
-            await other.hears(one)
-            assert failures["curve gate"] == before + 1
-
-    uvloop.run(story())
-
-
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_who_is_taken_off_the_list_is_cut_off_and_the_others_come_back(
-    scheme: str, tmp_path: Path
-) -> None:
-    bind = ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/replica"
-
-    async def story() -> None:
-        async with two(Replica(A, B, OTHER, bind=bind), Replica(B, A)) as (one, other):
-            third = Replica(OTHER, A)
-            try:
-                third.knows(one)
-                await other.hears(one)
-                await third.hears(one)
-                endpoint = one.sync.bound_endpoint
-                one.peers.remove(OTHER.public)
-                words = f"it does not admit our public key {OTHER.public.decode()}"
-                await until(lambda: third.error() == words)
-                await other.hears(one)
-                assert one.sync.bound_endpoint == endpoint
-                heard = len(third.heard)
-                await other.hears(one)
-                assert len(third.heard) == heard
-                one.peers.append(OTHER.public)  # and is admitted again
-                await third.hears(one)
-            finally:
-                await third.close()
-
-    uvloop.run(story())
-
-
-def test_without_descriptors_who_is_taken_off_is_cut_off_and_the_others_come_back_later() -> None:
-    async def story() -> None:
-        async with two(Replica(A, B, OTHER), Replica(B, A)) as (one, other):
-            third = Replica(OTHER, A)
-            try:
-                third.knows(one)
-                await other.hears(one)
-                await third.hears(one)
-                before = failures["replica heartbeat"]
-                with no_descriptors():
-                    one.peers.remove(OTHER.public)
-                    await until(lambda: state_at(other) == state_at(third) == "disconnected")
-                    missed = other.sync.heard.missed
-                    one.sync.publish(EVENT)
-                await other.hears(one)
-                assert other.sync.heard.missed > missed
-                words = f"it does not admit our public key {OTHER.public.decode()}"
-                await until(lambda: third.error() == words)
-                assert failures["replica heartbeat"] == before
-            finally:
-                await third.close()
-
-    uvloop.run(story())
-
-
-def test_a_server_key_that_is_no_longer_believed_ends_its_connection() -> None:
-    async def story() -> None:
-        async with two(Replica(A, B), Replica(B, A, OTHER)) as (one, other):
-            await other.hears(one)
-            other.peers.remove(A.public)
-            await until(lambda: other.error() == "it has no server key that we believe")
-            assert other.sync.peer_states()[0].state == "disconnected"
-            other.peers.append(A.public)
-            await other.hears(one)
+            assert one.gate.last_refused == OTHER.public.decode()
 
     uvloop.run(story())
 
