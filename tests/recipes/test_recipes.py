@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -194,6 +195,48 @@ def test_a_conversation_stays_with_the_worker_that_has_it_cached_and_ends_free(
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert sorted(a - b for a, b in zip(fleet.served(), before, strict=True)) == [0, 4]
     assert fleet.lines() == {"freed": 8}
+
+
+# Requests that gateways refuse, or that reach no worker: some are logged before any rule has run.
+REFUSED = {
+    "HTTP/1.0": b"POST /v1/chat/completions HTTP/1.0\r\nhost: x\r\ncontent-length: 2\r\n",
+    "no host": b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 2\r\n",
+    "upgrade": b"GET /v1/chat HTTP/1.1\r\nhost: x\r\nupgrade: a\r\nconnection: upgrade\r\n",
+    "connect": b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n",
+    "bad target": b"POST foo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n",
+    "other path": b"GET /v1/models HTTP/1.1\r\nhost: x\r\n",
+}
+
+
+@on_unix
+def test_a_clients_own_headers_end_nothing(peaceful: Fleet) -> None:
+    """Whatever a client sends, no line of the log names a reservation or a worker of its choice."""
+    fleet = peaceful
+    booking = {"reservation_id": "mine", "model_name": MODEL, "token_ids": [1, 2, 3]}
+    status, chosen = fleet.selector.post("/select_and_reserve", booking)
+    assert status == 200
+    worker = b"%d" % chosen["worker_id"]
+    headers = [
+        b"x-reservation-id: mine\r\nx-worker-id: %b\r\nx-data-parallel-rank: 0\r\n" % worker,
+        b"x-request-id: mine\r\n",
+        # Values that are fields of a line; UF is how Envoy calls a worker that refuses connections.
+        b'x-reservation-id: z worker=%b flags=UF q="\r\nx-data-parallel-rank: "\r\n' % worker,
+    ]
+    for head in REFUSED.values():
+        for own in (*headers, headers[-1], headers[-1]):  # three failures eject a worker
+            with socket.create_connection(("127.0.0.1", fleet.gateway.port), 10) as client:
+                client.sendall(head + own + b"\r\n{}")
+                client.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionError):
+                    while client.recv(65_536):
+                        pass
+    # The line of a good request comes behind all of theirs.
+    freed = fleet.lines().get("freed", 0)
+    assert fleet.ask(chat("behind them", max_tokens=1))[0] == 200
+    wait_until(lambda: fleet.lines().get("freed", 0) > freed, "the last line is heard of")
+    wait_until(lambda: fleet.loads() == 1, "only the client's own reservation is live")
+    assert all(not row.get("ejected_ranks") for row in fleet.selector.get("/workers")[1])
+    assert fleet.selector.request("DELETE", "/reservations/mine")[0] == 200
 
 
 def test_what_needs_no_choice_passes_through(peaceful: Fleet) -> None:
