@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lean_selector.access_logs.ends import LogEnds
 from lean_selector.access_logs.reader import LineReader
-from lean_selector.observing.load_metrics import Families
-from lean_selector.observing.metrics import Family, Sample, labels
+from lean_selector.service.exposition import Families, Family, Sample, labels
 
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:

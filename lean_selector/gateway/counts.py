@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Final
 
-from lean_selector.observing.metrics import Histogram
+from lean_selector.service.exposition import Histogram
 
 FIRST_BYTE_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from lean_selector.gateway.counts import FIRST_BYTE_BOUNDS_S, Counts
 from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.observing.metrics import AnyFamily, Family, HistogramFamily, Sample, labels
+from lean_selector.service.exposition import AnyFamily, Family, HistogramFamily, Sample, labels
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:

@@ -9,9 +9,9 @@ from lean_selector.access_logs.places import Senders, is_loopback, place_of
 from lean_selector.access_logs.reader import LineReader, udp_socket, warn_of_a_short_queue
 from lean_selector.core.selection.selector import Selector
 from lean_selector.http.listener import UnixPath
-from lean_selector.observing.load_metrics import Families
 from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.host import StartError, os_reason
+from lean_selector.service.exposition import Families
 
 
 class AccessLogPlane:

@@ -20,7 +20,6 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.limits import Limits
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.observing import logs
-from lean_selector.observing.prompt_metrics import prompt_families
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.exposure import exposure_warnings
@@ -31,6 +30,7 @@ from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.process.selector import doors_of, selector_app
 from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.prompts.fleet import CatalogFleet
+from lean_selector.service.metrics import prompt_families
 
 
 def run_gateway(config: GatewayConfig) -> None:

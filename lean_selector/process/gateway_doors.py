@@ -6,8 +6,6 @@ Imported only where one of them is asked for.
 import time
 from collections.abc import Callable
 
-from lean_selector.observing.load_metrics import Families
-from lean_selector.observing.prompt_metrics import prompt_families
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_plane import AccessLogPlane
@@ -16,6 +14,8 @@ from lean_selector.prompts.fleet import CatalogFleet
 from lean_selector.prompts.prompts import Prompts
 from lean_selector.prompts.settings import PromptSettings
 from lean_selector.route.door import RouteDoor
+from lean_selector.service.exposition import Families
+from lean_selector.service.metrics import prompt_families
 from lean_selector.services.gate import Route
 from lean_selector.services.selection import SelectionService
 

@@ -14,20 +14,24 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.limits import Limits
 from lean_selector.http.protocol import App
 from lean_selector.observing import logs
-from lean_selector.observing.discovery_metrics import discovery_families
-from lean_selector.observing.load_metrics import replica_families
-from lean_selector.observing.metrics import AnyFamily
-from lean_selector.observing.selection_cache_metrics import selection_cache_families
-from lean_selector.observing.selection_metrics import selection_families
-from lean_selector.observing.session_metrics import session_families
-from lean_selector.observing.state_metrics import state_families
 from lean_selector.process.access import tokens_of
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.outbound_access import engine_client
 from lean_selector.process.selector_config import SelectorConfig
 from lean_selector.process.selector_parts import SelectorParts
-from lean_selector.services.connection_metrics import connection_families
+from lean_selector.service.exposition import AnyFamily
+from lean_selector.service.metrics import (
+    connection_families,
+    discovery_families,
+    replica_families,
+    state_families,
+)
+from lean_selector.service.selector_metrics import (
+    selection_cache_families,
+    selection_families,
+    session_families,
+)
 from lean_selector.services.helpful_headers import refusal_lines, refusal_lines_16
 from lean_selector.services.observed import observed
 from lean_selector.services.selection import SelectionService

@@ -8,10 +8,7 @@ from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.http.limits import Limits
 from lean_selector.observing import logs
-from lean_selector.observing.discovery_metrics import discovery_families
 from lean_selector.observing.lifecycle_log import TrackerLog
-from lean_selector.observing.load_metrics import replica_families, tracker_families
-from lean_selector.observing.state_metrics import state_families
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
@@ -20,7 +17,13 @@ from lean_selector.process.host import HttpServer, new_zmq_context, observation,
 from lean_selector.process.outbound_access import credentials_of
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
-from lean_selector.services.connection_metrics import connection_families
+from lean_selector.service.metrics import (
+    connection_families,
+    discovery_families,
+    replica_families,
+    state_families,
+    tracker_families,
+)
 from lean_selector.services.discovery_routes import discovery_routes
 from lean_selector.services.durable import durable
 from lean_selector.services.observed import observed

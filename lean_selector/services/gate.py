@@ -17,7 +17,7 @@ from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http.request import Request
 from lean_selector.http.response import status_of
 from lean_selector.http.router import Match, MethodNotAllowed, NotFound, RouteTable
-from lean_selector.observing.metrics import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
+from lean_selector.service.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.services.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
 from lean_selector.services.guard import Guard
 from lean_selector.services.media_types import is_json

@@ -5,11 +5,11 @@ all of them. What the text says is the business of `metrics` and of the families
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from lean_selector.access.roles import READ
-from lean_selector.observing.metrics import CONTENT_TYPE, Exposition, exposition_text
+from lean_selector.service.exposition import CONTENT_TYPE, AnyFamily, exposition_text
 from lean_selector.services.gate import Route
 from lean_selector.services.sliced_answers import CallSoon, SlicedAnswers
 
@@ -21,7 +21,7 @@ class MetricsAnswers:
 
     def __init__(
         self,
-        families: Callable[[], Exposition],
+        families: Callable[[], Iterable[AnyFamily]],
         call_soon: CallSoon,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

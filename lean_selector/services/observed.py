@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from lean_selector.access.token_file import AccessTokens
 from lean_selector.http.protocol import App
 from lean_selector.http.request import Request
-from lean_selector.observing.load_metrics import Families
-from lean_selector.observing.metrics import LoopLag, RouteMeter, http_families, process_families
+from lean_selector.service.exposition import Families, LoopLag, RouteMeter
+from lean_selector.service.metrics import http_families, process_families
 from lean_selector.services.access_log import with_access_log
 from lean_selector.services.gate import Gate, Route
 from lean_selector.services.guard import Guard

@@ -32,8 +32,9 @@ from lean_selector.http.protocol import Connections, HttpProtocol
 from lean_selector.http.request import Request
 from lean_selector.http.response import date_header, encode_response
 from lean_selector.http.router import Match
-from lean_selector.observing.metrics import LoopLag, http_families, process_families
-from lean_selector.observing.selection_metrics import selection_families
+from lean_selector.service.exposition import LoopLag
+from lean_selector.service.metrics import http_families, process_families
+from lean_selector.service.selector_metrics import selection_families
 from lean_selector.services.gate import Gate
 from lean_selector.services.metrics_answers import MetricsAnswers
 from lean_selector.services.replies import Answer

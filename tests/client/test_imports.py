@@ -38,7 +38,6 @@ def test_what_engines_and_clients_use_imports_no_server(code: str) -> None:
     assert not loaded & {
         "uvloop",
         "httptools",
-        "prometheus_client",
         "lean_selector.process.selector",
     }
     assert ("httpx" in loaded) is ("client" in code)

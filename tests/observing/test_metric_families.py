@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 
-from lean_selector.observing.metrics import Family, FamilyGroup, HistogramFamily
+from lean_selector.service.exposition import Family, FamilyGroup, HistogramFamily
 
 
 def group(things: Iterable[int]) -> FamilyGroup[int]:
     return FamilyGroup(
-        lambda: things,
+        lambda: ((f'{{n="{n}"}}', n) for n in things),
         [
-            ("twice", "gauge", "Two of each.", lambda n: (f'{{n="{n}"}}', 2 * n)),
-            ("odd", "counter", "The odd ones.", lambda n: ("", n) if n % 2 else None),
+            ("twice", "gauge", "Two of each.", lambda n: 2 * n),
+            ("odd", "counter", "The odd ones.", lambda n: n if n % 2 else None),
         ],
     )
 
@@ -34,12 +34,13 @@ def test_metrics_of_the_same_things_stand_one_after_another() -> None:
     assert "".join(group([1, 2, 3]).text()) == (
         "# HELP twice Two of each.\n# TYPE twice gauge\n"
         'twice{n="1"} 2\ntwice{n="2"} 4\ntwice{n="3"} 6\n'
-        "# HELP odd The odd ones.\n# TYPE odd counter\nodd 1\nodd 3\n"
+        "# HELP odd The odd ones.\n# TYPE odd counter\n"
+        'odd{n="1"} 1\nodd{n="3"} 3\n'
     )
 
 
 def test_things_are_gathered_once_for_all_their_metrics() -> None:
-    assert "".join(group(iter([1, 2])).text()).endswith("counter\nodd 1\n")
+    assert "".join(group(iter([1, 2])).text()).endswith('counter\nodd{n="1"} 1\n')
 
 
 def test_a_scrape_amid_another_has_things_of_its_own() -> None:
@@ -48,5 +49,5 @@ def test_a_scrape_amid_another_has_things_of_its_own() -> None:
     begun = metrics.text()
     first = [next(begun) for _ in range(4)]
     things[:] = [5]
-    assert "".join(metrics.text()).endswith("odd 5\n")
-    assert "".join([*first, *begun]).endswith("odd 1\nodd 3\n")
+    assert "".join(metrics.text()).endswith('counter\nodd{n="5"} 5\n')
+    assert "".join([*first, *begun]).endswith('odd{n="1"} 1\nodd{n="3"} 3\n')

@@ -10,8 +10,8 @@ import pytest
 
 from lean_selector.http.pending_reply import PendingReply
 from lean_selector.http.response import Response
-from lean_selector.observing.metrics import Family, escaped, labels
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.service.exposition import Family, escaped, labels
 from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers
 from lean_selector.services.sliced_answers import SLICE_S
 from tests import gates

@@ -1,23 +1,18 @@
-"""What a scrape of /metrics reads: plain counters, and their text in the exposition format.
+"""What metrics are made of: counters of the hot path, and their text in the exposition format.
 
 The hot path only adds to ints. A scrape is a generator of text that its caller runs in slices,
 because one sample costs about a microsecond and a large fleet has thousands; so counters of
 different slices may be a few milliseconds apart. Labels are bounded: route templates, registered
-models and workers, never an id that a client chose. Knows nothing of selectors or HTTP; the process
-family comes from prometheus-client.
+models and workers, never an id that a client chose.
 """
 
-import platform
+import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
-
-import prometheus_client
-
-from lean_selector.tasks import failures
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,6 +30,10 @@ _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 
 Number = int | float
 Sample = tuple[str, Number] | None  # labels as `labels` writes them, value; None: nothing, go on
+# What a metric of several things says of one of them. None: it has no value; a list: it has
+# several, each with one more label, `name="value"`.
+Value = Number | None | list[tuple[str, Number]]
+T = TypeVar("T")
 
 
 class Histogram:
@@ -106,7 +105,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """How late the loop gets to what is due: a timer compares the clock with its own plan."""
+    """How late the loop runs a timer, compared with the moment that the timer was set for."""
 
     def __init__(
         self,
@@ -129,13 +128,13 @@ class LoopLag:
 
 
 class Family:
-    """One metric. `samples` is called at each scrape; its iterator may run across slices, so what
-    it walks must be a copy."""
+    """One metric. `samples` is called at each scrape, for one number without labels or for samples;
+    its iterator may run across slices, so what it walks must be a copy."""
 
     __slots__ = ("help", "kind", "name", "samples")
 
     def __init__(
-        self, name: str, kind: str, help: str, samples: Callable[[], Iterable[Sample]]
+        self, name: str, kind: str, help: str, samples: Callable[[], Number | Iterable[Sample]]
     ) -> None:
         self.name = name
         self.kind = kind  # counter, gauge; a histogram is a HistogramFamily
@@ -143,10 +142,17 @@ class Family:
         self.samples = samples
 
     def text(self) -> Iterator[str]:
-        return _family_text(self.name, self.kind, self.help, self.samples)
-
-
-T = TypeVar("T")
+        yield _head(self.name, self.kind, self.help)
+        found = self.samples()
+        if isinstance(found, (int, float)):
+            yield f"{self.name} {found}\n"
+            return
+        for sample in found:
+            if sample is None:
+                yield ""
+            else:
+                text, value = sample
+                yield f"{self.name}{text} {value}\n"
 
 
 class FamilyGroup(Generic[T]):
@@ -156,24 +162,32 @@ class FamilyGroup(Generic[T]):
 
     def __init__(
         self,
-        things: Callable[[], Iterable[T]],
-        families: Iterable[tuple[str, str, str, Callable[[T], Sample]]],
+        things: Callable[[], Iterable[tuple[str, T]]],
+        families: Iterable[tuple[str, str, str, Callable[[T], Value]]],
     ) -> None:
-        """`families`: name, kind, help, and the sample of a thing."""
+        """`things` come with their labels. `families`: name, kind, help, and the value of a
+        thing."""
         self.things = things
         self.families = tuple(families)
 
     def text(self) -> Iterator[str]:
-        gathered: list[T] = []
+        gathered: list[tuple[str, T]] = []
 
-        def gathering() -> Iterator[T]:
+        def gathering() -> Iterator[tuple[str, T]]:
             for thing in self.things():
                 gathered.append(thing)
                 yield thing
 
-        things: Iterable[T] = gathering()
-        for name, kind, help, sample in self.families:
-            yield from _family_text(name, kind, help, partial(map, sample, things))
+        things: Iterable[tuple[str, T]] = gathering()
+        for name, kind, help, value in self.families:
+            yield _head(name, kind, help)
+            for text, thing in things:
+                found = value(thing)
+                if isinstance(found, list):
+                    for more, number in found:
+                        yield f"{name}{text[:-1]},{more}}} {number}\n"
+                else:
+                    yield "" if found is None else f"{name}{text} {found}\n"
             things = gathered  # the first metric has walked all of them
 
 
@@ -206,26 +220,7 @@ class HistogramFamily:
 
 
 AnyFamily = Family | HistogramFamily | FamilyGroup[Any]
-Exposition = Iterable[AnyFamily]
-
-
-def exposition_text(families: Exposition) -> Iterator[str]:
-    """The whole answer in small pieces, empty ones among them; the process's own figures last."""
-    for family in families:
-        yield from family.text()
-    yield _process_text()
-
-
-def _family_text(
-    name: str, kind: str, help: str, samples: Callable[[], Iterable[Sample]]
-) -> Iterator[str]:
-    yield _head(name, kind, help)
-    for sample in samples():
-        if sample is None:
-            yield ""
-        else:
-            text, value = sample
-            yield f"{name}{text} {value}\n"
+Families = list[AnyFamily]
 
 
 def _head(name: str, kind: str, help: str) -> str:
@@ -249,72 +244,81 @@ def escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-# -- families that any service has ----------------------------------------------------------------
+# -- tables of metrics ----------------------------------------------------------------------------
+# A row: the name without its prefix, where its value comes from, and what it means. The name of a
+# counter ends in _total; any other is that of a gauge.
 
 
-def http_families(meters: Iterable[RouteMeter]) -> list[AnyFamily]:
-    meters = list(meters)
-    return [
-        Family(
-            "lean_selector_http_requests_total",
-            "counter",
-            "Answers by method, route and status; 499: the client left before its answer.",
-            lambda: [
-                (f'{meter.label[:-1]},status="{status}"}}', count)
-                for meter in meters
-                for status, count in meter.by_status().items()
-            ],
-        ),
-        HistogramFamily(
-            "lean_selector_http_request_duration_seconds",
-            "From the complete request to its answer, time in the queue included.",
-            lambda: (
-                (meter.label, LATENCY_BOUNDS_S, meter.buckets(), meter.seconds) for meter in meters
-            ),
-        ),
-    ]
+def table(rows: Mapping[str, tuple[Callable[[], Number | Iterable[Sample]], str]]) -> Families:
+    return [Family(*_named(name), help, samples) for name, (samples, help) in rows.items()]
 
 
-def process_families(
-    service: str,
-    version: str,
-    lag: LoopLag,
-    suppressed_log_lines: Callable[[], int],
-    dropped_log_lines: Callable[[], int],
-) -> list[AnyFamily]:
-    build = labels(service=service, version=version, python=platform.python_version())
-    histogram = lag.histogram
-    return [
-        Family("lean_selector_build_info", "gauge", "Always 1.", lambda: [(build, 1)]),
-        HistogramFamily(
-            "lean_selector_loop_lag_seconds",
-            "How late the event loop gets to what is due, sampled 20 times a second.",
-            lambda: [("", histogram.bounds, histogram.buckets, histogram.total)],
-        ),
-        Family(
-            "lean_selector_log_lines_suppressed_total",
-            "counter",
-            "Log lines that a rate limit kept back.",
-            lambda: [("", suppressed_log_lines())],
-        ),
-        Family(
-            "lean_selector_task_failures_total",
-            "counter",
-            "What failed beside the requests, each with a log line: tasks, callbacks, threads.",
-            lambda: [(labels(task=task), count) for task, count in sorted(failures.items())],
-        ),
-        Family(
-            "lean_selector_log_lines_dropped_total",
-            "counter",
-            "Log lines for which there was no room, because stderr is not read.",
-            lambda: [("", dropped_log_lines())],
-        ),
-    ]
+def table_of(
+    things: Callable[[], Iterable[tuple[str, T]]],
+    rows: Mapping[str, tuple[Callable[[T], Value], str]],
+) -> FamilyGroup[T]:
+    """A table of the same metrics of several things."""
+    return FamilyGroup(
+        things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
+    )
 
 
-_process_registry = prometheus_client.CollectorRegistry()
-prometheus_client.ProcessCollector(registry=_process_registry)
+def _named(name: str) -> tuple[str, str]:
+    full = name if name.startswith("dynamo_") else f"lean_selector_{name}"
+    return full, _kind_of(name)
+
+
+def _kind_of(name: str) -> str:
+    return "counter" if name.endswith("_total") else "gauge"
+
+
+def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
+    """A sample for each entry, its key as the value of this label."""
+    return [(labels(**{label: key}), count) for key, count in counts.items()]
+
+
+def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
+    """A sample for each entry, its key as the value of one more label behind those of `text`. Keys
+    are words of this program: they need no escaping."""
+    for key, count in counts.items():
+        yield f'{text[:-1]},{label}="{key}"}}', count
+
+
+# -- the whole text -------------------------------------------------------------------------------
+
+
+def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
+    """The whole answer in small pieces, empty ones among them; the process's own figures last."""
+    for family in families:
+        yield from family.text()
+    yield _process_text()
 
 
 def _process_text() -> str:
-    return prometheus_client.generate_latest(_process_registry).decode()
+    """What any process of a Prometheus client shows of itself; nothing where there is no /proc."""
+    process = Path("/proc/self")
+    try:
+        stat = (process / "stat").read_bytes().rpartition(b")")[2].split()
+        limits = (process / "limits").read_bytes()
+        open_files = len(os.listdir(process / "fd"))
+        booted = Path("/proc/stat").read_bytes().partition(b"\nbtime ")[2].split()[0]
+    except OSError:
+        return ""
+    ticks = os.sysconf("SC_CLK_TCK")
+    most_files = limits.partition(b"\nMax open files")[2].split()[0].decode()
+    figures = {
+        "process_virtual_memory_bytes": (int(stat[20]), "Virtual memory size in bytes."),
+        "process_resident_memory_bytes": (int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
+            "Resident memory size in bytes."),
+        "process_start_time_seconds": (int(booted) + int(stat[19]) / ticks,
+            "Start time of the process since unix epoch in seconds."),
+        "process_cpu_seconds_total": ((int(stat[11]) + int(stat[12])) / ticks,
+            "Total user and system CPU time spent in seconds."),
+        "process_open_fds": (open_files, "Number of open file descriptors."),
+        "process_max_fds": ("+Inf" if most_files == "unlimited" else most_files,
+            "Maximum number of open file descriptors."),
+    }  # fmt: skip
+    return "".join(
+        _head(name, _kind_of(name), help) + f"{name} {value}\n"
+        for name, (value, help) in figures.items()
+    )

@@ -1,0 +1,453 @@
+"""The metrics of the selector: tables of the same form as those of `metrics`.
+
+Labels of single workers and models are bounded by MOST_WORKERS and MOST_MODELS.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Protocol
+
+from lean_selector.core.index.kv_ingest import EventCounts
+from lean_selector.core.load.rank_load import RankCounts
+from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.peer_sessions import PeerSessions
+from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.selection.selection_cache import SelectionCache
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.sessions.shapes import SessionVerdict
+from lean_selector.core.sessions.table import SessionTable
+from lean_selector.service.exposition import (
+    Families,
+    RouteMeter,
+    Sample,
+    by,
+    each,
+    labels,
+    table,
+    table_of,
+)
+from lean_selector.service.metrics import WORKERS, load_families, scope_labels
+
+MOST_WORKERS: Final = 1024  # have labels of their own while they are registered
+MOST_MODELS: Final = 256  # the first by name
+OTHER: Final = "other"  # all others together
+
+SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
+# What a status of these two routes says of the selection; any other is "refused".
+OUTCOMES = {
+    "200": "placed",
+    "409": "conflict",
+    "499": "hung_up",
+    "500": "failed",
+    "503": "no_worker",
+}
+
+
+# -- the selector ---------------------------------------------------------------------------------
+
+
+class SourceState(Protocol):
+    """One source of KV events; see `SourceStatus`."""
+
+    @property
+    def worker_id(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def gaps(self) -> int: ...
+    @property
+    def lag_batches(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def backlog_bytes(self) -> int: ...
+    @property
+    def dropped_batches(self) -> int: ...
+    @property
+    def last_message_age_s(self) -> float | None: ...
+
+
+class KvSourceStates(Protocol):
+    def each_status(self) -> Iterator[tuple[Partition, SourceState]]: ...
+
+    def counts(self) -> EventCounts: ...
+
+
+def selection_families(
+    selector: Selector,
+    sources: KvSourceStates,
+    meters: Iterable[RouteMeter],
+    overload_status: int,
+    now: Callable[[], float] = time.monotonic,
+) -> Families:
+    """`meters` are those of all routes; `overload_status` is what shed requests are answered."""
+    selections = {meter.route: meter for meter in meters if meter.method == "POST"}
+    issued = [selections[SELECT], selections[SELECT_AND_RESERVE]]
+
+    def partitions() -> list[Partition]:
+        return list(established(selector.catalog, None, None))
+
+    def scoped() -> list[tuple[str, Partition]]:
+        return [(scope_labels(partition), partition) for partition in partitions()]
+
+    def oldest_wait_s(partition: Partition) -> float:
+        arrivals = [parked.arrived_at for parked in partition.parked.in_order()]
+        return now() - min(arrivals) if arrivals else 0.0
+
+    def rejected() -> Iterator[Sample]:
+        for partition in partitions():
+            yield scope_labels(partition, route=SELECT), partition.shed_selects
+            yield scope_labels(partition, route=SELECT_AND_RESERVE), partition.shed_bookings
+
+    return [
+        *table({
+            "dynamo_tasks_issued_total": (
+                lambda: by("route", {meter.route: meter.requests() for meter in issued}),
+                "Requests for a worker, rejected ones included."),
+            "dynamo_tasks_rejected_total": (rejected,
+                "Requests for a worker that were shed because all workers are busy."),
+            "selections_total": (lambda: _outcomes(issued, overload_status),
+                "Requests for a worker by outcome."),
+        }),
+        table_of(scoped, {
+            "dynamo_queued_requests": (lambda partition: len(partition.parked),
+                "Requests parked until a worker has room."),
+            "queue_isl_tokens": (lambda partition: partition.parked.isl_tokens,
+                "Prompt tokens of the requests parked until a worker has room."),
+            "queue_oldest_wait_seconds": (oldest_wait_s,
+                "How long the request parked longest has waited; 0 when none is."),
+            "queue_admitted_total": (lambda partition: partition.parked.admitted,
+                "Parked requests that were given a worker."),
+            "queue_wait_seconds_total": (lambda partition: partition.parked.waited_s,
+                "How long those had waited, together."),
+            "prompt_tokens_total": (lambda partition: partition.counts().prompt_tokens,
+                "Prompt tokens of the requests that were given a worker."),
+            "overlap_tokens_total": (lambda partition: partition.counts().overlap_tokens,
+                "Of those, the tokens that the worker had cached."),
+            "index_blocks": (lambda partition: partition.index.total_blocks,
+                "Block holdings in the KV index."),
+        }),
+        *load_families(partitions, now),
+        *worker_families(selector, partitions, now),
+        *_catalog_families(selector, partitions, now),
+        *_kv_families(sources),
+    ]  # fmt: skip
+
+
+def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sample]:
+    for meter in meters:
+        counts = Counter[str](placed=0, shed=meter.shed)
+        for status, count in meter.by_status().items():
+            counts[OUTCOMES.get(status, "refused")] += count
+        counts[OUTCOMES.get(str(overload_status), "refused")] -= meter.shed
+        counts["no_worker"] -= meter.unknown_models + meter.unknown_tenants
+        counts["unknown_model"] = meter.unknown_models
+        counts["unknown_tenant"] = meter.unknown_tenants
+        yield from each(labels(route=meter.route), "outcome", dict(sorted(counts.items())))
+
+
+def _catalog_families(
+    selector: Selector, partitions: Callable[[], list[Partition]], now: Callable[[], float]
+) -> Families:
+    def by_lifecycle() -> Iterator[Sample]:
+        counts = Counter(
+            (*worker.spec.key, worker.lifecycle) for worker in selector.catalog.workers.values()
+        )
+        for (model, tenant_id, lifecycle), count in sorted(counts.items()):
+            yield labels(model=model, tenant_id=tenant_id, lifecycle=lifecycle), count
+
+    def workers() -> Iterator[tuple[str, SchedulableWorker]]:
+        for partition in partitions():
+            start = scope_labels(partition)[:-1]
+            for worker_id, worker in sorted(partition.workers.items()):
+                yield f'{start},worker_id="{worker_id}"}}', worker
+
+    def busy() -> Iterator[Sample]:
+        for partition in partitions():
+            count, moment = 0, now()
+            for worker in list(partition.workers.values()) if partition.busy else ():
+                count += partition.is_worker_busy(worker, moment)
+                yield None
+            yield scope_labels(partition), count
+
+    return [
+        *table({
+            "workers": (by_lifecycle, WORKERS),
+            "busy_workers": (busy,
+                "Workers that are given no new work, all their ranks being above a threshold."),
+        }),
+        table_of(workers, {
+            "worker_active_kv_blocks": (
+                lambda worker: sum(load.active_decode_blocks for load in worker.loads),
+                "KV blocks that the active requests of a worker hold, on all its ranks."),
+            "worker_total_kv_blocks": (
+                lambda worker: (worker.total_kv_blocks or 0) * len(worker.loads) or None,
+                "KV blocks of a worker that reported its total_kv_blocks, on all its ranks."),
+        }),
+    ]  # fmt: skip
+
+
+def _kv_families(sources: KvSourceStates) -> Families:
+    def results() -> list[Sample]:
+        return [
+            (labels(type=kind, result=result), count)
+            for kind, result, count in sources.counts().results()
+        ]
+
+    def blocks() -> list[Sample]:
+        counts = sources.counts()
+        return by("type", {"stored": counts.blocks_stored, "removed": counts.blocks_removed})
+
+    def labelled() -> Iterator[tuple[str, SourceState]]:
+        # Not a generator expression: compiled, that looks at all of them in one step.
+        for partition, status in sources.each_status():
+            yield (
+                scope_labels(partition, worker_id=status.worker_id, dp_rank=status.dp_rank),
+                status,
+            )
+
+    return [
+        *table({
+            "kv_events_total": (results,
+                "KV events of the workers by type and result: applied, or why not."),
+            "kv_event_blocks_total": (blocks, "Blocks in the KV events that were applied."),
+        }),
+        table_of(labelled, {
+            "kv_source_state": (lambda status: [(f'state="{status.state}"', 1)],
+                "1 for the state that a source of KV events is in."),
+            "kv_source_last_message_age_seconds": (lambda status: status.last_message_age_s,
+                "Since the last message of a source of KV events; absent before the first."),
+            "kv_source_gaps_total": (lambda status: status.gaps,
+                "Gaps in the batch numbers of a source of KV events."),
+            "kv_source_lag_batches": (lambda status: status.lag_batches,
+                "Batches of a source of KV events that are known of and not applied."),
+            "kv_source_backlog_bytes": (lambda status: status.backlog_bytes,
+                "Received from a source of KV events and waiting."),
+            "kv_source_dropped_batches_total": (lambda status: status.dropped_batches,
+                "Batches of a source of KV events that were given up, for too much waited."),
+            "kv_source_restarts_total": (lambda status: status.restarts,
+                "Restarts noticed of the engine behind a source of KV events."),
+        }),
+    ]  # fmt: skip
+
+
+# -- single workers and models --------------------------------------------------------------------
+
+
+class WorkerFigures:
+    """The figures of one worker, or of all that have no labels of their own."""
+
+    __slots__ = ("counts", "ejected_ranks", "ejected_s", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.counts = RankCounts()
+        self.ejected_ranks = 0
+        self.ejected_s = 0.0  # of the rank that is out for the longest time
+
+
+class WorkerScrape:
+    """Sums up the figures of each worker over its ranks; remembers which workers have labels."""
+
+    def __init__(
+        self,
+        partitions: Callable[[], list[Partition]],
+        now: Callable[[], float] = time.monotonic,
+        most_workers: int = MOST_WORKERS,
+    ) -> None:
+        self._partitions = partitions
+        self._now = now
+        self._most_workers = most_workers
+        self._labelled: set[tuple[str, str, int]] = set()
+
+    def figures(self) -> Iterator[WorkerFigures]:
+        """Those of each worker; workers may come and go between two of them."""
+        partitions = self._partitions()
+        workers = {
+            (partition.model_name, partition.tenant_id, worker_id)
+            for partition in partitions
+            for worker_id in partition.workers
+        }
+        self._labelled &= workers
+        for key in sorted(workers - self._labelled)[: self._most_workers - len(self._labelled)]:
+            self._labelled.add(key)
+        others = WorkerFigures(labels(model=OTHER, tenant_id=OTHER, worker_id=OTHER))
+        for partition in partitions:
+            start = scope_labels(partition)[:-1]
+            for worker_id in sorted(partition.workers):
+                if worker_id not in partition.workers:
+                    continue  # removed since the last slice
+                if (partition.model_name, partition.tenant_id, worker_id) in self._labelled:
+                    one = WorkerFigures(f'{start},worker_id="{worker_id}"}}')
+                    self._add(one, partition, worker_id)
+                    yield one
+                else:
+                    self._add(others, partition, worker_id)
+        if len(self._labelled) < len(workers):
+            yield others
+
+    def labelled(self) -> Iterator[tuple[str, WorkerFigures]]:
+        for figures in self.figures():
+            yield figures.label, figures
+
+    def _add(self, to: WorkerFigures, partition: Partition, worker_id: int) -> None:
+        for load in partition.workers[worker_id].loads:
+            to.counts.add(load.counts)
+            if load.key in partition.health.out:
+                to.ejected_ranks += 1
+                since = partition.health.ranks[load.key].since
+                to.ejected_s = max(to.ejected_s, self._now() - since)
+
+
+def worker_families(
+    selector: Selector,
+    partitions: Callable[[], list[Partition]],
+    now: Callable[[], float] = time.monotonic,
+) -> Families:
+    scrape = WorkerScrape(partitions, now)
+
+    def reports(worker: WorkerFigures) -> list[tuple[str, float]]:
+        counts = worker.counts
+        outcomes = (("ok", counts.ok), ("failed", counts.failed), ("refused", counts.refused))
+        return [(f'outcome="{outcome}"', count) for outcome, count in outcomes]
+
+    def ejections() -> Iterator[Sample]:
+        for partition in partitions():
+            yield from each(scope_labels(partition), "reason", partition.health.ejected)
+
+    return [
+        *table({
+            "model_selections_total": (lambda: model_outcomes(selector, partitions()),
+                "Requests for a worker by model and outcome; unknown_model: it never had a "
+                "worker; unknown_tenant: it has some, but not of that tenant."),
+            "rank_ejections_total": (ejections,
+                "Ranks that were ejected because they failed, by the last failure."),
+            "rank_ejections_spared_total": (
+                lambda: [(scope_labels(one), one.health.spared) for one in partitions()],
+                "Ranks that failed and were not ejected because too many were already."),
+        }),
+        table_of(scrape.labelled, {
+            "worker_reports_total": (reports,
+                "Requests to a worker by how they went, as reported."),
+            "worker_selections_total": (lambda worker: worker.counts.selections,
+                "Requests that were given a worker."),
+            "worker_prompt_tokens_total": (lambda worker: worker.counts.prompt_tokens,
+                "Prompt tokens of those."),
+            "worker_overlap_tokens_total": (lambda worker: worker.counts.overlap_tokens,
+                "Of those, the tokens that the index says the worker had cached."),
+            "worker_cached_tokens_total": (lambda worker: worker.counts.cached_tokens,
+                "Prompt tokens that the engine itself says it had cached, where it was told."),
+            "worker_compared_cached_tokens_total": (lambda worker: worker.counts.compared_tokens,
+                "Of those, the tokens of requests whose predicted overlap is known."),
+            "worker_compared_overlap_tokens_total": (
+                lambda worker: worker.counts.compared_overlap_tokens,
+                "The predicted overlap of the same requests."),
+            "worker_ttft_seconds_total": (lambda worker: worker.counts.ttft_s,
+                "Time to the first token of a worker, as reported, in sum."),
+            "worker_ttft_reports_total": (lambda worker: worker.counts.ttft_count,
+                "Of how many requests."),
+            "worker_ejected_ranks": (lambda worker: worker.ejected_ranks,
+                "Ranks of a worker that are given no requests because they failed."),
+            "worker_ejected_seconds": (lambda worker: worker.ejected_s,
+                "For how long; 0 for a worker with none."),
+        }),
+    ]  # fmt: skip
+
+
+def model_outcomes(
+    selector: Selector, partitions: list[Partition], most_models: int = MOST_MODELS
+) -> Iterator[Sample]:
+    """placed, shed and no_worker of each model and tenant; unknown_tenant of a model's others, and
+    unknown_model of all others, together."""
+    counts: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for partition in partitions:
+        key = partition.model_name, partition.tenant_id
+        refused = selector.refusals.known.get(key, 0)
+        shed = partition.shed_selects + partition.shed_bookings
+        counts[key] = partition.counts().selections, shed, refused
+    for key, refused in selector.refusals.known.items():
+        counts.setdefault(key, (0, 0, refused))
+    placed, shed, refused = 0, 0, selector.refusals.unnamed
+    for number, key in enumerate(sorted(counts)):
+        own = counts[key]
+        if number < most_models:
+            yield from _three(labels(model=key[0], tenant_id=key[1]), *own)
+        else:
+            placed, shed, refused = placed + own[0], shed + own[1], refused + own[2]
+    other = labels(model=OTHER, tenant_id=OTHER)
+    if len(counts) > most_models or refused:
+        yield from _three(other, placed, shed, refused)
+    yield from each(other, "outcome", {"unknown_model": selector.refusals.unknown})
+    more = 0
+    for number, (model, count) in enumerate(list(selector.refusals.misplaced.items())):
+        if number < most_models:
+            label = labels(model=model, tenant_id=OTHER)
+            yield from each(label, "outcome", {"unknown_tenant": count})
+        else:
+            more += count
+    if more:
+        yield from each(other, "outcome", {"unknown_tenant": more})
+
+
+def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]:
+    return each(label, "outcome", {"placed": placed, "shed": shed, "no_worker": refused})
+
+
+# -- sessions and remembered selections -----------------------------------------------------------
+
+
+def session_families(
+    partitions: Callable[[], list[Partition]], peers: PeerSessions | None
+) -> Families:
+    """Nothing while sessions are off, which is where `peers` is None."""
+    if peers is None:
+        return []
+
+    def tables() -> Iterator[tuple[str, SessionTable]]:
+        for partition in partitions():
+            if partition.sessions is not None:
+                yield scope_labels(partition), partition.sessions
+
+    def bound() -> Iterator[Sample]:
+        for text, sessions in tables():
+            held = sessions.held
+            yield from each(text, "state", {"held": held, "idle": len(sessions) - held})
+
+    def bookings() -> Iterator[Sample]:
+        for text, sessions in tables():
+            counts = sessions.counts
+            for result in ("followed", "bound", "moved", "refused", "unbound"):
+                yield f'{text[:-1]},result="{result}"}}', getattr(counts, result)
+
+    def heard() -> list[Sample]:
+        counts = {verdict.name.lower(): peers.counts[verdict] for verdict in SessionVerdict}
+        return by("result", counts)
+
+    return table({
+        "sessions": (bound,
+            "Sessions bound to a rank: with a live reservation here (held), or without (idle)."),
+        "session_bookings_total": (bookings, "Bookings of sessions by what became of them."),
+        "sessions_expired_total": (
+            lambda: [(text, sessions.counts.expired) for text, sessions in tables()],
+            "Sessions that were bound and whose time to live has passed."),
+        "replica_sessions_total": (heard, "Bindings that peers told of, by what became of them."),
+    })  # fmt: skip
+
+
+def selection_cache_families(cache: SelectionCache) -> Families:
+    """Selections that are remembered by their ids."""
+
+    def ended() -> list[Sample]:
+        counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}
+        return by("reason", counts)
+
+    return table({
+        "cached_selections": (lambda: len(cache), "Selections that can be booked by their id."),
+        "cached_selection_bytes": (lambda: cache.size_bytes, "Of their hashes and names."),
+        "cached_selections_ended_total": (ended,
+            "Selections that can be booked by their id no more."),
+    })  # fmt: skip
