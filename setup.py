@@ -21,7 +21,7 @@ from setuptools.command.build_py import build_py
 SWITCH = "LEAN_SELECTOR_COMPILE"
 MYPY = "mypy>=2.4"  # from here on with lists of machine words (librt.vecs)
 PACKAGE = Path("lean_selector")
-DEPLOY = Path("deploy")  # lies inside the package in a wheel: see lean_selector/recipes.py
+DEPLOY = Path("deploy")  # lies inside the package in a wheel: see lean_selector/tools/recipes.py
 # Where the time of a request or of an event goes. Commands and wiring run once; the client and the
 # publisher are part of other programs.
 ROOMS = {"core", "wire", "http", "services", "service", "sockets", "observing"}

@@ -35,15 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
-        from lean_selector.demo.command import main as demo
+        from lean_selector.tools.demo import main as demo
 
         return demo(arguments[1:])
     if arguments[:1] == ["check"]:
-        from lean_selector.doctor.command import main as check
+        from lean_selector.tools.check import main as check
 
         return check(arguments[1:])
     if arguments[:1] == ["deploy"]:
-        from lean_selector.recipes import main as deploy
+        from lean_selector.tools.recipes import main as deploy
 
         return deploy(arguments[1:])
     if arguments[:1] == ["keys"]:

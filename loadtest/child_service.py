@@ -2,7 +2,7 @@
 
 Synchronous, and at home with any command line that takes a port, ours or another's. A child that
 the main thread starts dies with this process, however that ends, SIGKILL included. The demo, which
-is of the product, has an asynchronous one (`lean_selector.demo.service_process`).
+is of the product, has an asynchronous one (`lean_selector.tools.service_process`).
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from lean_selector.demo.http_client import ServiceError
-from lean_selector.demo.service_process import HOST, check_port
+from lean_selector.tools.http_client import ServiceError
+from lean_selector.tools.service_process import HOST, check_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER_TIMEOUT_S = 60.0

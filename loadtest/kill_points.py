@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lean_selector.state.seal import opened
+from lean_selector.server.state_files import opened
 from tests.running_service import DEADLINE_S, RunningService, free_port
 
 BOOKERS = 3

@@ -29,10 +29,9 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from lean_selector.demo.engine import EngineModel
-from lean_selector.demo.records import EngineSpeed, Request
-from lean_selector.demo.traffic import BLOCK_SIZE, conversations
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.tools.engines import EngineModel, EngineSpeed, Request
+from lean_selector.tools.traffic import BLOCK_SIZE, conversations
 from loadtest.replay_trace import read_trace
 
 TENANT = "default"

@@ -27,13 +27,15 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from lean_selector.demo import comparison
-from lean_selector.demo.engine import SimulatedEngine, hit_rate
-from lean_selector.demo.http_client import HttpClient, ServiceError
-from lean_selector.demo.player import Player
-from lean_selector.demo.records import EngineSpeed, Request
-from lean_selector.demo.request import make_request
-from lean_selector.demo.service_process import (
+from lean_selector.tools.engines import (
+    EngineSpeed,
+    Request,
+    SimulatedEngine,
+    hit_rate,
+    make_request,
+)
+from lean_selector.tools.http_client import HttpClient, ServiceError
+from lean_selector.tools.service_process import (
     HOST,
     ServiceProcess,
     check_port,
@@ -41,6 +43,7 @@ from lean_selector.demo.service_process import (
     service_command,
     wait_until_healthy,
 )
+from lean_selector.tools.traffic import Player, compare, table
 
 TRACE_BLOCK_TOKENS = 512
 MODEL_NAME = "replay-trace"
@@ -271,7 +274,7 @@ class Replay:
         if self._timed:
             lines.append(f"latest start behind the trace: {self._latest_start_s:.2f} s")
         if player.recorded:
-            outcomes = comparison.compare(
+            outcomes = compare(
                 player.recorded,
                 list(self._engines),
                 options.capacity_blocks,
@@ -280,7 +283,7 @@ class Replay:
             )
             is_open = self._timed and not self._held_back
             requests = len(player.recorded)
-            lines += ["", *comparison.table(outcomes, requests, with_times=is_open)]
+            lines += ["", *table(outcomes, requests, with_times=is_open)]
         return lines
 
     def _loop(self) -> str:

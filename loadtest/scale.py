@@ -27,18 +27,16 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from lean_selector.demo.comparison import as_recorded, run_policy
-from lean_selector.demo.engine import EngineModel, SimulatedEngine, hit_rate
-from lean_selector.demo.http_client import HttpClient, ServiceError
-from lean_selector.demo.player import Player
-from lean_selector.demo.records import EngineSpeed, Request
-from lean_selector.demo.service_process import (
+from lean_selector.tools.engines import EngineModel, EngineSpeed, Request, SimulatedEngine, hit_rate
+from lean_selector.tools.http_client import HttpClient, ServiceError
+from lean_selector.tools.service_process import (
     HOST,
     check_port,
     running_service,
     service_command,
     wait_until_healthy,
 )
+from lean_selector.tools.traffic import Player, as_recorded, run_policy
 from loadtest.replay_trace import read_trace
 
 SYNCED, APART, PARTITIONED = "synced", "apart", "partitioned"

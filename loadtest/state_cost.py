@@ -26,11 +26,9 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.form import form
-from lean_selector.state.directory import StateDirectory
-from lean_selector.state.keeper import RESERVATIONS, Keeper
-from lean_selector.state.live_bookings import LiveBookings
-from lean_selector.state.peers import PeersByHttp
-from lean_selector.state.selector_catalog import SelectorCatalog
+from lean_selector.server.state_catalog import PeersByHttp, SelectorCatalog
+from lean_selector.server.state_files import RESERVATIONS, StateDirectory
+from lean_selector.server.state_persister import LiveBookings, Persister
 
 WORKERS = 16
 PROBE_S = 0.001
@@ -125,16 +123,16 @@ async def play(live: int, blocks: int, rate: float, seconds: float, rounds: int)
             directory = StateDirectory(path)
             directory.take()
             lives = LiveBookings(lambda: established(filled.selector.catalog, None, None), 0, int)
-            keeper = Keeper(directory, catalog, lives, INTERVAL_S, lambda fault: None)
-            keeper.begin_with(None)
-            keeper.start()
+            persister = Persister(directory, catalog, lives, INTERVAL_S, lambda fault: None)
+            persister.begin_with(None)
+            persister.start()
             await asyncio.sleep(2 * INTERVAL_S)  # the first text of each reservation
-            spent_s, writes = keeper.spent_s(), keeper.writes[RESERVATIONS]
+            spent_s, writes = persister.spent_s(), persister.writes[RESERVATIONS]
             kept.append(await measured(filled, rate, seconds))
-            costs.append(100 * (keeper.spent_s() - spent_s) / seconds)
-            writes = keeper.writes[RESERVATIONS] - writes
-            size_mb = keeper.size(RESERVATIONS) / 1e6
-            await keeper.close()
+            costs.append(100 * (persister.spent_s() - spent_s) / seconds)
+            writes = persister.writes[RESERVATIONS] - writes
+            size_mb = persister.size(RESERVATIONS) / 1e6
+            await persister.close()
             print(
                 f"round {number + 1}: without {without[-1].cpu_percent:.2f} % of a core, with "
                 f"{kept[-1].cpu_percent:.2f} %; {writes} files of {size_mb:.1f} MB, by its own "

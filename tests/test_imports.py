@@ -116,10 +116,9 @@ BECOMES = {
     **dict.fromkeys(("services", "openapi", "observing", "access"), "service"),
     **dict.fromkeys(("sockets", "curve"), "events"),
     **dict.fromkeys(("prompts", "route", "access_logs"), "gateway"),
-    **dict.fromkeys(("process", "state"), "server"),
-    **dict.fromkeys(("demo", "doctor", "recipes"), "tools"),
+    **dict.fromkeys(("process",), "server"),
     **dict.fromkeys(("bindings", "compat"), "inprocess"),
-    **{"discovery": "workers", "publisher": "client", "form": "build_info"},
+    **{"publisher": "client", "form": "build_info"},
     **dict.fromkeys(("__main__", "slot_tracker"), "cli"),
 }
 

@@ -14,19 +14,19 @@ import pytest
 import zmq
 
 from lean_selector import publisher as publisher_module
-from lean_selector.demo.http_client import HttpClient
-from lean_selector.demo.service_process import (
-    HOST,
-    check_port,
-    running_service,
-    service_command,
-    wait_until_healthy,
-)
 from lean_selector.publisher import (
     KvEventPublisher,
     ZmqKvEventPublisher,
     rank_endpoint,
     signed_hashes,
+)
+from lean_selector.tools.http_client import HttpClient
+from lean_selector.tools.service_process import (
+    HOST,
+    check_port,
+    running_service,
+    service_command,
+    wait_until_healthy,
 )
 
 ANY_PORT = "tcp://127.0.0.1:0"

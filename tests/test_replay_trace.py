@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.demo.http_client import HttpClient, ServiceError
-from lean_selector.demo.service_process import (
+from lean_selector.tools.http_client import HttpClient, ServiceError
+from lean_selector.tools.service_process import (
     HOST,
     check_port,
     running_service,

@@ -49,7 +49,7 @@ ALLOWED = {
         "in the user's process: their errors are handled, and the loop's own handler tells others"
     ),
     (
-        "demo/command.py",
+        "tools/demo.py",
         "Demo._traffic",
         "create_task",
     ): "_watch waits for them, and raises for them",
@@ -57,16 +57,16 @@ ALLOWED = {
     ("observing/log_writer.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
     ),
-    ("state/file_writer.py", "FileWriter.__init__", "Thread"): (
+    ("server/state_files.py", "FileWriter.__init__", "Thread"): (
         "whatever it raises is told to who awaits the end of the file"
     ),
     ("sockets/resolver.py", "Resolver._start", "Thread"): "whatever it raises is its result",
     ("sockets/peer_fetch.py", "PeerFetch.__init__", "Thread"): "whatever it raises is its result",
-    ("discovery/srv_records.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
+    ("workers/srv_records.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),
-    ("discovery/file_finder.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
+    ("workers/finders.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
     ("services/openapi_routes.py", "OpenApiRoutes._answer", "run_in_executor"): (
         "_tell logs what it raised, and answers 500"
     ),

@@ -14,7 +14,7 @@ def _targets(reader: str) -> Any:
     """Comma-separated targets of a discovery, as they are given, each once."""
 
     def read(value: str) -> list[str]:
-        read_one = getattr(importlib.import_module("lean_selector.discovery.targets"), reader)
+        read_one = getattr(importlib.import_module("lean_selector.workers.targets"), reader)
         items = list(dict.fromkeys(item.strip() for item in value.split(",") if item.strip()))
         for item in items:
             read_one(item)
@@ -24,7 +24,7 @@ def _targets(reader: str) -> Any:
 
 
 def _defaults(value: str) -> str:
-    read = importlib.import_module("lean_selector.discovery.defaults").defaults_of
+    read = importlib.import_module("lean_selector.workers.particulars").defaults_of
     read(value)
     return value
 

@@ -7,15 +7,6 @@ from typing import Protocol
 
 from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.workers import WorkerSpec
-from lean_selector.discovery.asking import Asking
-from lean_selector.discovery.defaults import defaults_of
-from lean_selector.discovery.discoveries import Discoveries, Surroundings
-from lean_selector.discovery.dns_finder import AskService
-from lean_selector.discovery.engine_questions import ask_engine
-from lean_selector.discovery.peer_roster import PeerRoster
-from lean_selector.discovery.roster import Roster
-from lean_selector.discovery.target_shapes import Target
-from lean_selector.discovery.targets import peer_target_of, target_of
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.token_file import TokenFile
@@ -24,6 +15,13 @@ from lean_selector.process.discovery_config import FinderConfig, PeerDiscovery, 
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.services.registration_warnings import Sources, registration_warnings
+from lean_selector.workers.discoveries import Discoveries, Surroundings
+from lean_selector.workers.engine_questions import ask_engine
+from lean_selector.workers.finders import AskService
+from lean_selector.workers.particulars import defaults_of
+from lean_selector.workers.peer_roster import PeerRoster
+from lean_selector.workers.roster import Asking, Roster
+from lean_selector.workers.targets import Target, peer_target_of, target_of
 
 
 class Registry(Protocol):
@@ -144,7 +142,7 @@ def _api_client(finder: FinderConfig, resolve: Resolve) -> tuple[str, OutboundCl
 
 def _ask_service(target: Target) -> AskService:
     _extra("dns.resolver", target)
-    from lean_selector.discovery.srv_records import SrvRecords
+    from lean_selector.workers.srv_records import SrvRecords
 
     try:
         return SrvRecords().ask

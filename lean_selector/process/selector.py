@@ -125,7 +125,7 @@ def selector_app(
             ),
             *connection_families(connections),
             *discovery_families(parts.finding),
-            *state_families(parts.keeper),
+            *state_families(parts.persister),
             *([] if doors is None else doors.families()),
             *more,
         ],

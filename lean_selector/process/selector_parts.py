@@ -39,15 +39,15 @@ from lean_selector.sockets.index_sweeps import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.recovery import Recovery, log_discarded
-from lean_selector.sockets.worker_polls import WorkerPolls
 from lean_selector.tasks import supervise
 
 # Of each model, twice a second: 5 ms at most.
 SESSION_STEPS = 1_000
 
 if TYPE_CHECKING:
-    from lean_selector.discovery.discoveries import Discoveries
-    from lean_selector.state.keeper import Keeper
+    from lean_selector.server.state_persister import Persister
+    from lean_selector.workers.discoveries import Discoveries
+    from lean_selector.workers.polls import WorkerPolls
 
 
 class SelectorParts:
@@ -139,13 +139,13 @@ class SelectorParts:
             plane=plane,
             call_later=loop.call_later,
         )
-        self.keeper = _keeper(config, selector, plane, finding, self._state)
+        self.persister = _persister(config, selector, plane, finding, self._state)
         routes = (
             *self.service.routes(),
             *BusyThresholdService(selector).routes(),
             *discovery_routes(None if finding is None else finding.report),
         )
-        self.routes = routes if self.keeper is None else durable(routes, self.keeper)
+        self.routes = routes if self.persister is None else durable(routes, self.persister)
         recovery = Recovery(
             selector.catalog, subscriptions, peers, config.recovery_timeout_s, credentials
         )
@@ -153,12 +153,20 @@ class SelectorParts:
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.polls is not None:
+            from lean_selector.workers import polls
+
             client = engine_client(config.engines, links.resolver.resolve, allowed)
-            self._polls = polls = WorkerPolls(
-                selector.catalog, selector.health, client, config.polls, random.Random()
+            self._polls = worker_polls = polls.WorkerPolls(
+                selector.catalog,
+                selector.health,
+                client,
+                random.Random(),
+                interval_s=config.polls.interval_s,
+                path=config.polls.path,
+                timeout_s=config.polls.timeout_s,
             )
-            subscriptions.on_lost = polls.soon
-            self._polling = supervise("worker polls", polls.run)
+            subscriptions.on_lost = worker_polls.soon
+            self._polling = supervise("worker polls", worker_polls.run)
         self._lifecycle = SelectorLog(selector)
         self._expiry = ExpirySweep(self._expire, selector.arrived, loop.call_soon)
         self._forgetting: RoutedExpiry | None = None
@@ -171,8 +179,8 @@ class SelectorParts:
             self.plane.start()
         if self.finding is not None:
             self.finding.start()
-        if self.keeper is not None:
-            self.keeper.start()
+        if self.persister is not None:
+            self.persister.start()
 
     def _expire(self, now: float, max_steps: int) -> int:
         expired = self.selector.expire(now, max_steps)
@@ -182,8 +190,8 @@ class SelectorParts:
     def tick(self, now: float) -> None:
         self._expiry.begin()
         self._lifecycle.look()
-        if self.keeper is not None:
-            self.keeper.look(now)
+        if self.persister is not None:
+            self.persister.look(now)
         self.selector.admit_waiting(now)
         if self.sessions is not None:
             self.sessions.tend(now, SESSION_STEPS)
@@ -193,16 +201,16 @@ class SelectorParts:
         if self._recovering is not None:
             self._recovering.cancel()
         self.selector.refuse_parked(Unavailable(SHUTDOWN))
-        if self.keeper is not None:
-            self.keeper.let_go()
+        if self.persister is not None:
+            self.persister.let_go()
 
     def begin_no_links(self) -> None:
         """Those that wait for their turn to connect do not get it: the loop may end first."""
         self._links.is_ending = True
 
     async def close(self) -> None:
-        if self.keeper is not None:
-            await self.keeper.close()
+        if self.persister is not None:
+            await self.persister.close()
         self._expiry.stop()
         if self._forgetting is not None:
             self._forgetting.stop()
@@ -225,13 +233,13 @@ def _session_tables(config: SelectorConfig, plane: ReplicaPlane | None) -> Sessi
     return SessionTables(settings, plane.router_id, time.time_ns, plane.publish_session)
 
 
-def _keeper(
+def _persister(
     config: SelectorConfig,
     selector: Selector,
     plane: ReplicaPlane | None,
     finding: "Discoveries | None",
     state: ServiceState,
-) -> "Keeper | None":
+) -> "Persister | None":
     """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
     if config.state is None:
         return None

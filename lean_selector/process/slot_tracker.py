@@ -31,8 +31,8 @@ from lean_selector.services.slot_tracker import SlotTrackerService
 from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:
-    from lean_selector.discovery.discoveries import Discoveries
-    from lean_selector.state.keeper import Keeper
+    from lean_selector.server.state_persister import Persister
+    from lean_selector.workers.discoveries import Discoveries
 
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
@@ -81,7 +81,7 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     )
     finding = _finding(config, plane, links)
     service = SlotTrackerService(trackers, plane=plane)
-    keeper = _keeper(config, trackers, plane, finding)
+    persister = _persister(config, trackers, plane, finding)
     routes = (
         *service.routes(),
         *discovery_routes(None if finding is None else finding.report),
@@ -93,13 +93,13 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     )
     server = HttpServer(
         observed(
-            routes if keeper is None else durable(routes, keeper),
+            routes if persister is None else durable(routes, persister),
             lambda _: [
                 *tracker_families(trackers),
                 *replica_families(plane),
                 *connection_families(connections),
                 *discovery_families(finding),
-                *state_families(keeper),
+                *state_families(persister),
             ],
             observation("slot_tracker", config.listen, log_state),
             tokens=tokens,
@@ -115,8 +115,8 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
         plane.start()
     if finding is not None:
         finding.start()
-    if keeper is not None:
-        keeper.start()
+    if persister is not None:
+        persister.start()
 
     lifecycle = TrackerLog(trackers)
 
@@ -130,16 +130,16 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     def tick(now: float) -> None:
         expiry.begin()
         lifecycle.look()
-        if keeper is not None:
-            keeper.look(now)
+        if persister is not None:
+            persister.look(now)
 
     def refuse_new() -> None:
-        if keeper is not None:
-            keeper.let_go()
+        if persister is not None:
+            persister.let_go()
 
     async def close() -> None:
-        if keeper is not None:
-            await keeper.close()
+        if persister is not None:
+            await persister.close()
         expiry.stop()
         if finding is not None:
             await finding.close()
@@ -150,12 +150,12 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
     context.destroy(linger=0)
 
 
-def _keeper(
+def _persister(
     config: SlotTrackerConfig,
     trackers: Trackers,
     plane: ReplicaPlane | None,
     finding: "Discoveries | None",
-) -> "Keeper | None":
+) -> "Persister | None":
     """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
     if config.state is None:
         return None

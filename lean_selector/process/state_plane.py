@@ -16,22 +16,20 @@ from lean_selector.process.host import StartError, os_reason
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.service_options import ReplicaConfig
 from lean_selector.process.state_config import StateConfig
-from lean_selector.services.service_state import ServiceState
-from lean_selector.state.directory import Held, StateDirectory
-from lean_selector.state.keeper import Keeper
-from lean_selector.state.live_bookings import LiveBookings
-from lean_selector.state.peers import PeersByHttp
-from lean_selector.state.restoring import (
+from lean_selector.server.state_catalog import (
     OtherService,
+    PeersByHttp,
+    SelectorCatalog,
+    TrackerCatalog,
     restore_catalog,
     restore_reservations,
 )
-from lean_selector.state.seal import stamp_now
-from lean_selector.state.selector_catalog import SelectorCatalog
-from lean_selector.state.tracker_catalog import TrackerCatalog
+from lean_selector.server.state_files import Held, StateDirectory, stamp_now
+from lean_selector.server.state_persister import LiveBookings, Persister
+from lean_selector.services.service_state import ServiceState
 
 if TYPE_CHECKING:
-    from lean_selector.discovery.discoveries import Discoveries
+    from lean_selector.workers.discoveries import Discoveries
 
 # The process before this one lets go as soon as it has written all, once it is told to stop.
 TAKE_WAIT_S = 2.0
@@ -47,7 +45,7 @@ def keep_selector(
     replica: ReplicaConfig | None,
     finding: "Discoveries | None",
     state: ServiceState,
-) -> Keeper:
+) -> Persister:
     """Takes the directory, restores what is in it, and keeps it from `start` on.
 
     Before anything else is put into the selector, and before the plane starts. Raises StartError.
@@ -79,7 +77,7 @@ def keep_trackers(
     replica: ReplicaConfig | None,
     finding: "Discoveries | None",
     expiry_s: float,
-) -> Keeper:
+) -> Persister:
     """The same of a slot tracker."""
     peers = PeersByHttp(plane, replica.peers if replica is not None else [], _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
@@ -99,7 +97,7 @@ def _kept(
     plane: ReplicaPlane | None,
     expiry_s: float,
     state: ServiceState,
-) -> Keeper:
+) -> Persister:
     directory = StateDirectory(config.path)
     fault = _taken(directory)
     try:
@@ -118,10 +116,10 @@ def _kept(
         0 if plane is None else plane.router_id,
         (lambda: 0) if plane is None else (lambda: plane.sync.sequence),
     )
-    keeper = Keeper(directory, contents, lives, config.interval_s, on_fault)
-    keeper.restored, keeper.dropped = booked, dropped
-    keeper.begin_with(fault)
-    return keeper
+    persister = Persister(directory, contents, lives, config.interval_s, on_fault)
+    persister.restored, persister.dropped = booked, dropped
+    persister.begin_with(fault)
+    return persister
 
 
 def _taken(directory: StateDirectory) -> str | None:

@@ -18,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from lean_selector.demo.player import percentile
+from lean_selector.tools.traffic import percentile
 from loadtest.child_service import start
 
 # Enough to keep either service busy, as a gateway beside it would. Connecting is in a round, and

@@ -9,7 +9,7 @@ from statistics import median
 
 import msgspec
 
-from lean_selector.demo.player import percentile
+from lean_selector.tools.traffic import percentile
 from loadtest.duel.load import LoadFailed
 from loadtest.duel.targets import TargetError
 

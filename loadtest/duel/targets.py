@@ -23,8 +23,8 @@ from typing import Self
 import msgspec
 
 import lean_selector
-from lean_selector.demo.service_process import HOST, START_TIMEOUT_S
 from lean_selector.form import COMPILED, PURE, form
+from lean_selector.tools.service_process import HOST, START_TIMEOUT_S
 from loadtest.child_service import JSON, ROOT, ChildService, free_port, plain_environment
 from loadtest.duel.accounting import Footprint, cpu_ns, footprint
 from loadtest.reference import NotInstalled, interpreter

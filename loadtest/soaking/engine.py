@@ -11,9 +11,7 @@ import asyncio
 import itertools
 from random import Random
 
-from lean_selector.demo.engine import SimulatedEngine
-from lean_selector.demo.records import EngineSpeed
-from lean_selector.demo.request import make_request
+from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, make_request
 from loadtest.soaking.prompts import BLOCK_SIZE, FRESH_TOKENS, families
 
 CAPACITY_BLOCKS = 4_096

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lean_selector.discovery.worker_ids import worker_id_of
+from lean_selector.workers.particulars import worker_id_of
 from tests.client.test_vllm_engine import (
     BLOCK_SIZE,
     BLOCKS,

@@ -4,8 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lean_selector.demo.block_cache import BlockCache
-from lean_selector.demo.records import Held
+from lean_selector.tools.engines import BlockCache, Held
 
 CAPACITY = 7
 Path = tuple[int, ...]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.demo.command import main
+from lean_selector.tools.demo import main
 
 DEADLINE_S = 60.0
 COMMAND = [sys.executable, "-m", "lean_selector", "demo"]

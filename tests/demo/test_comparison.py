@@ -2,7 +2,8 @@
 
 import pytest
 
-from lean_selector.demo.comparison import (
+from lean_selector.tools.engines import EngineModel, EngineSpeed, Outcome, Recorded, make_request
+from lean_selector.tools.traffic import (
     as_recorded,
     compare,
     least_loaded,
@@ -10,9 +11,6 @@ from lean_selector.demo.comparison import (
     run_policy,
     table,
 )
-from lean_selector.demo.engine import EngineModel
-from lean_selector.demo.records import EngineSpeed, Outcome, Recorded
-from lean_selector.demo.request import make_request
 
 BLOCK = 4
 SPEED = EngineSpeed(prefill_tokens_per_s=8.0, decode_tokens_per_s=4.0)

@@ -9,9 +9,14 @@ import pytest
 import zmq
 
 from lean_selector.core.hashing import block_hashes
-from lean_selector.demo.engine import EngineModel, SimulatedEngine, hit_rate
-from lean_selector.demo.records import EngineSpeed, Request
-from lean_selector.demo.request import make_request
+from lean_selector.tools.engines import (
+    EngineModel,
+    EngineSpeed,
+    Request,
+    SimulatedEngine,
+    hit_rate,
+    make_request,
+)
 
 BLOCK = 4
 SPEED = EngineSpeed(prefill_tokens_per_s=100.0, decode_tokens_per_s=8.0)

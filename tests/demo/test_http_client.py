@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from lean_selector.demo import http_client
-from lean_selector.demo.http_client import HttpClient, ServiceError
+from lean_selector.tools import http_client
+from lean_selector.tools.http_client import HttpClient, ServiceError
 
 from .conftest import ScriptedService
 

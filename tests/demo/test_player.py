@@ -6,12 +6,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from lean_selector.demo import player as player_module
-from lean_selector.demo.engine import SimulatedEngine
-from lean_selector.demo.http_client import HttpClient, ServiceError
-from lean_selector.demo.player import Player, percentile
-from lean_selector.demo.records import EngineSpeed
-from lean_selector.demo.request import make_request
+from lean_selector.tools import traffic as player_module
+from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, make_request
+from lean_selector.tools.http_client import HttpClient, ServiceError
+from lean_selector.tools.traffic import Player, percentile
 
 from .conftest import ScriptedService
 

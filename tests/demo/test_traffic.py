@@ -3,7 +3,7 @@
 from itertools import islice, pairwise
 
 from lean_selector.core.hashing import block_hashes, sequence_hashes
-from lean_selector.demo.traffic import BLOCK_SIZE, conversations
+from lean_selector.tools.traffic import BLOCK_SIZE, conversations
 
 
 def test_the_same_seed_gives_the_same_turns_and_another_seed_does_not() -> None:

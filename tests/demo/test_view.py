@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from lean_selector.demo.snapshot import Snapshot, WorkerRow
-from lean_selector.demo.view import LineView, ScreenView, render
+from lean_selector.tools.demo_view import LineView, ScreenView, Snapshot, WorkerRow, render
 
 
 def snapshot(workers: int, elapsed_s: float = 2.5) -> Snapshot:

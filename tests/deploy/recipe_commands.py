@@ -16,7 +16,7 @@ from lean_selector.process.selector_config import (
     SelectorConfig,
     selector_config,
 )
-from lean_selector.recipes import recipes
+from lean_selector.tools.recipes import recipes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import lean_selector
-from lean_selector.doctor.command import add_arguments as add_check_arguments
 from lean_selector.process.gateway_config import GATEWAY_OPTIONS
 from lean_selector.process.selector_config import SELECTOR_OPTIONS
 from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
-from lean_selector.recipes import add_arguments, recipes
+from lean_selector.tools.check import add_arguments as add_check_arguments
+from lean_selector.tools.recipes import add_arguments, recipes
 from tests.deploy.recipe_commands import (
     DEPLOY,
     MANIFESTS,
@@ -123,7 +123,7 @@ def test_a_source_archive_has_them(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / said.stdout.split()[-1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"deploy/{name}" for name in IN_CHECKOUT} <= names
-    assert {"setup.py", "lean_selector/recipes.py"} <= names
+    assert {"setup.py", "lean_selector/tools/recipes.py"} <= names
 
 
 def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> None:

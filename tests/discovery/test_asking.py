@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.discovery.asking import Asking
-from lean_selector.discovery.engine_questions import ask_engine
-from lean_selector.discovery.known_worker import KnownWorker, State
-from lean_selector.discovery.particulars import Particulars
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
+from lean_selector.workers.engine_questions import ask_engine
+from lean_selector.workers.particulars import Particulars
+from lean_selector.workers.roster import Asking, KnownWorker, State
 from tests.certificates import Authority
 from tests.fake_engine import FakeEngine
 from tests.on_loop import on_loop, until

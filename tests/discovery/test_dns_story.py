@@ -15,16 +15,16 @@ from lean_selector.core.errors import NotFound
 from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.discovery.discoveries import Discoveries, Surroundings
-from lean_selector.discovery.dns_finder import SocketAddress
-from lean_selector.discovery.srv_records import SrvRecords
-from lean_selector.discovery.targets import target_of
-from lean_selector.discovery.worker_ids import worker_id_of
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.process.discovery_config import FinderConfig, WorkerDiscovery
 from lean_selector.process.discovery_plane import find_workers
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
+from lean_selector.workers.discoveries import Discoveries, Surroundings
+from lean_selector.workers.finders import SocketAddress
+from lean_selector.workers.particulars import worker_id_of
+from lean_selector.workers.srv_records import SrvRecords
+from lean_selector.workers.targets import target_of
 from tests.driven_selector import prompt_of
 from tests.fake_engine import FakeEngine
 from tests.name_server import NameServer, name_server

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from lean_selector.discovery.engine_answers import (
+from lean_selector.workers.engine_questions import (
     model_of,
     reachable,
     read_sglang_info,
     read_vllm_metrics,
     read_vllm_sources,
 )
-from lean_selector.discovery.particulars import Particulars
+from lean_selector.workers.particulars import Particulars
 
 HOST = "10.0.0.7"
 

@@ -5,9 +5,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lean_selector.discovery.file_finder import FileFinder
-from lean_selector.discovery.particulars import Found
-from lean_selector.discovery.sighting import Sighting
+from lean_selector.workers.finders import FileFinder, Sighting
+from lean_selector.workers.particulars import Found
 from tests.on_loop import on_loop, until
 
 

@@ -10,14 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from lean_selector.discovery.endpoint_slices import places_of
-from lean_selector.discovery.kubernetes_finder import KubernetesFinder
-from lean_selector.discovery.particulars import Place
-from lean_selector.discovery.sighting import Sighting
-from lean_selector.discovery.slice_shapes import Slice
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
 from lean_selector.tasks import supervise
+from lean_selector.workers.finders import Sighting
+from lean_selector.workers.kubernetes import KubernetesFinder, Slice, places_of
+from lean_selector.workers.particulars import Place
 from tests.certificates import Authority
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.on_loop import on_loop, until

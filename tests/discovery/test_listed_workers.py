@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from lean_selector.discovery.defaults import defaults_of
-from lean_selector.discovery.listed_workers import MOST_WORKERS, listed_workers
-from lean_selector.discovery.particulars import Particulars
+from lean_selector.workers.finders import MOST_WORKERS, listed_workers
+from lean_selector.workers.particulars import Particulars, defaults_of
 
 YAML = b"""
 workers:

@@ -3,8 +3,8 @@
 import pytest
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.discovery.particulars import Place
-from lean_selector.discovery.peer_roster import PeerRoster, is_own_address_here
+from lean_selector.workers.particulars import Place
+from lean_selector.workers.peer_roster import PeerRoster, is_own_address_here
 
 GRACE_S = 10.0
 OURS, A, B = Place("10.0.0.9", 9092), Place("10.0.0.1", 9092), Place("10.0.0.2", 9092)

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lean_selector.core.selection.workers import Source, WorkerSpec
-from lean_selector.discovery.known_worker import KnownWorker, State
-from lean_selector.discovery.particulars import Found, Particulars
-from lean_selector.discovery.roster import Roster, by_state
-from lean_selector.discovery.worker_ids import worker_id_of
+from lean_selector.workers.particulars import Found, Particulars, worker_id_of
+from lean_selector.workers.roster import KnownWorker, Roster, State, by_state
 from tests.driven_selector import DrivenSelector
 
 A, B = "http://a:8000", "http://b:8000"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lean_selector.discovery.target_shapes import Target
-from lean_selector.discovery.targets import peer_target_of, target_of
+from lean_selector.workers.targets import Target, peer_target_of, target_of
 
 
 @pytest.mark.parametrize(

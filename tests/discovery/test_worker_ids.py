@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.discovery.worker_ids import endpoint_key, worker_id_of
+from lean_selector.workers.particulars import endpoint_key, worker_id_of
 
 
 @pytest.mark.parametrize(

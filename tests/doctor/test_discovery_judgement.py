@@ -2,15 +2,16 @@
 
 import pytest
 
-from lean_selector.doctor.discovery_judgement import judge_discoveries
-from lean_selector.doctor.findings import Finding, Level
-from lean_selector.doctor.selector_judgement import judge_selector
-from lean_selector.doctor.selector_shapes import (
+from lean_selector.tools.check_judgements import (
     DiscoveredPeer,
     DiscoveredWorker,
     Discoveries,
     Discovery,
+    Finding,
+    Level,
     SelectorFacts,
+    judge_discoveries,
+    judge_selector,
 )
 
 REFUSED = "GET http://gpu:8000/v1/models: Connection refused"

@@ -1,8 +1,6 @@
 """Which ranks share an endpoint that only one of them can have."""
 
-from lean_selector.doctor.endpoint_judgement import judge_shared_endpoints
-from lean_selector.doctor.findings import Level
-from lean_selector.doctor.selector_shapes import Source, WorkerRecord
+from lean_selector.tools.check_judgements import Level, Source, WorkerRecord, judge_shared_endpoints
 
 
 def worker(worker_id: int, endpoint: str | None = None) -> WorkerRecord:

@@ -1,9 +1,7 @@
 """An engine's words against its registration."""
 
-from lean_selector.discovery.particulars import Particulars
-from lean_selector.doctor.engine_judgement import judge_engine
-from lean_selector.doctor.findings import Level
-from lean_selector.doctor.selector_shapes import WorkerRecord
+from lean_selector.tools.check_judgements import Level, WorkerRecord, judge_engine
+from lean_selector.workers.particulars import Particulars
 
 
 def judged(told: Particulars, **registered: object) -> list[tuple[Level, str, str | None]]:

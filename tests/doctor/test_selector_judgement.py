@@ -1,8 +1,12 @@
 """What the check makes of a selector as a whole."""
 
-from lean_selector.doctor.findings import Level
-from lean_selector.doctor.selector_judgement import judge_selector
-from lean_selector.doctor.selector_shapes import Readiness, SelectorFacts, WorkerRecord
+from lean_selector.tools.check_judgements import (
+    Level,
+    Readiness,
+    SelectorFacts,
+    WorkerRecord,
+    judge_selector,
+)
 
 
 def worker(worker_id: int) -> WorkerRecord:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lean_selector.doctor.selector_questions import NotASelector, Selector
+from lean_selector.tools.check_questions import NotASelector, Selector
 from tests.on_loop import on_loop
 from tests.outbound_server import Serve, client, serving
 

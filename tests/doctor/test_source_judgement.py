@@ -2,9 +2,7 @@
 
 import pytest
 
-from lean_selector.doctor.findings import Level
-from lean_selector.doctor.selector_shapes import Source
-from lean_selector.doctor.source_judgement import judge_source
+from lean_selector.tools.check_judgements import Level, Source, judge_source
 
 
 def source(state: str, **more: object) -> Source:

@@ -1,7 +1,7 @@
 """The findings as lines for people."""
 
-from lean_selector.doctor.findings import Finding, Level
-from lean_selector.doctor.table import table
+from lean_selector.tools.check import table
+from lean_selector.tools.check_judgements import Finding, Level
 
 FOUND = [
     Finding(Level.OK, "selector", "ready"),

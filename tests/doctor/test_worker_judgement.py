@@ -1,8 +1,14 @@
 """Who can be chosen, by the records of the workers and what is held against them."""
 
-from lean_selector.doctor.findings import Finding, Level
-from lean_selector.doctor.selector_shapes import RankHealth, WorkerHealth, WorkerRecord
-from lean_selector.doctor.worker_judgement import can_be_chosen, judge_workers
+from lean_selector.tools.check_judgements import (
+    Finding,
+    Level,
+    RankHealth,
+    WorkerHealth,
+    WorkerRecord,
+    can_be_chosen,
+    judge_workers,
+)
 
 REFUSED = "3 requests in a row failed, the last: connection refused"
 

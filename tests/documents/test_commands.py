@@ -8,11 +8,11 @@ from subprocess import run
 
 import pytest
 
-from lean_selector.doctor.command import add_arguments as add_check_arguments
 from lean_selector.process.gateway_config import GATEWAY_OPTIONS
 from lean_selector.process.options import Option
 from lean_selector.process.selector_config import SELECTOR_OPTIONS
 from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
+from lean_selector.tools.check import add_arguments as add_check_arguments
 from tests.documents.pages import OURS, blocks, commands
 from tests.running_service import RunningService, free_port
 

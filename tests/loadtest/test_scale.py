@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lean_selector.demo.answers import PartitionLoad, RankLoad
-from lean_selector.demo.http_client import ServiceError
+from lean_selector.tools.http_client import ServiceError
+from lean_selector.tools.traffic import PartitionLoad, RankLoad
 from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Options, Truth, main, runs, spread
 from tests.running_service import wait_until
 

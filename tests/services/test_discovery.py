@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from lean_selector.discovery.worker_ids import worker_id_of
+from lean_selector.workers.particulars import worker_id_of
 from tests.certificates import Authority
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
@@ -462,7 +462,7 @@ def test_without_a_flag_nothing_that_discovers_is_imported() -> None:
     script = """
 import sys
 from lean_selector.process import selector, slot_tracker, selector_config, slot_tracker_config
-found = [n for n in sys.modules if n.startswith(("lean_selector.discovery", "yaml", "dns."))]
+found = [n for n in sys.modules if n.startswith(("lean_selector.workers", "yaml", "dns."))]
 sys.exit(" ".join(found) or 0)
 """
     done = subprocess.run(

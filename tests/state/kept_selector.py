@@ -5,14 +5,14 @@ from pathlib import Path
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.restoring import restore_booking
-from lean_selector.state.directory import StateDirectory
-from lean_selector.state.keeper import CATALOG, RESERVATIONS
-from lean_selector.state.live_bookings import LiveBookings
-from lean_selector.state.peers import PeersByHttp
-from lean_selector.state.restoring import restore_catalog, restore_reservations
-from lean_selector.state.seal import stamp_now
-from lean_selector.state.selector_catalog import SelectorCatalog
-from lean_selector.state.shapes import Stamp
+from lean_selector.server.state_catalog import (
+    PeersByHttp,
+    SelectorCatalog,
+    restore_catalog,
+    restore_reservations,
+)
+from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, stamp_now
+from lean_selector.server.state_persister import LiveBookings
 from tests.driven_selector import DrivenSelector
 
 EXPIRY_S = 300.0

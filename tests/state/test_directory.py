@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.state.directory import Held, StateDirectory
-from lean_selector.state.seal import opened
-from lean_selector.state.shapes import Stamp
+from lean_selector.server.state_files import Held, Stamp, StateDirectory, opened
 from tests.on_loop import DEADLINE_S
 
 STAMP = Stamp(1.0, 1.0, "b")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.state.seal import Seal, opened
+from lean_selector.server.state_files import Checksum, opened
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
@@ -191,9 +191,9 @@ def test_a_catalog_of_another_release_is_set_aside_and_called_that(tmp_path: Pat
         kill(service)
     text, stamp = opened((tmp_path / "catalog").read_bytes())
     newer = text.replace(b'"version":1', b'"version":2').replace(b'"workers"', b'"fleet"')
-    seal = Seal()
-    seal.add(newer)
-    (tmp_path / "catalog").write_bytes(newer + seal.end(stamp))
+    checksum = Checksum()
+    checksum.add(newer)
+    (tmp_path / "catalog").write_bytes(newer + checksum.end(stamp))
     with service:
         assert service.get("/workers") == (200, [])
         assert "state is of another release, and set aside" in service.log()
@@ -429,7 +429,7 @@ def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
 def test_nothing_of_it_is_imported_while_no_state_is_kept() -> None:
     script = (
         "import sys; from lean_selector.process import selector, slot_tracker, gateway; "
-        "print([n for n in sys.modules if n.startswith('lean_selector.state')])"
+        "print([n for n in sys.modules if n.startswith('lean_selector.server.state_')])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S

@@ -8,11 +8,8 @@ from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.core.selection.workers import WorkerSpec
-from lean_selector.state.directory import StateDirectory
-from lean_selector.state.keeper import CATALOG, RESERVATIONS
-from lean_selector.state.restoring import OtherService, restore_catalog
-from lean_selector.state.seal import elapsed_s
-from lean_selector.state.shapes import Stamp
+from lean_selector.server.state_catalog import OtherService, restore_catalog
+from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, elapsed_s
 from tests.driven_selector import DrivenSelector, pack
 from tests.state.kept_selector import Kept
 

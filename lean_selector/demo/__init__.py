@@ -1,1 +1,0 @@
-"""`lean-selector demo`: the service, simulated engines and live traffic, watched in a terminal."""

@@ -1,1 +1,0 @@
-"""Who the workers and the peers are, found out by itself."""

@@ -1,0 +1,426 @@
+"""The state of a service, written to its directory and read back at the start.
+
+The file `catalog` is one JSON object, each worker on a line of its own. What cannot be read is set
+aside, and never stops a start.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from lean_selector.core.errors import SelectorError
+from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.core.selection.restoring import restore_partition
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.tracker_rows import WorkerRow
+from lean_selector.core.trackers import Trackers
+from lean_selector.server.state_files import (
+    CATALOG,
+    RESERVATIONS,
+    CatalogFile,
+    CatalogHead,
+    Damaged,
+    OtherVersion,
+    PartitionRow,
+    Stamp,
+    StateDirectory,
+    ThresholdRow,
+    elapsed_s,
+    opened,
+)
+from lean_selector.wire.discovery_states import KeptWorker
+from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
+
+# -- the file --------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+VERSION: Final = 1
+
+
+_decode_head = msgspec.json.Decoder(CatalogHead).decode
+_encode = msgspec.json.Encoder().encode
+_decode_file = msgspec.json.Decoder(CatalogFile).decode
+_NO_WORKERS = b"[]}"
+
+
+def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
+    """`head` has no workers; they are its last field."""
+    text = _encode(head)
+    assert text.endswith(_NO_WORKERS)
+    return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
+
+
+def read_catalog(text: bytes) -> CatalogFile:
+    """Raises Damaged, or OtherVersion."""
+    try:
+        return _decode_file(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            version = _decode_head(text).version
+            if version != VERSION:
+                raise OtherVersion(
+                    f"it has version {version}, and this release reads version {VERSION}"
+                ) from None
+        raise Damaged(str(error)) from None
+
+
+def read_rows(
+    rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
+) -> list[T]:
+    """Those that can be read; what is wrong with the others is added to `problems`."""
+    found: list[T] = []
+    for row in rows:
+        try:
+            found.append(decode(bytes(row)))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            problems.append(f"a worker: {error}")
+    return found
+
+
+# -- peers added and removed over HTTP -------------------------------------------------------------
+
+
+class Mesh(Protocol):
+    """The replica plane, as far as peers go."""
+
+    def register_peer(self, endpoint: str) -> bool: ...
+
+    def deregister_peer(self, endpoint: str) -> bool: ...
+
+    def peers(self) -> list[str]: ...
+
+
+class PeersByHttp:
+    """What was said over HTTP holds, also against a flag."""
+
+    def __init__(
+        self, mesh: Mesh | None, given: Collection[str], found: Callable[[], Collection[str]]
+    ) -> None:
+        """`given` are those of the flags, `found` those that discoveries added. Without a mesh what
+        was restored is kept as it is."""
+        self._mesh: Final = mesh
+        self._given: Final = given
+        self._found: Final = found
+        self._restored: tuple[list[str], list[str]] = [], []
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Those added, and those removed, each sorted."""
+        if self._mesh is None:
+            return self._restored
+        peers = set(self._mesh.peers())
+        return sorted(peers - {*self._given, *self._found()}), sorted({*self._given} - peers)
+
+    def restore(self, added: list[str], removed: list[str]) -> list[str]:
+        """Before the mesh is started. Returns what could not be added, with the reason."""
+        self._restored = added, removed
+        mesh, problems = self._mesh, list[str]()
+        if mesh is None:
+            return problems
+        for endpoint in added:
+            try:
+                mesh.register_peer(endpoint)
+            except SelectorError as error:
+                problems.append(f"peer {endpoint}: {error.message}")
+        for endpoint in removed:
+            if endpoint in self._given:
+                mesh.deregister_peer(endpoint)
+        return problems
+
+
+# -- the selector's --------------------------------------------------------------------------------
+# A worker that a discovery named belongs to the discovery again (D33).
+
+_decode_spec = msgspec.json.Decoder(WorkerSpec).decode
+
+
+class Roster(Protocol):
+    """The workers of discoveries, as far as they outlive the process."""
+
+    def kept(self) -> list[KeptWorker]: ...
+
+    def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None: ...
+
+
+class _Line:
+    """A worker, encoded."""
+
+    __slots__ = ("spec", "text")
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.text = _encode(spec)
+
+
+class SelectorCatalog:
+    """What is written of a selector."""
+
+    service: Final = "selector"
+
+    def __init__(
+        self,
+        selector: Selector,
+        peers: PeersByHttp,
+        roster: Roster | None = None,
+        discoveries: Collection[str] = (),
+    ) -> None:
+        """`discoveries` are those that run now, and tell the `roster`."""
+        self._selector = selector
+        self._peers = peers
+        self._roster = roster
+        self._discoveries = discoveries
+        self._lines: dict[int, _Line] = {}
+
+    @property
+    def revision(self) -> int:
+        """Grows with each change of a worker."""
+        return self._selector.catalog.revision
+
+    def text(self) -> bytes:
+        """The file as it should be now. A worker is encoded when it has changed."""
+        found = [] if self._roster is None else self._roster.kept()
+        selector, kept = self._selector, dict[int, _Line]()
+        for worker_id, worker in selector.catalog.workers.items():
+            line = self._lines.get(worker_id)
+            kept[worker_id] = (
+                _Line(worker.spec) if line is None or line.spec is not worker.spec else line
+            )
+        self._lines = kept
+        added, removed = self._peers.changes()
+        head = CatalogFile(
+            version=1,
+            service=self.service,
+            partitions=[
+                PartitionRow(*key, each.block_size, each.is_eagle, sorted(each.members))
+                for key, each in selector.catalog.partitions.items()
+                if each.members
+            ],
+            thresholds=[ThresholdRow(*key, threshold) for key, threshold in selector.limits.own()],
+            found=found,
+            peers_added=added,
+            peers_removed=removed,
+        )
+        return catalog_text(head, [line.text for line in kept.values()])
+
+    def restore(self, file: CatalogFile, now: float) -> list[str]:
+        """Puts it back into a selector that has just been made. Returns what did not fit."""
+        problems = self._peers.restore(file.peers_added, file.peers_removed)
+        selector = self._selector
+        for row in file.thresholds:
+            try:
+                selector.limits.restore((row.model_name, row.tenant_id), row.threshold)
+            except SelectorError as error:
+                problems.append(f"threshold of {row.model_name}: {error.message}")
+        sought = dict[int, KeptWorker]()
+        for kept in file.found:
+            names = [name for name in kept.discoveries if name in self._discoveries]
+            if names:
+                sought[kept.worker_id] = msgspec.structs.replace(kept, discoveries=names)
+        specs = read_rows(file.workers, _decode_spec, problems)
+        ours = {kept.worker_id for kept in file.found if not kept.is_removed}
+        workers = {
+            spec.worker_id: spec
+            for spec in specs
+            if spec.worker_id not in ours or spec.worker_id in sought
+        }
+        for part in file.partitions:
+            key = part.model_name, part.tenant_id
+            members = [
+                each for each in part.members if each in workers and workers[each].key == key
+            ]
+            if members:
+                restore_partition(selector.catalog, key, part.block_size, part.is_eagle, members)
+        for spec in workers.values():
+            try:
+                selector.upsert_worker(spec, now)
+            except SelectorError as error:
+                problems.append(f"worker {spec.worker_id}: {error.message}")
+                self._not_a_member(spec)
+        self._hand_back(sought.values())
+        return problems
+
+    def _not_a_member(self, spec: WorkerSpec) -> None:
+        """It could not be registered: it holds no block size, nor the partition."""
+        partitions = self._selector.catalog.partitions
+        if (partition := partitions.get(spec.key)) is not None:
+            partition.members.discard(spec.worker_id)
+            if not partition.members:
+                del partitions[spec.key]
+
+    def _hand_back(self, sought: Iterable[KeptWorker]) -> None:
+        """To the discoveries that named them, as if they had just done so."""
+        if self._roster is None:
+            return
+        for kept in sought:
+            worker = self._selector.catalog.workers.get(kept.worker_id)
+            if kept.is_removed:
+                self._roster.take_back(kept, None)
+            elif worker is not None:
+                self._roster.take_back(kept, worker.spec)
+
+
+# -- the slot tracker's ----------------------------------------------------------------------------
+
+_decode_row = msgspec.json.Decoder(WorkerRow).decode
+
+
+class TrackerCatalog:
+    """What is written of a slot tracker."""
+
+    service: Final = "slot_tracker"
+
+    def __init__(self, trackers: Trackers, peers: PeersByHttp) -> None:
+        self._trackers = trackers
+        self._peers = peers
+
+    @property
+    def revision(self) -> int:
+        """Grows with each change of a worker."""
+        return self._trackers.revision
+
+    def text(self) -> bytes:
+        """The file as it should be now."""
+        added, removed = self._peers.changes()
+        head = CatalogFile(
+            version=1, service=self.service, peers_added=added, peers_removed=removed
+        )
+        return catalog_text(head, [_encode(row) for row in self._trackers.workers()])
+
+    def restore(self, file: CatalogFile, now: float) -> list[str]:
+        """Puts it back into trackers that have just been made. Returns what did not fit."""
+        problems = self._peers.restore(file.peers_added, file.peers_removed)
+        for row in read_rows(file.workers, _decode_row, problems):
+            try:
+                self._trackers.register(row)
+            except SelectorError as error:
+                problems.append(f"worker {row.worker_id}: {error.message}")
+        return problems
+
+
+# -- reading it back at the start ------------------------------------------------------------------
+
+log = logging.getLogger("lean_selector.state")
+
+
+_MOST_LOGGED = 10
+
+
+class Restored(Protocol):
+    """The catalog of a service, out of a file."""
+
+    @property
+    def service(self) -> str: ...
+
+    def restore(self, file: CatalogFile, now: float) -> list[str]: ...
+
+
+class OtherService(Exception):
+    """The directory is whole, and that of the other service."""
+
+
+def restore_catalog(directory: StateDirectory, contents: Restored, now: float) -> None:
+    """Raises OtherService, with nothing restored."""
+
+    def read(text: bytes, _: Stamp) -> CatalogFile:
+        return read_catalog(text)
+
+    file = _read(directory, CATALOG, read)
+    if file is None:
+        return
+    if file.service != contents.service:
+        raise OtherService(f"{directory.path} has the state of a {file.service}")
+    problems = contents.restore(file, now)
+    _log_problems("the catalog", problems)
+    fields: dict[str, object] = {
+        "file": CATALOG,
+        "workers": len(file.workers),
+        "unfit": len(problems),
+    }
+    if problems:
+        # The file is written without them at the next change; a flag may have been mistyped.
+        try:
+            fields["kept_as"] = directory.keep_copy(CATALOG)
+        except OSError as error:
+            log.error("what does not fit could not be kept", extra={"reason": error.strerror})
+    log.info("state restored", extra=fields)
+
+
+def restore_reservations(
+    directory: StateDirectory,
+    book: Callable[[LiveBooking, int | None], bool],
+    expiry_s: float,
+    copies_expire_s: float,
+    now: float,
+    stamp: Stamp,
+) -> tuple[int, int]:
+    """How many are live again, and how many are not: too old by now, or their rank is gone.
+
+    `book` gets each with the peer that admitted it, None if this replica did; the oldest first.
+    It is `now`, in monotonic seconds, and `stamp` by the clocks that files are stamped by.
+    """
+    problems: list[str] = []
+
+    def read(text: bytes, written: Stamp) -> tuple[int, list[LiveBooking]]:
+        try:
+            snapshot = split_snapshot(text)
+        except BadSnapshot as error:
+            raise Damaged(str(error)) from None
+        then = now - elapsed_s(written, stamp)
+        found: list[LiveBooking] = []
+        for line in snapshot.lines:
+            try:
+                found.append(decode_line(line, then))
+            except BadSnapshot as error:
+                problems.append(str(error))
+        return snapshot.router_id, found
+
+    taken = _read(directory, RESERVATIONS, read)
+    if taken is None:
+        return 0, 0
+    _log_problems("reservations", problems)
+    own_id, found = taken
+    found.sort(key=_touched_at)
+    booked = 0
+    for live in found:
+        is_own = live.router_id == own_id
+        if now - live.touched_at <= (expiry_s if is_own else copies_expire_s):
+            booked += book(live, None if is_own else live.router_id)
+    dropped = len(found) - booked
+    fields = {"file": RESERVATIONS, "reservations": booked, "dropped": dropped}
+    log.info("state restored", extra=fields)
+    return booked, dropped
+
+
+def _touched_at(live: LiveBooking) -> float:
+    return live.touched_at
+
+
+def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
+    """None: there is none, or it was set aside."""
+    try:
+        sealed = directory.read(name)
+        if sealed is None:
+            return None
+        return read(*opened(sealed))
+    except (Damaged, OSError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        fields = {"file": name, "reason": reason}
+        is_other = isinstance(error, OtherVersion)
+        what = "state is of another release" if is_other else "state is damaged"
+        try:
+            log.error(f"{what}, and set aside", extra={**fields, "as": directory.set_aside(name)})
+        except OSError as failed:
+            log.error(what, extra={**fields, "not_set_aside": failed.strerror})
+    return None
+
+
+def _log_problems(what: str, problems: list[str]) -> None:
+    for problem in problems[:_MOST_LOGGED]:
+        log.warning("some of the state does not fit", extra={"of": what, "reason": problem})
+    if len(problems) > _MOST_LOGGED:
+        more = len(problems) - _MOST_LOGGED
+        log.warning("more of it does not fit", extra={"of": what, "count": more})

@@ -1,0 +1,493 @@
+"""A state directory: its lock, and files that appear in it whole or not at all, with a checksum."""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from xxhash import xxh3_64
+
+from lean_selector.core.load.shapes import BusyThreshold
+from lean_selector.wire.discovery_states import KeptWorker
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Id = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """A moment, by two clocks: the one on the wall, which may be set, and the one since the boot,
+    which counts suspensions and means nothing after another boot."""
+
+    wall_s: float  # since 1970
+    boot_s: float
+    boot_id: str  # empty where the system has none
+
+
+class PartitionRow(msgspec.Struct, frozen=True):
+    """A partition whose block size is fixed, and the workers that fix it."""
+
+    model_name: str
+    tenant_id: str
+    block_size: _U32
+    is_eagle: bool
+    members: list[_Id]
+
+
+class ThresholdRow(msgspec.Struct, frozen=True):
+    """What a model and tenant was given."""
+
+    model_name: str
+    tenant_id: str
+    threshold: BusyThreshold
+
+
+class CatalogHead(msgspec.Struct, frozen=True):
+    """What a catalog of any release has."""
+
+    version: int
+
+
+class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything but what lives: the file `catalog`. A worker is a WorkerSpec in the file of a
+    selector, a WorkerRow in that of a slot tracker."""
+
+    version: Literal[1]
+    service: Literal["selector", "slot_tracker"]
+    partitions: list[PartitionRow] = []
+    thresholds: list[ThresholdRow] = []
+    found: list[KeptWorker] = []
+    peers_added: list[str] = []  # over HTTP, beside those of the flags
+    peers_removed: list[str] = []  # over HTTP, of those of the flags
+    workers: list[msgspec.Raw] = []
+
+
+# -- the last line of a file: when it was written, and a checksum ----------------------------------
+
+# Counts suspensions where the system has one that does.
+_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_END = b'"}\n'
+_SUM_BYTES = 16  # of XXH3-64, in hexadecimal
+_decode = msgspec.json.Decoder(Stamp).decode
+
+
+class Damaged(ValueError):
+    """What was read is not what was written; the message says what is wrong."""
+
+
+class OtherVersion(Damaged):
+    """It is what was written, by a release that writes another format."""
+
+
+def stamp_now() -> Stamp:
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            boot_id = file.read().strip()
+    except OSError:
+        boot_id = ""
+    return Stamp(time.time(), time.clock_gettime(_SINCE_BOOT), boot_id)
+
+
+def elapsed_s(since: Stamp, now: Stamp) -> float:
+    """Seconds between the two, not below 0. Of one boot by its own clock, whatever was done to the
+    other meanwhile; else by the one on the wall, which is all that there is."""
+    if since.boot_id and since.boot_id == now.boot_id:
+        return max(0.0, now.boot_s - since.boot_s)
+    return max(0.0, now.wall_s - since.wall_s)
+
+
+class Checksum:
+    """Made while a file is written: `add` each part of its text, then write `end`."""
+
+    def __init__(self) -> None:
+        self._sum = xxh3_64()
+
+    def add(self, part: bytes) -> None:
+        self._sum.update(part)
+
+    def end(self, stamp: Stamp) -> bytes:
+        line = b'\n{"wall_s":%.3f,"boot_s":%.3f,"boot_id":"%b","xxh3":"' % (
+            stamp.wall_s,
+            stamp.boot_s,
+            stamp.boot_id.encode(),
+        )
+        self._sum.update(line)
+        return line + self._sum.hexdigest().encode() + _END
+
+
+def opened(sealed: bytes) -> tuple[bytes, Stamp]:
+    """The text and when it was written. Raises Damaged."""
+    at = len(sealed) - len(_END) - _SUM_BYTES
+    if at <= 0 or not sealed.endswith(_END):
+        raise Damaged("its end is missing")
+    covered = sealed[:at]
+    if xxh3_64(covered).hexdigest().encode() != sealed[at : at + _SUM_BYTES]:
+        raise Damaged("its checksum is wrong")
+    text, _, line = covered.rpartition(b"\n")
+    try:
+        return text, _decode(line + _END)
+    except msgspec.DecodeError as error:
+        raise Damaged(f"its last line: {error}") from None
+
+
+# -- the directory ---------------------------------------------------------------------------------
+# One process holds it, by a lock on the file `lock`; the kernel releases it when the process ends.
+# Every method waits for the disk.
+
+CATALOG: Final = "catalog"
+RESERVATIONS: Final = "reservations"
+LOCK: Final = "lock"
+_PATIENCE_S: Final = 0.5
+_TOKEN_BYTES: Final = 48  # always as many, so that a full disk has room for the next one
+
+
+class Held(Exception):
+    """Another process holds the directory; the message says which, as far as it is known."""
+
+
+class StateDirectory:
+    """`take` it first. `write` may be called from any thread, the others from one at a time."""
+
+    def __init__(self, path: str) -> None:
+        self.path: Final = os.path.abspath(path)
+        self._lock_path: Final = os.path.join(self.path, LOCK)
+        self._fd: int | None = None
+        self._token = b""  # what we wrote into the lock file when we last took it
+        self._is_missing = False  # it could not be made
+        self._is_wanted = False  # nobody is to take it for us after we let go
+        self._taking = threading.Lock()
+        self.generation = 0  # another one: what was written before may not be here
+
+    # -- who writes here -------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Makes the directory where there is none. Raises OSError; a `write` tries again then."""
+        self._is_missing = True
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        self._is_missing = False
+
+    def take(self) -> None:
+        """From here on ours. Raises Held, or OSError."""
+        token = (b"%d %b" % (os.getpid(), secrets.token_hex(16).encode())).ljust(_TOKEN_BYTES - 1)
+        fd = self._locked()
+        try:
+            os.pwrite(fd, token + b"\n", 0)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd, self._token, self._is_wanted = fd, token + b"\n", True
+        self.generation += 1
+
+    def wish(self) -> None:
+        """It could not be taken; the next `write` tries again."""
+        self._is_wanted = True
+
+    def let_go(self) -> None:
+        """A successor may take it. What is still being written stops short of its name."""
+        self._is_wanted = False
+        # A disk that hangs may have this for good: then the end of the process lets go.
+        if self._taking.acquire(timeout=_PATIENCE_S):
+            self._close()
+            self._taking.release()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def take_again(self) -> bool:
+        """Takes it once more if nobody has held it since we let go; else leaves all as it is."""
+        if self._fd is not None or not self._token:
+            return self._fd is not None
+        try:
+            fd = self._locked()
+            if os.pread(fd, _TOKEN_BYTES + 1, 0) == self._token:
+                self._fd, self._is_wanted = fd, True
+                return True
+            os.close(fd)
+        except (Held, OSError):
+            pass
+        return False
+
+    def _locked(self) -> int:
+        while True:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_at_path(fd):
+                    return fd
+            except BlockingIOError:
+                holder = os.pread(fd, _TOKEN_BYTES, 0).split()
+                os.close(fd)
+                is_known = bool(holder) and holder[0].isdigit()
+                who = f"process {holder[0].decode()}" if is_known else "another process"
+                raise Held(f"{self.path} is in use by {who}") from None
+            except OSError:
+                os.close(fd)
+                raise
+            os.close(fd)  # it was replaced meanwhile
+
+    def _is_at_path(self, fd: int) -> bool:
+        try:
+            at_path = os.stat(self._lock_path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(at_path, os.fstat(fd))
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Nobody else takes it meanwhile. Raises OSError."""
+        with self._taking:
+            try:
+                self._hold()
+                yield
+            finally:
+                if not self._is_wanted:  # whoever let go of it meanwhile could not wait
+                    self._close()
+
+    def _hold(self) -> None:
+        """The disk may have gone, and another one, or the same, have come. Raises OSError."""
+        if not self._is_wanted:
+            raise OSError(errno.EBUSY, "the directory was let go")
+        if self._fd is not None and self._is_at_path(self._fd):
+            return
+        self._close()
+        if self._is_missing:
+            self.create()
+        try:
+            self.take()
+        except Held as error:
+            raise OSError(errno.EBUSY, str(error)) from None
+
+    def check(self, names: Iterable[str]) -> None:
+        """It is still there, and ours; and whether these files are. Raises OSError."""
+        with self._ours():
+            pass
+        if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
+            self.generation += 1
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def read(self, name: str) -> bytes | None:
+        """A whole file; None where there is none. Raises OSError."""
+        try:
+            with open(os.path.join(self.path, name), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def set_aside(self, name: str) -> str:
+        """Renames a file, over one that was set aside before; its new path. Raises OSError."""
+        aside = os.path.join(self.path, f"{name}.damaged")
+        os.rename(os.path.join(self.path, name), aside)
+        return aside
+
+    def keep_copy(self, name: str) -> str:
+        """Links a file as it is beside itself, over one that was kept before, for it will be
+        written anew; its second path. Raises OSError."""
+        copy = os.path.join(self.path, f"{name}.unfit")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(copy)
+        os.link(os.path.join(self.path, name), copy)
+        return copy
+
+    def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
+        """A file of these parts and their checksum, in the place of the one that was; its bytes.
+
+        On disk when it returns. Raises OSError, and whatever `parts` raises; then the one that was
+        is still there.
+        """
+        path = os.path.join(self.path, name)
+        new = f"{path}.new"
+        with self._ours():
+            fd = _created(new)
+        try:
+            try:
+                size = _fill(fd, parts, stamp)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            with self._ours():
+                os.rename(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError), self._ours():
+                os.unlink(new)
+            raise
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        return size
+
+
+def _created(path: str) -> int:
+    """Open for writing, and nobody else's: whoever held the directory before may not have ended
+    what it wrote under that name."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def _fill(fd: int, parts: Iterable[bytes], stamp: Stamp) -> int:
+    checksum, size = Checksum(), 0
+    for part in parts:
+        checksum.add(part)
+        size += _write(fd, part)
+    return size + _write(fd, checksum.end(stamp))
+
+
+def _write(fd: int, part: bytes) -> int:
+    written = 0
+    while written < len(part):
+        written += os.write(fd, memoryview(part)[written:])
+    return written
+
+
+# -- writing in a thread ---------------------------------------------------------------------------
+# The thread is a daemon: a disk that hangs keeps no process from its end.
+
+# A disk that is slower than we are does not get all of a large file at once.
+MOST_QUEUED_BYTES: Final = 8 << 20
+
+T = TypeVar("T")
+
+
+class _Dropped(Exception):
+    """Whoever made the parts gave up."""
+
+
+class _Job:
+    """One file, from its first part to its last: None. What went wrong is raised where the end is
+    awaited."""
+
+    def __init__(self, work: "Callable[[_Job], object]") -> None:
+        """`work` is done in the thread; its result is that of `done`."""
+        self.work: Final = work
+        self.done: Final = asyncio.get_running_loop().create_future()
+        self.parts: SimpleQueue[bytes | _Dropped | None] = SimpleQueue()
+        self.put = self.taken = 0  # bytes
+        self.is_over = False
+        self.moved = asyncio.Event()  # since it was cleared, something was taken, or it has failed
+
+    def each(self, on_taken: Callable[[], object]) -> Iterator[bytes]:
+        """The parts, in the thread."""
+        while (part := self.parts.get()) is not None:
+            if isinstance(part, _Dropped):
+                raise part
+            yield part
+            self.taken += len(part)
+            on_taken()
+
+
+class FileWriter:
+    """From the thread of the loop. One file is written at a time: `begin`, `add` parts, `end`."""
+
+    def __init__(self, directory: StateDirectory, name: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._job: _Job | None = None  # between `begin` and its end
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.spent_s = 0.0  # processor time of the thread, ever
+        self.bytes = 0  # of the file that was written last
+        self.begun_at: float | None = None  # monotonic; while a file is written
+        threading.Thread(target=self._run, name=f"state {name}", daemon=True).start()
+
+    def begin(self, stamp: Stamp) -> None:
+        tell = self._loop.call_soon_threadsafe
+
+        def write(job: _Job) -> int:
+            parts = job.each(lambda: tell(job.moved.set))
+            return self._directory.write(self._name, parts, stamp)
+
+        self._begin(_Job(write))
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """What waits for the disk, too, and is no file. Raises what `question` raises."""
+        job = _Job(lambda _: question())
+        self._begin(job)
+        answer: T = await job.done
+        return answer
+
+    def _begin(self, job: _Job) -> None:
+        assert self._job is None, "one at a time"
+        self._job = job
+        self.begun_at = time.monotonic()
+        self._idle.clear()
+        self._jobs.put(job)
+
+    async def add(self, part: bytes) -> None:
+        """Waits where the disk is slower than we are."""
+        job = self._job
+        assert job is not None
+        job.put += len(part)
+        job.parts.put(part)
+        while job.put - job.taken > MOST_QUEUED_BYTES and not job.is_over:
+            await job.moved.wait()
+            job.moved.clear()
+
+    async def end(self) -> None:
+        """The file is on disk. Raises OSError; then the one that was is still there."""
+        job = self._job
+        assert job is not None
+        job.parts.put(None)
+        self.bytes = await job.done
+
+    def drop(self) -> None:
+        """No more parts will come. Nothing happens where no file is being written."""
+        if self._job is not None:
+            self._job.parts.put(_Dropped())
+
+    async def idle(self) -> None:
+        """Nothing is being written."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        self.drop()
+        self._jobs.put(None)
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._work(job)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+    def _work(self, job: _Job) -> None:
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = job.work(job)
+        except Exception as failed:
+            error = failed
+        self._loop.call_soon_threadsafe(self._ended, job, result, error, time.thread_time())
+
+    def _ended(self, job: _Job, result: object, error: Exception | None, spent_s: float) -> None:
+        self.spent_s = spent_s
+        self._job = None
+        self.begun_at = None
+        self._idle.set()
+        job.is_over = True
+        job.moved.set()
+        if job.done.cancelled():
+            return
+        if error is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(error)
+            job.done.exception()  # it is read where the end is awaited, if it still is

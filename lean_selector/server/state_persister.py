@@ -1,0 +1,345 @@
+"""Keeps a state directory up to date: the catalog on each change, reservations once an interval.
+
+The loop's work is in slices; what waits for the disk is in the threads of `FileWriter`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Final, Protocol
+
+from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.server.state_files import (
+    CATALOG,
+    RESERVATIONS,
+    FileWriter,
+    StateDirectory,
+    stamp_now,
+)
+from lean_selector.tasks import supervise
+from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, snapshot_head
+
+# The slots themselves tell a partition from one that has its name later.
+Revision = list[tuple[Slots, int]]
+
+
+class LiveBookings:
+    """Of all partitions that `targets` gives."""
+
+    def __init__(
+        self,
+        targets: Callable[[], Iterable[ReplicaTarget]],
+        router_id: int,
+        sequence: Callable[[], int],
+    ) -> None:
+        """`router_id` and `sequence` are the replica's; 0 where it has no peers."""
+        self._targets: Final = targets
+        self._router_id: Final = router_id
+        self._sequence: Final = sequence
+        self._lines: Final = SnapshotLines(router_id)
+
+    def revision(self) -> Revision:
+        """Differs from an earlier one exactly where something has changed."""
+        return [(target.slots, target.slots.revision) for target in self._targets()]
+
+    def parts(self, now: float) -> Iterator[bytes]:
+        """The text, a part for each reservation; ages are those at `now`."""
+        lines = self._lines
+        lines.begin()
+        yield snapshot_head(self._router_id, self._sequence())
+        end = b"\n"
+        for target in list(self._targets()):
+            for held in target.slots.by_touch():
+                yield end + lines.line(target, held, now)
+                end = b",\n"
+        yield SNAPSHOT_END
+
+
+log = logging.getLogger("lean_selector.state")
+
+SLICE_S: Final = 0.001  # of a turn of the loop, as KV events
+STEPS: Final = 32  # reservations between looks at the clock: 50 us
+# Of a core, for what lives: where a snapshot costs more than this part of the interval, the next
+# one comes later.
+SHARE: Final = 0.03
+RETRY_S: Final = 1.0  # after a failure
+# A disk that has not answered for so long has failed, as far as anybody who waits is concerned.
+HANGS_AFTER_S: Final = 5.0
+# At the end of the process the disk has so long for each slice: it must end, and what is lost
+# expires.
+LAST_S: Final = 2.0
+
+
+class Contents(Protocol):
+    """The catalog of a service, as a file."""
+
+    @property
+    def revision(self) -> int: ...
+
+    def text(self) -> bytes: ...
+
+
+class Persister:
+    """Only from the thread of the loop. `start` it; when a stop begins `let_go`, at its end
+    `close`. `on_fault` hears of what keeps us from writing, and of None when that is over."""
+
+    def __init__(
+        self,
+        directory: StateDirectory,
+        catalog: Contents,
+        bookings: LiveBookings,
+        interval_s: float,
+        on_fault: Callable[[str | None], None],
+    ) -> None:
+        self._directory = directory
+        self._catalog = catalog
+        self._bookings = bookings
+        self._interval_s = interval_s
+        self._on_fault = on_fault
+        self._faults: dict[str, str] = {}  # by file
+        self._files = {name: FileWriter(directory, name) for name in (CATALOG, RESERVATIONS)}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._letting_go: asyncio.Task[None] | None = None
+        self._limit: asyncio.Timeout | None = None  # of how long the disk is waited for
+        self._changed = asyncio.Event()
+        self._seen_revision = -1  # of the catalog
+        self._change = 0  # grows with each change of the catalog; what of it is on disk:
+        self._saved_change = 0
+        self._saved_text = b""
+        self._generation = directory.generation  # of the directory, that what is saved is in
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # oldest first
+        self._saved_revision: Revision | None = None
+        self._loop_spent_s = 0.0
+        self._saved_at = time.monotonic()  # what lived then is on disk
+        self.writes: Final = {CATALOG: 0, RESERVATIONS: 0}
+        self.failures: Final = {CATALOG: 0, RESERVATIONS: 0}
+        self.restored = 0  # reservations, at the start
+        self.dropped = 0  # those that no longer fitted
+
+    # -- seen from outside -----------------------------------------------------------------------
+
+    @property
+    def fault(self) -> str | None:
+        """Why what changes is not on disk; None while it is."""
+        return next((f"{name}: {why}" for name, why in self._faults.items()), None)
+
+    def size(self, name: str) -> int:
+        return self._files[name].bytes
+
+    def spent_s(self) -> float:
+        """Processor time, of the loop and of the threads."""
+        return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
+
+    def age_s(self) -> float:
+        """Of what lives: what a crash now would lose. 0 while nothing has changed."""
+        if self._bookings.revision() == self._saved_revision:
+            return 0.0
+        return time.monotonic() - self._saved_at
+
+    # -- the catalog -----------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """The catalog may have changed."""
+        self._change += 1
+        self._seen_revision = self._catalog.revision
+        self._changed.set()
+
+    def when_saved(self, then: Callable[[], None]) -> bool:
+        """Calls `then` once all that was noted is on disk, or cannot be put there; False, and it is
+        not called: nothing is to be waited for."""
+        if self._saved_change == self._change or CATALOG in self._faults or self._letting_go:
+            return False
+        self._waiting.append((self._change, then))
+        return True
+
+    def _tell_waiting(self, change: int) -> None:
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= change:
+            waiting.popleft()[1]()
+
+    async def _keep_catalog(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if not await self._save_catalog():
+                self._changed.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def _save_catalog(self) -> bool:
+        change, file = self._change, self._files[CATALOG]
+        try:
+            began = time.thread_time()
+            text = self._catalog.text()
+            self._loop_spent_s += time.thread_time() - began
+            if text != self._saved_text or CATALOG in self._faults:
+                await self._write(file, [text])
+                self._saved_text = text
+                self.writes[CATALOG] += 1
+        except OSError as error:
+            self._failed(CATALOG, error)
+            self._tell_waiting(change)
+            return False
+        except Exception:
+            self._tell_waiting(change)
+            raise
+        self._saved_change = change
+        self._succeeded(CATALOG)
+        self._tell_waiting(change)
+        return True
+
+    # -- what lives ------------------------------------------------------------------------------
+
+    async def _keep_reservations(self) -> None:
+        pause_s = self._interval_s
+        while True:
+            await asyncio.sleep(pause_s)
+            began, spent_s = time.monotonic(), self.spent_s()
+            is_saved = await self._save_reservations()
+            if self._generation != self._directory.generation:
+                self._generation = self._directory.generation
+                self._saved_revision, self._saved_text = None, b""  # it may be another disk
+                self.note()
+            if not is_saved:
+                pause_s = max(RETRY_S, self._interval_s)
+                continue
+            least_s = max(self._interval_s, (self.spent_s() - spent_s) / SHARE)
+            pause_s = max(0.0, began + least_s - time.monotonic())
+
+    async def _save_reservations(self) -> bool:
+        revision = self._bookings.revision()
+        file, began = self._files[RESERVATIONS], time.monotonic()
+        try:
+            if revision == self._saved_revision and RESERVATIONS not in self._faults:
+                await file.ask(partial(self._directory.check, (CATALOG, RESERVATIONS)))
+                self._saved_at = began
+                return True
+            await self._write(file, self._bookings.parts(began))
+        except OSError as error:
+            self._failed(RESERVATIONS, error)
+            return False
+        self._saved_revision, self._saved_at = revision, began
+        self.writes[RESERVATIONS] += 1
+        self._succeeded(RESERVATIONS)
+        return True
+
+    # -- any file --------------------------------------------------------------------------------
+
+    async def _write(self, file: FileWriter, parts: Iterable[bytes]) -> None:
+        """In slices of the loop's turns, each handed to the file at once. Raises OSError."""
+        file.begin(stamp_now())
+        try:
+            made: list[bytes] = []
+            began = time.thread_time()
+            for part in parts:
+                made.append(part)
+                if len(made) % STEPS == 0 and time.thread_time() - began >= SLICE_S:
+                    text = b"".join(made)
+                    made.clear()
+                    self._loop_spent_s += time.thread_time() - began
+                    await file.add(text)
+                    await asyncio.sleep(0)
+                    if self._limit is not None:
+                        self._limit.reschedule(asyncio.get_running_loop().time() + LAST_S)
+                    began = time.thread_time()
+            text = b"".join(made)
+            self._loop_spent_s += time.thread_time() - began
+            await file.add(text)
+            await file.end()
+        except BaseException:
+            file.drop()
+            raise
+
+    # -- what goes wrong -------------------------------------------------------------------------
+
+    def _failed(self, name: str, error: OSError) -> None:
+        self.failures[name] += 1
+        self._say(name, error.strerror or str(error))
+
+    def _say(self, name: str, why: str) -> None:
+        if name not in self._faults:
+            log.warning("state is not written", extra={"file": name, "reason": why})
+        self._faults[name] = why
+        self._on_fault(self.fault)
+
+    def _succeeded(self, name: str) -> None:
+        if self._faults.pop(name, None) is not None:
+            log.info("state is written again", extra={"file": name})
+            self._on_fault(self.fault)
+
+    def look(self, now: float) -> None:
+        """About every second: what changed without a call that was noted, as by a discovery. And a
+        disk may hang: nobody waits for it longer than HANGS_AFTER_S."""
+        if self._catalog.revision != self._seen_revision:
+            self.note()
+        for name, file in self._files.items():
+            if file.begun_at is not None and now - file.begun_at > HANGS_AFTER_S:
+                self._say(name, f"the disk has not answered for {now - file.begun_at:.0f} s")
+                if name == CATALOG:
+                    self._tell_waiting(self._change)
+
+    def begin_with(self, fault: str | None) -> None:
+        """The directory could not be taken yet."""
+        if fault is not None:
+            self._say(CATALOG, fault)
+        self.note()
+
+    # -- from the start to the end ---------------------------------------------------------------
+
+    def start(self) -> None:
+        self._tasks = [
+            supervise("state catalog", self._keep_catalog),
+            supervise("state reservations", self._keep_reservations),
+        ]
+
+    def let_go(self) -> None:
+        """A stop begins: all is written once more, and the directory is a successor's."""
+        if self._letting_go is None:
+            self._letting_go = supervise("state hand-over", self._save_and_let_go, again=False)
+
+    async def _save_and_let_go(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await self._save_all()
+        finally:
+            self._tell_waiting(self._change)
+            self._directory.let_go()
+
+    async def _save_all(self) -> None:
+        """While the disk takes something every LAST_S, or not at all."""
+        try:
+            async with asyncio.timeout(LAST_S) as self._limit:
+                for file in self._files.values():
+                    await file.idle()  # from what was being written when the tasks ended
+                await self._save_catalog()
+                await self._save_reservations()
+        except TimeoutError:
+            log.warning("state is not all written", extra={"waited_s": LAST_S})
+        finally:
+            self._limit = None
+
+    async def _take_again(self) -> bool:
+        """The directory is ours once more. Not where the disk hangs, nor somebody has held it."""
+        file = self._files[CATALOG]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                await file.idle()
+                return await file.ask(self._directory.take_again)
+        return False
+
+    async def close(self) -> None:
+        """The stop is over. What changed since it began is written if no successor has come."""
+        self.let_go()
+        assert self._letting_go is not None
+        await asyncio.wait({self._letting_go})
+        if not self._faults and await self._take_again():
+            await self._save_all()
+            self._directory.let_go()
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,343 @@
+"""`lean-selector check URL`: asks a selector, its engines and their event ports, and judges.
+
+It changes nothing there; a probe adds a prompt to the cache of each engine.
+"""
+
+import argparse
+import asyncio
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+import uvloop
+import zmq.asyncio
+
+from lean_selector.curve.keys import CurveClient
+from lean_selector.outbound.client import OutboundClient, Resolve
+from lean_selector.outbound.credentials import Credentials
+from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.token_file import TokenFile
+from lean_selector.outbound.trust import Trust
+from lean_selector.outbound.url import Url, base_without_version
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.resolver import Resolver
+from lean_selector.tools.check_judgements import (
+    NO_REPLAY,
+    SECRET,
+    SERVERS,
+    Finding,
+    Level,
+    SelectorFacts,
+    Source,
+    WorkerRecord,
+    client_keys,
+    is_about_keys,
+    judge_engine,
+    judge_selector,
+    subject_of,
+)
+from lean_selector.tools.check_questions import (
+    BEYOND_ALL,
+    NoReplay,
+    NotASelector,
+    Probe,
+    Replays,
+    Selector,
+    judge_hashes,
+    judge_port,
+)
+from lean_selector.workers.engine_questions import ask_engine
+
+# -- the order of questions ------------------------------------------------------------------------
+
+MOST_AT_ONCE: Final = 16  # engines that are asked
+
+
+class Examination:
+    """Of one selector. Changes nothing there; a probe adds a prompt to each engine's cache."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        engines: OutboundClient,
+        replays: Replays,
+        resolve: Resolve,
+        patience_s: float,
+        may_probe: bool,
+    ) -> None:
+        """`patience_s`: for each answer, and for events after a completion."""
+        self._selector = selector
+        self._engines = engines
+        self._replays = replays
+        self._resolve = resolve
+        self._patience_s = patience_s
+        self._may_probe = may_probe
+        self._turn = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def run(self) -> list[Finding]:
+        """Raises NotASelector."""
+        facts = await self._selector.facts()
+        probed: list[Finding] = []
+        if self._may_probe:
+            probed = await self._probe(facts)
+            facts = await self._selector.facts()  # a source that was silent may have told something
+        found = list(judge_selector(facts))
+        asked = [worker for worker in facts.workers if worker.endpoint]
+        found += _joined(await asyncio.gather(*map(self._ask, asked)))
+        sources = facts.sources or []
+        found += _joined(await asyncio.gather(*map(self._knock, sources)))
+        return [*found, *probed]
+
+    async def _ask(self, worker: WorkerRecord) -> list[Finding]:
+        base = base_without_version(worker.endpoint or "")
+        async with self._turn:
+            try:
+                told = await ask_engine(self._engines, base)
+            except (OutboundFailed, ValueError) as error:
+                return [
+                    Finding(
+                        Level.ERROR,
+                        f"worker {worker.worker_id}",
+                        f"its engine does not tell what it is: {error}",
+                        "check the engine, and its endpoint: http://HOST:PORT as gateways reach it",
+                    )
+                ]
+        return list(judge_engine(worker, told))
+
+    async def _knock(self, source: Source) -> list[Finding]:
+        subject, resolve, patience_s = subject_of(source), self._resolve, self._patience_s
+        async with self._turn:
+            found = [
+                await judge_port(
+                    resolve, subject, "kv_events_endpoint", source.endpoint, patience_s
+                )
+            ]
+            replay = source.replay_endpoint
+            if replay is None:
+                if source.state != NO_REPLAY:  # else the selector's own word says so
+                    found.append(_without_replay(subject))
+                return found
+            found.append(await judge_port(resolve, subject, "replay_endpoint", replay, patience_s))
+            if found[-1].level is Level.OK:
+                found.append(await self._ask_replay(subject, replay))
+        return found
+
+    async def _ask_replay(self, subject: str, endpoint: str) -> Finding:
+        try:
+            await self._replays.stored_since(endpoint, BEYOND_ALL, self._patience_s)
+        except NoReplay as error:
+            if is_about_keys(str(error)):  # whether the selector has the right ones, it says itself
+                return Finding(
+                    Level.NOTE,
+                    subject,
+                    f"replay_endpoint {endpoint}: not asked from here: {error}",
+                    f"give this check {SERVERS} and {SECRET} as the selector has them",
+                )
+            return Finding(
+                Level.ERROR,
+                subject,
+                f"replay_endpoint {endpoint}: no replay in {self._patience_s:g} s: {error}",
+                "register the engine's replay_endpoint (vLLM: one port per rank), not its endpoint",
+            )
+        return Finding(Level.OK, subject, f"replay_endpoint {endpoint}: answers")
+
+    async def _probe(self, facts: SelectorFacts) -> list[Finding]:
+        found: list[Finding] = []
+        probes: dict[int, Probe] = {}
+        first_hashes: dict[int, dict[str, int]] = {}
+        workers = {worker.worker_id: worker for worker in facts.workers if worker.endpoint}
+        probed = [worker for worker in workers.values() if worker.block_size is not None]
+        for worker in probed:
+            size = worker.block_size or 1
+            if size not in probes:
+                probes[size] = Probe(
+                    self._selector, self._engines, self._replays, size, self._patience_s
+                )
+        found += await asyncio.gather(
+            *(self._probed(probes[worker.block_size or 1], worker) for worker in probed)
+        )
+        for source in facts.sources or []:
+            size = (
+                0 if source.worker_id not in workers else workers[source.worker_id].block_size or 0
+            )
+            if size in probes:
+                value = await probes[size].first_hash(source)
+                if value is not None:
+                    first_hashes.setdefault(size, {})[subject_of(source)] = value
+        for hashes in first_hashes.values():
+            if (finding := judge_hashes(hashes)) is not None:
+                found.append(finding)
+        return found
+
+    async def _probed(self, probe: Probe, worker: WorkerRecord) -> Finding:
+        async with self._turn:
+            return await probe.run(worker)
+
+
+def _without_replay(subject: str) -> Finding:
+    return Finding(
+        Level.WARNING,
+        subject,
+        "no replay endpoint: what is missed, also by a restart of the selector, is lost",
+        "start the engine with a replay_endpoint in its --kv-events-config",
+    )
+
+
+def as_json(findings: Iterable[Finding]) -> bytes:
+    """For scripts: one object per finding."""
+    return msgspec.json.format(msgspec.json.encode(list(findings)), indent=2)
+
+
+def _joined(lists: Iterable[list[Finding]]) -> list[Finding]:
+    return [finding for found in lists for finding in found]
+
+
+# -- findings as lines for people ------------------------------------------------------------------
+
+_ORDER: Final = (Level.ERROR, Level.WARNING, Level.NOTE, Level.OK)
+_LEAST_WIDTH: Final = 60
+
+
+def table(findings: Sequence[Finding], width: int) -> Iterator[str]:
+    """Lines of at most `width` characters, where words are no longer than that."""
+    subject_width = max((len(finding.subject) for finding in findings), default=0)
+    margin = len(Level.WARNING) + 2 + subject_width + 2
+    room = max(width, _LEAST_WIDTH, margin + 30)
+    for level in _ORDER:
+        for finding in findings:
+            if finding.level is level:
+                head = f"{level:<{len(Level.WARNING)}}  {finding.subject:<{subject_width}}  "
+                yield from _wrapped(head, finding.what, room)
+                if finding.mend is not None:
+                    yield from _wrapped(" " * margin, f"-> {finding.mend}", room)
+    yield summary(findings)
+
+
+def _wrapped(head: str, text: str, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many of each, in one line."""
+    counts = {level: sum(finding.level is level for finding in findings) for level in _ORDER}
+    return (
+        f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, "
+        f"{counts[Level.NOTE]} notes, {counts[Level.OK]} ok"
+    )
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+DEFAULT_URL = "http://127.0.0.1:8092"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the check."""
+    parser.add_argument(
+        "url", nargs="?", type=_url, default=DEFAULT_URL, help=f"of the selector; {DEFAULT_URL}"
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="send each engine one tiny completion, and see whether its KV events come",
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=5.0, help="patience with each answer; default: 5"
+    )
+    parser.add_argument("--json", action="store_true", help="findings as JSON")
+    parser.add_argument("--worker-token-file", help="a bearer token for the engines")
+    parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
+    parser.add_argument("--token-file", help="a bearer token for the selector")
+    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
+    parser.add_argument("--key-file", help="the key of that certificate")
+    parser.add_argument(
+        SERVERS, metavar="PATH", help="public keys of engines that encrypt, as the selector has it"
+    )
+    parser.add_argument(
+        SECRET, metavar="PATH", help="key pair that engines admit, as the selector has it"
+    )
+
+
+def _url(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    try:
+        Url(url)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return url
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError("must be above 0 and at most an hour")
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 without errors (warnings are none), 1 with errors, 2 when there is nobody to ask."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector check",
+        description="Ask a running selector and its engines, and tell what mends what is wrong.",
+        epilog="Exit status: 0 without errors, 1 with errors, 2 if there is no selector to ask.",
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.key_file is not None and args.cert_file is None:
+        parser.error("--key-file requires --cert-file")
+    try:
+        engines = Credentials(_token(args.worker_token_file), Trust(args.ca_file))
+        ours = Trust(args.ca_file, args.cert_file, args.key_file)
+        selector = Credentials(_token(args.token_file), ours)
+        ours.context()
+        keys = client_keys(
+            args.kv_events_curve_server_keys_file, args.kv_events_curve_secret_key_file
+        )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            findings = runner.run(_check(args, selector, engines, keys))
+    except NotASelector as error:
+        sys.stderr.write(f"lean-selector check: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        sys.stdout.write(as_json(findings).decode() + "\n")
+    else:
+        width = shutil.get_terminal_size((120, 24)).columns
+        sys.stdout.write("".join(f"{line}\n" for line in table(findings, width)))
+    return int(any(finding.level is Level.ERROR for finding in findings))
+
+
+def _token(path: str | None) -> TokenFile | None:
+    return None if path is None else TokenFile(path)
+
+
+async def _check(
+    args: argparse.Namespace, ours: Credentials, engines: Credentials, keys: CurveClient | None
+) -> list[Finding]:
+    resolver = Resolver()
+    resolve = resolver.resolve
+    selector = Selector(
+        OutboundClient(resolve, token=ours.token, trust=ours.trust), args.url, args.seconds
+    )
+    asked = OutboundClient(resolve, token=engines.token, trust=engines.trust)
+    context = zmq.asyncio.Context()
+    try:
+        replays = Replays(Links(context, resolver, engine_keys=keys))
+        patience_s, may_probe = args.seconds, args.probe
+        return await Examination(selector, asked, replays, resolve, patience_s, may_probe).run()
+    finally:
+        context.destroy(linger=0)

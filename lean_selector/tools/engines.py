@@ -1,0 +1,312 @@
+"""Simulated inference engines: requests, a bounded KV cache, a timing model, and real KV events."""
+
+import asyncio
+import struct
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
+from lean_selector.publisher import KvEventPublisher
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What holding a chain did: blocks [0, hit) were there, [hit, hit + stored) are new.
+
+    The rest of the chain found no room. evicted: hashes that had to go, in order.
+    """
+
+    hit: int
+    stored: int
+    evicted: list[int]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A prompt and what is generated for it.
+
+    tokens: prompt, then the output as far as it is known beforehand. The hash lists have one
+    entry per full block of tokens, signed 64 bits; the first isl_tokens // block_size are the
+    prompt's. output_blocks: blocks that decoding fills.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    isl_tokens: int
+    prompt_blocks: int
+    output_blocks: int
+    block_hashes: Sequence[int]
+    sequence_hashes: Sequence[int]
+
+
+class EngineSpeed(msgspec.Struct, frozen=True):
+    """How fast an engine computes. One prompt is prefilled at a time, decodes run together."""
+
+    prefill_tokens_per_s: float = 8_000.0
+    decode_tokens_per_s: float = 160.0  # of one request
+
+
+class Running(msgspec.Struct):
+    """A request inside an engine. held is the number of its leading blocks in the cache."""
+
+    request: Request
+    held: int
+    hit_blocks: int
+    prefill_done_at: float
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A request, and the pause of its user before it."""
+
+    thinking_s: float
+    request: Request
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A request as it was played: without tokens, with its time of arrival and the choice."""
+
+    arrival_s: float
+    request: Request
+    worker_id: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One row of the table."""
+
+    policy: str
+    hit_rate: float  # prompt blocks found in the cache / prompt blocks
+    imbalance: float  # prefill tokens computed by the busiest engine / by the average one
+    ttft_p50_s: float  # arrival to the end of prefill, queueing for the engine included
+    ttft_p99_s: float
+
+
+class Options(msgspec.Struct, frozen=True):
+    """The command line."""
+
+    seconds: float
+    workers: int
+    seed: int
+    port: int
+    command: str | None
+
+
+# -- the cache -------------------------------------------------------------------------------------
+# A bounded, paged KV cache that evicts the least recently used leaf. Pure and deterministic.
+
+
+class BlockCache:
+    """Blocks by their chained hash, `len(cache) <= capacity` at all times.
+
+    A block is in `_users` while at least one sequence holds it and in `_idle` otherwise, oldest
+    first. A chain is released from its end to its start, so a parent never stands before its
+    child in `_idle`, nor outside `_users` while its child is inside: evicting the oldest idle
+    block therefore always takes a leaf.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity > 0, "an engine has at least one block"
+        self.capacity = capacity
+        self._users: dict[int, int] = {}  # block hash -> number of holders, >= 1
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._users) + len(self._idle)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._users or block in self._idle
+
+    def hold(self, chain: Sequence[int]) -> Held:
+        """Pin the resident prefix of a chain and store the rest, as far as there is room.
+
+        chain: distinct chained hashes that start at a sequence's first block, or continue one
+        of which the caller holds every block before.
+        """
+        users, idle = self._users, self._idle
+        hit = 0
+        for block in chain:
+            if block in users:
+                users[block] += 1
+            elif block in idle:
+                del idle[block]
+                users[block] = 1
+            else:
+                break
+            hit += 1
+        stored = min(len(chain) - hit, self.capacity - len(users))
+        excess = len(self) + stored - self.capacity
+        evicted = [idle.popitem(last=False)[0] for _ in range(excess)]
+        for block in chain[hit : hit + stored]:
+            users[block] = 1
+        return Held(hit, stored, evicted)
+
+    def release(self, chain: Sequence[int]) -> None:
+        """Let go of a held chain; its blocks stay until they are evicted."""
+        users, idle = self._users, self._idle
+        for block in reversed(chain):
+            left = users[block] - 1
+            if left:
+                users[block] = left
+            else:
+                del users[block]
+                idle[block] = None
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def make_request(
+    request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
+) -> Request:
+    """Hash the tokens, of which the first isl_tokens are the prompt."""
+    local = local_hashes(tokens, block_size)
+    layout = f"<{len(local) // 8}q"
+    return Request(
+        request_id=request_id,
+        tokens=tokens,
+        isl_tokens=isl_tokens,
+        prompt_blocks=isl_tokens // block_size,
+        output_blocks=output_blocks,
+        block_hashes=struct.unpack(layout, local),
+        sequence_hashes=struct.unpack(layout, sequence_hashes_bytes(local)),
+    )
+
+
+# -- engines ---------------------------------------------------------------------------------------
+# `EngineModel` is pure: what one engine does with a request and how long it takes, with `now` as an
+# argument. `SimulatedEngine` runs it in asyncio, and publishes changes of the cache as vLLM does.
+
+# An engine names blocks by hashes of its own; ours are the sequence hashes with these bits
+# flipped, so that nothing works by the two being equal. Below 2^63: signed stays signed.
+_ENGINE_BITS = 0x2545_F491_4F6C_DD1D
+
+
+class EngineModel:
+    """One engine: admit, decode_block as often as the request has output blocks, finish."""
+
+    def __init__(self, capacity_blocks: int, block_size: int, speed: EngineSpeed) -> None:
+        self.cache = BlockCache(capacity_blocks)
+        self.block_size = block_size
+        self.speed = speed
+        self.active = 0  # requests admitted and not finished
+        self.requests = 0
+        self.prompt_blocks = 0
+        self.hit_blocks = 0  # of prompt_blocks, found in the cache; <= prompt_blocks
+        self.prefill_tokens = 0  # computed, that is without those in the cache
+        self._prefill_free_at = 0.0
+
+    @property
+    def decode_block_s(self) -> float:
+        """Seconds in which one request fills one block of output."""
+        return self.block_size / self.speed.decode_tokens_per_s
+
+    def admit(self, request: Request, now: float) -> tuple[Running, Held]:
+        """Place the prompt in the cache and queue its uncached part for prefill."""
+        blocks = request.prompt_blocks
+        placed = self.cache.hold(request.sequence_hashes[:blocks])
+        uncached = request.isl_tokens - placed.hit * self.block_size
+        started = max(now, self._prefill_free_at)
+        self._prefill_free_at = started + uncached / self.speed.prefill_tokens_per_s
+        self.active += 1
+        self.requests += 1
+        self.prompt_blocks += blocks
+        self.hit_blocks += placed.hit
+        self.prefill_tokens += uncached
+        running = Running(request, placed.hit + placed.stored, placed.hit, self._prefill_free_at)
+        return running, placed
+
+    def decode_block(self, running: Running, index: int) -> Held | None:
+        """Cache output block `index` if its tokens are known and all before it are cached."""
+        at = running.request.prompt_blocks + index
+        if running.held != at or at >= len(running.request.sequence_hashes):
+            return None
+        placed = self.cache.hold(running.request.sequence_hashes[at : at + 1])
+        running.held += placed.hit + placed.stored
+        return placed
+
+    def finish(self, running: Running) -> None:
+        """Release the request's blocks; they stay cached until evicted."""
+        self.cache.release(running.request.sequence_hashes[: running.held])
+        self.active -= 1
+
+
+def hit_rate(engines: Sequence[EngineModel]) -> float:
+    """Prompt blocks found in the caches, as a fraction of all prompt blocks; 0 before any."""
+    return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
+
+
+class SimulatedEngine(EngineModel):
+    """An EngineModel that waits in real time and publishes on sockets of its own.
+
+    sleep waits the given seconds, or less when the program stops; None: computing takes no time.
+    """
+
+    def __init__(
+        self,
+        worker_id: int,
+        capacity_blocks: int,
+        block_size: int,
+        speed: EngineSpeed,
+        sleep: Callable[[float], Awaitable[None]] | None,
+        endpoint: str = "tcp://127.0.0.1:0",
+        replay_endpoint: str = "tcp://127.0.0.1:0",
+    ) -> None:
+        super().__init__(capacity_blocks, block_size, speed)
+        self.worker_id = worker_id
+        self._sleep = sleep
+        self._publisher = KvEventPublisher(
+            worker_id=worker_id,
+            kv_block_size=block_size,
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+        )
+
+    @property
+    def published_batches(self) -> int:
+        """Event messages sent so far; they are numbered from 0."""
+        return self._publisher.sequence
+
+    def registration(self) -> dict[str, object]:
+        """The body with which this engine is registered as a worker."""
+        return {
+            "worker_id": self.worker_id,
+            "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # named, never contacted
+            "block_size": self.block_size,
+            "max_num_batched_tokens": 8_192,
+            "total_kv_blocks": self.cache.capacity,
+            "kv_events_endpoints": {"0": self._publisher.endpoint},
+            "replay_endpoint": self._publisher.replay_endpoint,
+        }
+
+    async def prefill(self, request: Request) -> Running:
+        """Admit a request, publish what that changed, wait until its prompt is computed."""
+        now = asyncio.get_running_loop().time()
+        running, placed = self.admit(request, now)
+        self._publish(request, 0, placed)
+        if self._sleep is not None:
+            await self._sleep(running.prefill_done_at - now)
+        return running
+
+    async def decode(self, running: Running, index: int) -> None:
+        """Wait until output block `index` is full, and publish it."""
+        if self._sleep is not None:
+            await self._sleep(self.decode_block_s)
+        placed = self.decode_block(running, index)
+        if placed is not None:
+            self._publish(running.request, running.request.prompt_blocks + index, placed)
+
+    def _publish(self, request: Request, first: int, placed: Held) -> None:
+        """Tell what placing request's blocks from `first` on changed, in one message."""
+        hashes, size = request.sequence_hashes, self.block_size
+        start = first + placed.hit
+        stop = start + placed.stored
+        with self._publisher.batch() as batch:
+            batch.publish_removed(block_hashes=[h ^ _ENGINE_BITS for h in placed.evicted])
+            batch.publish_stored(
+                token_ids=request.tokens[start * size : stop * size],
+                block_hashes=[h ^ _ENGINE_BITS for h in hashes[start:stop]],
+                parent_hash=hashes[start - 1] ^ _ENGINE_BITS if start else None,
+            )
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._publisher.close()

@@ -1,0 +1,63 @@
+"""`lean-selector deploy`: prints the files of `deploy/`, which every installation carries.
+
+In a checkout they lie beside the package, where one looks for them; `setup.py` puts them inside it
+in a wheel.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+# The first that is there. A checkout has only the second, a wheel only the first.
+_HOMES = (_PACKAGE / "deploy", _PACKAGE.parent / "deploy")
+
+
+def recipes() -> dict[str, Path]:
+    """Files by name, such as `systemd/lean-selector.service`, in order of name."""
+    home = next(home for home in _HOMES if home.is_dir())
+    return {
+        str(path.relative_to(home)): path
+        for path in sorted(home.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--list", action="store_true", help="the names of all files, one a line")
+    what.add_argument("--print", metavar="NAME", help="a file, as --list names it")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints to stdout; 2 for a name that there is not."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector deploy",
+        description="Files to run the services with: a container image, Kubernetes, systemd, "
+        "Prometheus, Grafana, and gateways before them: nginx, HAProxy, Envoy. They are printed, "
+        "to be read and changed; nothing is installed.",
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    known = recipes()
+    if args.list:
+        sys.stdout.writelines(f"{name}\n" for name in known)
+        return 0
+    path = known.get(args.print)
+    if path is None:
+        near = _near(args.print, list(known))
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; see --list"
+        sys.stderr.write(f"{parser.prog}: error: there is no `{args.print}`{hint}\n")
+        return 2
+    sys.stdout.write(path.read_text(encoding="utf-8"))
+    return 0
+
+
+def _near(name: str, known: list[str]) -> list[str]:
+    """At most three names that hold this one, or are spelled almost like it."""
+    wanted = name.strip("/").lower()
+    holding = [each for each in known if wanted and wanted in each.lower()]
+    return (holding or get_close_matches(name, known, n=3))[:3]

@@ -1,0 +1,387 @@
+"""Requests for the demo: conversations, played against the service, and compared with policies."""
+
+import heapq
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from random import Random
+from urllib.parse import quote
+
+import msgspec
+
+from lean_selector.tools.engines import (
+    EngineModel,
+    EngineSpeed,
+    Outcome,
+    Recorded,
+    Request,
+    Running,
+    SimulatedEngine,
+    Turn,
+    hit_rate,
+    make_request,
+)
+from lean_selector.tools.http_client import HttpClient, ServiceError
+
+# -- made-up multi-turn conversations --------------------------------------------------------------
+# A turn's prompt is the whole conversation so far: the engine that had the turn before computed its
+# prefix.
+
+BLOCK_SIZE = 16  # tokens
+VOCABULARY = range(32_000)
+SYSTEM_PROMPTS = 4  # shared by all conversations
+SYSTEM_TOKENS = 256
+TURNS = (4, 12)
+USER_TOKENS = (60, 400)
+OUTPUT_TOKENS = (32, 160)
+THINKING_S = (0.1, 0.6)
+
+
+def conversations(seed: int, user: int) -> Iterator[Turn]:
+    """Endless turns of one user: conversation after conversation, independent of other users."""
+    number = 0
+    while True:
+        rng = Random(f"{seed}/{user}/{number}")
+        history = _system_prompt(seed, rng.randrange(SYSTEM_PROMPTS))
+        for turn in range(rng.randint(*TURNS)):
+            history += rng.choices(VOCABULARY, k=rng.randint(*USER_TOKENS))
+            isl_tokens = len(history)
+            history += rng.choices(VOCABULARY, k=rng.randint(*OUTPUT_TOKENS))
+            filled = len(history) // BLOCK_SIZE - isl_tokens // BLOCK_SIZE
+            name = f"demo-{user}-{number}-{turn}"
+            request = make_request(name, history.copy(), isl_tokens, filled, BLOCK_SIZE)
+            yield Turn(rng.uniform(*THINKING_S), request)
+        number += 1
+
+
+def _system_prompt(seed: int, which: int) -> list[int]:
+    return Random(f"{seed}/system/{which}").choices(VOCABULARY, k=SYSTEM_TOKENS)
+
+
+# -- answers of the service, as far as they are read -----------------------------------------------
+
+
+class Worker(msgspec.Struct):
+    worker_id: int
+    lifecycle: str
+    not_schedulable_reasons: list[str] = []
+
+
+class Overlap(msgspec.Struct):
+    gpu: int
+
+
+class Selection(msgspec.Struct):
+    worker_id: int
+    overlap: Overlap
+
+
+class RankLoad(msgspec.Struct):
+    """One row of /loads."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+
+
+class PartitionLoad(msgspec.Struct):
+    """One partition of /loads, with what waits in its queue."""
+
+    loads: list[RankLoad]
+    pending_count: int
+    pending_isl_tokens: int
+
+
+# -- playing requests ------------------------------------------------------------------------------
+# One request as a router would drive it: select_and_reserve, prefill on the chosen engine,
+# prefill_complete, output_block for each block decoded, DELETE.
+
+# About 100 MB of what the comparison needs at 815 blocks a prompt; the table names the count.
+RECORD_LIMIT = 15_000
+LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percentiles
+ERROR_LIMIT = 5  # error texts kept; all are counted
+
+
+_decode_selection = msgspec.json.Decoder(Selection).decode
+_decode_worker = msgspec.json.Decoder(Worker).decode
+_decode_workers = msgspec.json.Decoder(list[Worker]).decode
+_decode_loads = msgspec.json.Decoder(list[PartitionLoad]).decode
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value at a fraction of the sorted list (nearest rank); 0 for an empty one."""
+    return values[min(len(values) - 1, int(len(values) * fraction))] if values else 0.0
+
+
+class Player:
+    """Drives requests; single-threaded. Its counters are plain attributes for views to read."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        engines: Mapping[int, SimulatedEngine],
+        stopping: Callable[[], bool],
+        model_name: str,
+    ) -> None:
+        """model_name: keeps our workers apart from others that the service may know.
+
+        stopping: once it says so, decoding ends early and reservations are freed.
+        """
+        self._client = client
+        self._engines = engines
+        self._stopping = stopping
+        self._model_name = model_name
+        self.calls = 0  # answers of the service to play()
+        self.finished = 0  # requests played to their end
+        self.expected_blocks = 0  # overlap that the service announced for the chosen engines
+        self.error_count = 0
+        self.errors: list[str] = []
+        self.recorded: list[Recorded] = []
+        self.latency_s: dict[str, deque[float]] = {
+            kind: deque(maxlen=LATENCY_LIMIT)
+            for kind in ("select_and_reserve", "prefill_complete", "output_block", "free")
+        }
+
+    async def register_workers(self) -> None:
+        """Register every engine as a worker of our model.
+
+        Raises ServiceError if the service knows a worker by such an id, which registering would
+        replace, or if one is not schedulable afterwards.
+        """
+        known = _decode_workers(await self._client.call("GET", "/workers"))
+        for worker in known:
+            # The reference keeps deleted workers, as unschedulable.
+            if worker.worker_id in self._engines and worker.lifecycle != "unschedulable":
+                raise ServiceError(f"the service has a worker {worker.worker_id} already")
+        for engine in self._engines.values():
+            body = {"model_name": self._model_name, **engine.registration()}
+            worker = _decode_worker(await self._client.call("POST", "/workers", body))
+            if worker.lifecycle != "schedulable":
+                why = "; ".join(worker.not_schedulable_reasons)
+                raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
+
+    async def unregister_workers(self) -> None:
+        """Delete our workers again, for a service that lives on."""
+        for worker_id in self._engines:
+            await self._client.call("DELETE", f"/workers/{worker_id}")
+
+    async def loads(self) -> list[PartitionLoad]:
+        """What GET /loads says of our model."""
+        query = f"/loads?model_name={quote(self._model_name, safe='')}"
+        return _decode_loads(await self._client.call("GET", query))
+
+    async def load_left(self) -> int:
+        """Requests, prefill tokens and decode blocks that /loads still counts, added up.
+
+        0 when every reservation was freed and nothing waits.
+        """
+        return sum(
+            part.pending_count
+            + sum(
+                row.active_requests + row.potential_prefill_tokens + row.potential_decode_blocks
+                for row in part.loads
+            )
+            for part in await self.loads()
+        )
+
+    def report(self, left: int) -> list[str]:
+        """The score as text lines. left: what load_left() said at the end."""
+        engines = list(self._engines.values())
+        prompt_blocks = max(1, sum(engine.prompt_blocks for engine in engines))
+        lines = [
+            f"{self.finished} requests played, {self.calls} calls, {self.error_count} errors,"
+            f" load left at the end: {left}",
+            *(f"  error: {text}" for text in self.errors),
+            f"cache hits {hit_rate(engines):.1%} of {prompt_blocks} prompt blocks"
+            f" (expected by the service: {self.expected_blocks / prompt_blocks:.1%})",
+            "answer, as the client sees it      p50        p99      count",
+        ]
+        for kind, samples in self.latency_s.items():
+            ordered = sorted(samples)
+            p50, p99 = percentile(ordered, 0.50) * 1e3, percentile(ordered, 0.99) * 1e3
+            lines.append(f"  {kind:<22} {p50:>9.2f} ms {p99:>7.2f} ms {len(ordered):>9}")
+        return lines
+
+    async def play(self, request: Request, arrival_s: float) -> None:
+        """One whole request. Errors of the service are counted and kept, never raised."""
+        try:
+            await self._play(request, arrival_s)
+        except ServiceError as error:
+            self.error_count += 1
+            if len(self.errors) < ERROR_LIMIT:
+                self.errors.append(str(error))
+        else:
+            self.finished += 1
+
+    async def _play(self, request: Request, arrival_s: float) -> None:
+        blocks = request.prompt_blocks
+        answer = await self._timed(
+            "select_and_reserve",
+            "POST",
+            "/select_and_reserve",
+            {
+                "model_name": self._model_name,
+                "reservation_id": request.request_id,
+                "block_hashes": request.block_hashes[:blocks],
+                "sequence_hashes": request.sequence_hashes[:blocks],
+                "isl_tokens": request.isl_tokens,
+            },
+        )
+        selection = _decode_selection(answer)
+        reservation = f"/reservations/{quote(request.request_id, safe='')}"
+        try:
+            await self._serve(request, selection, reservation, arrival_s)
+        finally:
+            await self._timed("free", "DELETE", reservation)
+
+    async def _serve(
+        self, request: Request, selection: Selection, reservation: str, arrival_s: float
+    ) -> None:
+        """Compute the request on the chosen engine, reporting each step."""
+        engine = self._engines.get(selection.worker_id)
+        if engine is None:
+            raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")
+        self.expected_blocks += selection.overlap.gpu // engine.block_size
+        self._record(request, selection.worker_id, arrival_s)
+        running = await engine.prefill(request)
+        try:
+            await self._timed("prefill_complete", "POST", f"{reservation}/prefill_complete")
+            for index in range(request.output_blocks):
+                if self._stopping():
+                    break
+                await engine.decode(running, index)
+                await self._timed("output_block", "POST", f"{reservation}/output_block", {})
+        finally:
+            engine.finish(running)
+
+    def _record(self, request: Request, worker_id: int, arrival_s: float) -> None:
+        if len(self.recorded) < RECORD_LIMIT:
+            slim = msgspec.structs.replace(
+                request,
+                tokens=(),
+                block_hashes=(),
+                sequence_hashes=array("q", request.sequence_hashes),
+            )
+            self.recorded.append(Recorded(arrival_s, slim, worker_id))
+
+    async def _timed(self, kind: str, method: str, path: str, body: object = None) -> bytes:
+        started = time.perf_counter()
+        answer = await self._client.call(method, path, body)
+        self.latency_s[kind].append(time.perf_counter() - started)
+        self.calls += 1
+        return answer
+
+
+# -- what other policies would have done -----------------------------------------------------------
+# Recorded requests run at their recorded times through fresh engine models, once for each policy.
+# One model computes all rows, so they differ by the choices alone.
+
+# Picks the index of an engine for the n-th request.
+Policy = Callable[[int, Recorded, Sequence[EngineModel]], int]
+
+
+def as_recorded(worker_ids: Sequence[int]) -> Policy:
+    """The choices of the service; engines stand in the order of worker_ids."""
+    index = {worker_id: i for i, worker_id in enumerate(worker_ids)}
+    return lambda _, recorded, engines: index[recorded.worker_id]
+
+
+def round_robin(turn: int, recorded: Recorded, engines: Sequence[EngineModel]) -> int:
+    """One engine after the other."""
+    return turn % len(engines)
+
+
+def least_loaded(turn: int, recorded: Recorded, engines: Sequence[EngineModel]) -> int:
+    """An engine with the fewest requests under way; among equals, the next in turn."""
+    size = len(engines)
+    return min(range(size), key=lambda i: (engines[i].active, (i - turn) % size))
+
+
+def run_policy(
+    name: str,
+    policy: Policy,
+    recorded: Sequence[Recorded],
+    engines: Sequence[EngineModel],
+) -> Outcome:
+    """Play all requests through idle, empty engines. recorded is in order of arrival."""
+    ttft: list[float] = []
+    order = count()  # makes equal times fall in the order in which they were planned
+    # (time, order, engine, running, next output block): when a running request has more to do
+    plan: list[tuple[float, int, EngineModel, Running, int]] = []
+
+    def advance(until: float) -> None:
+        while plan and plan[0][0] <= until:
+            at, _, engine, running, index = heapq.heappop(plan)
+            if index:
+                engine.decode_block(running, index - 1)
+            if index == running.request.output_blocks:
+                engine.finish(running)
+                continue
+            following = (at + engine.decode_block_s, next(order), engine, running, index + 1)
+            heapq.heappush(plan, following)
+
+    for turn, item in enumerate(recorded):
+        advance(item.arrival_s)
+        engine = engines[policy(turn, item, engines)]
+        running, _ = engine.admit(item.request, item.arrival_s)
+        ttft.append(running.prefill_done_at - item.arrival_s)
+        heapq.heappush(plan, (running.prefill_done_at, next(order), engine, running, 0))
+    ttft.sort()
+    work = [engine.prefill_tokens for engine in engines]
+    return Outcome(
+        policy=name,
+        hit_rate=hit_rate(engines),
+        imbalance=max(work) * len(work) / max(1, sum(work)),
+        ttft_p50_s=percentile(ttft, 0.50),
+        ttft_p99_s=percentile(ttft, 0.99),
+    )
+
+
+def compare(
+    recorded: Sequence[Recorded],
+    worker_ids: Sequence[int],
+    capacity_blocks: int,
+    block_size: int,
+    speed: EngineSpeed,
+) -> list[Outcome]:
+    """The rows for the recorded choices, round-robin and least-loaded."""
+    policies: dict[str, Policy] = {
+        "lean-selector": as_recorded(worker_ids),
+        "round-robin": round_robin,
+        "least-loaded": least_loaded,
+    }
+    in_order = sorted(recorded, key=lambda item: item.arrival_s)
+    return [
+        run_policy(
+            name,
+            policy,
+            in_order,
+            [EngineModel(capacity_blocks, block_size, speed) for _ in worker_ids],
+        )
+        for name, policy in policies.items()
+    ]
+
+
+def table(outcomes: Sequence[Outcome], requests: int, *, with_times: bool = True) -> list[str]:
+    """The rows as text lines of at most 80 columns, with how they were obtained.
+
+    Leave the times out when the choices were not made at the times that are recorded: they would
+    tell of queues that the chooser never saw.
+    """
+    lines = ["policy          hit rate   imbalance"]
+    lines += [f"{row.policy:<14} {row.hit_rate:>8.1%} {row.imbalance:>11.2f}" for row in outcomes]
+    if with_times:
+        lines[0] += "   time to first token p50 / p99"
+        for number, row in enumerate(outcomes, 1):
+            lines[number] += f" {row.ttft_p50_s * 1e3:>14.0f} ms / {row.ttft_p99_s * 1e3:.0f} ms"
+    return [
+        *lines,
+        f"How: the same {requests} requests, at the same times, simulated afterwards through",
+        "identical empty engines; the first row takes the choices made live, the others",
+        "choose in turn or the engine with the fewest requests under way. Imbalance:",
+        "prefill tokens computed by the busiest engine over the average (1.00 is even).",
+    ]

@@ -1,0 +1,296 @@
+"""Asks an engine what it is: model, block size, KV event endpoints, as vLLM and SGLang tell them.
+
+What an engine does not say, or not in a known form, is left out.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+from lean_selector.core.endpoints import replay_endpoint_for
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.outbound.url import Url
+from lean_selector.workers.particulars import Particulars
+
+# -- what engines answer, as far as it is read -----------------------------------------------------
+
+
+class Model(msgspec.Struct):
+    """Of /v1/models. An adapter (LoRA) has the model that it adapts as its parent."""
+
+    id: str
+    owned_by: str | None = None
+    parent: str | None = None
+
+
+class Models(msgspec.Struct):
+    """GET /v1/models."""
+
+    data: list[Model] = []
+
+
+class EventSource(msgspec.Struct):
+    """One rank of vLLM's GET /kv_event_sources."""
+
+    endpoint: str
+    data_parallel_rank: int | None = None
+    replay_endpoint: str | None = None
+
+
+class EventSources(msgspec.Struct):
+    """The same in an object, as an earlier form of it had them."""
+
+    sources: list[EventSource] = []
+
+
+class RankPublisher(msgspec.Struct):
+    """One rank of SGLang's `kv_events.publishers`."""
+
+    dp_rank: int
+    endpoint: str
+
+
+class KvEvents(msgspec.Struct):
+    """SGLang's `kv_events`: port `endpoint_port_base` + rank of the host."""
+
+    publisher: str = "zmq"
+    endpoint_host: str = "*"
+    endpoint_port_base: int | None = None
+    block_size: int | None = None
+    dp_size: int | None = None
+    publishers: list[RankPublisher] | None = None
+
+
+class EventsConfig(msgspec.Struct):
+    """What --kv-events-config takes: in SGLang's own flag, as JSON in a text, and by rank in vLLM's
+    GET /kv_event_sources."""
+
+    publisher: str | None = None
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+
+
+class ServerInfo(msgspec.Struct):
+    """SGLang's GET /server_info, of old /get_server_info."""
+
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+    max_prefill_tokens: int | None = None
+    dp_size: int | None = None
+    speculative_algorithm: str | None = None
+    kv_events: KvEvents | None = None
+    kv_events_config: str | None = None
+
+
+# -- reading the answers ---------------------------------------------------------------------------
+
+_CONFIG: Final = b"vllm:cache_config_info{"
+_LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_WILDCARDS: Final = frozenset({"*", "0.0.0.0", "::", "[::]"})
+# Those whose blocks are hashed by pairs of tokens.
+_EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
+
+
+def model_of(body: bytes) -> tuple[str | None, str | None]:
+    """Of /v1/models: the first model that is no adapter, and by its own word whose it is."""
+    for model in msgspec.json.decode(body, type=Models).data:
+        if model.parent is None:
+            return model.id, model.owned_by
+    return None, None
+
+
+# -- vLLM -----------------------------------------------------------------------------------------
+
+
+def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
+    """Block size and count, and of how many ranks; False where nothing of it is there."""
+    engines = []
+    at = body.find(_CONFIG)
+    while at >= 0:
+        if at == 0 or body[at - 1] == ord("\n"):
+            engines.append(dict(_LABEL.findall(_line(body, at).decode(errors="replace"))))
+        at = body.find(_CONFIG, at + 1)
+    if not engines:
+        return False
+    sizes = [size for engine in engines if (size := _number(engine.get("block_size"))) is not None]
+    counts = [
+        count for engine in engines if (count := _number(engine.get("num_gpu_blocks"))) is not None
+    ]
+    into.block_size = sizes[0] if sizes else None
+    into.total_kv_blocks = max(counts) if counts else None
+    ranks = {rank for engine in engines if (rank := _number(engine.get("engine"))) is not None}
+    _cover(into, ranks)
+    return True
+
+
+def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
+    """Of /kv_event_sources: where each rank tells its events, and answers for what is missed."""
+    sources = list(_vllm_sources(body))
+    if not sources:
+        return
+    events: dict[str, str] = {}
+    replays: dict[str, str] = {}
+    for source in sources:
+        rank = str(source.data_parallel_rank or 0)
+        events[rank] = reachable(source.endpoint, host)
+        if source.replay_endpoint:
+            replays[rank] = reachable(source.replay_endpoint, host)
+    into.kv_events_endpoints = events
+    into.replay_endpoints = replays or None
+    _cover(into, {int(rank) for rank in events})
+
+
+def _vllm_sources(body: bytes) -> Iterator[EventSource]:
+    """As a list, as a list in an object, or as vLLM 0.32 has it: each rank's own configuration by
+    its number, its ports those of that rank."""
+    if body.lstrip().startswith(b"["):
+        yield from msgspec.json.decode(body, type=list[EventSource])
+        return
+    by_name: dict[str, msgspec.Raw] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if "sources" in by_name:
+        yield from msgspec.json.decode(body, type=EventSources).sources
+        return
+    for rank, raw in by_name.items():
+        if (number := _number(rank)) is not None:
+            told = msgspec.json.decode(raw, type=EventsConfig)
+            if told.publisher == "zmq" and told.endpoint:
+                yield EventSource(told.endpoint, number, told.replay_endpoint)
+
+
+def _line(body: bytes, at: int) -> bytes:
+    end = body.find(b"\n", at)
+    return body[at:] if end < 0 else body[at:end]
+
+
+# -- SGLang ---------------------------------------------------------------------------------------
+
+
+def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
+    """Of /server_info."""
+    info = msgspec.json.decode(body, type=ServerInfo)
+    into.block_size = info.page_size
+    into.max_num_batched_tokens = info.max_prefill_tokens
+    if info.max_total_num_tokens and info.page_size:
+        into.total_kv_blocks = -(-info.max_total_num_tokens // info.page_size)
+    if info.dp_size and info.dp_size > 1:
+        into.data_parallel_size = info.dp_size
+    if (info.speculative_algorithm or "").upper() in _EAGLES:
+        into.is_eagle = True
+    if info.kv_events is not None and info.kv_events.publisher == "zmq":
+        _read_kv_events(info.kv_events, host, into)
+    elif info.kv_events_config:
+        _read_events_config(info.kv_events_config, host, into)
+
+
+def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
+    if told.block_size:
+        into.block_size = told.block_size
+    if told.dp_size and told.dp_size > 1:
+        into.data_parallel_size = told.dp_size
+    if told.publishers:
+        into.kv_events_endpoints = {
+            str(each.dp_rank): reachable(each.endpoint, host) for each in told.publishers
+        }
+    elif told.endpoint_port_base is not None:
+        endpoint_host = told.endpoint_host
+        if ":" in endpoint_host and not endpoint_host.startswith("["):
+            endpoint_host = f"[{endpoint_host}]"
+        endpoint = reachable(f"tcp://{endpoint_host}:{told.endpoint_port_base}", host)
+        into.kv_events_endpoints = _each_rank(endpoint, into.data_parallel_size or 1)
+
+
+def _read_events_config(text: str, host: str, into: Particulars) -> None:
+    told = msgspec.json.decode(text, type=EventsConfig)
+    if told.publisher == "zmq":
+        size = into.data_parallel_size or 1
+        endpoint = reachable(told.endpoint or "tcp://*:5557", host)
+        into.kv_events_endpoints = _each_rank(endpoint, size)
+        if told.replay_endpoint:
+            into.replay_endpoints = _each_rank(reachable(told.replay_endpoint, host), size)
+
+
+def _each_rank(endpoint: str, size: int) -> dict[str, str]:
+    return {str(rank): replay_endpoint_for(endpoint, rank) for rank in range(min(size, 4096))}
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """An endpoint as it is bound, as we reach it: a wildcard stands for the engine's own host."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if bound not in _WILDCARDS:
+        return endpoint
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _cover(into: Particulars, ranks: Iterable[int]) -> None:
+    """The range of ranks that has all of these; a worker of rank 0 alone needs none told."""
+    found = set(ranks)
+    if not found or found == {0}:
+        return
+    into.data_parallel_start_rank = min(found)
+    into.data_parallel_size = max(found) - min(found) + 1
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and text else None
+
+
+# -- asking ----------------------------------------------------------------------------------------
+
+TIMEOUT_S: Final = 5.0  # of each question
+MOST_METRICS_BYTES: Final = 16 << 20
+_OF_SGLANG: Final = ("/server_info", "/get_server_info")  # the second is the older name
+_NOT_SERVED: Final = (404, 405, 501)
+
+
+async def ask_engine(client: OutboundClient, base: str) -> Particulars:
+    """What the engine at `base` (`http://host:port`) says of itself; what it does not say is left
+    out. Raises OutboundFailed when it does not answer, or not in words that we know.
+    """
+    told = Particulars()
+    try:
+        told.model_name, owner = model_of(
+            await client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
+        )
+        if told.model_name is None:
+            raise OutboundFailed(f"GET {base}/v1/models: it serves no model yet")
+        host = Url(base).host
+        if owner == "sglang" or not await _is_vllm(client, base, told):
+            info = await _first(client, base, _OF_SGLANG)
+            if info is not None:
+                read_sglang_info(info, host, told)
+            return told
+        sources = await _first(client, base, ("/kv_event_sources",))
+        if sources is not None:
+            read_vllm_sources(sources, host, told)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise OutboundFailed(f"{base}: an answer in words that we do not know: {error}") from None
+    return told
+
+
+async def _is_vllm(client: OutboundClient, base: str, told: Particulars) -> bool:
+    url = base + "/metrics"
+    answer = await client.get(url, timeout_s=TIMEOUT_S, most_bytes=MOST_METRICS_BYTES)
+    if answer.status in _NOT_SERVED:
+        return False
+    if answer.status != 200:
+        raise OutboundFailed(f"GET {url}: status {answer.status}", answer.status)
+    return read_vllm_metrics(answer.body, told)
+
+
+async def _first(client: OutboundClient, base: str, paths: tuple[str, ...]) -> bytes | None:
+    """The first of these that is served."""
+    for path in paths:
+        try:
+            return await client.text(base + path, timeout_s=TIMEOUT_S)
+        except OutboundFailed as error:
+            if error.status not in _NOT_SERVED:
+                raise
+    return None

@@ -1,0 +1,297 @@
+"""Finds workers and peers: files that list them, and names in DNS."""
+
+import asyncio
+import importlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from lean_selector.outbound.watched_file import WatchedFile
+from lean_selector.workers.particulars import Found, Particulars, Place, endpoint_key
+
+# -- the state of a discovery ----------------------------------------------------------------------
+
+log = logging.getLogger("lean_selector.discovery")
+
+WARN_EVERY_S: Final = 60.0
+
+
+class Sighting:
+    """The state of a discovery. What it found holds until it finds something else: a failure
+    changes nothing but `error`."""
+
+    def __init__(self, name: str) -> None:
+        """`name` as in the flag that asks for it."""
+        self.name: Final = name
+        self.count: int | None = None  # of what it found; None until it found something
+        self.error: str | None = None
+        self.since = time.monotonic()  # of `error`, or of its absence
+        self.failures = 0
+        self._warned_at = 0.0
+
+    @property
+    def state(self) -> str:
+        if self.error is not None:
+            return "failing"
+        return "starting" if self.count is None else "watching"
+
+    def found(self, count: int) -> None:
+        if self.error is not None or self.count is None:
+            log.info("discovery %s: %d found", self.name, count, extra={"discovery": self.name})
+            self.since = time.monotonic()
+        self.count = count
+        self.error = None
+
+    def failed(self, reason: str) -> None:
+        """May be called for every try: it is logged when it begins, and once a minute."""
+        now = time.monotonic()
+        self.failures += 1
+        if self.error is None:
+            self.since = now
+            self._warned_at = 0.0
+        self.error = reason
+        if not self._warned_at or now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            text = "discovery %s fails, what it found before holds: %s"
+            log.warning(text, self.name, reason, extra={"discovery": self.name})
+
+
+# What is found, and of what is not, what is said to end.
+OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
+
+
+# -- files that list workers -----------------------------------------------------------------------
+
+
+class Registrations(msgspec.Struct, forbid_unknown_fields=True):
+    """Bodies of POST /workers, without a `worker_id` if the workers need no names of their own."""
+
+    workers: list[Particulars] | None
+
+
+class ListedEndpoint(msgspec.Struct):
+    """One of llm-d's file discovery. What else stands there is for its own router."""
+
+    address: str
+    port: int | str
+    labels: dict[str, str] = {}
+
+    def entry(self) -> Particulars:
+        """The label `model` is the model's name. Raises ValueError for what is no port."""
+        if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
+            raise ValueError(f"`{self.port}` of {self.address} is no port")
+        place = Place(self.address, int(self.port))
+        return Particulars(endpoint=place.url, model_name=self.labels.get("model"))
+
+
+class Endpoints(msgspec.Struct):
+    """llm-d's file discovery."""
+
+    endpoints: list[ListedEndpoint] | None
+
+
+MOST_WORKERS: Final = 16_384
+_NAMED: Final = 3  # keys that cannot be such
+MOST_LEVELS: Final = 100  # libyaml takes some of the C stack for each, without a limit of its own
+_TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselves"
+
+
+def listed_workers(text: bytes, is_yaml: bool) -> Found:
+    """What a file lists. Raises ValueError, saying where it is wrong; nothing of it counts then.
+
+    The forms: a list of registrations, or an object with `workers:`, which is one, or
+    `endpoints:`, which is llm-d's.
+    """
+    try:
+        return _listed(text, is_yaml)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _listed(text: bytes, is_yaml: bool) -> Found:
+    content = _content(text, is_yaml)
+    if isinstance(content, list):
+        content = {"workers": content}
+    if not isinstance(content, dict) or not {"workers", "endpoints"} & content.keys():
+        raise ValueError("expected a list of workers, or an object with `workers` or `endpoints`")
+    # By way of JSON, because YAML's keys may be numbers, as those of maps by rank.
+    try:
+        again = msgspec.json.encode(content)
+    except TypeError:
+        odd = ", ".join(islice(_odd_keys(content, "$"), _NAMED))
+        raise ValueError(
+            "YAML reads on, off, yes, no and ~ without quotes as true, false and null, which are "
+            f"no keys: {odd}"
+        ) from None
+    if "workers" in content:
+        entries = msgspec.json.decode(again, type=Registrations).workers or []
+    else:
+        listed = msgspec.json.decode(again, type=Endpoints).endpoints or []
+        entries = [each.entry() for each in listed]
+    return Found(_checked(entries))
+
+
+def _content(text: bytes, is_yaml: bool) -> Any:
+    if not is_yaml:
+        return msgspec.json.decode(text)
+    yaml = importlib.import_module("yaml")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        levels = 0
+        for event in yaml.parse(text, Loader=loader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                levels += 1
+                if levels > MOST_LEVELS:
+                    raise ValueError(_TOO_DEEP)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                levels -= 1
+        return yaml.load(text, Loader=loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except (AttributeError, LookupError) as error:  # its own, of a value with a tag of another kind
+        raise ValueError(f"a value is not what its tag says: {error!r}") from None
+
+
+def _odd_keys(content: object, where: str) -> Iterator[str]:
+    """Keys that are neither text nor numbers, and where they are. Raises RecursionError for what
+    holds itself."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key is None or isinstance(key, bool):
+                yield f"{msgspec.json.encode(key).decode()} at `{where}`"
+            yield from _odd_keys(value, f"{where}.{key}")
+    elif isinstance(content, list | tuple):
+        for at, value in enumerate(content):
+            yield from _odd_keys(value, f"{where}[{at}]")
+
+
+def _checked(entries: list[Particulars]) -> tuple[Particulars, ...]:
+    if len(entries) > MOST_WORKERS:
+        raise ValueError(f"{len(entries)} workers, more than {MOST_WORKERS}")
+    endpoints: dict[str, int] = {}
+    ids: dict[int, int] = {}
+    for at, entry in enumerate(entries):
+        if not entry.endpoint:
+            raise ValueError(f"worker {at} has no endpoint")
+        before = endpoints.setdefault(endpoint_key(entry.endpoint), at)
+        if before != at:
+            raise ValueError(f"workers {before} and {at} have the same endpoint {entry.endpoint}")
+        if entry.worker_id is not None and ids.setdefault(entry.worker_id, at) != at:
+            before = ids[entry.worker_id]
+            raise ValueError(f"workers {before} and {at} have the same worker_id {entry.worker_id}")
+    return tuple(entries)
+
+
+MOST_BYTES: Final = 16 << 20
+
+
+class FileFinder:
+    """Names ending in .json are JSON, all others YAML. Replace the file in one step (rename): one
+    that is half written is a failure, or half a fleet."""
+
+    def __init__(
+        self, sighting: Sighting, path: str, interval_s: float, on_found: Callable[[Found], None]
+    ) -> None:
+        self._sighting = sighting
+        self._file = WatchedFile(path, MOST_BYTES)
+        self._is_yaml = not path.lower().endswith(".json")
+        self._interval_s = interval_s
+        self._on_found = on_found
+
+    async def run(self) -> None:
+        fault: str | None = None
+        while True:
+            try:
+                text, is_new = self._file.read()
+                if is_new:
+                    fault = None
+                    # In a thread: thousands of workers in YAML take a second.
+                    found = await asyncio.to_thread(listed_workers, text, self._is_yaml)
+                    self._sighting.found(len(found.entries))
+                    self._on_found(found)
+                elif fault is not None:
+                    self._sighting.failed(fault)
+                elif self._sighting.error is not None:  # it was away, and is what it was
+                    self._sighting.found(self._sighting.count or 0)
+            except OSError as error:
+                self._sighting.failed(os.strerror(error.errno) if error.errno else str(error))
+            except ValueError as error:
+                fault = str(error)
+                self._sighting.failed(fault)
+            except Exception:
+                self._file.forget()  # what became of it is not known
+                raise
+            await asyncio.sleep(self._interval_s)
+
+
+# -- DNS -------------------------------------------------------------------------------------------
+
+SocketAddress = tuple[int, tuple[Any, ...] | bytes]
+Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
+AskService = Callable[[str], Awaitable[list[tuple[str, int]]]]  # target and port; raises OSError
+
+MOST_PLACES: Final = 4096
+
+
+class DnsFinder:
+    """Looks up a name again and again. An answer without addresses is a failure, as a name that
+    is not known is: DNS cannot say that nobody is there."""
+
+    def __init__(
+        self,
+        sighting: Sighting,
+        name: str,
+        port: int | None,
+        is_secure: bool,
+        interval_s: float,
+        resolve: Resolve,
+        ask_service: AskService | None,
+        on_places: OnPlaces,
+    ) -> None:
+        """With a `port` addresses are looked up, without one SRV records."""
+        self._sighting = sighting
+        self._name = name
+        self._port = port
+        self._is_secure = is_secure
+        self._interval_s = interval_s
+        self._resolve = resolve
+        self._ask_service = ask_service
+        self._on_places = on_places
+
+    async def run(self) -> None:
+        while True:
+            try:
+                places = await self._look()
+            except OSError as error:
+                self._sighting.failed(error.strerror or str(error))
+            else:
+                self._sighting.found(len(places))
+                self._on_places(places, ())
+            await asyncio.sleep(self._interval_s)
+
+    async def _look(self) -> list[Place]:
+        if self._port is None:
+            assert self._ask_service is not None
+            services = await self._ask_service(self._name)
+            found = {Place(host, port, self._is_secure) for host, port in services}
+        else:
+            addresses = await self._resolve(self._name, self._port)
+            # Of one that has both it is the same worker: the older family stands for it.
+            families = {family for family, _ in addresses}
+            wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+            found = {
+                Place(str(address[0]), self._port, self._is_secure)
+                for family, address in addresses
+                if family == wanted and isinstance(address, tuple)
+            }
+        if not found:
+            raise OSError("the answer names nobody")
+        if len(found) > MOST_PLACES:
+            raise OSError(f"the answer names {len(found)}, more than {MOST_PLACES}")
+        return sorted(found)

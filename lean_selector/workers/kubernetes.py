@@ -1,0 +1,267 @@
+"""Workers or peers behind a service of Kubernetes: its EndpointSlices, listed and then watched.
+
+A watch goes on from the resource version of the list, or of the last event or bookmark. One that
+ends is begun again from there; one that is told 410 (Gone) needs a new list. What the list said
+holds while the API server cannot be asked.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Iterable
+from typing import Final
+from urllib.parse import quote
+
+import msgspec
+
+from lean_selector.outbound.client import OutboundClient
+from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.workers.finders import OnPlaces, Sighting
+from lean_selector.workers.particulars import Place
+
+# -- EndpointSlices, discovery.k8s.io/v1 -----------------------------------------------------------
+
+
+class Metadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
+class ListMetadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class Conditions(msgspec.Struct):
+    """None is what an older server does not tell: then an endpoint is ready."""
+
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class Endpoint(msgspec.Struct):
+    addresses: list[str] = []
+    conditions: Conditions | None = None
+
+
+class Port(msgspec.Struct, rename="camel"):
+    name: str | None = None
+    port: int | None = None
+    protocol: str | None = None
+    app_protocol: str | None = None
+
+
+class Slice(msgspec.Struct, rename="camel"):
+    metadata: Metadata = msgspec.field(default_factory=Metadata)
+    address_type: str = "IPv4"
+    endpoints: list[Endpoint] | None = None
+    ports: list[Port] | None = None
+
+
+class SliceList(msgspec.Struct):
+    metadata: ListMetadata = msgspec.field(default_factory=ListMetadata)
+    items: list[Slice] | None = None
+
+
+class Status(msgspec.Struct):
+    """Why a watch ends, in an event of the type ERROR."""
+
+    code: int | None = None
+    message: str = ""
+    reason: str = ""
+
+
+class WatchEvent(msgspec.Struct):
+    """A line of a watch; what `object` is depends on the type."""
+
+    type: str
+    object: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+# -- which endpoints count -------------------------------------------------------------------------
+
+_SECURE: Final = frozenset({"https", "kubernetes.io/https"})
+# The ports that are meant where none is named, in this order; else the first.
+_USUAL: Final = ("http", "https")
+
+
+def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], list[Place]]:
+    """Those that are ready, and those that are terminating; both sorted.
+
+    `port` is a name or a number. Of a service with addresses of both families, IPv4 stands for
+    both.
+    """
+    slices = list(slices)
+    is_v4 = any(each.address_type == "IPv4" and each.endpoints for each in slices)
+    ready: set[Place] = set()
+    leaving: set[Place] = set()
+    for each in slices:
+        if is_v4 and each.address_type == "IPv6":
+            continue
+        chosen = _chosen(each.ports or [], port)
+        if chosen is None or chosen.port is None:
+            continue
+        is_secure = chosen.app_protocol in _SECURE or (
+            chosen.app_protocol is None and chosen.name == "https"
+        )
+        for endpoint in each.endpoints or []:
+            if not endpoint.addresses:
+                continue
+            place = Place(endpoint.addresses[0], chosen.port, is_secure)
+            conditions = endpoint.conditions
+            if conditions is not None and conditions.terminating:
+                leaving.add(place)
+            elif conditions is None or conditions.ready is not False:
+                ready.add(place)
+    return sorted(ready), sorted(leaving - ready)
+
+
+def _chosen(ports: list[Port], wanted: str | None) -> Port | None:
+    if wanted is not None:
+        # Without a name a port is any that the slice has: its ports may be all that there are.
+        for port in ports:
+            if wanted in (port.name, str(port.port)):
+                return port
+        return None
+    for name in _USUAL:
+        for port in ports:
+            if port.name == name:
+                return port
+    return next(iter(ports), None)
+
+
+# -- listing and watching --------------------------------------------------------------------------
+
+log = logging.getLogger("lean_selector.discovery")
+
+GONE: Final = 410
+LIST_TIMEOUT_S: Final = 30.0
+PAGE: Final = 500  # slices; each has up to a hundred endpoints, or a thousand if so configured
+MOST_LIST_BYTES: Final = 64 << 20
+MOST_SLICES: Final = 10_000
+# The server is asked to end a watch after this time. Bookmarks come every minute; who is silent for
+# longer than all of it is gone, whatever the connection says.
+WATCH_S: Final = 240
+SILENCE_S: Final = 300.0
+AGAIN_FIRST_S: Final = 0.2
+AGAIN_LIMIT_S: Final = 30.0
+
+
+class WatchGone(Exception):
+    """The server has forgotten what came after our resource version: list again."""
+
+
+class KubernetesFinder:
+    """Follows one service. `client` brings the service account's token and authority."""
+
+    def __init__(
+        self,
+        sighting: Sighting,
+        client: OutboundClient,
+        api: str,
+        namespace: str,
+        service: str,
+        port: str | None,
+        on_places: OnPlaces,
+        again_first_s: float = AGAIN_FIRST_S,
+    ) -> None:
+        """`api` is the server's URL, `port` the name or number of the port that is meant."""
+        self._sighting = sighting
+        self._client = client
+        selector = quote(f"kubernetes.io/service-name={service}", safe="")
+        self._url = (
+            f"{api}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace, safe='')}/endpointslices"
+            f"?labelSelector={selector}"
+        )
+        self._port = port
+        self._on_places = on_places
+        self._again_first_s = again_first_s
+        self._slices: dict[str, Slice] = {}
+        self._count = 0
+        self.version = ""  # to watch from; empty before a list, and after 410
+
+    async def run(self) -> None:
+        pause_s = self._again_first_s
+        while True:
+            try:
+                if not self.version:
+                    await self._list()
+                    pause_s = self._again_first_s
+                began = time.monotonic()
+                await self._watch()
+                if time.monotonic() - began >= AGAIN_LIMIT_S:
+                    pause_s = self._again_first_s
+            except WatchGone:
+                log.info("discovery %s: the watch is too old, listing again", self._sighting.name)
+                self.version = ""
+            except OutboundFailed as error:
+                if error.status == GONE:
+                    self.version = ""
+                else:
+                    self._sighting.failed(error.message)
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                self.version = ""
+                self._sighting.failed(f"an answer in words that we do not know: {error}")
+            # A server that ends every watch at once must not be asked without a pause.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
+
+    async def _list(self) -> None:
+        slices: dict[str, Slice] = {}
+        following = ""
+        while True:
+            page = f"&limit={PAGE}" + (
+                f"&continue={quote(following, safe='')}" if following else ""
+            )
+            body = await self._client.text(
+                self._url + page, timeout_s=LIST_TIMEOUT_S, most_bytes=MOST_LIST_BYTES
+            )
+            listed = msgspec.json.decode(body, type=SliceList)
+            for each in listed.items or []:
+                slices[each.metadata.name] = each
+            if len(slices) > MOST_SLICES:
+                raise OutboundFailed(f"more than {MOST_SLICES} EndpointSlices")
+            following = listed.metadata.continue_
+            if not following:
+                break
+        if not listed.metadata.resource_version:
+            raise ValueError("a list without a resourceVersion")
+        self._slices = slices
+        self.version = listed.metadata.resource_version
+        self._tell()
+
+    async def _watch(self) -> None:
+        """Until the server ends it. Raises WatchGone and OutboundFailed."""
+        url = (
+            f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
+            f"&resourceVersion={quote(self.version, safe='')}"
+        )
+        async with self._client.lines(url, silence_s=SILENCE_S) as lines:
+            self._sighting.found(self._count)
+            while (line := await lines.next()) is not None:
+                if line.strip():
+                    self._take(msgspec.json.decode(line, type=WatchEvent))
+
+    def _take(self, event: WatchEvent) -> None:
+        if event.type == "ERROR":
+            status = msgspec.json.decode(event.object, type=Status)
+            if status.code == GONE or status.reason in ("Expired", "Gone"):
+                raise WatchGone
+            raise OutboundFailed(f"the watch failed: {status.message}", status.code)
+        told = msgspec.json.decode(event.object, type=Slice)
+        if told.metadata.resource_version:
+            self.version = told.metadata.resource_version
+        if event.type in ("ADDED", "MODIFIED"):
+            self._slices[told.metadata.name] = told
+        elif event.type == "DELETED":
+            self._slices.pop(told.metadata.name, None)
+        else:  # a bookmark
+            return
+        self._tell()
+
+    def _tell(self) -> None:
+        ready, leaving = places_of(self._slices.values(), self._port)
+        self._count = len(ready)
+        self._sighting.found(self._count)
+        self._on_places(ready, leaving)

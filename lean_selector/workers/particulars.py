@@ -1,0 +1,169 @@
+"""What is known of a worker before it is registered, and the registration made of it."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import xxhash
+
+from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.outbound.url import base_without_version, endpoint_url
+from lean_selector.wire.scalars import NonNegative
+from lean_selector.wire.selection import RankText, WorkerFields, WorkerRequest
+
+
+class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a registration (POST /workers), all optional, and two ports beside them.
+
+    The ports are those of the first rank on the host of `endpoint`; each further rank has the next
+    one, as vLLM and SGLang count. They count where no endpoints are told.
+    """
+
+    worker_id: NonNegative | None = None
+    model_name: str | None = None
+    tenant_id: str | None = None
+    routing_group: str | None = None
+    kv_events_endpoints: dict[RankText, str] | None = None
+    replay_endpoints: dict[RankText, str] | None = None
+    taints: list[str] | None = None
+    topology_domains: dict[str, str] | None = None
+    events_port: int | None = None
+    replay_port: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.worker_id is not None and self.worker_id > U64_MAX:
+            raise ValueError(f"worker_id {self.worker_id} exceeds {U64_MAX}")
+        for name in ("events_port", "replay_port"):
+            port = getattr(self, name)
+            if port is not None and not 1 <= port <= 0xFFFF:
+                raise ValueError(f"{name} {port} is no port")
+
+    def told(self) -> dict[str, object]:
+        """What is told, by the name of its field."""
+        return {
+            name: value
+            for name in self.__struct_fields__
+            if (value := getattr(self, name)) is not None
+        }
+
+
+class Place(msgspec.Struct, frozen=True, order=True):
+    """Where somebody listens."""
+
+    host: str  # a name or an address, without brackets
+    port: int
+    is_secure: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.is_secure else 'http'}://{self}"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Everything that a discovery knows of at a time."""
+
+    entries: tuple[Particulars, ...] = ()  # each with an endpoint
+    leaving: frozenset[str] = frozenset()  # endpoints that are said to end: no grace for them
+
+
+# -- ids and keys ----------------------------------------------------------------------------------
+
+# 53 bits: what JavaScript, Lua and jq still read as they stand. Of 10 000 workers two have the same
+# with a probability of one in a hundred million.
+_BITS: Final = (1 << 53) - 1
+
+
+def endpoint_key(endpoint: str) -> str:
+    """The same for every spelling of one endpoint, also without a scheme: `http://host:port`, and a
+    path if it has one, without the /v1 at its end.
+
+    Whatever is no URL stands for itself.
+    """
+    try:
+        url = endpoint_url(endpoint)
+    except ValueError:
+        return endpoint
+    return base_without_version(url.origin + url.target)
+
+
+def worker_id_of(key: str) -> int:
+    """XXH3-64 (seed 0) of the UTF-8 bytes of an endpoint's key, its lowest 53 bits (D33)."""
+    return xxhash.xxh3_64_intdigest(key.encode()) & _BITS
+
+
+# -- --discover-defaults ---------------------------------------------------------------------------
+
+
+def defaults_of(text: str) -> Particulars:
+    """Of a JSON object. Raises ValueError, saying what was wrong."""
+    defaults = msgspec.json.decode(text, type=Particulars)
+    for name in ("worker_id", "endpoint"):
+        if getattr(defaults, name) is not None:
+            raise ValueError(f"{name} is a worker's own")
+    return defaults
+
+
+# -- a registration --------------------------------------------------------------------------------
+
+_EVENTS: Final = ("kv_events_endpoint", "kv_events_endpoints")
+_REPLAYS: Final = ("replay_endpoint", "replay_endpoints")
+
+
+def spec_of(
+    worker_id: int, entry: Particulars, engine: Particulars | None, defaults: Particulars
+) -> WorkerSpec:
+    """What is registered. Raises ValueError where the three do not fit together."""
+    fields = defaults.told()
+    fields.pop("worker_id", None)
+    for more in (engine, entry):
+        if more is not None:
+            told = more.told()
+            for pair in (_EVENTS, _REPLAYS):
+                if any(name in told for name in pair):  # one of the pair speaks for both
+                    for name in pair:
+                        fields.pop(name, None)
+            fields.update(told)
+    events_port, replay_port = fields.pop("events_port", None), fields.pop("replay_port", None)
+    fields["worker_id"] = worker_id
+    endpoint = str(fields.get("endpoint", ""))
+    start, size = fields.get("data_parallel_start_rank", 0), fields.get("data_parallel_size", 1)
+    assert isinstance(start, int)
+    assert isinstance(size, int)
+    ranks = range(start, start + min(size, 4096))
+    if events_port is not None and not any(name in fields for name in _EVENTS):
+        fields["kv_events_endpoints"] = _by_rank(endpoint, events_port, ranks)
+    if replay_port is not None and not any(name in fields for name in _REPLAYS):
+        fields["replay_endpoints"] = _by_rank(endpoint, replay_port, ranks)
+    tenant, group = fields.get("tenant_id"), fields.get("routing_group")
+    if tenant is not None and group is not None and tenant != group:
+        raise ValueError("tenant_id and routing_group are two names of one thing")
+    return WorkerRequest(**fields).spec()  # type: ignore[arg-type]  # each checked as a Particular
+
+
+def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
+    """Nothing need be asked of the engine: the entry says all that a worker cannot do without."""
+    told = entry.told()
+    has_events = any(name in told for name in (*_EVENTS, "events_port"))
+    return {"model_name", "block_size"} <= told.keys() and (has_events or not use_kv_events)
+
+
+def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
+    """On the endpoint's host, the next port for each further rank."""
+    assert isinstance(port, int)
+    try:
+        url = endpoint_url(endpoint)
+    except ValueError as error:
+        raise ValueError(
+            f"events_port and replay_port need a URL to tell the host: {error}"
+        ) from None
+    host = f"[{url.host}]" if ":" in url.host else url.host
+    return {
+        str(rank): f"tcp://{host}:{port + offset}"
+        for offset, rank in enumerate(ranks)
+        if port + offset <= 0xFFFF
+    }

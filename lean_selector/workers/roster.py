@@ -1,0 +1,420 @@
+"""The workers that discoveries name, kept in step with the catalog.
+
+Registers and removes by the calls that POST and DELETE /workers make, so that metrics, sources and
+reservations follow. Whatever is said over HTTP is the last word: a worker that was registered,
+changed or deleted there is not touched here until the discoveries let go of it. `Roster` opens no
+sockets and waits for nothing: time is an argument.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Final, Protocol
+
+from lean_selector.core.errors import SelectorError
+from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.tasks import supervise
+from lean_selector.wire.discovery_states import KeptWorker
+from lean_selector.workers.particulars import (
+    Found,
+    Particulars,
+    endpoint_key,
+    is_complete,
+    spec_of,
+    worker_id_of,
+)
+
+
+class State(Enum):
+    ASKING = "asking"  # the engine has not said what it is yet
+    REGISTERED = "registered"  # by us; whether it can be scheduled its record says
+    BY_HTTP = "by_http"  # registered or changed over HTTP, which is the last word
+    REMOVED = "removed"  # deleted over HTTP, and so away until it is found anew
+    REFUSED = "refused"  # what was said of it cannot be registered
+
+
+class KnownWorker:
+    """One endpoint. `spec` is what we registered, exactly while it is ours."""
+
+    __slots__ = (
+        "asking",
+        "discoveries",
+        "engine",
+        "entry",
+        "error",
+        "is_restored",
+        "key",
+        "leaves_at",
+        "spec",
+        "state",
+        "warnings",
+        "worker_id",
+    )
+
+    def __init__(self, key: str, entry: Particulars) -> None:
+        self.key: Final = key  # of the endpoint
+        self.discoveries: list[str] = []
+        self.entry = entry
+        self.worker_id = self.id_by(entry)
+        self.engine: Particulars | None = None  # what it said of itself
+        self.state = State.ASKING
+        self.error: str | None = None
+        self.spec: WorkerSpec | None = None
+        self.leaves_at: float | None = None  # monotonic; while nobody names it
+        self.asking: asyncio.Task[None] | None = None
+        self.warnings: Sequence[str] = ()  # of its last registration, as the log has them
+        self.is_restored = False  # nobody has named it since the process began
+
+    def id_by(self, entry: Particulars) -> int:
+        """By which it goes if `entry` speaks for it."""
+        return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
+
+    def takes(self, entry: Particulars) -> None:
+        self.entry = entry
+        self.worker_id = self.id_by(entry)
+        self.is_restored = False
+
+
+log = logging.getLogger("lean_selector.discovery")
+
+
+class Registered(Protocol):
+    """A worker of the catalog, as far as it is looked at."""
+
+    @property
+    def spec(self) -> WorkerSpec: ...
+
+
+class Workers(Protocol):
+    """The catalog, as far as it is looked at."""
+
+    revision: int
+
+    @property
+    def workers(self) -> Mapping[int, Registered]: ...
+
+
+class Roster:
+    """From the loop's thread only."""
+
+    def __init__(
+        self,
+        catalog: Workers,
+        register: Callable[[WorkerSpec], Sequence[str]],
+        remove: Callable[[int], object],
+        *,
+        defaults: Particulars,
+        grace_s: float,
+        use_kv_events: bool,
+        on_new: Callable[[KnownWorker], None],
+        on_gone: Callable[[KnownWorker], None],
+        refusal: Callable[[str], str | None] = lambda endpoint: None,
+    ) -> None:
+        """`register` and `remove` raise SelectorError; `register` says what is probably wrong with
+        what it registered. `on_new` hears of workers whose engines are
+        to be asked, `on_gone` of all that are forgotten. `refusal(endpoint)`: why a worker there is
+        neither asked nor registered."""
+        self._refusal = refusal
+        self._catalog = catalog
+        self._register = register
+        self._remove = remove
+        self._defaults: Final = defaults
+        self._grace_s = grace_s
+        self._use_kv_events = use_kv_events
+        self._on_new = on_new
+        self._on_gone = on_gone
+        self._found: dict[str, dict[str, Particulars]] = {}  # by discovery, by key
+        self._known: dict[str, KnownWorker] = {}  # by key
+        self._revision = -1  # of the catalog, when it was last compared
+        self._others: dict[str, int] = {}  # endpoints of workers that are not ours: their ids
+        self.registrations = 0
+        self.removals = 0
+
+    def __iter__(self) -> Iterator[KnownWorker]:
+        return iter(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def found(self, discovery: str, found: Found, now: float) -> None:
+        """All that a discovery knows of; what it knew before and does not now may leave."""
+        entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
+        before = self._found.get(discovery, {})
+        self._found[discovery] = entries
+        self._compare()
+        for key in [*before.keys() - entries.keys(), *entries]:
+            self._name(key, now)
+        for key in map(endpoint_key, found.leaving):
+            known = self._known.get(key)
+            if known is not None and known.leaves_at is not None:
+                known.leaves_at = now
+        self.look(now)
+
+    def heard(self, known: KnownWorker, engine: Particulars) -> None:
+        """An engine said what it is."""
+        known.engine = engine
+        known.error = None
+        self._settle(known)
+
+    def failed(self, known: KnownWorker, reason: str) -> None:
+        """An engine did not say what it is. What it said before holds."""
+        if known.error is None:
+            log.info("discovered worker %s does not tell what it is: %s", known.key, reason)
+        known.error = reason
+
+    def look(self, now: float) -> None:
+        """Lets go whose time is over, and sees what was done over HTTP. About every second."""
+        self._compare()
+        for known in [each for each in self._known.values() if each.leaves_at is not None]:
+            if known.leaves_at is not None and known.leaves_at <= now:
+                self._forget(known)
+
+    # -- what outlives the process -------------------------------------------------------------
+
+    def kept(self) -> list[KeptWorker]:
+        """Whose workers are whose at this moment, for `take_back` after a restart."""
+        self._compare()
+        return [
+            KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
+            for known in self._known.values()
+            if known.spec is not None or known.state is State.REMOVED
+        ]
+
+    def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
+        """As it was before a restart; `spec` is the catalog's, None where it was deleted over HTTP.
+
+        It counts as named by its discoveries until they tell: one that fails changes nothing.
+        """
+        entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
+        known = KnownWorker(kept.key, entry)
+        known.is_restored = True
+        known.discoveries = kept.discoveries
+        known.spec = spec
+        known.state = State.REMOVED if spec is None else State.REGISTERED
+        self._known[kept.key] = known
+        for discovery in kept.discoveries:
+            self._found.setdefault(discovery, {})[kept.key] = entry
+
+    # -- who is named --------------------------------------------------------------------------
+
+    def _name(self, key: str, now: float) -> None:
+        """A discovery names it, or does so no more. The first that does has the word."""
+        by = [name for name, entries in self._found.items() if key in entries]
+        known = self._known.get(key)
+        if not by:
+            if known is not None and known.leaves_at is None:
+                known.discoveries = []
+                known.leaves_at = now + self._grace_s
+            return
+        entry = self._found[by[0]][key]
+        is_new = known is None
+        if known is None:
+            known = self._known[key] = KnownWorker(key, entry)
+        changed = not is_new and (
+            known.entry != entry or (known.is_restored and known.entry is not entry)
+        )
+        known.discoveries = by
+        known.leaves_at = None
+        if changed:
+            if known.id_by(entry) != known.worker_id:
+                self._withdraw(known)
+            known.takes(entry)
+        if not is_new and not changed:
+            return
+        refusal = self._refusal(key)
+        if refusal is not None:
+            self._refuse(known, refusal)
+            return
+        self._settle(known)
+        if not self._is_complete(known):
+            self._on_new(known)
+
+    def _is_complete(self, known: KnownWorker) -> bool:
+        return is_complete(known.entry, self._use_kv_events)
+
+    def _forget(self, known: KnownWorker) -> None:
+        del self._known[known.key]
+        self._on_gone(known)
+        self._withdraw(known)
+
+    # -- what is registered --------------------------------------------------------------------
+
+    def _settle(self, known: KnownWorker) -> None:
+        """Registers what is known of a worker by now, if that is enough and differs."""
+        if known.state in (State.BY_HTTP, State.REMOVED):
+            return
+        if known.engine is None and not self._is_complete(known):
+            return
+        try:
+            spec = spec_of(known.worker_id, known.entry, known.engine, self._defaults)
+            if known.spec is not None and spec == known.spec:
+                return
+            if self._is_taken(known):
+                return
+            warnings = self._register(spec)
+        except (SelectorError, ValueError) as error:
+            self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
+            return
+        what = "changed" if known.spec is not None else "registered"
+        known.spec, known.state = spec, State.REGISTERED
+        known.error = None
+        self.registrations += 1
+        self._tell(what, known)
+        self._warn(known, warnings)
+
+    def _refuse(self, known: KnownWorker, reason: str) -> None:
+        """What is said of it now is not registered; what was registered before stays."""
+        if known.error != reason:
+            log.warning("discovered worker %s: %s", known.key, reason)
+        known.error = reason
+        if known.spec is None:
+            known.state = State.REFUSED
+
+    def _is_taken(self, known: KnownWorker) -> bool:
+        """Somebody else has its id or its endpoint."""
+        holder = self._catalog.workers.get(known.worker_id)
+        if holder is not None and holder.spec is not known.spec:
+            ours = [each for each in self._known.values() if each.spec is holder.spec]
+            if ours:
+                raise ValueError(f"worker_id {known.worker_id} is that of {ours[0].key}")
+            known.state = State.BY_HTTP
+            return True
+        if known.spec is None and known.key in self._others:
+            known.state = State.BY_HTTP
+            return True
+        return False
+
+    def _withdraw(self, known: KnownWorker) -> None:
+        """It is registered no more, if it was so by us."""
+        spec, known.spec = known.spec, None
+        known.state = State.ASKING
+        if spec is None:
+            return
+        holder = self._catalog.workers.get(spec.worker_id)
+        if holder is not None and holder.spec is spec:
+            self._remove(spec.worker_id)
+            self.removals += 1
+            self._tell("removed", known)
+
+    def _tell(self, what: str, known: KnownWorker) -> None:
+        log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
+
+    def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
+        """Whoever registers over HTTP reads them in the answer: here is the log, once."""
+        if warnings and warnings != known.warnings:
+            text = "; ".join(warnings)
+            log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
+        known.warnings = warnings
+
+    # -- what was done over HTTP ---------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """What is not as we left it was done over HTTP."""
+        if self._catalog.revision == self._revision:
+            return
+        workers = self._catalog.workers
+        ours = set()
+        for known in self._known.values():
+            if known.spec is None:
+                continue
+            holder = workers.get(known.spec.worker_id)
+            if holder is not None and holder.spec is known.spec:
+                ours.add(known.spec.worker_id)
+                continue
+            known.spec = None
+            known.state = State.REMOVED if holder is None else State.BY_HTTP
+            self._tell("deleted over HTTP" if holder is None else "taken over by HTTP", known)
+        self._others = {
+            endpoint_key(worker.spec.endpoint): worker_id
+            for worker_id, worker in workers.items()
+            if worker_id not in ours and worker.spec.endpoint
+        }
+        for known in self._known.values():
+            if known.spec is not None and known.key in self._others:
+                self._withdraw(known)
+                known.state = State.BY_HTTP
+            elif known.state in (State.BY_HTTP, State.REMOVED):
+                known.state = State.REMOVED if self._is_away(known) else State.BY_HTTP
+        self._revision = self._catalog.revision
+
+    def _is_away(self, known: KnownWorker) -> bool:
+        return known.worker_id not in self._catalog.workers and known.key not in self._others
+
+
+def _named(known: KnownWorker) -> dict[str, object]:
+    return {"worker_id": known.worker_id, "endpoint": known.key}
+
+
+def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
+    """How many have come how far."""
+    counts = dict.fromkeys(State, 0)
+    for each in known:
+        counts[each.state] += 1
+    return counts
+
+
+# -- asking engines --------------------------------------------------------------------------------
+# An engine that is not up yet is asked again after a pause that doubles; one that has answered, now
+# and then, because it may have been restarted as something else.
+
+MOST_AT_ONCE: Final = 16  # engines
+AGAIN_FIRST_S: Final = 0.5
+AGAIN_LIMIT_S: Final = 15.0
+
+
+class Asking:
+    """A task for each engine; bounded many ask at a time."""
+
+    def __init__(
+        self,
+        ask: Callable[[str], Awaitable[Particulars]],
+        on_heard: Callable[[KnownWorker, Particulars], None],
+        on_failed: Callable[[KnownWorker, str], None],
+        refresh_s: float,
+        again_first_s: float = AGAIN_FIRST_S,
+    ) -> None:
+        """`ask(base_url)` raises OutboundFailed."""
+        self._ask = ask
+        self._on_heard = on_heard
+        self._on_failed = on_failed
+        self._refresh_s = refresh_s
+        self._again_first_s = again_first_s
+        self._turn = asyncio.Semaphore(MOST_AT_ONCE)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def begin(self, known: KnownWorker) -> None:
+        if known.asking is None:
+            known.asking = supervise("asking an engine", lambda: self._run(known))
+
+    def end(self, known: KnownWorker) -> None:
+        task, known.asking = known.asking, None
+        if task is not None:
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """When all have been ended."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _run(self, known: KnownWorker) -> None:
+        pause_s = self._again_first_s
+        while True:
+            if known.state in (State.BY_HTTP, State.REMOVED):  # whoever registers it knows it
+                await asyncio.sleep(self._refresh_s)
+                continue
+            try:
+                async with self._turn:
+                    engine = await self._ask(known.key)
+            except OutboundFailed as error:
+                self._on_failed(known, error.message)
+                # All engines of a rack come up together.
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
+                continue
+            pause_s = self._again_first_s
+            self._on_heard(known, engine)
+            await asyncio.sleep(self._refresh_s * random.uniform(0.8, 1.2))
