@@ -1,6 +1,6 @@
 """Locust users for both services: routers that select, book, report and free, with real prompts.
 
-    locust -f loadtest/locustfile.py SelectionUser   --host http://127.0.0.1:8092 --trace FILE
+    locust -f loadtest/locustfile.py                 --host http://127.0.0.1:8092 --trace FILE
     locust -f loadtest/locustfile.py SlotTrackerUser --host http://127.0.0.1:8091 --trace FILE
 
 Owns the fleet that it registers when the service knows no worker of its model: engines with caches
@@ -361,6 +361,14 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument(
         "--capacity-blocks", type=int, default=20_000, help="of the cache of each of them"
     )
+
+
+@events.init.add_listener  # type: ignore[untyped-decorator]  # locust's
+def choose(environment: Environment, **_: object) -> None:
+    """Without a class on the command line the users are the selector's."""
+    options = environment.parsed_options
+    if options is not None and not options.user_classes:
+        environment.user_classes[:] = [SelectionUser]
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]  # locust's

@@ -54,7 +54,7 @@ def test_routers_live_whole_requests_without_a_failure(trace: Path) -> None:
     with RunningService() as service:
         host = f"http://127.0.0.1:{service.port}"
         flags = ["--host", host, "-u", "8", "-r", "8", "-t", "3s", "--trace", str(trace)]
-        found = failures_by_route(locust("SelectionUser", *flags))
+        found = failures_by_route(locust(*flags))  # without a class: the selector's users
         assert found == dict.fromkeys(SELECTION_ROUTES, 0)
         assert service.get("/workers") == (200, [])
 
@@ -97,8 +97,10 @@ def test_workers_of_other_models_keep_their_records_whatever_their_ids() -> None
         assert service.get("/workers") == before
 
 
-def test_one_class_of_users_has_to_be_named() -> None:
-    run = locust("--host", "http://127.0.0.1:9", "-u", "1", "-t", "1s")
+def test_users_of_two_services_cannot_play_at_once() -> None:
+    run = locust(
+        "SelectionUser", "SlotTrackerUser", "--host", "http://127.0.0.1:9", "-u", "1", "-t", "1s"
+    )
     assert run.returncode == 1
     assert "name one class of users: SelectionUser or SlotTrackerUser" in run.stdout
 

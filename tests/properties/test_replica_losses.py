@@ -1,7 +1,7 @@
 """Two replicas through a wire that duplicates, reorders and drops a tenth of everything.
 
 Best effort is allowed to diverge, never to count below zero or to keep anything for ever. The clock
-is virtual; `loadtest/replica_faults.py` does the same over sockets.
+is virtual.
 """
 
 import random

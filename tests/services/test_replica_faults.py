@@ -1,7 +1,4 @@
-"""A replica that stops, dies or never reads: the others go on, and agree with it afterwards.
-
-The same under load, with latencies and memory: `loadtest/replica_faults.py`.
-"""
+"""A replica that stops, dies or never reads: the others go on, and agree with it afterwards."""
 
 import signal
 from collections.abc import Iterator
