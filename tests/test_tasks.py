@@ -42,10 +42,10 @@ ALLOWED = {
     ("bindings/running.py", "Running.in_time.begin", "create_task"): (
         "how it ended is carried to who waits in another loop, by `tell`"
     ),
-    ("client/aio/driver.py", "Driver._book", "create_task"): (
+    ("client/drivers.py", "Driver._book", "create_task"): (
         "awaited; where that is cancelled, the release waits for it and looks at how it ended"
     ),
-    ("client/aio/driver.py", "Driver._spawn", "create_task"): (
+    ("client/drivers.py", "Driver._spawn", "create_task"): (
         "in the user's process: their errors are handled, and the loop's own handler tells others"
     ),
     (

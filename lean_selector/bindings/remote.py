@@ -25,9 +25,8 @@ from lean_selector.bindings.forms import (
     worker_id_of,
 )
 from lean_selector.bindings.side import Side
-from lean_selector.client import service_calls
-from lean_selector.client.access import Access, Cert, Token, Verify
-from lean_selector.client.aio.service_connection import ServiceConnection
+from lean_selector.client import calls
+from lean_selector.client.calls import Call, post, post_prompt
 from lean_selector.client.errors import (
     AlreadyExists,
     ClientClosed,
@@ -35,11 +34,8 @@ from lean_selector.client.errors import (
     ServiceRefused,
     ServiceUnreachable,
 )
-from lean_selector.client.exchanges import Call
-from lean_selector.client.service_calls import post, post_prompt
-from lean_selector.client.sync.service_connection import SyncServiceConnection
-from lean_selector.client.timeouts import Timeouts
-from lean_selector.client.transport import ServiceAddress
+from lean_selector.client.settings import Access, Cert, Timeouts, Token, Verify
+from lean_selector.client.transport import ServiceAddress, ServiceConnection, SyncServiceConnection
 
 T = TypeVar("T")
 
@@ -177,7 +173,7 @@ class RemoteSelectionService:
         """How a partition's prompts are cut into blocks, of which 1.3 says nothing."""
         key = model_name, tenant_id
         if key not in self._are_eagle:
-            workers = await self._asked(service_calls.workers(model_name, tenant_id))
+            workers = await self._asked(calls.workers(model_name, tenant_id))
             if not workers:
                 return False
             self._are_eagle[key] = any(worker.is_eagle for worker in workers)
@@ -210,7 +206,7 @@ class RemoteSelectionService:
 
     async def prefill_complete(self, selection_id: str) -> Done:
         """The first token is there: no prefill waits any more."""
-        await self._asked(service_calls.prefill_complete(selection_id_of(selection_id)))
+        await self._asked(calls.prefill_complete(selection_id_of(selection_id)))
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
@@ -223,7 +219,7 @@ class RemoteSelectionService:
             raise shut_down()
         if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
             raise ValueError("decay_fraction must be between 0.0 and 1.0")
-        call = service_calls.output_block(selection_id_of(selection_id), decay_fraction)
+        call = calls.output_block(selection_id_of(selection_id), decay_fraction)
         try:
             side = self._side()
         except RuntimeError:  # no loop runs here
@@ -233,7 +229,7 @@ class RemoteSelectionService:
 
     async def free_reservation(self, selection_id: str) -> Done:
         """The request has ended."""
-        call = service_calls.free(selection_id_of(selection_id))
+        call = calls.free(selection_id_of(selection_id))
         self._side().forget(selection_id)
         await self._asked(call)
         return ()
@@ -260,7 +256,7 @@ class RemoteSelectionService:
 
     async def indexer_snapshot(self) -> Fields:
         """The index, in the form of GET /dump."""
-        return await self._asked(service_calls.dump())
+        return await self._asked(calls.dump())
 
     # -- replicas ------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ import logging
 from collections import deque
 from typing import Any
 
-from lean_selector.client import service_calls
-from lean_selector.client.aio.service_connection import ServiceConnection
+from lean_selector.client import calls
+from lean_selector.client.calls import Call
+from lean_selector.client.drivers import BOOKING_GRACE_S
 from lean_selector.client.errors import ClientError, NotFound, ServiceRefused
-from lean_selector.client.exchanges import Call
-from lean_selector.client.transport import BOOKING_GRACE_S
+from lean_selector.client.transport import ServiceConnection
 from lean_selector.tasks import watched
 
 # Output blocks that wait to be told. Of a service that is away for longer they are lost; what they
@@ -69,7 +69,7 @@ class Side:
         if booking is not None and not await self._may_exist(booking):
             return
         with contextlib.suppress(ClientError):
-            await self.service.exchange(service_calls.free(selection_id))
+            await self.service.exchange(calls.free(selection_id))
 
     async def _may_exist(self, booking: asyncio.Task[Any]) -> bool:
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)

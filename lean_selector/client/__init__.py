@@ -1,7 +1,7 @@
 """Clients of the services: the router API of Dynamo's examples, and the slot tracker's.
 
 Needs httpx, which the extra brings: `pip install "lean-selector[client]"`. KvRouter and
-SyncKvRouter select workers, stream from them and keep the books; SlotTracker and SyncSlotTracker
+SyncKvRouter select workers, stream from them and track their load; SlotTracker and SyncSlotTracker
 speak to the slot tracker. Errors: see `errors`.
 """
 
@@ -12,9 +12,6 @@ except ImportError as error:
         'lean_selector.client needs httpx: pip install "lean-selector[client]"'
     ) from error
 
-from lean_selector.client.aio.router import KvPushRouter, KvRouter, Placement, TokenStream
-from lean_selector.client.aio.slot_tracker import SlotTracker
-from lean_selector.client.backoff import Backoff
 from lean_selector.client.errors import (
     AlreadyExists,
     ClientClosed,
@@ -31,10 +28,17 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     WrongBlockSize,
 )
-from lean_selector.client.router_config import KvRouterConfig
-from lean_selector.client.sync.router import SyncKvRouter, SyncPlacement, SyncTokenStream
-from lean_selector.client.sync.slot_tracker import SyncSlotTracker
-from lean_selector.client.timeouts import Timeouts
+from lean_selector.client.router import (
+    KvPushRouter,
+    KvRouter,
+    Placement,
+    SyncKvRouter,
+    SyncPlacement,
+    SyncTokenStream,
+    TokenStream,
+)
+from lean_selector.client.settings import Backoff, KvRouterConfig, Timeouts
+from lean_selector.client.slot_tracker import SlotTracker, SyncSlotTracker
 
 __all__ = [
     "AlreadyExists",

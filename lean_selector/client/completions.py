@@ -8,10 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from lean_selector.client.completion_events import CompletionEvent
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class CompletionEvent(msgspec.Struct, frozen=True):
+    choices: list[Choice] = []
+    usage: dict[str, Any] | None = None
+    error: object | UnsetType = UNSET
+
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # far above any chunk an engine writes, logprobs included
 DONE = b"[DONE]"

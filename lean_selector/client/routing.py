@@ -6,14 +6,14 @@ reservation behind that the driver has not been told of. Knows nothing of httpx.
 """
 
 import random
-from collections.abc import Container, Mapping
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Container, Generator, Mapping, Sequence
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import msgspec
 
-from lean_selector.client import service_calls
-from lean_selector.client.backoff import Backoff
-from lean_selector.client.completions import completion_body
+from lean_selector.client import calls
+from lean_selector.client.calls import Call, Scope, Selected, prompt_fields
+from lean_selector.client.completions import Option, completion_body
 from lean_selector.client.errors import (
     ClientClosed,
     ClientError,
@@ -28,16 +28,92 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     WrongBlockSize,
 )
-from lean_selector.client.exchanges import Call, Scope, Selected
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.router_config import KvRouterConfig
-from lean_selector.client.service_calls import prompt_fields
-from lean_selector.client.steps import Ask, Flow, HandOver, OpenStream, Pause, Release
-from lean_selector.client.terms import Generation, Prompt, Terms
+from lean_selector.client.settings import Backoff, KvRouterConfig
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
 from lean_selector.core.numbers import optional, whole
 
 T = TypeVar("T")
+
+
+class Ask(msgspec.Struct, Generic[T], frozen=True):
+    """Do the exchange. Outcome: what it reads. `books`: the reservation that it creates."""
+
+    call: Call[T]
+    books: Reservation | None = None
+
+
+class Pause(msgspec.Struct, frozen=True):
+    seconds: float
+
+
+class Release(msgspec.Struct, frozen=True):
+    """See to it that this is freed; the flow need not wait until it is.
+
+    `first`: it is about to end, and should not before this is freed, unless that takes long.
+    """
+
+    reservation: Reservation
+    first: bool = False
+
+
+class HandOver(msgspec.Struct, frozen=True):
+    """It is the caller's from here on, to free when and wherever it likes."""
+
+    reservation: Reservation
+
+
+class OpenStream(msgspec.Struct, frozen=True):
+    """POST to a worker. Outcome: the open stream, in the driver's own type, its status 200."""
+
+    worker_id: int
+    endpoint: str
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        """The endpoint as registered: with or without scheme, with or without the version."""
+        scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
+        version = "" if rest.endswith("/v1") else "/v1"
+        return f"{scheme if found else 'http'}://{rest}{version}/completions"
+
+
+Step = Ask[Any] | Pause | Release | HandOver | OpenStream
+Flow = Generator[Step, Any, T]
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What is to be placed."""
+
+    token_ids: Sequence[int]
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How it is to be placed; None leaves everything to the service."""
+
+    router_config_override: Mapping[str, object] | None = None
+    worker_id: int | None = None
+    dp_rank: int | None = None
+    expected_output_tokens: int | None = None
+    priority_jump: float | None = None
+    strict_priority: int | None = None
+    routing_constraints: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dp_rank is not None and self.worker_id is None:
+            raise ValueError("dp_rank needs worker_id")
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What a worker is to be asked, once there is one."""
+
+    model: str
+    options: Sequence[Option]
+    return_token_ids: bool
+
 
 # A free is tried this often, over some six seconds; what is lost then, the service expires itself.
 RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
@@ -105,7 +181,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     def _look(self) -> Flow[dict[str, Scope]]:
-        workers = yield from ask(service_calls.workers(None, self._tenant_id))
+        workers = yield from ask(calls.workers(None, self._tenant_id))
         self._served = {
             worker.model_name: Scope(
                 worker.model_name, self._tenant_id, worker.block_size, bool(worker.is_eagle)
@@ -139,7 +215,7 @@ class Routing:
         scope = yield from self.scope()
         fields = self._fields(prompt, scope, terms)
         if request_id is None:
-            selected = yield from ask(service_calls.select(fields))
+            selected = yield from ask(calls.select(fields))
         else:
             expected = terms.expected_output_tokens
             reservation = Reservation(
@@ -156,7 +232,7 @@ class Routing:
 
         An id that the user gave may be booked anew as soon as this has raised; it is freed before.
         """
-        call = service_calls.select_and_reserve(reservation.id, fields)
+        call = calls.select_and_reserve(reservation.id, fields)
         try:
             selected: Selected = yield Ask(call, reservation)
         except (ServiceRefused, ClientClosed):
@@ -255,7 +331,7 @@ class Routing:
                 return selected, reservation, stream
 
     def _others(self, scope: Scope, avoided: Container[int]) -> Flow[list[int]]:
-        workers = yield from ask(service_calls.workers(scope.model_name, self._tenant_id))
+        workers = yield from ask(calls.workers(scope.model_name, self._tenant_id))
         return [
             worker.worker_id
             for worker in workers
@@ -267,18 +343,18 @@ class Routing:
     def potential_loads(self, prompt: Prompt) -> Flow[list[dict[str, int]]]:
         scope = yield from self.scope()
         fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
-        return (yield from ask(service_calls.potential_loads(fields)))
+        return (yield from ask(calls.potential_loads(fields)))
 
     def overlap_scores(
         self, prompt: Prompt, override: Mapping[str, object] | None
     ) -> Flow[dict[str, Any]]:
         scope = yield from self.scope()
         fields = self._fields(prompt, scope, Terms(router_config_override=override))
-        return (yield from ask(service_calls.overlap_scores(fields)))
+        return (yield from ask(calls.overlap_scores(fields)))
 
     def dump_events(self) -> Flow[str]:
         scope = yield from self.scope()
-        dump = yield from ask(service_calls.dump())
+        dump = yield from ask(calls.dump())
         events = dump.get(f"{scope.model_name}:{scope.tenant_id}", {}).get("events", [])
         return msgspec.json.encode(events).decode()
 

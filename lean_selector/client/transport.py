@@ -1,18 +1,24 @@
-"""HTTP through httpx, for both kinds of client: exchanges with a service, streams from workers.
+"""HTTP through httpx, with or without an event loop: calls to a service, streams from workers.
 
-Owns what the two share without waiting: where a service is, and which of httpx's errors means what.
-Only the drivers and `timeouts` know httpx too.
+Says where a service is, and which of httpx's errors means what. What is retried, and when, is
+decided in `routing`.
 """
 
+import asyncio
+import contextlib
 import ssl
-from typing import TypeVar
+import threading
+from collections.abc import Iterator
+from typing import Any, Self, TypeVar
 
 import httpx
 import msgspec
 
-from lean_selector.client.access import Access
+from lean_selector.client.calls import Call
 from lean_selector.client.completions import error_text
 from lean_selector.client.errors import (
+    ClientClosed,
+    ClientError,
     ServiceRefused,
     ServiceUnreachable,
     WorkerRefused,
@@ -20,9 +26,8 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     service_refusal,
 )
-from lean_selector.client.exchanges import Call
-from lean_selector.client.steps import OpenStream
-from lean_selector.client.timeouts import Timeouts
+from lean_selector.client.routing import OpenStream
+from lean_selector.client.settings import Access, Timeouts
 
 T = TypeVar("T")
 
@@ -34,9 +39,6 @@ WORKER_LIMITS = httpx.Limits(
     max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
 )
 MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
-# A booking that was cancelled on its way is given this long to be answered, so that it is freed
-# when it is certain to exist; after that the connection is cut, which takes it out of a queue.
-BOOKING_GRACE_S = 0.5
 DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
 
 
@@ -68,8 +70,16 @@ class ServiceAddress:
         elif not endpoint.startswith("http://"):
             raise ValueError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
 
+    def transport_settings(self) -> dict[str, Any]:
+        return {"uds": self.uds, "verify": self.context, "limits": SERVICE_LIMITS}
+
+    def check_open(self, http: httpx.Client | httpx.AsyncClient) -> None:
+        """Raises ClientClosed."""
+        if http.is_closed:
+            raise ClientClosed(f"{self.endpoint}: the client is closed")
+
     def request(self, call: Call[T], timeouts: Timeouts) -> httpx.Request:
-        timeout = timeouts.of_call(call.waits)
+        timeout = _call_timeout(timeouts, call.waits)
         # The body goes out as it is; a POST without one has no content type either.
         if call.has_prompt and self.takes_msgpack:
             body: bytes | None = call.msgpack()
@@ -120,7 +130,7 @@ def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
         wanted.url,
         content=wanted.body,
         headers=wanted.headers,
-        extensions={"timeout": timeouts.of_stream().as_dict()},
+        extensions={"timeout": _stream_timeout(timeouts).as_dict()},
     )
 
 
@@ -160,3 +170,170 @@ def _retry_after_s(response: httpx.Response) -> float | None:
     """Seconds of a retry-after header; a date, the other form, is not honoured."""
     text = response.headers.get("retry-after", "").strip()
     return float(text) if text.isdigit() else None
+
+
+def _call_timeout(timeouts: Timeouts, waits: bool) -> httpx.Timeout:
+    read_s = timeouts.queue_s if waits else timeouts.service_s
+    return httpx.Timeout(timeouts.service_s, connect=timeouts.connect_s, read=read_s)
+
+
+def _stream_timeout(timeouts: Timeouts) -> httpx.Timeout:
+    return httpx.Timeout(timeouts.connect_s, read=timeouts.worker_s, write=timeouts.worker_s)
+
+
+class Opened:
+    """A worker's response whose status was 200."""
+
+    def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
+        self.is_done = False  # the engine has said that no more comes
+        self._asked = asked
+        self._response = response
+        self._pieces = response.aiter_raw()
+
+    async def read(self) -> bytes | None:
+        """The next bytes; None at the end. Raises WorkerStreamBroken."""
+        try:
+            return await anext(self._pieces, None)
+        except STREAM_ERRORS as error:
+            raise stream_broken(self._asked, error) from error
+
+    async def close(self) -> None:
+        """Stop the engine; or, when it is done, leave the connection fit for another request."""
+        with contextlib.suppress(*STREAM_ERRORS, ClientError, OSError):
+            try:
+                if self.is_done:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(DRAIN_S):
+                            await self.read()
+            finally:
+                await self._response.aclose()
+
+
+class SyncOpened:
+    """A worker's response whose status was 200."""
+
+    def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
+        self.is_done = False  # the engine has said that no more comes
+        self._asked = asked
+        self._response = response
+        self._pieces = response.iter_raw()
+
+    def read(self) -> bytes | None:
+        """The next bytes; None at the end. Raises WorkerStreamBroken."""
+        try:
+            return next(self._pieces, None)
+        except STREAM_ERRORS as error:
+            raise stream_broken(self._asked, error) from error
+
+    def close(self) -> None:
+        """Stop the engine; or, when it is done, leave the connection fit for another request."""
+        with contextlib.suppress(*STREAM_ERRORS, OSError):
+            try:
+                if self.is_done:
+                    with self._reads_end_soon():
+                        next(self._pieces, None)
+            finally:
+                self._response.close()
+
+    @contextlib.contextmanager
+    def _reads_end_soon(self) -> Iterator[None]:
+        """This thread's reads of the connection give up after DRAIN_S.
+
+        An engine, or what stands before it, may keep the response open for as long as it likes,
+        and the time-out of a request cannot be changed once its answer is being read. What httpx
+        reads from is the stream that it shows; where it shows none, nothing more is read.
+        """
+        stream = self._response.extensions.get("network_stream")
+        if stream is None:
+            raise httpx.StreamClosed
+        read, here = stream.read, threading.get_ident()
+
+        def read_soon(max_bytes: int, timeout: float | None = None) -> bytes:
+            # At the end of the answer the connection is free, and another thread may be quick.
+            is_here = threading.get_ident() == here
+            data: bytes = read(max_bytes, timeout=DRAIN_S if is_here else timeout)
+            return data
+
+        stream.read = read_soon
+        try:
+            yield
+        finally:
+            del stream.read
+
+
+class ServiceConnection:
+    """To a selection service or a slot tracker, from the first exchange to close()."""
+
+    def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
+        """Raises as ServiceAddress does."""
+        self._address = ServiceAddress(endpoint, access)
+        self._timeouts = timeouts
+        transport = httpx.AsyncHTTPTransport(**self._address.transport_settings())
+        self._http = httpx.AsyncClient(transport=transport, trust_env=False)
+
+    async def exchange(self, call: Call[T]) -> T:
+        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        address = self._address
+        address.check_open(self._http)
+        try:
+            response = await self._http.send(address.request(call, self._timeouts))
+            if address.wants_json(response):
+                response = await self._http.send(address.request(call, self._timeouts))
+        except CALL_ERRORS as error:
+            raise address.lost(error) from error
+        return address.answer(call, response)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+class SyncServiceConnection:
+    """ServiceConnection without an event loop."""
+
+    def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
+        """Raises as ServiceAddress does."""
+        self._address = ServiceAddress(endpoint, access)
+        self._timeouts = timeouts
+        transport = httpx.HTTPTransport(**self._address.transport_settings())
+        self._http = httpx.Client(transport=transport, trust_env=False)
+
+    def exchange(self, call: Call[T]) -> T:
+        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        address = self._address
+        address.check_open(self._http)
+        try:
+            response = self._http.send(address.request(call, self._timeouts))
+            if address.wants_json(response):
+                response = self._http.send(address.request(call, self._timeouts))
+        except CALL_ERRORS as error:
+            raise address.lost(error) from error
+        return address.answer(call, response)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class AsyncClosing:
+    """Used as `async with`, or ended with aclose()."""
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class Closing:
+    """Used as `with`, or ended with close()."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

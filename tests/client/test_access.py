@@ -18,7 +18,7 @@ from lean_selector.client import (
     SyncKvRouter,
     SyncSlotTracker,
 )
-from lean_selector.client.backoff import Backoff
+from lean_selector.client.settings import Backoff
 from tests.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.outbound_server import response, says, serving
 from tests.tls_service import TlsService

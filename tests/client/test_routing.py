@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lean_selector.client import service_calls
-from lean_selector.client.backoff import Backoff
+from lean_selector.client import calls
+from lean_selector.client.calls import Overlap, Scope, Selected, Worker
 from lean_selector.client.errors import (
     ClientError,
     InvalidRequest,
@@ -15,11 +15,9 @@ from lean_selector.client.errors import (
     ServiceUnreachable,
     service_refusal,
 )
-from lean_selector.client.exchanges import Overlap, Scope, Selected, Worker
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.routing import Routing
-from lean_selector.client.steps import Ask, Flow, Pause, Release, Step
-from lean_selector.client.terms import Prompt, Terms
+from lean_selector.client.routing import Ask, Flow, Pause, Prompt, Release, Routing, Step, Terms
+from lean_selector.client.settings import Backoff
 
 
 def routing(**fields: Any) -> Routing:
@@ -136,6 +134,6 @@ def test_discovery_asks_once_it_has_found_workers() -> None:
             scope = end.value
         assert scope == Scope("base", "default", 16, True)
     assert isinstance(scope, Scope)
-    fields = service_calls.prompt_fields([1] * 17, scope, None, None)
+    fields = calls.prompt_fields([1] * 17, scope, None, None)
     assert fields["isl_tokens"] == 17
     assert len(fields["block_hashes"]) == 8  # type: ignore[arg-type] # bytes of one hash

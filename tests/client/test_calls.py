@@ -3,15 +3,15 @@
 import httpx
 import pytest
 
-from lean_selector.client import service_calls
+from lean_selector.client import calls
 from lean_selector.client.errors import NoWorkerAvailable, ServiceRefused
-from lean_selector.client.timeouts import Timeouts
+from lean_selector.client.settings import Timeouts
 from lean_selector.client.transport import ServiceAddress
 
 
 def test_an_answer_that_is_not_the_expected_one_is_an_error() -> None:
     address = ServiceAddress("http://selector:8092/")
-    call = service_calls.select({})
+    call = calls.select({})
     assert address.request(call, Timeouts()).url == "http://selector:8092/select"
     with pytest.raises(ServiceRefused, match=r"200: not the expected answer: .*worker_id"):
         address.answer(call, httpx.Response(200, content=b"{}"))
@@ -30,11 +30,11 @@ def test_only_a_selection_may_take_long() -> None:
         ServiceAddress("http://s"),
         Timeouts(connect_s=1.0, service_s=2.0, queue_s=None),
     )
-    waits = address.request(service_calls.select({}), timeouts).extensions["timeout"]
-    prompt = address.request(service_calls.free("r"), timeouts).extensions["timeout"]
+    waits = address.request(calls.select({}), timeouts).extensions["timeout"]
+    prompt = address.request(calls.free("r"), timeouts).extensions["timeout"]
     assert (waits["connect"], waits["read"]) == (1.0, None)
     assert (prompt["connect"], prompt["read"], prompt["write"]) == (1.0, 2.0, 2.0)
 
 
 def test_a_reservation_id_is_escaped_in_the_path() -> None:
-    assert service_calls.free("a/b c").path == "/reservations/a%2Fb%20c"
+    assert calls.free("a/b c").path == "/reservations/a%2Fb%20c"

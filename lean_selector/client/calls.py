@@ -1,18 +1,109 @@
-"""The exchanges with the selection service: what to send, and how to read the answer. No I/O.
+"""The requests to the selection service: what to send, and how to read the answer. No I/O.
 
-Each makes a Call (`exchanges`), of which only the sending is left. Knows nothing of httpx.
+Shapes follow spec selection.md 1.3 and 1.5; only the fields that the clients use are read. Each
+function makes a Call, of which only the sending is left.
 """
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
 
-from lean_selector.client.exchanges import Call, Scope, Selected, Worker
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 
 T = TypeVar("T")
+
+
+def _bare(value: object) -> int:
+    """What is sent of such a number. Raises ValueError for anything else."""
+    if isinstance(value, int):
+        return int(value)
+    raise ValueError(f"{type(value).__name__} is no type of JSON's")
+
+
+_encode_json = msgspec.json.Encoder(enc_hook=_bare).encode
+_encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
+
+
+class Call(msgspec.Struct, Generic[T], frozen=True):
+    """One request. `waits`: the service may hold the answer back until a worker is free.
+
+    `has_prompt`: the route takes MessagePack too, and hash lists in `fields` are bytes.
+    """
+
+    method: str
+    path: str
+    read: Callable[[bytes], T]
+    fields: Mapping[str, object] | None = None
+    waits: bool = False
+    has_prompt: bool = False
+
+    def json(self) -> bytes | None:
+        """The body as any service takes it: hashes are signed integers there."""
+        if self.fields is None:
+            return None
+        return _encode_json(
+            {
+                name: _signed(value) if isinstance(value, bytes) else value
+                for name, value in self.fields.items()
+            }
+        )
+
+    def msgpack(self) -> bytes:
+        """The body of a prompt as this project's service takes it, with nothing to decode."""
+        assert self.has_prompt
+        return _encode_msgpack(self.fields)
+
+
+def _signed(hashes: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(hashes) // 8}q", hashes)
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """Cached tokens of the chosen worker; `dp` by rank, as decimal text."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int]
+    cpu: int
+    disk: int
+
+
+class Selected(msgspec.Struct, frozen=True):
+    """The answer to a selection."""
+
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    block_size: int
+    overlap: Overlap
+    effective_prefill_tokens: int
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Device blocks of the prompt that the chosen rank holds."""
+        return self.overlap.dp.get(str(self.dp_rank), 0) // self.block_size
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """The part of a worker's record that routing needs."""
+
+    worker_id: int
+    model_name: str
+    lifecycle: str
+    block_size: int | None = None
+    is_eagle: bool | None = None
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Which workers are meant, and how their blocks are cut; block_size None: not known."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int | None = None
+    is_eagle: bool = False
 
 
 def nothing(_: bytes) -> None:

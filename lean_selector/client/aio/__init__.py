@@ -1,1 +1,0 @@
-"""The client for an event loop. `sync` has the same files, for code without one."""

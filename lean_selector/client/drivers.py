@@ -1,0 +1,434 @@
+"""Runs flows, with or without an event loop, and sees to it that no reservation outlives its owner.
+
+A driver owns the connections and what is booked at the moment. `Driver` reports and frees in tasks
+of its own, `SyncDriver` in the thread that calls it. `routing` decides what is sent, and when.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
+from lean_selector.client.reservation import Reservation
+from lean_selector.client.routing import (
+    Ask,
+    Flow,
+    HandOver,
+    OpenStream,
+    Pause,
+    Release,
+    Routing,
+    Step,
+)
+from lean_selector.client.settings import Access, Timeouts
+from lean_selector.client.transport import (
+    MAX_ERROR_BYTES,
+    OPEN_ERRORS,
+    WORKER_LIMITS,
+    Opened,
+    ServiceConnection,
+    SyncOpened,
+    SyncServiceConnection,
+    not_opened,
+    stream_request,
+    worker_refused,
+)
+
+T = TypeVar("T")
+S = TypeVar("S", Opened, SyncOpened)
+
+# A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
+# is away, it goes on in the background after this long.
+RELEASE_WAIT_S = 1.0
+LAST_FREE_S = 1.0  # for the one try that is left when the event loop ends
+CLOSE_WAIT_S = 10.0  # longer than all tries of a release together
+# A booking that was cancelled on its way is given this long to be answered, so that it is freed
+# when it is certain to exist; after that the connection is cut, which takes it out of a queue.
+BOOKING_GRACE_S = 0.5
+
+
+class _Driver(Generic[S]):
+    """What both drivers know of their router."""
+
+    def __init__(self, endpoint: str, routing: Routing, timeouts: Timeouts) -> None:
+        self._endpoint = endpoint
+        self._routing = routing
+        self._timeouts = timeouts
+        self._is_closing = False
+        # What streams and placements hold, with the worker's answer; one for each.
+        self._held: dict[Reservation, S | None] = {}
+
+    def hold(self, reservation: Reservation, opened: S) -> None:
+        """From now on the stream is stopped when the reservation is released."""
+        self._held[reservation] = opened
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise self._closed()
+
+    def _closed(self) -> ClientClosed:
+        return ClientClosed(f"{self._endpoint}: the client is closed")
+
+
+class Driver(_Driver[Opened]):
+    """For one router. Not thread-safe: everything happens on the loop that uses it."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        routing: Routing,
+        timeouts: Timeouts,
+        sleep: Callable[[float], Awaitable[object]] | None,
+        access: Access | None = None,
+    ) -> None:
+        super().__init__(endpoint, routing, timeouts)
+        self._sleep = asyncio.sleep if sleep is None else sleep
+        self._service = ServiceConnection(endpoint, timeouts, access)
+        self._workers = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(limits=WORKER_LIMITS), trust_env=False
+        )
+        self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # on their way
+        self._reporting: set[Reservation] = set()
+        self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
+        self._tasks: set[asyncio.Task[None]] = set()  # a report and a release for each reservation
+
+    # -- flows ---------------------------------------------------------------------------------
+
+    async def drive(self, flow: Flow[T]) -> T:
+        """Run a flow to its end. What ends us, a cancellation too, is first shown to the flow."""
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    outcome = await self._perform(step)
+                except BaseException as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _perform(self, step: Step) -> object:
+        if isinstance(step, Ask):
+            if step.books is None:
+                return await self._service.exchange(step.call)
+            return await self._book(step, step.books)
+        if isinstance(step, Pause):
+            return await self._sleep(step.seconds)
+        if isinstance(step, Release):
+            if step.first:
+                await self.release_now(step.reservation)
+            else:
+                self.release(step.reservation)
+            return None
+        if isinstance(step, HandOver):
+            self._held.pop(step.reservation, None)
+            return None
+        return await self._open(step)
+
+    async def _book(self, step: Ask[Any], reservation: Reservation) -> object:
+        """A booking is not torn off with its caller: it must be known what became of it.
+
+        Raises ClientClosed also when close() meets it on its way, and has released it by then.
+        """
+        while (earlier := self._releasing.get(reservation.id)) is not None:
+            await asyncio.wait({earlier})  # or its free would meet this booking
+        self._check_open()
+        task = asyncio.create_task(self._service.exchange(step.call))
+        self._bookings[reservation] = task
+        try:
+            outcome = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if reservation.ended and not _is_cancelled():
+                raise self._closed() from None  # it was the booking that close() has cancelled
+            raise  # and the release will ask what became of it
+        except BaseException:
+            self._bookings.pop(reservation, None)
+            raise
+        if reservation.ended:
+            raise self._closed()
+        del self._bookings[reservation]
+        self._held[reservation] = None
+        return outcome
+
+    async def _open(self, step: OpenStream) -> Opened:
+        self._check_open()
+        try:
+            response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
+        except OPEN_ERRORS as error:
+            self._check_open()
+            raise not_opened(step, error) from error
+        if self._is_closing:
+            await response.aclose()
+            raise self._closed()
+        if response.status_code == 200:
+            return Opened(step, response)
+        body = b""
+        try:
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_ERROR_BYTES:
+                    break
+        except httpx.HTTPError:
+            pass  # the status is what counts
+        finally:
+            await response.aclose()
+        raise worker_refused(step, response.status_code, body)
+
+    # -- what is held --------------------------------------------------------------------------
+
+    def report(self, reservation: Reservation) -> None:
+        """Tell the service what is new about it, without holding up the stream."""
+        if reservation not in self._reporting and reservation.next_report() is not None:
+            self._reporting.add(reservation)
+            self._spawn(self._reported(reservation))
+
+    async def _reported(self, reservation: Reservation) -> None:
+        try:
+            await self.drive(self._routing.report(reservation))
+        finally:
+            self._reporting.discard(reservation)
+
+    def release(self, reservation: Reservation) -> None:
+        """Stop its stream and free it, once, in the background."""
+        if not reservation.ended:
+            reservation.ended = True
+            opened = self._held.pop(reservation, None)
+            self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
+
+    async def release_now(self, reservation: Reservation) -> None:
+        """Release it, and wait for that, but not for long."""
+        self.release(reservation)
+        if (task := self._releasing.get(reservation.id)) is not None:
+            await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # which does not cancel it
+
+    async def _released(self, reservation: Reservation, opened: Opened | None) -> None:
+        try:
+            if opened is not None:
+                await opened.close()
+            booking = self._bookings.pop(reservation, None)
+            if booking is None or await self._may_exist(reservation, booking):
+                await self.drive(self._routing.release(reservation))
+        except asyncio.CancelledError:
+            # Only the end of the event loop cancels this task, or aclose() when time is up.
+            with contextlib.suppress(ClientError, TimeoutError):
+                async with asyncio.timeout(LAST_FREE_S):
+                    await self._service.exchange(reservation.freeing())
+            raise
+        finally:
+            if self._releasing.get(reservation.id) is asyncio.current_task():
+                del self._releasing[reservation.id]
+
+    async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
+        """What became of a booking nobody waits for: False when the service has refused it."""
+        await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
+        if not booking.done():
+            booking.cancel()
+            await asyncio.wait({booking})
+        if booking.cancelled():
+            return True
+        error = booking.exception()
+        reservation.ambiguous = error is not None
+        return not isinstance(error, ServiceRefused)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Release what is held or on its way, wait for that, and close all connections."""
+        self._is_closing = True
+        for reservation in [*self._held, *self._bookings]:
+            self.release(reservation)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=CLOSE_WAIT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await self._workers.aclose()
+        await self._service.close()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class SyncDriver(_Driver[SyncOpened]):
+    """For one synchronous router."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        routing: Routing,
+        timeouts: Timeouts,
+        sleep: Callable[[float], object] | None,
+        access: Access | None = None,
+    ) -> None:
+        super().__init__(endpoint, routing, timeouts)
+        self._sleep = time.sleep if sleep is None else sleep
+        self._service = SyncServiceConnection(endpoint, timeouts, access)
+        self._workers = httpx.Client(
+            transport=httpx.HTTPTransport(limits=WORKER_LIMITS), trust_env=False
+        )
+        # Streams that were collected while this thread was inside httpx, whose locks it must not
+        # take a second time; released when the thread is out. One for each stream at most.
+        self._dropped: deque[Reservation] = deque()
+        self._thread = threading.local()
+        # The service is needed until the last flow has ended, in whichever thread: one that waits
+        # for the answer to a booking has to free it.
+        self._flow_ended = threading.Condition()
+        self._flows = 0
+        self._closes_with_last_flow = False
+
+    # -- flows ---------------------------------------------------------------------------------
+
+    def drive(self, flow: Flow[T]) -> T:
+        """Run a flow to its end. What ends us, Ctrl-C too, is first shown to the flow."""
+        self._release_dropped()
+        with self._flow_ended:
+            self._flows += 1
+        try:
+            return self._drive(flow)
+        finally:
+            with self._flow_ended:
+                self._flows -= 1
+                self._flow_ended.notify_all()
+                is_last = self._closes_with_last_flow and not self._flows
+            if is_last:
+                self._service.close()
+
+    def _drive(self, flow: Flow[T]) -> T:
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    outcome = self._perform(step)
+                except BaseException as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _perform(self, step: Step) -> object:
+        if isinstance(step, Pause):
+            return self._sleep(step.seconds)
+        if isinstance(step, Release):
+            self.release(step.reservation)
+            return None
+        if isinstance(step, HandOver):
+            self._held.pop(step.reservation, None)
+            return None
+        if isinstance(step, OpenStream):
+            return self._open(step)
+        if step.books is not None:
+            return self._book(step, step.books)
+        with self._inside_httpx():
+            outcome: object = self._service.exchange(step.call)
+        return outcome
+
+    def _book(self, step: Ask[Any], reservation: Reservation) -> object:
+        """Raises ClientClosed also when close() was called on its way, and has freed it by then."""
+        self._check_open()
+        with self._inside_httpx():
+            outcome: object = self._service.exchange(step.call)
+        self._held[reservation] = None
+        if self._is_closing:
+            self.release(reservation)
+        self._check_open()
+        return outcome
+
+    def _open(self, step: OpenStream) -> SyncOpened:
+        self._check_open()
+        with self._inside_httpx():
+            try:
+                response = self._workers.send(stream_request(step, self._timeouts), stream=True)
+            except OPEN_ERRORS as error:
+                self._check_open()
+                raise not_opened(step, error) from error
+            if self._is_closing:
+                response.close()
+                self._check_open()
+            if response.status_code == 200:
+                return SyncOpened(step, response)
+            body = b""
+            try:
+                for piece in response.iter_raw():
+                    body += piece
+                    if len(body) > MAX_ERROR_BYTES:
+                        break
+            except httpx.HTTPError:
+                pass  # the status is what counts
+            finally:
+                response.close()
+            raise worker_refused(step, response.status_code, body)
+
+    # -- what is held --------------------------------------------------------------------------
+
+    def read(self, opened: SyncOpened) -> bytes | None:
+        """The next bytes of a stream."""
+        with self._inside_httpx():
+            return opened.read()
+
+    def report(self, reservation: Reservation) -> None:
+        """Tell the service what is new about it."""
+        self.drive(self._routing.report(reservation))
+
+    def release(self, reservation: Reservation) -> None:
+        """Stop its stream and free it, once."""
+        if reservation.ended:
+            return
+        reservation.ended = True
+        opened = self._held.pop(reservation, None)
+        if opened is not None:
+            with self._inside_httpx():
+                opened.close()
+        self.drive(self._routing.release(reservation))
+
+    def drop(self, reservation: Reservation) -> None:
+        """Release what nobody refers to any more; called by the collector, at any moment."""
+        self._dropped.append(reservation)
+        self._release_dropped()
+
+    def _release_dropped(self) -> None:
+        while self._dropped and not getattr(self._thread, "depth", 0):
+            with contextlib.suppress(IndexError):  # another thread took it
+                self.release(self._dropped.popleft())
+
+    @contextlib.contextmanager
+    def _inside_httpx(self) -> Iterator[None]:
+        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._thread.depth -= 1
+
+    def close(self) -> None:
+        """Release what is held, and close all connections.
+
+        A booking that another thread waits for is freed by that thread when it is answered: close()
+        gives it a moment, and leaves the connection to the service to it after that.
+        """
+        self._is_closing = True
+        self._release_dropped()
+        for reservation in list(self._held):
+            self.release(reservation)
+        with self._flow_ended:
+            self._flow_ended.wait_for(lambda: not self._flows, BOOKING_GRACE_S)
+        self._workers.close()
+        with self._flow_ended:
+            self._closes_with_last_flow = True
+            is_last = not self._flows
+        if is_last:
+            self._service.close()

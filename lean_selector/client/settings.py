@@ -1,0 +1,189 @@
+"""What a user may set of a client: access to the service, time-outs, back-off, router settings."""
+
+import random
+import ssl
+from collections.abc import Callable, Mapping
+from os import PathLike, fspath
+from typing import NoReturn
+
+import msgspec
+
+from lean_selector.core.numbers import number, optional, switch
+from lean_selector.core.selection.settings import RouterOverride
+
+Verify = bool | str | PathLike[str] | ssl.SSLContext
+Cert = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
+Token = str | Callable[[], str]
+
+
+class Access:
+    """For the service alone: workers see nothing of it."""
+
+    def __init__(
+        self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
+    ) -> None:
+        """
+        verify: True for the system's authorities, the path of a PEM file with others, False to
+            believe anybody, or a context.
+        cert: paths of our certificate and its key, or of one file with both.
+        token: the bearer token, or what gives that of now.
+
+        Raises ValueError for a token that no header can carry.
+        """
+        self.verify = verify
+        self.cert = cert
+        self._token = token
+        if isinstance(token, str):
+            _checked(token)
+
+    def context(self) -> ssl.SSLContext:
+        """Raises OSError for files that cannot be used."""
+        if isinstance(self.verify, ssl.SSLContext):
+            context = self.verify
+        else:
+            ca_file = None if isinstance(self.verify, bool) else fspath(self.verify)
+            context = ssl.create_default_context(cafile=ca_file)
+            if self.verify is False:
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+        if self.cert is not None:
+            cert_file, key_file = self.cert if isinstance(self.cert, tuple) else (self.cert, None)
+            try:
+                context.load_cert_chain(cert_file, key_file, _no_passphrase)
+            except _Locked:
+                locked = fspath(key_file or cert_file)
+                raise OSError(f"{locked}: a key with a passphrase is not supported") from None
+        return context
+
+    def headers(self) -> dict[str, str]:
+        """Of each request. Raises ValueError as __init__ does."""
+        token = self._token
+        if token is None:
+            return {}
+        text = token if isinstance(token, str) else _checked(token())
+        return {"authorization": f"Bearer {text}"}
+
+
+class _Locked(Exception):
+    """The key has a passphrase."""
+
+
+def _no_passphrase() -> NoReturn:
+    """OpenSSL would ask for it on the terminal, and wait."""
+    raise _Locked
+
+
+def _checked(token: str) -> str:
+    if not token or not all("!" <= letter <= "~" for letter in token):
+        raise ValueError("a token is printable ASCII without blanks")
+    return token
+
+
+class Backoff(msgspec.Struct, frozen=True):
+    """The n-th wait (from 0) is first_s * 2^n plus up to first_s of jitter, at most longest_s."""
+
+    max_retries: int = 5
+    first_s: float = 0.25
+    longest_s: float = 60.0
+
+    def wait_s(
+        self, attempt: int, rng: random.Random, retry_after_s: float | None = None
+    ) -> float | None:
+        """Seconds before retry number `attempt` (from 0), or None when there is to be no more.
+
+        A longer retry_after_s of the service is honoured, up to longest_s.
+        """
+        if attempt >= self.max_retries:
+            return None
+        wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)
+        return min(self.longest_s, max(wait, retry_after_s or 0.0))
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. None waits for ever."""
+
+    connect_s: float = 5.0
+    service_s: float = 10.0  # for the selector's ordinary answers
+    queue_s: float | None = 60.0  # for a selection, which may wait in the selector's queue
+    worker_s: float | None = 300.0  # for the next piece of a worker's answer
+
+
+# Settings of Dynamo's in-process router that belong to the service, or to parts that do not exist
+# here (NATS snapshots, remote indexers). See `lean-selector --help` for the service's own.
+WITHOUT_EFFECT = frozenset(
+    {
+        "host_cache_hit_weight",
+        "disk_cache_hit_weight",
+        "use_kv_events",
+        "durable_kv_events",
+        "router_replica_sync",
+        "router_track_active_blocks",
+        "router_prefill_load_model",
+        "router_snapshot_threshold",
+        "router_reset_states",
+        "router_ttl_secs",
+        "router_max_tree_size",
+        "router_prune_target_ratio",
+        "router_queue_threshold",
+        "router_event_threads",
+        "router_queue_policy",
+        "use_remote_indexer",
+        "serve_indexer",
+        "shared_cache_type",
+        "router_predicted_ttl_secs",
+        "overlap_score_credit_decay",
+        "router_policy_config",
+    }
+)
+
+
+class KvRouterConfig:
+    """What this router's requests ask for, unless their own router_config_override says else."""
+
+    def __init__(
+        self,
+        overlap_score_weight: float | None = None,
+        *,
+        router_temperature: float | None = None,
+        overlap_score_credit: float | None = None,
+        prefill_load_scale: float | None = None,
+        shared_cache_multiplier: float | None = None,
+        router_assume_kv_reuse: bool | None = None,
+        router_track_prefill_tokens: bool | None = None,
+        router_track_output_blocks: bool | None = None,
+        **without_effect: object,
+    ) -> None:
+        """None leaves a setting to the service.
+
+        router_track_output_blocks: False keeps generate() from reporting output blocks.
+        without_effect: the names in WITHOUT_EFFECT; what they are is not looked at. Raises
+        TypeError for any other, and for a setting of a wrong type; ValueError for one out of range.
+        """
+        for name in without_effect:
+            if name not in WITHOUT_EFFECT:
+                raise TypeError(f"KvRouterConfig has no setting {name!r}")
+        numbers = {
+            "overlap_score_weight": overlap_score_weight,
+            "overlap_score_credit": overlap_score_credit,
+            "prefill_load_scale": prefill_load_scale,
+            "router_temperature": router_temperature,
+            "shared_cache_multiplier": shared_cache_multiplier,
+        }
+        switches = {
+            "assume_kv_reuse": router_assume_kv_reuse,
+            "track_prefill_tokens": router_track_prefill_tokens,
+        }
+        settings = {name: optional(number, name, value) for name, value in numbers.items()}
+        for name, value in switches.items():
+            settings[name] = optional(switch, f"router_{name}", value)
+        tracks = optional(switch, "router_track_output_blocks", router_track_output_blocks)
+        self.track_output_blocks = tracks is not False
+        self._override = {name: value for name, value in settings.items() if value is not None}
+        try:
+            RouterOverride(**self._override)  # type: ignore[arg-type]  # looked at just now
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("__all__: ")) from None
+
+    def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
+        """The router_config_override to send: ours with the request's on top; None for none."""
+        return {**self._override, **(of_request or {})} or None

@@ -1,1 +1,0 @@
-"""The client for code without an event loop. `aio` has the same files, for one."""
