@@ -11,8 +11,6 @@ import re
 from hashlib import blake2b
 from typing import Final
 
-from lean_selector.http.header_block import HeaderBlock, LengthFrame, length_of
-
 # One line whose value no parser objects to, in any spelling of its name.
 _LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")
 _NAME: Final = b"\r\nauthorization:"
@@ -20,8 +18,6 @@ _NAME: Final = b"\r\nauthorization:"
 _DIGEST_BYTES: Final = 32
 _KEYED: Final = blake2b(digest_size=_DIGEST_BYTES, key=os.urandom(64))
 _LINE_KEY: Final = os.urandom(16)
-# Of a connection. They differ by `content-length`, and take some 3 KiB.
-_MOST_SECTIONS: Final = 32
 
 UNUSABLE: Final = b""  # there is a credential, and it is no single bearer token
 
@@ -47,18 +43,17 @@ def _credential_of(value: bytes) -> bytes:
 class CredentialLine:
     """Where the last line with a credential stood, and what it said. One for a connection.
 
-    `credential` is that of the section seen last, by `block_of` where that had it, else by
-    `rest_of`: the digest of a bearer token, UNUSABLE, or None.
+    `credential` is that of the section seen last by `rest_of`: the digest of a bearer token,
+    UNUSABLE, or None.
 
-    A section or line is known again by Python's own hash of a key and its text: SipHash, a third of
-    the time of the digest that says whose token it is. It only tells whether this connection said
-    the same before, where another text has one chance in 2**64.
+    The line is known again by Python's own hash of a key and its text: SipHash, a third of the time
+    of the digest that says whose token it is. It only tells whether this connection said the same
+    before, where another text has one chance in 2**64.
     """
 
     __slots__ = (
         "_begin",
         "_known",
-        "_known_blocks",
         "_size",
         "_start",
         "_value",
@@ -72,8 +67,6 @@ class CredentialLine:
         self._size = 0  # of the line, with both its line breaks
         self._start = b""  # CRLF and the name, as they are spelled
         self._known = 0  # the line, as its hash
-        # By the hash of a whole section: what its rest says. None: they vary too much.
-        self._known_blocks: dict[int, HeaderBlock] | None = {}
         self._value = UNUSABLE
         found = _LINE.search(section)
         if found is None or section.lower().count(_NAME) != 1:
@@ -84,26 +77,6 @@ class CredentialLine:
         self._start = section[begin:value_at]
         self._known = hash(_LINE_KEY + section[begin:end])
         self._value = _credential_of(found[1])
-
-    def block_of(self, section: bytes) -> HeaderBlock | None:
-        """What the section says but for its line, if that was remembered."""
-        known = self._known_blocks
-        if known is None:
-            return None
-        block = known.get(hash(_LINE_KEY + section))
-        if block is not None:
-            self.credential = self._value
-        return block
-
-    def remember(self, section: bytes, block: HeaderBlock) -> None:
-        """What the rest of the section says, which `rest_of` was asked for just now."""
-        known = self._known_blocks
-        if known is None or self.credential is None:
-            return
-        if len(known) < _MOST_SECTIONS:
-            known[hash(_LINE_KEY + section)] = block
-        else:  # to look for one that never comes again costs more than to cut its line out
-            self._known_blocks = None
 
     def rest_of(self, section: bytes) -> bytes:
         """The section without its line, if that is the one that is known; or all of it."""
@@ -117,30 +90,3 @@ class CredentialLine:
             self._begin = begin
         self.credential = self._value
         return section[:begin] + section[begin + size - 2 :]
-
-    def framed(self, frame: LengthFrame, section: bytes) -> "CredentialFrame":
-        """The frame of sections like this one, whose rest, as of `rest_of`, is of that frame."""
-        before, behind = frame.around(self._begin, self._size - 2)
-        return CredentialFrame(section, before, behind, frame.block, self._value)
-
-
-class CredentialFrame:
-    """A `LengthFrame` of sections with a credential, which it knows by a keyed hash. One for a
-    connection."""
-
-    __slots__ = ("_before", "_behind", "_known", "block", "credential")
-
-    def __init__(
-        self, section: bytes, before: int, behind: int, block: HeaderBlock, credential: bytes
-    ) -> None:
-        self._before, self._behind = before, behind  # the length, in bytes
-        self._known = hash(_LINE_KEY + section[:before] + section[-behind:])
-        self.block = block
-        self.credential = credential
-
-    def length_in(self, section: bytes) -> int:
-        """The length that a section says; -1 if it is not one of these."""
-        before, behind = self._before, self._behind
-        if hash(_LINE_KEY + section[:before] + section[-behind:]) == self._known:
-            return length_of(section[before:-behind])
-        return -1

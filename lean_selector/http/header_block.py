@@ -106,7 +106,6 @@ class LengthFrame:
         "_suffix",
         "_suffix_bytes",
         "block",
-        "credential",
         "lengths",
     )
 
@@ -115,7 +114,6 @@ class LengthFrame:
         self._prefix, self._prefix_bytes = prefix, len(prefix)
         self._suffix, self._suffix_bytes = suffix, len(suffix)
         self.block = block
-        self.credential: bytes | None = None  # nothing that is remembered has one
         self.lengths = 0  # whose sections are remembered whole
 
     def length_in(self, section: bytes) -> int:
@@ -123,12 +121,6 @@ class LengthFrame:
         if section.startswith(self._prefix) and section.endswith(self._suffix):
             return length_of(section[self._prefix_bytes : -self._suffix_bytes])
         return -1
-
-    def around(self, begin: int, size: int) -> tuple[int, int]:
-        """Bytes before and behind the length in a section that has, at `begin`, so many more."""
-        if begin < self._prefix_bytes:
-            return self._prefix_bytes + size, self._suffix_bytes
-        return self._prefix_bytes, self._suffix_bytes + size
 
 
 def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:

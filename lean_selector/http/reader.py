@@ -22,7 +22,6 @@ from typing import Final
 from lean_selector.http.body import ChunkedBody, SizedBody
 from lean_selector.http.credentials import (
     UNUSABLE,
-    CredentialFrame,
     CredentialLine,
     has_credentials,
 )
@@ -96,7 +95,7 @@ class RequestReader:
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
         self._credentials: CredentialLine | None = None  # once a request had such a line
-        self._frame: LengthFrame | CredentialFrame | None = None  # where lengths vary too much
+        self._frame: LengthFrame | None = None  # where lengths vary too much
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
         self.has_unread_input = False
@@ -167,27 +166,18 @@ class RequestReader:
                 self._fail(HttpError(414, "request target too long"))
                 return
             section = data[version_at:end]
+            credentials, rest = self._credentials, section
+            if credentials is not None:
+                rest = credentials.rest_of(section)
             frame = self._frame
-            if frame is not None and (length := frame.length_in(section)) >= 0:
-                block, credential = frame.block, frame.credential
+            if frame is not None and (length := frame.length_in(rest)) >= 0:
+                block = frame.block
             else:
-                credentials, rest = self._credentials, section
-                if credentials is None:
-                    known = self._blocks.get(section)
-                else:
-                    known = credentials.block_of(section)
-                    if known is None:
-                        rest = credentials.rest_of(section)
-                        known = self._blocks.get(rest)
-                        if known is not None:
-                            credentials.remember(section, known)
+                known = self._blocks.get(rest) or self._judge(rest)
                 if known is None:
-                    known = self._judge_section(section, rest)
-                    if known is None:
-                        return
-                    credentials = self._credentials
-                block, length = known, known.content_length
-                credential = None if credentials is None else credentials.credential
+                    return
+                block, length, credentials = known, known.content_length, self._credentials
+            credential = None if credentials is None else credentials.credential
             method, path, query = line.group(1, 2, 3)
             if path[0] != 0x2F:
                 path = _origin_form(path)
@@ -200,18 +190,6 @@ class RequestReader:
             else:
                 request = Request(method, path, query, b"", block, section, credential)
                 at = self._begin_body(request, length, data, end, requests)
-
-    def _judge_section(self, section: bytes, rest: bytes) -> HeaderBlock | None:
-        """What a section says, of which `rest` is what has no known credential."""
-        block = self._judge(rest)
-        credentials, frame = self._credentials, self._frame
-        if (
-            isinstance(frame, LengthFrame)
-            and credentials is not None
-            and credentials.credential is not None
-        ):
-            self._frame = credentials.framed(frame, section)
-        return block
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
         """What a header section not seen before says, or None and the error set."""
