@@ -10,10 +10,8 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source
 from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
-from lean_selector.http.header_block import block_of
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.request import Request
-from lean_selector.http.response import JSON, encode_response
+from lean_selector.http.head import Request, block_of
+from lean_selector.http.response import JSON, PendingReply, encode_response
 from lean_selector.services.busy_threshold import BusyThresholdService
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService

@@ -9,7 +9,7 @@ from hmac import compare_digest
 from typing import Final
 
 from lean_selector.access.roles import NAMES, OPEN, ROLES, Role
-from lean_selector.http.credentials import digest_of
+from lean_selector.http.head import digest_of
 from lean_selector.outbound.watched_file import WatchedFile
 
 log = logging.getLogger("lean_selector.access")

@@ -18,9 +18,8 @@ from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.http.limits import HttpError
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.request import Request
+from lean_selector.http.head import HttpError, Request
+from lean_selector.http.response import PendingReply
 from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.wire.openai_errors import openai_error
 

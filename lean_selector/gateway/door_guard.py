@@ -13,8 +13,8 @@ from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import without_authorization
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
+from lean_selector.http.response import PendingReply
 
 Door = Callable[[Request], bytes | PendingReply]
 

@@ -22,9 +22,9 @@ from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import id_line
 from lean_selector.gateway.worker_connection import Receiver, WorkerConnection
+from lean_selector.http.head import Request
 from lean_selector.http.passage import UnboundedPassage
-from lean_selector.http.request import Request
-from lean_selector.http.streamed_reply import StreamedReply
+from lean_selector.http.streaming import StreamedReply
 from lean_selector.prompts.answers import UsageReader
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import msgspec
 
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.response import encode_response
+from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.tasks import watched

@@ -9,7 +9,7 @@ names. No I/O.
 import re
 from typing import Final
 
-from lean_selector.http.limits import HttpError, Limits
+from lean_selector.http.head import HttpError, Limits
 
 # 15 digits cannot overflow anything; no real chunk needs 8.
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")

@@ -1,15 +1,50 @@
-"""The open connections of one server: how many, how much they hold, and their time-outs.
-
-Owns what they share and what they may use together; what is said on one is `protocol`'s. Nothing
-here waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27).
-"""
+"""The open connections of one server: how many, how much they hold, their time-outs and counts."""
 
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from lean_selector.http.header_block import HeaderBlocks
-from lean_selector.http.limits import HttpError, Limits
-from lean_selector.http.tls_counts import TlsCounts
+from lean_selector.http.head import HeaderBlocks, HttpError, Limits
+
+# Why handshakes fail: the labels of a metric.
+REASONS: Final = (
+    "client_certificate",  # none, or none that is trusted
+    "closed",  # the client left in the middle
+    "not_tls",
+    "other",
+    "refused_by_client",  # it said so; mostly it does not trust our certificate
+    "timeout",
+    "version_or_cipher",  # nothing that both know
+)
+
+
+class TlsCounts:
+    """Ever; all 0 while TLS is off."""
+
+    __slots__ = (
+        "completed",
+        "failures",
+        "is_on",
+        "last_failure",
+        "not_after",
+        "reload_failures",
+        "reloads",
+    )
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.completed = 0
+        self.failures: dict[str, int] = dict.fromkeys(REASONS, 0)
+        self.last_failure = ""  # who, and why, in words
+        self.reloads = 0  # of the files
+        self.reload_failures = 0
+        self.not_after: int | None = None  # of the certificate, in seconds since 1970
+
+
+# --------------------------------------------------------------------------------------------------
+# The open connections of one server: how many, how much they hold, and their time-outs.
+#
+# Owns what they share and what they may use together; what is said on one is `protocol`'s. Nothing
+# here waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27).
 
 # A gateway opens some hundreds: enough for a fleet of them, and below a descriptor limit of 2**16,
 # of which KV events take two or three for each worker rank.

@@ -8,7 +8,7 @@ import re
 from typing import Final
 
 from lean_selector.http.body import _SIZE, ChunkedBody
-from lean_selector.http.limits import HttpError, Limits
+from lean_selector.http.head import HttpError, Limits
 
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 # What is bounded in answers is the head; a body may be as long as it likes.

@@ -17,11 +17,15 @@ from typing import Final, cast
 
 from lean_selector.http.connections import Connections as Connections
 from lean_selector.http.connections import Timeouts as Timeouts
-from lean_selector.http.limits import HttpError
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.head import HttpError, Request
 from lean_selector.http.reader import RequestReader
-from lean_selector.http.request import Request
-from lean_selector.http.response import Response, encode_response, with_connection, without_body
+from lean_selector.http.response import (
+    PendingReply,
+    Response,
+    encode_response,
+    with_connection,
+    without_body,
+)
 
 log = logging.getLogger(__name__)
 

@@ -20,21 +20,19 @@ import re
 from typing import Final
 
 from lean_selector.http.body import ChunkedBody, SizedBody
-from lean_selector.http.credentials import (
+from lean_selector.http.head import (
+    CHUNKED,
     UNUSABLE,
     CredentialLine,
-    has_credentials,
-)
-from lean_selector.http.header_block import (
-    CHUNKED,
     HeaderBlock,
     HeaderBlocks,
     LengthFrame,
+    Request,
+    has_credentials,
     parse_header_block,
 )
-from lean_selector.http.limits import HttpError as HttpError
-from lean_selector.http.limits import Limits as Limits
-from lean_selector.http.request import Request
+from lean_selector.http.head import HttpError as HttpError
+from lean_selector.http.head import Limits as Limits
 
 # Method, path, query; the fragment, which no client should send, is dropped. What follows is the
 # version.

@@ -1,15 +1,129 @@
-"""A connection whose answers may also go out in pieces.
+"""Answers that go out in pieces, as fast as their client takes them, and a connection with such."""
 
-What `protocol` does for answers that come later, and beside it what those need that stream: how
-each ends, and who is told while the client does not take them.
-"""
-
+from collections.abc import Callable
 from typing import Final
 
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.head import Request
 from lean_selector.http.protocol import _ANSWERED_LAST, HttpProtocol
-from lean_selector.http.request import Request
-from lean_selector.http.streamed_reply import CLOSE_LINE, StreamedReply
+from lean_selector.http.response import PendingReply
+
+# --------------------------------------------------------------------------------------------------
+# An answer that goes out in pieces, as they come and as fast as its client takes them.
+#
+# Owns what is between the app that passes pieces on and the connection that writes them. Knows
+# neither heads nor framing: what is written is the app's, to the byte.
+
+CLOSE_LINE: Final = b"connection: close\r\n"
+
+
+class StreamedReply(PendingReply):
+    """The app returns it, and later either calls `resolve` with a whole response, or `begin`,
+    `write` as often as it likes, and at last `finish` or `break_off`.
+
+    A client that hangs up before the last of these calls is told to `on_disconnect`, once; from
+    then on nothing is to be called any more. While `is_paused` the client does not take what was
+    written; `on_pause` and `on_resume` tell when that changes.
+    """
+
+    __slots__ = (
+        "_break_off",
+        "_closes",
+        "_finish",
+        "_last_word",
+        "begun",
+        "is_paused",
+        "on_pause",
+        "on_resume",
+        "write",
+    )
+
+    def __init__(
+        self,
+        on_disconnect: Callable[[], None] | None = None,
+        on_pause: Callable[[], None] | None = None,
+        on_resume: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(on_disconnect)
+        self.on_pause = on_pause
+        self.on_resume = on_resume
+        self.is_paused = False
+        self.begun = False
+        self._closes = False
+        # The protocol's; nothing is begun before it has them.
+        self.write: Callable[[bytes], None] = _too_early
+        self._last_word: Callable[[], bytes] | None = None
+        self._finish: Callable[[bool], None] | None = None
+        self._break_off: Callable[[bool], None] | None = None
+
+    # -- for the app ---------------------------------------------------------------------------
+
+    def begin(self, *, closes: bool = False) -> bytes:
+        """From here on pieces are written. Returns the `connection` line that belongs into the
+        head, or nothing. `closes`: only the end of the connection says where the answer ends."""
+        assert self._last_word is not None, "the request is not parked yet"
+        self.begun = True
+        line = self._last_word()
+        self._closes = closes or line == CLOSE_LINE
+        return CLOSE_LINE if closes else line
+
+    def finish(self) -> None:
+        """All of it is written."""
+        finish = self._finish
+        self._ended()
+        if finish is not None:
+            finish(self._closes)
+
+    def break_off(self) -> None:
+        """There will be no more, and the client shall see it: where the answer's framing does not
+        show that it is cut short, the connection is reset."""
+        break_off = self._break_off
+        self._ended()
+        if break_off is not None:
+            break_off(self._closes)
+
+    # -- for the protocol ----------------------------------------------------------------------
+
+    def attach(
+        self,
+        write: Callable[[bytes], None],
+        last_word: Callable[[], bytes],
+        finish: Callable[[bool], None],
+        break_off: Callable[[bool], None],
+    ) -> None:
+        """Where pieces go. `last_word` is the `connection` line, `finish(closes)` and
+        `break_off(resets)` end the answer."""
+        self.write, self._last_word = write, last_word
+        self._finish, self._break_off = finish, break_off
+
+    def pause(self) -> None:
+        self.is_paused = True
+        if self.on_pause is not None:
+            self.on_pause()
+
+    def resume(self) -> None:
+        self.is_paused = False
+        if self.on_resume is not None:
+            self.on_resume()
+
+    def hang_up(self) -> None:
+        self.on_pause = self.on_resume = None
+        super().hang_up()
+
+    def _ended(self) -> None:
+        self.on_disconnect = self.on_pause = self.on_resume = None
+        self._finish = self._break_off = self._last_word = None
+        self.write = _too_early
+
+
+def _too_early(data: bytes) -> None:
+    raise AssertionError("nothing can be written now")
+
+
+# --------------------------------------------------------------------------------------------------
+# A connection whose answers may also go out in pieces.
+#
+# What `protocol` does for answers that come later, and beside it what those need that stream: how
+# each ends, and who is told while the client does not take them.
 
 _KEPT_LINE: Final = b"connection: keep-alive\r\n"
 

@@ -1,21 +1,63 @@
-"""TLS between a connection of the loop and the protocol that is spoken on it.
-
-The protocol sees a transport that half-closes, reads on and counts what is unwritten as a bare one
-does, which the loop's own TLS does not (D27, D46). Handshakes cost half a millisecond each, so that
-a turn of the loop does a few; whoever is in one has a place among the connections, and
-`Connections.sweep` is its clock. Knows no file and no HTTP but the one answer to who speaks no TLS.
-"""
+"""TLS between a connection of the loop and the protocol spoken on it. Imported where it is on."""
 
 import asyncio
+import binascii
 import contextlib
+import re
 import ssl
+from calendar import timegm
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, cast
 
 from lean_selector.http.connections import Connections
 from lean_selector.http.response import encode_response
-from lean_selector.http.tls_failures import kind_of, text_of
+
+_CLIENT_CERTIFICATE: Final = frozenset(
+    {"CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE"}
+)
+_NOTHING_COMMON: Final = frozenset(
+    {
+        "UNSUPPORTED_PROTOCOL",
+        "VERSION_TOO_LOW",
+        "UNKNOWN_PROTOCOL",
+        "WRONG_VERSION_NUMBER",
+        "WRONG_SSL_VERSION",
+        "NO_SHARED_CIPHER",
+        "NO_SHARED_GROUP",
+        "NO_SUITABLE_KEY_SHARE",
+        "NO_SUITABLE_SIGNATURE_ALGORITHM",
+        "NO_SHARED_SIGNATURE_ALGORITHMS",
+    }
+)
+
+
+def kind_of(error: ssl.SSLError) -> str:
+    """The label of a failure, one of `tls_counts.REASONS`, from OpenSSL's name of it."""
+    reason = error.reason or ""
+    if reason in _CLIENT_CERTIFICATE:
+        return "client_certificate"
+    if reason in _NOTHING_COMMON:
+        return "version_or_cipher"
+    return "refused_by_client" if "_ALERT_" in reason else "other"
+
+
+def text_of(error: ssl.SSLError) -> str:
+    """For the log."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    words = (error.reason or "the TLS handshake failed").lower().replace("_", " ")
+    return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
+
+
+# --------------------------------------------------------------------------------------------------
+# TLS between a connection of the loop and the protocol that is spoken on it.
+#
+# The protocol sees a transport that half-closes, reads on and counts what is unwritten as a bare
+# one does, which the loop's own TLS does not (D27, D46). Handshakes cost half a millisecond each,
+# so that a turn of the loop does a few; whoever is in one has a place among the connections, and
+# `Connections.sweep` is its clock. Knows no file and no HTTP but the one answer to who speaks no
+# TLS.
 
 # OpenSSL takes 0.25 ms for one with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn stays below
 # 5 ms, and who is connected already gets a turn in between.
@@ -396,3 +438,56 @@ class TlsConnection(asyncio.Protocol):
         data = self._outgoing.read()
         if data and not self._raw.is_closing():
             self._raw.write(data)
+
+
+# --------------------------------------------------------------------------------------------------
+# The last second of a certificate: what operators must hear of in time.
+#
+# `ssl` tells it of a peer's certificate alone, and only while that is valid. So the one field is
+# read here, from the DER of what OpenSSL has judged before (RFC 5280, section 4.1).
+
+_PEM: Final = re.compile(rb"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.*?)-----END", re.DOTALL)
+_VERSION: Final = 0xA0  # absent in certificates of version 1
+_UTC_TIME: Final = 0x17  # with two digits for the year
+_TIME: Final = re.compile(r"(\d{4})" + r"(\d\d)" * 5 + "Z")
+
+
+def not_after_of(pem: bytes) -> int | None:
+    """Of the first certificate in a file, in seconds since 1970; None where it has no such form."""
+    found = _PEM.search(pem)
+    if found is None:
+        return None
+    try:
+        return _not_after(binascii.a2b_base64(found[1]))
+    except (ValueError, IndexError):
+        return None
+
+
+def _not_after(der: bytes) -> int:
+    _, at, _ = _element(der, 0)  # the certificate
+    _, at, _ = _element(der, at)  # what is signed of it
+    tag, _, end = _element(der, at)
+    if tag == _VERSION:
+        at = end
+    _, _, at = _element(der, at)  # its number
+    _, _, at = _element(der, at)  # the algorithm
+    _, _, at = _element(der, at)  # the issuer
+    _, at, _ = _element(der, at)  # from when until when
+    _, _, at = _element(der, at)
+    tag, begin, end = _element(der, at)
+    text = der[begin:end].decode("ascii")
+    if tag == _UTC_TIME:
+        text = ("20" if text < "50" else "19") + text
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    return timegm(tuple(map(int, found.groups())))
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """The tag of what begins there, and where its content begins and ends."""
+    size, begin = der[at + 1], at + 2
+    if size & 0x80:
+        begin += size & 0x7F
+        size = int.from_bytes(der[at + 2 : begin], "big")
+    return der[at], begin, begin + size

@@ -17,7 +17,7 @@ from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.http.connections import Connections
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.observing import logs
 from lean_selector.process.access import tokens_of

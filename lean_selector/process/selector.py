@@ -11,7 +11,7 @@ from lean_selector.access.token_file import AccessTokens
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.settings import API_1_6
 from lean_selector.http.connections import Connections
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits
 from lean_selector.http.protocol import App
 from lean_selector.observing import logs
 from lean_selector.process.access import tokens_of

@@ -11,10 +11,8 @@ import ssl
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from lean_selector.http.connections import Connections
-from lean_selector.http.tls import TlsDoor
-from lean_selector.http.tls_counts import TlsCounts
-from lean_selector.http.tls_not_after import not_after_of
+from lean_selector.http.connections import Connections, TlsCounts
+from lean_selector.http.tls import TlsDoor, not_after_of
 from lean_selector.process.service_options import TlsFiles
 
 log = logging.getLogger("lean_selector.server")

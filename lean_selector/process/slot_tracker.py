@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http.connections import Connections
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits
 from lean_selector.observing import logs
 from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.process.access import tokens_of

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from lean_selector.access.roles import WRITE
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.selection.records import Selection
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.http.response import Response
 from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.unknown import Unknown

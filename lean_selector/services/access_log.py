@@ -12,10 +12,9 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
-from lean_selector.http.request import Request
-from lean_selector.http.response import Response, status_of
+from lean_selector.http.response import PendingReply, Response, status_of
 from lean_selector.http.router import Match, RouteTable, percent_decode
 from lean_selector.observing.logs import ACCESS_LOG
 from lean_selector.services.gate import HUNG_UP, Route

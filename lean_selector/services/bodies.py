@@ -11,7 +11,7 @@ import msgspec
 
 from lean_selector.core.errors import BadRequest, SelectorError
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.http.response import JSON
 from lean_selector.http.router import RepeatedQueryField, parse_query, percent_decode
 from lean_selector.services.media_types import is_json, names_msgpack

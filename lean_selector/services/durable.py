@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lean_selector.access.roles import ADMIN
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.services.gate import Endpoint, Route
 from lean_selector.services.replies import Answer, LaterReply
 

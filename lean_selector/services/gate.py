@@ -14,7 +14,7 @@ import msgspec
 
 from lean_selector.access.roles import OPEN, READ
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.http.response import status_of
 from lean_selector.http.router import Match, MethodNotAllowed, NotFound, RouteTable
 from lean_selector.service.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter

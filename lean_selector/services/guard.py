@@ -7,7 +7,7 @@ comes here. Whose token has which role is `access.token_file`'s.
 from lean_selector.access.refusals import refusal_of
 from lean_selector.access.roles import READ, Role
 from lean_selector.access.token_file import AccessTokens
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.services.replies import Answer, error_reply
 from lean_selector.services.routes import Abridged, Endpoint, Handed
 

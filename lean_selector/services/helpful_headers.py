@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from lean_selector.core.errors import NoWorkers
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.services.gate import Endpoint
 from lean_selector.services.media_types import is_json
 from lean_selector.services.replies import Answer, printable, warning_line

@@ -7,8 +7,8 @@ the same for every service, which adds the families of its own.
 from collections.abc import Callable, Sequence
 
 from lean_selector.access.token_file import AccessTokens
+from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
-from lean_selector.http.request import Request
 from lean_selector.service.exposition import Families, LoopLag, RouteMeter
 from lean_selector.service.metrics import http_families, process_families
 from lean_selector.services.access_log import with_access_log

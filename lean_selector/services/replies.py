@@ -10,9 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from lean_selector.core.errors import SelectorError
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.request import Request
-from lean_selector.http.response import JSON, Response, date_header, encode_response, status_of
+from lean_selector.http.head import Request
+from lean_selector.http.response import (
+    JSON,
+    PendingReply,
+    Response,
+    date_header,
+    encode_response,
+    status_of,
+)
 from lean_selector.services.media_types import MSGPACK, names_msgpack
 from lean_selector.wire.answer_forms import (
     LONGEST_TRANSCODED,

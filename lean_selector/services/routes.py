@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lean_selector.access.refusals import Refusal
 from lean_selector.access.roles import Role
-from lean_selector.http.request import Request
+from lean_selector.http.head import Request
 from lean_selector.services.replies import Answer
 
 Endpoint = Callable[[Request, bytes | None], Answer]

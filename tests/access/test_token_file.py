@@ -10,7 +10,7 @@ import pytest
 
 from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE, Role
 from lean_selector.access.token_file import MOST_TOKENS, AccessTokens
-from lean_selector.http.credentials import UNUSABLE, digest_of
+from lean_selector.http.head import UNUSABLE, digest_of
 
 FILE = b"""\
 # who may look

@@ -7,12 +7,10 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from lean_selector.http.connections import Connections
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits, Request
 from lean_selector.http.listener import Listener, UnixPath, tcp_socket
-from lean_selector.http.pending_reply import PendingReply
 from lean_selector.http.protocol import HttpProtocol
-from lean_selector.http.request import Request
-from lean_selector.http.response import encode_response
+from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import TlsDoor
 from tests.certificates import Authority
 from tests.on_loop import until

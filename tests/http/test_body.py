@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.http.body import ChunkedBody, SizedBody
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits
 
 LIMITS = Limits(max_body_bytes=10, max_head_bytes=40)
 END = b"0\r\n\r\n"

@@ -4,11 +4,8 @@ import random
 
 import pytest
 
-from lean_selector.http.credentials import UNUSABLE, digest_of
-from lean_selector.http.header_block import HeaderBlocks
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import UNUSABLE, HeaderBlocks, Limits, Request, digest_of
 from lean_selector.http.reader import RequestReader
-from lean_selector.http.request import Request
 
 TOKEN = b"s3cret-t0ken"
 DIGEST = digest_of(TOKEN)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits, Request
 from lean_selector.http.reader import RequestReader
-from lean_selector.http.request import Request
 from tests.http.strict_framing import Framed, framed
 from tests.http.test_protocol import Client
 

@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lean_selector.http.limits import Limits
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import Connections, HttpProtocol, Timeouts
-from lean_selector.http.request import Request
-from lean_selector.http.response import Response, encode_response
+from lean_selector.http.response import PendingReply, Response, encode_response
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"

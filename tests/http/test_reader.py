@@ -6,10 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lean_selector.http.header_block import HeaderBlocks
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import HeaderBlocks, Limits, Request
 from lean_selector.http.reader import RequestReader
-from lean_selector.http.request import Request
 
 LIMITS = Limits(max_body_bytes=100, max_head_bytes=1000, max_discard_bytes=400)
 

@@ -2,12 +2,10 @@
 
 import pytest
 
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.head import Request
 from lean_selector.http.protocol import Connections
-from lean_selector.http.request import Request
-from lean_selector.http.response import encode_response
-from lean_selector.http.streamed_reply import StreamedReply
-from lean_selector.http.streaming import StreamingProtocol
+from lean_selector.http.response import PendingReply, encode_response
+from lean_selector.http.streaming import StreamedReply, StreamingProtocol
 from tests.http.test_protocol import FakeTransport
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

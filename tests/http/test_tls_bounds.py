@@ -6,11 +6,9 @@ import ssl
 from collections.abc import Callable
 
 from lean_selector.http.connections import Connections
-from lean_selector.http.limits import Limits
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import HttpProtocol
-from lean_selector.http.request import Request
-from lean_selector.http.response import encode_response
+from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsConnection, TlsDoor
 from tests.certificates import Authority
 

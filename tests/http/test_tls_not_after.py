@@ -6,7 +6,7 @@ import datetime
 import pytest
 import trustme
 
-from lean_selector.http.tls_not_after import not_after_of
+from lean_selector.http.tls import not_after_of
 
 SEQUENCE, INTEGER, UTC_TIME, GENERALIZED_TIME, VERSION = 0x30, 0x02, 0x17, 0x18, 0xA0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.http.tls_counts import TlsCounts
+from lean_selector.http.connections import TlsCounts
 from lean_selector.process.server_tls import HandshakeLog, server_context
 from lean_selector.process.service_options import TlsFiles
 from tests.certificates import HOST, LOCKED_KEY, Authority, Files

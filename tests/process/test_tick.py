@@ -10,7 +10,7 @@ from contextlib import contextmanager
 SERVICE = """
 import asyncio, msgspec, sys, time
 from lean_selector.http.connections import Connections
-from lean_selector.http.limits import Limits
+from lean_selector.http.head import Limits
 from lean_selector.http.response import encode_response
 from lean_selector.process import host
 from lean_selector.process.service_options import Listen

@@ -12,8 +12,7 @@ import pytest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings, SelectionCacheSettings
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.response import encode_response
+from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.services.gate import Gate
 from lean_selector.services.helpful_headers import refusal_lines_16
 from lean_selector.services.selection import SelectionService

@@ -12,7 +12,7 @@ from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.response import PendingReply
 from lean_selector.services.dump_answers import DumpAnswers
 from lean_selector.services.sliced_answers import SLICE_S
 from tests.driven_selector import Sources

@@ -7,7 +7,7 @@ import pytest
 
 from lean_selector.access.roles import READ
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, NotFound
-from lean_selector.http.pending_reply import PendingReply
+from lean_selector.http.response import PendingReply
 from lean_selector.service.exposition import RouteMeter
 from lean_selector.services.bodies import Query, worker_id_param
 from lean_selector.services.gate import (

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.response import Response
+from lean_selector.http.response import PendingReply, Response
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.service.exposition import Family, escaped, labels
 from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers

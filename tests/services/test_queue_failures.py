@@ -7,8 +7,7 @@ import pytest
 
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.http.pending_reply import PendingReply
-from lean_selector.http.response import encode_response
+from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.services.gate import Gate
 from lean_selector.services.selection import SelectionService
 from lean_selector.services.service_state import ServiceState

@@ -1,16 +1,56 @@
-"""A header section: judged by httptools (llhttp), and what the service needs of it.
+"""The head of a request: sizes it may have, its header section, its credential, and the request."""
 
-Knows nothing of connections, nor of where a body ends; `reader` does.
-"""
-
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Final
 
 import httptools
 
-from lean_selector.http.limits import HttpError
+# --------------------------------------------------------------------------------------------------
+# The sizes that one request may have, and the error that ends a connection.
+#
+# Owns two records of plain values that the parts of the reader share. Figures: spec selection.md
+# 1.1.
+
+
+class Limits:
+    """Sizes in bytes, inclusive.
+
+    The request line and the header section may each have max_head_bytes. A body over
+    max_body_bytes is read and dropped, up to max_discard_bytes of it, so that the client gets to
+    read why it was refused.
+    """
+
+    __slots__ = ("max_body_bytes", "max_discard_bytes", "max_head_bytes")
+
+    def __init__(
+        self,
+        max_body_bytes: int = 8 * 1024 * 1024,  # the selector's; the slot tracker has 2 MiB
+        max_head_bytes: int = 64 * 1024,
+        max_discard_bytes: int = 64 * 1024 * 1024,
+    ) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.max_head_bytes = max_head_bytes
+        self.max_discard_bytes = max_discard_bytes
+
+
+class HttpError:
+    """Why no more requests can come from a connection, and the status that says so."""
+
+    __slots__ = ("status", "text")
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status = status
+        self.text = text
+
+
+# --------------------------------------------------------------------------------------------------
+# A header section: judged by httptools (llhttp), and what the service needs of it.
+#
+# Knows nothing of connections, nor of where a body ends; `reader` does.
 
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 
@@ -216,3 +256,151 @@ def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
     with suppress(httptools.HttpParserUpgrade):
         httptools.HttpRequestParser(_Collector(merge)).feed_data(head)
     return fields, hosts
+
+
+# --------------------------------------------------------------------------------------------------
+# The `authorization` line of a connection's requests: cut out of their header sections before those
+# are remembered, and known again by a keyed digest.
+#
+# Nothing here, nor in what the reader remembers, holds a credential: only where its line stood, and
+# digests by keys that this process drew for itself. Whose token it is, is for others to say. RFC
+# 9110 section 11.6.2, RFC 6750 section 2.1.
+
+# One line whose value no parser objects to, in any spelling of its name.
+_LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")
+_NAME: Final = b"\r\nauthorization:"
+
+_DIGEST_BYTES: Final = 32
+_KEYED: Final = blake2b(digest_size=_DIGEST_BYTES, key=os.urandom(64))
+_LINE_KEY: Final = os.urandom(16)
+
+UNUSABLE: Final = b""  # there is a credential, and it is no single bearer token
+
+
+def digest_of(text: bytes) -> bytes:
+    """What may be kept in place of a secret. Other processes have other digests of the same."""
+    made = _KEYED.copy()  # a third cheaper than with the key again
+    made.update(text)
+    return made.digest()
+
+
+def has_credentials(section: bytes) -> bool:
+    """Whether there is such a line in a header section: version, lines, each after its CRLF."""
+    return _NAME in section.lower()
+
+
+def _credential_of(value: bytes) -> bytes:
+    """The digest of a bearer token, or UNUSABLE."""
+    scheme, _, token = value.strip(b" \t").partition(b" ")
+    return digest_of(token.strip(b" \t")) if scheme.lower() == b"bearer" else UNUSABLE
+
+
+class CredentialLine:
+    """Where the last line with a credential stood, and what it said. One for a connection.
+
+    `credential` is that of the section seen last by `rest_of`: the digest of a bearer token,
+    UNUSABLE, or None.
+
+    The line is known again by Python's own hash of a key and its text: SipHash, a third of the time
+    of the digest that says whose token it is. It only tells whether this connection said the same
+    before, where another text has one chance in 2**64.
+    """
+
+    __slots__ = (
+        "_begin",
+        "_known",
+        "_size",
+        "_start",
+        "_value",
+        "credential",
+    )
+
+    def __init__(self, section: bytes) -> None:
+        """Of a section that has credentials."""
+        self.credential: bytes | None = UNUSABLE
+        self._begin = 0
+        self._size = 0  # of the line, with both its line breaks
+        self._start = b""  # CRLF and the name, as they are spelled
+        self._known = 0  # the line, as its hash
+        self._value = UNUSABLE
+        found = _LINE.search(section)
+        if found is None or section.lower().count(_NAME) != 1:
+            return
+        begin, value_at, end = found.start(), found.start(1), found.end() + 2
+        self._begin = begin
+        self._size = end - begin
+        self._start = section[begin:value_at]
+        self._known = hash(_LINE_KEY + section[begin:end])
+        self._value = _credential_of(found[1])
+
+    def rest_of(self, section: bytes) -> bytes:
+        """The section without its line, if that is the one that is known; or all of it."""
+        begin, size = self._begin, self._size
+        if not size or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
+            # Other lines before it are shorter or longer now, as a length.
+            begin = section.find(self._start) if size else -1
+            if begin < 0 or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
+                self.credential = None
+                return section
+            self._begin = begin
+        self.credential = self._value
+        return section[:begin] + section[begin + size - 2 :]
+
+
+class Request:
+    """One request as the client sent it. `path` and `query` are raw; the body is not kept if too
+    large. `section` is the head behind `HTTP/`: the version, and the header lines with their ends.
+    `credential` is the digest of its bearer token, `credentials.UNUSABLE`, or None.
+    """
+
+    __slots__ = (
+        "body",
+        "body_too_large",
+        "credential",
+        "headers",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+        "section",
+    )
+
+    def __init__(
+        self,
+        method: bytes,
+        path: bytes,
+        query: bytes | None,
+        body: bytes | bytearray,
+        headers: HeaderBlock,
+        section: bytes = b"",
+        credential: bytes | None = None,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.body = body
+        self.headers = headers
+        self.section = section
+        self.credential = credential
+        self.keep_alive = headers.keep_alive
+        self.body_too_large = False
+
+    @property
+    def content_type(self) -> bytes | None:
+        return self.headers.content_type
+
+    @property
+    def accept(self) -> bytes | None:
+        return self.headers.accept
+
+    @property
+    def traceparent(self) -> bytes | None:
+        return self.headers.traceparent
+
+    @property
+    def reservation_id(self) -> bytes | None:
+        return self.headers.reservation_id
+
+    @property
+    def is_http10(self) -> bool:
+        return self.headers.is_http10
