@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 
 from lean_selector.core.index.kv_batch import EventBatch, SkippedEvent
-from lean_selector.wire import kv_event_parts, kv_events, messagepack_pieces
+from lean_selector.wire import kv_events, messagepack
 from lean_selector.wire.kv_events import batch_slices, decode_small
-from lean_selector.wire.messagepack_pieces import Bytes
+from lean_selector.wire.messagepack import Bytes
 
 
 def decode_batch(payload: Bytes) -> EventBatch:
@@ -36,9 +36,10 @@ def small_windows(
 ) -> Iterator[pytest.MonkeyPatch]:
     """What is large begins at `window` bytes, and a slice holds so many of each."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (messagepack_pieces, kv_events, kv_event_parts):
+        for module in (messagepack, kv_events):
             patch.setattr(module, "WINDOW_BYTES", window)
         patch.setattr(kv_events, "SLICE_EVENTS", events)
-        patch.setattr(kv_event_parts, "PART_BLOCKS", blocks)
-        patch.setattr(kv_event_parts, "PART_TOKENS", tokens)
+        patch.setattr(kv_events, "PART_BLOCKS", blocks)
+        patch.setattr(kv_events, "PART_BLOCKS_WITH_KEYS", 1)
+        patch.setattr(kv_events, "PART_TOKENS", tokens)
         yield patch

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from lean_selector.core.replication.shapes import ReplicaEvent
-from lean_selector.wire.replica_frames import decode_quickly, payload_of
-from lean_selector.wire.replica_odd_frames import decode_in_steps
+from lean_selector.wire.replica_frames import decode_in_steps, decode_quickly, payload_of
 
 
 def decode_frames(frames: Sequence[bytes]) -> ReplicaEvent:

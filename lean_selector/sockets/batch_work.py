@@ -13,12 +13,14 @@ from lean_selector.core.compiled import IS_COMPILED
 from lean_selector.core.index.kv_batch import BOUND_REASONS, EventBatch
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
-from lean_selector.wire.messagepack_pieces import WINDOW_BYTES
-
-# The largest batch of a 1 M token prompt is some 12 MB, told block by block. A larger payload is
-# refused.
-MAX_BATCH_BYTES = 32 * 1024 * 1024
+from lean_selector.wire.kv_events import (
+    MAX_BATCH_BYTES,
+    NotABatch,
+    TooManyEvents,
+    batch_slices,
+    decode_small,
+)
+from lean_selector.wire.messagepack import WINDOW_BYTES
 
 # Reads ordinary batches, and is quick when compiled. What it does not take is read by the other, as
 # is everything in the interpreted form.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import zmq
 
-from lean_selector.sockets.batch_work import MAX_BATCH_BYTES
 from lean_selector.sockets.link import Link
 from lean_selector.sockets.links import Links
+from lean_selector.wire.kv_events import MAX_BATCH_BYTES
 
 _SEQ = struct.Struct(">Q")
 

@@ -43,13 +43,15 @@ from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
     MAX_EVENT_BYTES,
     TOPIC,
+    TooBig,
+    UndecodableFrames,
     decode_heartbeat,
+    decode_in_steps,
     decode_quickly,
     encode_event,
     encode_heartbeat,
     payload_of,
 )
-from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
 from lean_selector.wire.session_frames import (
     MAX_SESSION_BYTES,
     SESSION_TOPIC,

@@ -49,6 +49,9 @@ _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 _KINDS = {type(None): "nil", float: "float", dict: "map", list: "list"}
 _UNKNOWN_KEY_SEED = 26  # any but that of tokens
 
+# Names and texts that may come as bin.
+TEXT_FIELDS = ("type", "medium", "lora_name", "kv_cache_spec_kind", "locality", "cache_salt")
+
 _encode = msgspec.msgpack.Encoder().encode
 
 # Names are compared in upper case. vLLM says STORAGE for what it offloads to disk.
@@ -75,10 +78,6 @@ class Skips:
         is_unknown = event_type is None and isinstance(tag, str)
         reason = "unknown_type" if is_unknown else "malformed"
         self.count(event_type or "unknown", reason, str(error))
-
-    def add_unreadable(self) -> None:
-        """A value that is neither a map nor an array."""
-        self.count("unknown", "malformed", "an event is a map or an array")
 
     def count(self, event_type: str, reason: str, detail: str) -> None:
         known = self._by_kind.get((event_type, reason))
@@ -244,3 +243,69 @@ def _mm_hashes_of_block(keys: list[object], unknown: dict[str, int]) -> list[int
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
     """These win over extra keys, even when they name nothing."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
+
+
+def rearranged(event: object) -> dict[str, object]:
+    """The fields of an untyped event, named as in the map form; raises ValueError if it has none.
+
+    Names and texts may come as bin. In the tail of an array a field of the wrong type is left out.
+    """
+    if isinstance(event, list):
+        fields = _by_position(event)
+    elif isinstance(event, dict):
+        fields = {_decoded(name) if type(name) is bytes else name: event[name] for name in event}
+    else:
+        raise ValueError("an event is a map or an array")
+    for name in TEXT_FIELDS:
+        value = fields.get(name)
+        if type(value) is bytes:
+            fields[name] = _decoded(value)
+    return fields
+
+
+def _decoded(value: bytes) -> str:
+    return value.decode("utf-8")
+
+
+def _by_position(event: list[object]) -> dict[str, object]:
+    tag = event[0] if event else None
+    if tag in ("BlockStored", b"BlockStored"):
+        return _stored_by_position(event)
+    fields: dict[str, object] = {"type": tag}
+    if tag in ("BlockRemoved", b"BlockRemoved"):
+        fields.update(zip(("block_hashes", "medium"), event[1:3], strict=False))
+        tail = event[3:]
+        fields["group_idx"] = _group_idx(tail, 0)
+        word = _word(tail, 1)
+        is_locality = word is not None and word.upper() in ("LOCAL", "REMOTE")
+        fields["locality" if is_locality else "kv_cache_spec_kind"] = word
+    return fields
+
+
+def _stored_by_position(event: list[object]) -> dict[str, object]:
+    names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")
+    fields: dict[str, object] = dict(zip(names, event, strict=False))
+    fields.update(zip(("medium", "lora_name", "extra_keys"), event[6:9], strict=False))
+    metadata = fields.get("lora_name")
+    if isinstance(metadata, dict):
+        fields["lora_name"] = None
+        fields["cache_salt"] = metadata.get("cache_salt", metadata.get(b"cache_salt"))
+    tail = event[9:]
+    if tail and isinstance(tail[0], list | msgspec.Raw):
+        fields["block_mm_infos"] = tail.pop(0)
+    fields["group_idx"] = _group_idx(tail, 0)
+    fields["kv_cache_spec_kind"] = _word(tail, 1)
+    fields["locality"] = _word(tail, 3)
+    return fields
+
+
+def _group_idx(tail: list[object], position: int) -> int | None:
+    value = tail[position] if position < len(tail) else None
+    return value if type(value) is int and 0 <= value < 2**32 else None
+
+
+def _word(tail: list[object], position: int) -> str | None:
+    value = tail[position] if position < len(tail) else None
+    if type(value) is bytes:
+        return _decoded(value)
+    return value if type(value) is str else None

@@ -1,62 +1,82 @@
 """Event batches of vLLM, SGLang and TRT-LLM: bytes to records, every layout they have had.
 
-Tolerant per event: one that cannot be read is skipped with its reason, the others of its batch
-stand. msgspec refuses a union of maps and arrays, so two typed decoders stand behind one function,
-chosen by looking at the first event. A small batch that they take is read at once; any other is cut
-into pieces, each of bounded work: an event that they refuse is read untyped and put in order first,
-one that is larger than a piece comes as several records. Knows nothing of the index.
-Spec: indexer.md 1.3 and 1.4; D25.
+An event that cannot be read is skipped with its reason, the others of its batch stand. msgspec
+refuses a union of maps and arrays, so two typed decoders stand behind one function, chosen by
+looking at the first event. A batch of at most a window's bytes is read at once if they take it; any
+other is split into its events, and those are read in slices of bounded work: an event that the
+typed decoders refuse is read untyped and put in order first, one that is larger than a window comes
+as several records. Knows nothing of the index. Spec: indexer.md 1.3 and 1.4; D25.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 import msgspec
+from msgspec import Raw
 from msgspec.msgpack import Decoder
 
-from lean_selector.core.index.kv_batch import BlockRemoved, Event, EventBatch
+from lean_selector.core.index.kv_batch import (
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Part,
+    SkippedEvent,
+)
 from lean_selector.wire.kv_event_layouts import (
     ArrayEvent,
     ArrayEvents,
     ArrayRemoved,
     ArrayStored,
+    Hash,
     MapEvent,
     MapEvents,
     MapRemoved,
+    MapStored,
+    MultimodalInfo,
+    Token,
 )
-from lean_selector.wire.kv_event_odd_forms import rearranged
-from lean_selector.wire.kv_event_parts import records_of_large
 from lean_selector.wire.kv_event_records import (
     DETAIL_CHARACTERS,
+    TEXT_FIELDS,
     UNREADABLE,
     Skips,
+    rearranged,
     record_of,
     stored_record,
     u64s,
 )
-from lean_selector.wire.messagepack_pieces import (
+from lean_selector.wire.messagepack import (
     WINDOW_BYTES,
     Bytes,
-    NotMessagePack,
-    Passing,
+    ListReader,
     array_header,
-    header,
+    count_of,
+    first_value,
     is_array,
-    is_map,
-    passed,
-    pieces,
-    trailing_at,
 )
-from lean_selector.wire.messagepack_values import Piece
 
-# A prompt of 1 M tokens is 62 500 events if its engine tells of it block by block, 16 tokens each:
-# four times as many pass, as does the same prompt in blocks of 4.
-MAX_BATCH_EVENTS = 1 << 18
-# Events of one slice. Those that nobody understands take the longest: some 8 us each.
+# A message is read and split in one go: some 10 ms if it is full of the smallest values.
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+MAX_BATCH_EVENTS = 1 << 16
+MAX_EVENT_BLOCKS = 1 << 16  # a prompt of 1 M tokens in blocks of 16
+MAX_BLOCK_TOKENS = 4096  # of a block in an event that comes in parts; real ones have 256
+# Of one slice. Events that cannot be read take the longest: some 8 us each.
 SLICE_EVENTS = 256
+# Of one part; what it is read from fits into a window.
+PART_BLOCKS = 512
+PART_BLOCKS_WITH_KEYS = 32
+PART_TOKENS = 4096  # pairs of them take 45 KB
+_MAX_FIELDS = 1024  # of a map or an array that is a batch or a large event; layouts have up to 16
+_MAX_FIELD_BYTES = 4096  # of a field of a large event that is no list
 
 # The names that the rank of a batch has had, as a map.
 _RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 _I32 = range(-(2**31), 2**31)
+_POSITIONS = 14  # of an event's array, with the last that is read
+_LISTS = ("block_hashes", "token_ids", "extra_keys", "block_mm_infos")
+_NAMES: set[object] = {*_LISTS, *TEXT_FIELDS, "parent_block_hash", "block_size", "group_idx"}
+_NAMES |= {str(name).encode() for name in _NAMES}
 
 _array_events = Decoder(ArrayEvents).decode
 _map_events = Decoder(MapEvents).decode
@@ -64,8 +84,16 @@ _array_event_list = Decoder(list[ArrayEvent]).decode
 _map_event_list = Decoder(list[MapEvent]).decode
 _array_event = Decoder(ArrayEvent).decode
 _map_event = Decoder(MapEvent).decode
-_raw_list = Decoder(list[msgspec.Raw]).decode
+_raw_list = Decoder(list[Raw]).decode
+_raw_map = Decoder(dict[str | int, Raw]).decode
+_raw_map_of_bin = Decoder(dict[bytes, Raw]).decode
 _untyped = Decoder().decode
+_hashes = Decoder(list[Hash]).decode
+_tokens = Decoder(list[Token]).decode
+_keys = Decoder(list[list[object] | None]).decode
+_infos = Decoder(list[MultimodalInfo | None]).decode
+
+Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply so far
 
 
 class NotABatch(ValueError):
@@ -84,13 +112,7 @@ def decode_small(payload: Bytes) -> EventBatch | None:
     if len(payload) > WINDOW_BYTES:
         return None
     try:
-        try:
-            batch = _typed(payload)
-        except msgspec.DecodeError as error:
-            end = trailing_at(error)
-            if end is None:
-                return None
-            batch = _typed(payload[:end])
+        batch = first_value(_typed, payload)
         if len(batch.events) > SLICE_EVENTS:
             return None
         return _batch(_checked_rank(batch.dp_rank), batch.events)
@@ -98,91 +120,79 @@ def decode_small(payload: Bytes) -> EventBatch | None:
         return None
 
 
-def batch_slices(payload: Bytes) -> Iterator[EventBatch | None]:
-    """Any batch in slices of bounded work, to be applied in order; None: nothing to apply so far.
+def batch_slices(payload: Bytes) -> Slices:
+    """Any batch of at most MAX_BATCH_BYTES in slices of bounded work.
 
     Raises NotABatch, and nothing else, and only before the first slice.
     """
-    data = memoryview(payload)
-    layout = _Layout()
     try:
-        for _ in layout.read(data):
-            yield None
-    except (*UNREADABLE, NotMessagePack) as error:
+        dp_rank, raw_events = _rank_and_events(payload)
+        yield None
+        events = _raw_list(raw_events)
+        yield None
+    except NotABatch:
+        raise
+    except (*UNREADABLE, ValueError) as error:
         raise NotABatch(str(error)[:DETAIL_CHARACTERS]) from None
-    for piece in layout.events:
-        if piece.end - piece.start <= WINDOW_BYTES:
-            yield _of_piece(layout.dp_rank, data, piece)
-            continue
-        for records, skipped in records_of_large(data, piece.start):
-            batch = EventBatch(layout.dp_rank, records, skipped)
-            yield batch if records or skipped else None
-
-
-class _Layout:
-    """Where the parts of a batch are. `read` finds them; until it ends nothing is certain."""
-
-    def __init__(self) -> None:
-        self.dp_rank: int | None = None
-        self.events: list[Piece] = []
-
-    def read(self, data: memoryview) -> Iterator[None]:
-        """Walk a whole batch: an array, or a map, which one vLLM revision sent."""
-        inside, at = header(data, 0)
-        if is_array(data[0]):
-            if inside < 2:
-                raise NotABatch("a batch is [time, events, rank]")
-            at = yield from passed(data, at)
-            at = yield from self._read_events(data, at)
-            for position in range(2, inside):
-                end = yield from passed(data, at)
-                if position == 2:
-                    self.dp_rank = _checked_rank(_small_value(data[at:end]))
-                at = end
-        elif is_map(data[0]):
-            yield from self._read_map(data, at, inside // 2)
+    if not events:
+        yield EventBatch(dp_rank, [], [])
+    group: list[Raw] = []
+    size = 0
+    for raw in events:
+        length = len(memoryview(raw))
+        if group and (len(group) == SLICE_EVENTS or size + length > WINDOW_BYTES):
+            yield _of_group(dp_rank, group)
+            group, size = [], 0
+        if length > WINDOW_BYTES:
+            yield from _slices_of_large(dp_rank, raw)
         else:
-            raise NotABatch("a batch is an array or a map")
-        if not self.events:
-            self.events = [Piece(at, at, 0)]
+            group.append(raw)
+            size += length
+    if group:
+        yield _of_group(dp_rank, group)
 
-    def _read_map(self, data: memoryview, at: int, fields: int) -> Iterator[None]:
-        ranks: dict[object, object] = {}
-        has_events = False
-        for _ in range(fields):
-            end = yield from passed(data, at)
-            name = _small_value(data[at:end])
-            at = end
-            if name == "events":
-                has_events = True
-                at = yield from self._read_events(data, at)
-                continue
-            end = yield from passed(data, at)
-            if isinstance(name, str) and name in _RANK_NAMES:
-                ranks[name] = _small_value(data[at:end])
-            at = end
-        if not has_events:
+
+def _rank_and_events(payload: Bytes) -> tuple[int | None, Raw]:
+    """Of a batch: an array, or a map, which one vLLM revision sent."""
+    fields = first_value(_fields_of, payload)
+    if isinstance(fields, list):
+        if len(fields) < 2:
+            raise NotABatch("a batch is [time, events, rank]")
+        events, ranks = fields[1], fields[2:3]
+    else:
+        named = cast("Mapping[str, Raw]", fields)
+        if "events" not in named:
             raise NotABatch("a batch has events")
-        named = (ranks[name] for name in _RANK_NAMES if ranks.get(name) is not None)
-        self.dp_rank = _checked_rank(next(named, None))
-
-    def _read_events(self, data: memoryview, at: int) -> Passing:
-        count, start = header(data, at)
-        if not is_array(data[at]):
-            raise NotABatch("the events of a batch are an array")
-        if count > MAX_BATCH_EVENTS:
-            raise TooManyEvents(f"it has {count} events")
-        self.events = []
-        for piece in pieces(data, start, count, SLICE_EVENTS):
-            if piece is not None:
-                self.events.append(piece)
-            yield None
-        return self.events[-1].end if self.events else start
+        events = named["events"]
+        ranks = [named[name] for name in _RANK_NAMES if name in named]
+    told = [rank for raw in ranks if (rank := _value(raw, DETAIL_CHARACTERS)) is not None]
+    dp_rank = _checked_rank(told[0] if told else None)
+    data = memoryview(events)
+    if not is_array(data[0]):
+        raise NotABatch("the events of a batch are an array")
+    count, _ = count_of(data)
+    if count > MAX_BATCH_EVENTS:
+        raise TooManyEvents(f"it has {count} events")
+    return dp_rank, events
 
 
-def _small_value(raw: memoryview) -> object:
-    """A name or a number; what is too long for one is neither."""
-    return _untyped(raw) if len(raw) <= DETAIL_CHARACTERS else ()
+def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[bytes, Raw]:
+    """What an array or a map holds, unread; ValueError for any other value, or for too many."""
+    count, _ = count_of(data)
+    if count > _MAX_FIELDS:
+        raise ValueError(f"more than {_MAX_FIELDS} fields")
+    if is_array(data[0]):
+        return _raw_list(data)
+    try:
+        return _raw_map(data)
+    except msgspec.ValidationError:
+        return _raw_map_of_bin(data)
+
+
+def _value(raw: Raw, most: int) -> object:
+    """A value; an empty tuple, which none can be, if it has more bytes than `most`."""
+    data = memoryview(raw)
+    return _untyped(data) if len(data) <= most else ()
 
 
 def _typed(payload: Bytes) -> ArrayEvents | MapEvents:
@@ -200,18 +210,16 @@ def _first_event_is_array(payload: Bytes) -> bool:
     return is_array(payload[start])
 
 
-def _of_piece(dp_rank: int | None, data: memoryview, piece: Piece) -> EventBatch:
-    if not piece.count:
-        return EventBatch(dp_rank, [], [])
-    events = array_header(piece.count) + data[piece.start : piece.end]
+def _of_group(dp_rank: int | None, group: list[Raw]) -> EventBatch:
+    events = array_header(len(group)) + b"".join(group)
     try:
         typed: list[ArrayEvent] | list[MapEvent]
-        if is_array(data[piece.start]):
+        if is_array(memoryview(group[0])[0]):
             typed = _array_event_list(events)
         else:
             typed = _map_event_list(events)
     except UNREADABLE:
-        return _apart(dp_rank, _raw_list(events))
+        return _apart(dp_rank, group)
     return _batch(dp_rank, typed)
 
 
@@ -251,7 +259,7 @@ def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | 
     return None
 
 
-def _apart(dp_rank: int | None, raw_events: list[msgspec.Raw]) -> EventBatch:
+def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
     """Event by event, for pieces with something unusual in them."""
     events: list[Event] = []
     skips = Skips()
@@ -264,13 +272,7 @@ def _apart(dp_rank: int | None, raw_events: list[msgspec.Raw]) -> EventBatch:
 
 def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
     """One event, typed if its layout is known, else brought into one; None for `Ignored`."""
-    if is_array(raw[0]):
-        decode = _array_event
-    elif is_map(raw[0]):
-        decode = _map_event
-    else:
-        skips.add_unreadable()
-        return None
+    decode = _array_event if is_array(raw[0]) else _map_event
     try:
         return record_of(decode(raw))
     except (*UNREADABLE, ValueError):
@@ -283,6 +285,116 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
     except (*UNREADABLE, ValueError, TypeError) as error:
         skips.add(tag, error)
         return None
+
+
+def _slices_of_large(dp_rank: int | None, raw: Raw) -> Slices:
+    """The records of an event that is larger than a window, part by part.
+
+    All that names a block is read before the first part, so that an event that refers to itself is
+    skipped whole. Tokens that cannot be read end the event: the blocks before them stand, as they
+    would if the engine had told of them alone.
+    """
+    tag: object = None
+    try:
+        fields, lists = _large_fields(raw)
+        tag = fields.get("type")
+        event = msgspec.convert(fields, MapEvent)
+        yield None
+        if isinstance(event, MapStored | MapRemoved):
+            names = lists["block_hashes"]
+            bound = _bound_of(event, count_of(memoryview(names))[0])
+            if bound is not None:
+                yield EventBatch(dp_rank, [], [bound])
+                return
+            hashes = u64s(_hashes(names))
+            yield None
+            if isinstance(event, MapStored):
+                parts = _stored_parts(event, hashes, lists)
+            else:
+                parts = _removed_parts(event, hashes)
+            for part in parts:
+                yield EventBatch(dp_rank, [part], [])
+        elif (record := record_of(event)) is not None:
+            yield EventBatch(dp_rank, [record], [])
+    except (*UNREADABLE, ValueError, TypeError) as error:
+        skips = Skips()
+        skips.add(tag, error)
+        yield EventBatch(dp_rank, [], skips.all())
+
+
+def _large_fields(raw: Raw) -> tuple[dict[str, object], dict[str, Raw]]:
+    """The fields of a large event by their names, and apart from them its lists, unread."""
+    unread = _fields_of(memoryview(raw))
+    fields: dict[str, object] = {}
+    if isinstance(unread, list):
+        fields = rearranged([_unless_array(value) for value in unread[:_POSITIONS]])
+    else:
+        known = [item for item in unread.items() if item[0] in _NAMES]
+        fields = rearranged({name: _unless_array(value) for name, value in known})
+    lists: dict[str, Raw] = {}
+    for name in _LISTS:
+        value = fields.get(name)
+        if isinstance(value, Raw):
+            lists[name] = value
+            fields[name] = [] if name in ("block_hashes", "token_ids") else None
+    return fields, lists
+
+
+def _unless_array(raw: Raw) -> object:
+    return raw if is_array(memoryview(raw)[0]) else _value(raw, _MAX_FIELD_BYTES)
+
+
+def _bound_of(event: MapStored | MapRemoved, blocks: int) -> SkippedEvent | None:
+    """What to say of an event that is over a bound."""
+    event_type = "stored" if isinstance(event, MapStored) else "removed"
+    if blocks > MAX_EVENT_BLOCKS:
+        return SkippedEvent(event_type, "too_many_blocks", f"it has {blocks} blocks")
+    if isinstance(event, MapStored) and event.block_size > MAX_BLOCK_TOKENS:
+        detail = f"its blocks have {event.block_size} tokens"
+        return SkippedEvent(event_type, "oversize_block", detail)
+    return None
+
+
+def _removed_parts(event: MapRemoved, hashes: list[int]) -> Iterator[Event]:
+    for at in range(0, max(1, len(hashes)), PART_BLOCKS):
+        end = at + PART_BLOCKS
+        event.block_hashes = [*hashes[at:end]]
+        record = record_of(event)
+        assert isinstance(record, BlockRemoved)
+        record.events = 0 if end < len(hashes) else 1
+        yield record
+
+
+def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) -> Iterator[Event]:
+    size, parent = event.block_size, event.parent_block_hash
+    above = [] if parent is None else u64s([parent])
+    is_twice = len({*above, *hashes}) != len(above) + len(hashes)
+    if is_twice:
+        hashes = hashes[:1] * 2  # refused for the same reason, if for no other before it
+    tokens = ListReader(lists["token_ids"], _tokens)
+    keys = ListReader(lists["extra_keys"], _keys) if "extra_keys" in lists else None
+    infos = ListReader(lists["block_mm_infos"], _infos) if "block_mm_infos" in lists else None
+    blocks = min(len(hashes), tokens.left // size) if size else 0
+    most = PART_BLOCKS_WITH_KEYS if keys or infos else PART_BLOCKS
+    step = 2 if is_twice else max(1, min(most, PART_TOKENS // max(1, size)))
+    salt: str | None = None
+    for at in range(0, max(1, blocks), step):
+        end = min(blocks, at + step)
+        event.block_hashes = [*(hashes[at:end] if blocks else hashes[:1])]
+        event.token_ids = tokens.take((end - at) * size)
+        event.parent_block_hash = parent
+        event.extra_keys = keys.take(end - at) if keys else None
+        event.block_mm_infos = infos.take(end - at) if infos else None
+        record = record_of(event)
+        assert isinstance(record, BlockStored)
+        if at == 0:
+            salt = record.cache_salt
+            record.part = Part.WHOLE if end == blocks else Part.FIRST
+        else:
+            record.cache_salt = salt
+            record.part = Part.LAST if end == blocks else Part.MIDDLE
+        yield record
+        parent = hashes[end - 1] if end else None
 
 
 def _checked_rank(rank: object) -> int | None:

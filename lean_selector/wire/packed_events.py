@@ -32,10 +32,10 @@ from lean_selector.core.index.kv_batch import (
 )
 from lean_selector.wire.kv_event_records import tier_of
 
-MAX_PACKED_BYTES: Final = 1 << 20  # of a message: 1.5 ms
 MAX_PACKED_EVENTS: Final[i64] = 256
 PART_BLOCKS: Final[i64] = 512  # of one record, some 0.15 ms to apply
-_MOST_TOKENS: Final[i64] = 1 << 16  # of a block
+_MOST_BLOCKS: Final[i64] = 1 << 16  # of an event: MAX_EVENT_BLOCKS
+_MOST_TOKENS: Final[i64] = 1 << 12  # of a block: MAX_BLOCK_TOKENS
 _MOST_FIELDS: Final[i64] = 13
 _FEW: Final[i64] = 8  # names that are compared with each other
 
@@ -54,8 +54,6 @@ def packed_batch(payload: bytes) -> EventBatch | None:
 
     Bytes after the first value are ignored.
     """
-    if len(payload) > MAX_PACKED_BYTES:
-        return None
     try:
         return _Reader(payload).batch()
     except (_Unusual, IndexError, UnicodeDecodeError):  # IndexError: truncated
@@ -168,7 +166,8 @@ class _Reader:
         if fields > 4 and not self._passes_nil():
             raise _Unusual  # a kind, or a locality
         end = self._at
-        if group is not None or (self._gone_events and tier is not self._gone_tier):
+        is_full: bool = len(self._gone) >= PART_BLOCKS << 3
+        if group is not None or is_full or (self._gone_events and tier is not self._gone_tier):
             self._end_removals()
         self._at = first
         self._hashes_into(self._gone)
@@ -210,6 +209,8 @@ class _Reader:
     def _hashes_into(self, out: BytesWriter) -> None:
         """A list of hashes, eight bytes each."""
         count: i64 = self._array()
+        if count > _MOST_BLOCKS:
+            raise _Unusual
         while count > 0:
             count -= 1
             write_i64_le(out, self._hash())

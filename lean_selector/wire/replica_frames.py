@@ -7,22 +7,27 @@ Ours also say the how-manieth event of their sender they are (decision D24), in 
 reference ignores as it does any unknown one, and so does the heartbeat, whose topic a reference
 drops for not being its own.
 
-Reading has two paths. The quick one is a typed decoder whose result is encoded again: equal bytes
-prove that there was no repeated or unknown key, nor anything else to be lenient about. All known
-senders pass it. What does not pass, or is so large that it has to be read in steps, goes to a
-reader that takes MessagePack apart value by value (wire/replica_odd_frames.py).
+The order of keys, unknown keys and missing ones that have a default are all one to the typed
+decoder. A frame of another form (positional arrays, integers for keys, text as bytes) is read
+untyped and put in order first. Of a large frame the hashes are read in steps.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Literal
 
 import msgspec
 
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.wire.messagepack import turned_round
-from lean_selector.wire.replica_odd_frames import NANOS, TooBig, UndecodableFrames
+from lean_selector.wire.messagepack import (
+    Bytes,
+    ListReader,
+    array_header,
+    count_of,
+    first_value,
+    is_array,
+)
 from lean_selector.wire.replica_shapes import (
     U64,
     Add,
@@ -42,12 +47,29 @@ HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # subscribed to by its prefix
 # A prompt of a million tokens is 0.6 MB in blocks of 16, and 9 MB in blocks of one: hashes are 9
 # bytes each. Beside them there are a few hundred.
 MAX_EVENT_BYTES = 10 << 20
+MAX_HASHES = 1 << 20
+MAX_OTHER_BYTES = 1 << 20  # beside the hashes
 # Read at once: 1 ms as a rule, 10 as integers that are no hashes. 230 000 tokens in blocks of 16.
 QUICK_BYTES = 128 << 10
+MAX_UNTYPED_BYTES = 64 << 10  # of a frame of another form; no known sender writes one
+_STEP_HASHES = 16_384  # of 9 bytes each
+_STEP_INTEGERS = 4_096  # of any length
+
+NANOS = 1_000_000_000
+
+
+class UndecodableFrames(ValueError):
+    """What arrived is not a replica event; the message says why."""
+
+
+class TooBig(UndecodableFrames):
+    """What arrived is larger than an event has reason to be."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
+_decode_untyped = msgspec.msgpack.Decoder().decode
+_decode_hashes = msgspec.msgpack.Decoder(list[U64]).decode
 _decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 
 _MANY_HASHES = 1024
@@ -115,14 +137,10 @@ def _token_sequence(hashes: bytes) -> msgspec.Raw:
             out[::9] = b"\xcf" * count
             for byte in range(8):
                 out[8 - byte :: 9] = hashes[byte::8]
-            return msgspec.Raw(_array_header(count) + bytes(out))
+            short = count < 1 << 16
+            header = b"\xdc" + count.to_bytes(2, "big") if short else array_header(count)
+            return msgspec.Raw(header + bytes(out))
     return msgspec.Raw(_encode(struct.unpack(f"<{count}Q", hashes)))
-
-
-def _array_header(count: int) -> bytes:
-    if count < 1 << 16:
-        return b"\xdc" + count.to_bytes(2, "big")
-    return b"\xdd" + count.to_bytes(4, "big")
 
 
 def encode_heartbeat(router_id: int, sequence: int) -> bytes:
@@ -157,13 +175,53 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
         return None
     try:
         envelope = _decode_envelope(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        data = envelope.event.data
+        if not isinstance(data, AddVariant):
+            return _event_of(envelope, b"")
+        raw = data.add.token_sequence
+        hashes = _full_size(raw)
+        if hashes is None:
+            integers = _decode_hashes(raw)
+            hashes = struct.pack(f"<{len(integers)}Q", *integers)
+        return _event_of(envelope, hashes)
+    except (msgspec.DecodeError, UnicodeDecodeError, UndecodableFrames):
         return None
+
+
+def decode_in_steps(payload: bytes) -> Generator[None, None, ReplicaEvent]:
+    """The event in any second frame, in steps of a few milliseconds; raises UndecodableFrames."""
+    try:
+        envelope = _envelope_of(payload)
+        yield
+        data = envelope.event.data
+        if not isinstance(data, AddVariant):
+            return _event_of(envelope, b"")
+        raw = data.add.token_sequence
+        if len(payload) - len(memoryview(raw)) > MAX_OTHER_BYTES:
+            raise TooBig(f"more than {MAX_OTHER_BYTES} bytes beside its hashes")
+        hashes = yield from _hashes_in_steps(raw)
+        return _event_of(envelope, hashes)
+    except UndecodableFrames:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UndecodableFrames(f"{type(error).__name__}: {error}") from None
+
+
+def _envelope_of(payload: Bytes) -> Envelope:
+    try:
+        return first_value(_decode_envelope, payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if len(payload) > MAX_UNTYPED_BYTES:
+            raise
+    return rearranged(first_value(_decode_untyped, payload))
+
+
+def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
     tenant_id = envelope.tenant_id
     if tenant_id is msgspec.UNSET:
         tenant_id = envelope.routing_group
-    if tenant_id is msgspec.UNSET or _encode(envelope) != payload:
-        return None
+    if tenant_id is msgspec.UNSET:
+        raise UndecodableFrames("no tenant_id, and no routing_group")
     sequence = None if envelope.lean_sequence is msgspec.UNSET else envelope.lean_sequence
     event = envelope.event
     data = event.data
@@ -179,9 +237,6 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
             sequence=sequence,
         )
     add = data.add
-    hashes = _packed_hashes(add.token_sequence)
-    if hashes is None:
-        return None
     hint = add.prefill_load_hint
     duration = hint.expected_prefill_duration if hint is not None else None
     return ReplicaEvent(
@@ -205,11 +260,11 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
     )
 
 
-_decode_hashes = msgspec.msgpack.Decoder(list[U64]).decode
+# Hashes -------------------------------------------------------------------------------------------
 
 
-def _packed_hashes(raw: msgspec.Raw) -> bytes | None:
-    """A MessagePack array of u64 as 8 bytes LE each; None when it is anything else.
+def _full_size(raw: msgspec.Raw) -> bytes | None:
+    """An array of u64 as 8 bytes LE each, if it has at most 65 535 of them, each of full size.
 
     Hashes are nearly always above 2^32, so every element is `cf` and 8 bytes. A header that agrees
     with the length and a `cf` in each ninth place prove it, and eight strided copies turn the bytes
@@ -219,11 +274,127 @@ def _packed_hashes(raw: msgspec.Raw) -> bytes | None:
     if len(data) > 3 and data[0] == 0xDC:
         count = data[1] << 8 | data[2]
         if len(data) == 3 + 9 * count and data[3::9] == b"\xcf" * count:
-            return turned_round(data, 3, count)
-    if data == b"\xc0":
-        return b""
-    try:
-        hashes = _decode_hashes(data)
-    except msgspec.DecodeError:
-        return None
-    return struct.pack(f"<{len(hashes)}Q", *hashes)
+            return _turned_round(data, 3, count)
+    return b"" if data == b"\xc0" else None
+
+
+def _hashes_in_steps(raw: msgspec.Raw) -> Generator[None, None, bytes]:
+    """8 bytes LE each, from an array of u64, nil, or bytes of which each is a hash."""
+    data = bytes(raw)
+    if not is_array(data[0]):
+        value = _decode_untyped(data) if data[0] in _NIL_AND_BIN else 0
+        if value is not None and not isinstance(value, bytes):
+            raise UndecodableFrames("token_sequence is no array")
+        _check_count(len(value or b""))
+        packed = bytearray(8 * len(value or b""))
+        packed[::8] = value or b""
+        return bytes(packed)
+    count, at = count_of(data)
+    _check_count(count)
+    parts: list[bytes] = []
+    if len(data) == at + 9 * count:
+        for start in range(at, len(data), 9 * _STEP_HASHES):
+            now = min(_STEP_HASHES, (len(data) - start) // 9)
+            if data[start : start + 9 * now : 9] != b"\xcf" * now:
+                break
+            parts.append(_turned_round(data, start, now))
+            yield
+        else:
+            return b"".join(parts)
+    integers = ListReader(data, _decode_hashes)
+    parts.clear()
+    while integers.left:
+        values = integers.take(_STEP_INTEGERS)
+        parts.append(struct.pack(f"<{len(values)}Q", *values))
+        yield
+    return b"".join(parts)
+
+
+_NIL_AND_BIN = (0xC0, 0xC4, 0xC5, 0xC6)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_HASHES:
+        raise TooBig(f"more than {MAX_HASHES} hashes")
+
+
+def _turned_round(data: bytes, start: int, count: int) -> bytes:
+    """`count` elements of `cf` and 8 bytes BE at `start`, as 8 bytes LE each."""
+    out = bytearray(8 * count)
+    end = start + 9 * count
+    for i in range(8):
+        out[i::8] = data[start + 8 - i : end : 9]
+    return bytes(out)
+
+
+# Frames of another form ---------------------------------------------------------------------------
+
+# Positional arrays and integer keys count in these orders.
+_ENVELOPE = ("model_name", "tenant_id", "block_size", "event")
+_EVENT = ("request_id", "worker", "data", "router_id", "lora_name")
+_WORKER = ("worker_id", "dp_rank")
+_VARIANTS = ("AddRequest", "Free", "MarkPrefillCompleted")
+_ADD = ("token_sequence", "track_prefill_tokens", "expected_output_tokens", "prefill_load_hint")
+_HINT = ("initial_effective_prefill_tokens", "expected_prefill_duration")
+_DURATION = ("secs", "nanos")
+_TEXTS = ("model_name", "tenant_id", "routing_group", "request_id", "lora_name")
+
+
+def rearranged(value: object) -> Envelope:
+    """The frame in an untyped value; raises ValueError or KeyError if it is none."""
+    envelope = _named(value, _ENVELOPE)
+    event = _named(envelope["event"], _EVENT)
+    data = event["data"]
+    payload: object = None
+    if isinstance(data, dict):
+        if len(data) != 1:
+            raise ValueError(f"{len(data)} keys in data")
+        ((data, payload),) = data.items()
+    variant: object = _name(data, _VARIANTS)
+    if variant == "AddRequest":
+        add = _named(payload, _ADD)
+        hint = add.get("prefill_load_hint")
+        if hint is not None:
+            hint = add["prefill_load_hint"] = _named(hint, _HINT)
+            duration = hint.get("expected_prefill_duration")
+            if duration is not None:
+                hint["expected_prefill_duration"] = _named(duration, _DURATION)
+        add["token_sequence"] = msgspec.Raw(_encode(add.get("token_sequence")))
+        variant = {"AddRequest": add}
+    elif payload is not None:
+        raise ValueError("a payload where there is none")
+    worker = _named(event["worker"], _WORKER)
+    envelope["event"] = {**event, "worker": worker, "data": variant}
+    sequence = envelope.get("lean_sequence")
+    if type(sequence) is not int or sequence < 0:
+        envelope.pop("lean_sequence", None)
+    return msgspec.convert(envelope, Envelope)
+
+
+def _named(value: object, names: tuple[str, ...]) -> dict[str, object]:
+    """The fields of a struct, which is a map or an array of exactly `names`."""
+    fields: dict[str, object] = {}
+    if isinstance(value, list):
+        if len(value) != len(names):
+            raise ValueError(f"{len(value)} elements instead of {len(names)}")
+        fields = dict(zip(names, value, strict=True))
+    elif isinstance(value, dict):
+        fields = {_name(key, names): item for key, item in value.items()}
+    else:
+        raise ValueError("neither a map nor an array")
+    for name in _TEXTS:
+        text = fields.get(name)
+        if isinstance(text, bytes):
+            fields[name] = text.decode()
+    return fields
+
+
+def _name(key: object, names: tuple[str, ...]) -> str:
+    """A key as text: an integer stands for the field or variant of that index."""
+    if type(key) is int and key >= 0:
+        return names[key] if key < len(names) else ""
+    if isinstance(key, bytes):
+        return key.decode(errors="replace")
+    if isinstance(key, str):
+        return key
+    raise ValueError("a key that is no string")

@@ -17,17 +17,17 @@ class Duration(msgspec.Struct, gc=False):
 
 class Hint(msgspec.Struct, gc=False):
     initial_effective_prefill_tokens: U64
-    expected_prefill_duration: Duration | None
+    expected_prefill_duration: Duration | None = None
 
 
 class Add(msgspec.Struct, gc=False):
-    token_sequence: msgspec.Raw
-    track_prefill_tokens: bool
-    expected_output_tokens: U32 | None
-    prefill_load_hint: Hint | None
+    token_sequence: msgspec.Raw = msgspec.Raw(b"\xc0")
+    track_prefill_tokens: bool = True
+    expected_output_tokens: U32 | None = None
+    prefill_load_hint: Hint | None = None
 
 
-class AddVariant(msgspec.Struct, gc=False):
+class AddVariant(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     add: Add = msgspec.field(name="AddRequest")
 
 
@@ -41,7 +41,7 @@ class RequestEvent(msgspec.Struct, gc=False):
     worker: EventWorker
     data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     router_id: U64
-    lora_name: str | None
+    lora_name: str | None = None
 
 
 class Envelope(msgspec.Struct, gc=False, kw_only=True):

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
-from lean_selector.wire.messagepack_pieces import trailing_at
-from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames
+from lean_selector.wire.messagepack import first_value
+from lean_selector.wire.replica_frames import TooBig, UndecodableFrames
 from lean_selector.wire.replica_shapes import SessionEnvelope, SessionLine, SessionListHead
 from lean_selector.wire.replica_snapshot import BadSnapshot
 
@@ -49,7 +49,7 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
     if len(payload) > MAX_SESSION_BYTES:
         raise TooBig(f"a session of more than {MAX_SESSION_BYTES} bytes")
     try:
-        envelope = _envelope_of(payload)
+        envelope = first_value(_decode_envelope, payload)  # bytes after the map are ignored
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableFrames(f"session: {error}") from None
     return SessionEvent(
@@ -61,16 +61,6 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
         envelope.sequence,
         envelope.writer_id,
     )
-
-
-def _envelope_of(payload: bytes) -> SessionEnvelope:
-    try:
-        return _decode_envelope(payload)
-    except msgspec.DecodeError as error:
-        end = trailing_at(error)
-        if end is None:
-            raise
-    return _decode_envelope(payload[:end])  # bytes after the map are not looked at
 
 
 def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:

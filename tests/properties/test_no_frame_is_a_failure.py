@@ -17,8 +17,12 @@ from lean_selector.core.replication.events import ReplicaApplier, ReplicaTarget,
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import SessionSettings
-from lean_selector.wire.replica_frames import decode_heartbeat, encode_event, encode_heartbeat
-from lean_selector.wire.replica_odd_frames import UndecodableFrames
+from lean_selector.wire.replica_frames import (
+    UndecodableFrames,
+    decode_heartbeat,
+    encode_event,
+    encode_heartbeat,
+)
 from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session
 from tests.bookings import replica_event
 from tests.damage import messages

@@ -29,8 +29,8 @@ from lean_selector.sockets.replica_mesh import (
     ReplicaSyncError,
 )
 from lean_selector.sockets.resolver import Resolver
-from lean_selector.wire import replica_odd_frames
-from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, TOPIC, encode_event
+from lean_selector.wire import replica_frames
+from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.bookings import changed, replica_event
 from tests.on_loop import until
 from tests.running_service import free_port
@@ -230,7 +230,7 @@ def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behind_it(
             )
             behind = changed(EVENT, request_id="behind")
             turns = 0  # of the loop, while the long one is read
-            decode = replica_odd_frames.decode_in_steps
+            decode = replica_frames.decode_in_steps
 
             def counted(payload: bytes) -> Generator[None, None, ReplicaEvent]:
                 is_read = False
@@ -268,7 +268,8 @@ def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
             await b.connect_to(a)
             plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.socket.underlying)
             plain.send_multipart([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
-            plain.send_multipart([TOPIC, b"\xdd\xff\xff\xff\xff" + bytes(1000)])
+            many = changed(EVENT, sequence_hashes=bytes(8 * (MAX_HASHES + 1)))
+            plain.send_multipart([TOPIC, encode_event(many)])
             await until(lambda: b.sync.too_big == 2)
             blocks = MAX_EVENT_BYTES // 9 + 1
             huge = changed(EVENT, sequence_hashes=b"\xff" * 8 * blocks)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from lean_selector.core.index.kv_batch import BlockRemoved, BlockStored, EventBatch, Part
 from lean_selector.core.index.kv_index import KvIndex, StoredRun
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
-from lean_selector.wire import kv_event_parts, kv_events
+from lean_selector.wire import kv_events
 from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
+from lean_selector.wire.messagepack import WINDOW_BYTES
 from tests.kv_batches import decode_batch, small_windows
 
 encode = msgspec.msgpack.encode
@@ -140,7 +141,7 @@ def test_a_batch_in_slices_has_the_outcome_of_one_at_once(
 ) -> None:
     batch: object = [*time, events, *after]
     if is_map:
-        batch = {"ts": time, "events": events, "dp_rank": 3, b"x" * 300: [0] * 300}
+        batch = {"ts": time, "events": events, "dp_rank": 3, "x" * 300: [0] * 300}
     payload = encode(batch) + b"\xc1 and what comes after it"
     at_once = outcome(payload)
     with small_windows(240):
@@ -206,8 +207,8 @@ def test_a_large_removal_comes_in_parts_and_counts_once(form: Callable[[object],
 
 
 def test_a_large_event_of_too_many_fields_is_skipped() -> None:
-    event = {"type": "BlockRemoved", "block_hashes": [5], **{f"x{n}": n for n in range(63)}}
-    for count, skipped in ((65, {("unknown", "malformed"): 1}), (64, {})):
+    event = {"type": "BlockRemoved", "block_hashes": [5], **{f"x{n}": n for n in range(1023)}}
+    for count, skipped in ((1025, {("unknown", "malformed"): 1}), (1024, {})):
         fields = dict([*event.items()][:count])
         with small_windows(240):
             assert outcome(encode([1.5, [fields], 0]))[1].skipped == skipped
@@ -217,18 +218,18 @@ def test_a_batch_of_too_many_events_is_refused_unread() -> None:
     for junk in (b"\xc0", b"\x01", b"\x91\x01"):
         count = kv_events.MAX_BATCH_EVENTS + 1
         payload = b"\x93\x01\xdd" + struct.pack(">I", count) + junk * count + b"\x00"
-        with pytest.raises(TooManyEvents, match=r"it has 262145 events"):
+        with pytest.raises(TooManyEvents, match=r"it has 65537 events"):
             list(batch_slices(payload))
 
 
 def test_an_event_of_too_many_blocks_is_skipped_and_the_others_stand() -> None:
-    over = kv_event_parts.MAX_EVENT_BLOCKS + 1
+    over = kv_events.MAX_EVENT_BLOCKS + 1
     events = [["BlockStored", range_of(over), None, [5] * over, 1, None], stored(1, 2)]
     events += [["BlockRemoved", range_of(over)]]
     batch = decode_batch(encode([1.5, events, 0]))
     reasons = [(each.event_type, each.reason, each.count) for each in batch.skipped]
     assert reasons == [("stored", "too_many_blocks", 1), ("removed", "too_many_blocks", 1)]
-    assert batch.skipped[0].detail == "it has 262145 blocks"
+    assert batch.skipped[0].detail == "it has 65537 blocks"
     assert [record.block_hashes for record in batch.events if isinstance(record, BlockStored)] == [
         [1, 2]
     ]
@@ -244,18 +245,18 @@ def test_a_block_of_too_many_tokens_is_skipped() -> None:
     assert (skipped.event_type, skipped.reason) == ("stored", "oversize_block")
 
 
-BLOCKS = 62_500  # of 16 tokens: a prompt of 1 M
+BLOCKS = 15_625  # of 16 tokens: a prompt of 250 000
 
 
 def vllm() -> list[object]:
     hashes = [2**63 + block for block in range(BLOCKS)]
-    return [["BlockStored", hashes, None, list(range(10**6)), 16, None, "GPU", None, None]]
+    return [["BlockStored", hashes, None, list(range(16 * BLOCKS)), 16, None, "GPU", None, None]]
 
 
 def vllm_bytes_and_keys() -> list[object]:
     hashes = [b"%032d" % block for block in range(BLOCKS)]
     keys = [None, ["ad"]] * (BLOCKS // 2)
-    event = ["BlockStored", hashes, None, list(range(10**6)), 16, None, "GPU", "ad", keys]
+    event = ["BlockStored", hashes, None, list(range(16 * BLOCKS)), 16, None, "GPU", "ad", keys]
     return [[*event, 0, "full_attention", None]]
 
 
@@ -279,8 +280,9 @@ def eagle() -> list[object]:
 
 
 @pytest.mark.parametrize("events", [vllm, vllm_bytes_and_keys, sglang, eagle])
-def test_a_prompt_of_a_million_tokens_passes(events: "type[Iterator[object]]") -> None:
+def test_a_prompt_of_250_000_tokens_passes(events: "type[Iterator[object]]") -> None:
     payload = encode([1.5, list(events()), None])
+    assert len(payload) <= kv_events.MAX_BATCH_BYTES
     index = KvIndex(16)
     ingest = KvIngest(index, 1, 0)
     for batch in slices(payload):
@@ -315,10 +317,91 @@ def test_a_part_of_an_event_has_a_bounded_number_of_blocks() -> None:
     records = [record for batch in slices(encode([1.5, vllm(), 0])) for record in batch.events]
     assert all(isinstance(record, BlockStored) for record in records)
     stored_records = [record for record in records if isinstance(record, BlockStored)]
-    assert all(len(record.block_hashes) <= kv_event_parts.PART_BLOCKS for record in stored_records)
-    assert all(len(record.token_ids) <= kv_event_parts.PART_TOKENS for record in stored_records)
+    assert all(len(record.block_hashes) <= kv_events.PART_BLOCKS for record in stored_records)
+    assert all(len(record.token_ids) <= kv_events.PART_TOKENS for record in stored_records)
     parts = [record.part for record in stored_records]
     assert parts == [Part.FIRST, *[Part.MIDDLE] * (len(parts) - 2), Part.LAST]
+
+
+def array_of(count: int, value: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + value * count)
+
+
+FULL = kv_events.MAX_BATCH_BYTES - 4096
+PARENT = 2**63
+NAMES = list(range(2**40, 2**40 + 4096))
+HEAVY: dict[str, Callable[[], object]] = {
+    "events of nothing": lambda: [1.5, array_of(65_536, b"\xc0")],
+    "more events than may be": lambda: [1.5, array_of(FULL, b"\x90")],
+    "events of a window": lambda: [1.5, [array_of(65_000, b"\x90")] * 64],
+    "fields without end": lambda: [1.5, [array_of(FULL, b"\x90")]],
+    "pairs without end": lambda: [
+        1.5, [msgspec.Raw(b"\xdf" + (FULL // 2).to_bytes(4, "big") + b"\x01" * (FULL // 2 * 2))]
+    ],
+    "a batch of junk": lambda: array_of(FULL, b"\x90"),
+    "time": lambda: [array_of(FULL, b"\x90"), []],
+    "rank": lambda: [1.5, [], array_of(FULL, b"\x90")],
+    "tokens": lambda: [1.5, [["BlockStored", NAMES, None, array_of(FULL // 2, b"\x01"), 16]]],
+    "pairs of tokens": lambda: [
+        1.5, [["BlockStored", NAMES, None, array_of(FULL // 4, b"\x92\x01\x01"), 16]]
+    ],
+    "blocks of one token": lambda: [
+        1.5, [["BlockStored", list(range(65_536)), None, array_of(65_536, b"\x01"), 1]]
+    ],
+    "names as bytes": lambda: [
+        1.5, [["BlockRemoved", array_of(65_536, b"\xc4\x20" + bytes(32))]]
+    ],
+    "keys": lambda: [
+        1.5, [["BlockStored", NAMES, None, [1] * 4096, 1, None, None, None,
+               [[msgspec.Raw(b"\x90") for _ in range(800)] for _ in range(4096)]]]
+    ],
+    "one key": lambda: [
+        1.5, [["BlockStored", NAMES, None, [1] * 4096, 1, None, None, None,
+               [array_of(FULL // 2, b"\x90")]]]
+    ],
+    "an adapter": lambda: [
+        1.5, [["BlockStored", NAMES, None, [1] * 4096, 1, array_of(FULL // 2, b"\x90"), None]]
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HEAVY)
+def test_no_step_of_reading_grows_with_the_message(
+    content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes objects sees two windows between two slices, or the names of 64 Ki blocks; what
+    only passes over values, and makes at most 64 Ki raw ones, sees the message."""
+    payload = encode(HEAVY[content]())
+    assert len(payload) <= kv_events.MAX_BATCH_BYTES
+    seen = {"windows": 0, "names": 0, "passes": 0}
+
+    def watch(name: str, kind: str) -> None:
+        decode = getattr(kv_events, name)
+
+        def watched(data: bytes) -> object:
+            seen[kind] += len(data)
+            return decode(data)
+
+        monkeypatch.setattr(kv_events, name, watched)
+
+    for name in ("_array_event_list", "_map_event_list", "_tokens", "_keys", "_infos", "_untyped"):
+        watch(name, "windows")
+    watch("_hashes", "names")
+    for name in ("_raw_list", "_raw_map", "_raw_map_of_bin"):
+        watch(name, "passes")
+    slices = batch_slices(payload)
+    for _ in range(100_000):
+        try:
+            part = next(slices)
+        except (StopIteration, NotABatch):
+            break
+        assert seen["windows"] <= 3 * WINDOW_BYTES
+        assert seen["passes"] <= 2 * len(payload)
+        if part is not None:
+            records = [event for event in part.events if isinstance(event, BlockStored)]
+            assert sum(len(event.block_hashes) for event in records) <= WINDOW_BYTES
+            assert sum(len(event.token_ids) for event in records) <= WINDOW_BYTES
+        seen.update(windows=0, names=0, passes=0)
 
 
 @given(st.binary(max_size=400), st.integers(40, 80))

@@ -1,6 +1,6 @@
 """The reader of ordinary batches against the one that reads all of them."""
 
-from struct import unpack
+from struct import pack, unpack
 from typing import Any
 
 import msgspec
@@ -18,8 +18,8 @@ from lean_selector.core.index.kv_batch import (
     PackedStored,
     Part,
 )
-from lean_selector.wire.kv_events import NotABatch
-from lean_selector.wire.packed_events import MAX_PACKED_BYTES, PART_BLOCKS, packed_batch
+from lean_selector.wire.kv_events import MAX_EVENT_BLOCKS, NotABatch
+from lean_selector.wire.packed_events import PART_BLOCKS, packed_batch
 from tests.kv_batches import decode_batch
 
 encode = msgspec.msgpack.encode
@@ -201,10 +201,20 @@ def test_an_unusual_batch_is_left_to_the_other_reader(batch: object) -> None:
     assert packed_batch(encode(batch)) is None
 
 
-def test_a_message_beyond_the_bound_is_left_to_the_other_reader() -> None:
-    payload = encode([0.5, [PLAIN_EVENT], 0])
-    assert packed_batch(payload.ljust(MAX_PACKED_BYTES, b"\0")) is not None
-    assert packed_batch(payload.ljust(MAX_PACKED_BYTES + 1, b"\0")) is None
+def test_an_event_beyond_the_bound_is_left_to_the_other_reader() -> None:
+    for blocks, is_taken in ((MAX_EVENT_BLOCKS, True), (MAX_EVENT_BLOCKS + 1, False)):
+        names = list(range(1, blocks + 1))
+        for event in (["BlockStored", names, None, names, 1], ["BlockRemoved", names]):
+            assert (packed_batch(encode([0.5, [event], 0])) is not None) is is_taken
+
+
+def test_removals_in_a_row_come_in_records_of_bounded_length() -> None:
+    removals = [["BlockRemoved", list(range(at, at + 300))] for at in range(0, 30_000, 300)]
+    batch = packed_batch(encode([0.5, removals, 0]))
+    assert batch is not None
+    records = [event for event in batch.events if isinstance(event, PackedRemoved)]
+    assert {record.events for record in records} == {2}  # the second fills it
+    assert b"".join(record.names for record in records) == pack("<30000Q", *range(30_000))
 
 
 @pytest.mark.parametrize("more", [0, 1, PART_BLOCKS, PART_BLOCKS + 1])

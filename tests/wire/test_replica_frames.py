@@ -14,16 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.wire.messagepack import MAX_INTEGERS, MAX_TEXT_BYTES, MAX_VALUES
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
     MAX_EVENT_BYTES,
+    MAX_HASHES,
+    MAX_OTHER_BYTES,
     TOPIC,
+    TooBig,
+    UndecodableFrames,
     decode_heartbeat,
+    decode_in_steps,
     encode_event,
     encode_heartbeat,
 )
-from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames, decode_in_steps
 from tests.bookings import replica_event
 from tests.replica_frames import decode_event, decode_frames
 
@@ -302,8 +305,6 @@ MORE_ACCEPTED = {
     ),
 }  # fmt: skip
 MORE_REFUSED = {
-    "key twice": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), ("worker_id", 7))),
-    "key twice, once as integer": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), (0, 7))),
     "key of no string": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), (None, 1))),
     "dp_rank beyond u32": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 2**32))),
     "worker_id a boolean": swapped(worker=pairs(("worker_id", True), ("dp_rank", 1))),
@@ -467,17 +468,14 @@ def test_no_step_of_reading_a_frame_grows_with_the_frame(content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["an array of nothing", "empty maps under a key that nobody reads", "a map without end"],
+    "content", ["an array of nothing", "arrays in arrays", "a map without end", "text"]
 )
-def test_what_is_refused_for_its_values_costs_the_same_however_long_it_is(content: str) -> None:
+def test_what_is_not_read_costs_the_same_however_long_it_is(content: str) -> None:
     make = HEAVY[content]
-    small, refused = work_by_step(make(50_000))
-    large, also_refused = work_by_step(make(500_000))
-    assert isinstance(refused, TooBig)
-    assert isinstance(also_refused, TooBig)
-    assert len(large) == len(small)  # each of so many values, and few calls where it is compiled
-    assert sum(large) <= 1.5 * sum(small) + 1_000
+    small, _ = work_by_step(make(50_000))
+    large, _ = work_by_step(make(500_000))
+    assert len(large) == len(small)
+    assert sum(large) <= 1.5 * sum(small) + 100
 
 
 @pytest.mark.parametrize("last", [2**64 - 1, 2**32, 2**32 - 1, 5])
@@ -512,12 +510,11 @@ def test_one_value_that_is_no_hash_spoils_a_long_array(bad: object) -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        odd(array_of(MAX_INTEGERS + 1, b"\x01" * (MAX_INTEGERS + 1))),
-        odd(b"\x01" * (MAX_INTEGERS + 1)),
-        odd([], request_id="r" * (MAX_TEXT_BYTES + 1)),
-        odd([], x=[{}] * MAX_VALUES),
+        odd(array_of(MAX_HASHES + 1, b"\x01" * (MAX_HASHES + 1))),
+        odd(b"\x01" * (MAX_HASHES + 1)),
+        odd([], request_id="r" * (MAX_OTHER_BYTES + 1)),
     ],
-    ids=["hashes", "bytes that are hashes", "an id", "values"],
+    ids=["hashes", "bytes that are hashes", "an id"],
 )
 def test_what_is_more_than_anybody_sends_is_refused_as_too_big(payload: bytes) -> None:
     with pytest.raises(TooBig):

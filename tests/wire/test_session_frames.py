@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
-from lean_selector.wire.replica_odd_frames import TooBig, UndecodableFrames
+from lean_selector.wire.replica_frames import TooBig, UndecodableFrames
 from lean_selector.wire.replica_snapshot import BadSnapshot
 from lean_selector.wire.session_frames import (
     MAX_SESSION_BYTES,

@@ -15,7 +15,7 @@ from lean_selector.core.selection.records import EXPLANATION, AffinityTarget, Pl
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
-from lean_selector.wire.replica_odd_frames import UndecodableFrames
+from lean_selector.wire.replica_frames import UndecodableFrames
 from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session
 from tests.driven_selector import DrivenSelector
 
