@@ -16,9 +16,18 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.tracker_rows import WorkerRow
 from lean_selector.core.trackers import Trackers
-from lean_selector.observing.log_records import Shedding
 
 _log = logging.getLogger("lean_selector.lifecycle")
+
+
+class Shedding:
+    """How many requests of a model and tenant were shed."""
+
+    __slots__ = ("shed", "since")
+
+    def __init__(self, shed: int) -> None:
+        self.shed = shed  # when last looked at
+        self.since: int | None = None  # how many they were before; None while nothing is shed
 
 
 class SelectorLog:

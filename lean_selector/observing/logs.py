@@ -14,7 +14,6 @@ from types import TracebackType
 
 import msgspec
 
-from lean_selector.observing.log_records import Bucket
 from lean_selector.observing.log_writer import LineWriter, QueuedLines
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -148,6 +147,17 @@ class JsonLines(logging.Formatter):
         except UnicodeEncodeError:  # a lone surrogate in what somebody sent
             safe = {name: str(value).encode("utf-8", "replace") for name, value in line.items()}
             return _one_line(_encode({name: value.decode() for name, value in safe.items()}))
+
+
+class Bucket:
+    """What the limit remembers of one kind of lines."""
+
+    __slots__ = ("at", "lines", "suppressed")
+
+    def __init__(self, lines: float, at: float) -> None:
+        self.lines = lines  # that may still be written
+        self.at = at
+        self.suppressed = 0
 
 
 class RateLimit(logging.Filter):

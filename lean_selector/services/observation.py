@@ -1,11 +1,11 @@
 """What a process has for all that is observed."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import msgspec
 
-
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Observation:
     """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
 
     service: str
