@@ -19,7 +19,7 @@ from lean_selector.openapi.shapes import (
     RouteDescription,
     SessionList,
 )
-from lean_selector.openapi.shared_routes import DETAIL, SHARED_ROUTES, SWITCHED_OFF
+from lean_selector.openapi.shared_routes import DETAIL, GROUP, SCOPE, SHARED_ROUTES, SWITCHED_OFF
 from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.kv_sources import KvSource
 from lean_selector.wire.openai_error_shapes import OpenAiErrorBody
@@ -84,11 +84,6 @@ API_1_6: Final = Dialect(
     dumps_in_detail=True,
 )
 
-_GROUP: Final = (
-    QueryField("tenant_id", "only of this tenant"),
-    QueryField("routing_group", "the other name of tenant_id"),
-)
-_SCOPE: Final = (QueryField("model_name", "only of this model"), *_GROUP)
 _PROMPT_FAULT: Final = "the prompt makes no sense, or two names of the tenant differ"
 _NO_WORKERS: Final = "no worker of this model and tenant can take it"
 _BUSY: Final = "all workers are busy, where --overload-status says so"
@@ -147,7 +142,7 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("GET", "/workers"): RouteDescription(
             summary="The workers; with `detail` their health and event sources too",
             group="workers",
-            query=(*_SCOPE, DETAIL),
+            query=(*SCOPE, DETAIL),
             answers={200: [_many(says.record), _many(says.detail)]},
         ),
         ("PATCH", "/workers/{worker_id}"): RouteDescription(
@@ -239,7 +234,7 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("GET", "/loads"): RouteDescription(
             summary="The load of each rank",
             group="loads",
-            query=_SCOPE,
+            query=SCOPE,
             answers={200: _many(says.loads)},
         ),
         ("POST", "/potential_loads"): _projection(
@@ -262,7 +257,7 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("GET", "/kv_sources"): RouteDescription(
             summary="Each engine's events: state, last batch, gaps, what was lost or skipped",
             group="index",
-            query=_SCOPE,
+            query=SCOPE,
             answers={200: list[KvSource]},
         ),
         # -- load shedding
@@ -280,7 +275,7 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("DELETE", "/busy_threshold"): RouteDescription(
             summary="Switch a model's thresholds off",
             group="load shedding",
-            query=(QueryField("model", "the model", is_required=True), *_GROUP),
+            query=(QueryField("model", "the model", is_required=True), *GROUP),
             answers={200: ThresholdRow},
             errors={400: "`model` is missing", 404: "the model has no workers"},
         ),

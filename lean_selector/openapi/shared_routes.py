@@ -13,6 +13,11 @@ DETAIL: Final = QueryField(
     "`true`: with what is known of each besides",
     "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0|)$",
 )
+GROUP: Final = (
+    QueryField("tenant_id", "only of this tenant"),
+    QueryField("routing_group", "the other name of tenant_id"),
+)
+SCOPE: Final = (QueryField("model_name", "only of this model"), *GROUP)
 PEERS: Final = RouteDescription(
     summary="The replicas that this one speaks to",
     group="replicas",

@@ -3,8 +3,8 @@
 from typing import Final
 
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
-from lean_selector.openapi.shapes import QueryField, RouteDescription
-from lean_selector.openapi.shared_routes import PEERS, SHARED_ROUTES, joining, leaving
+from lean_selector.openapi.shapes import RouteDescription
+from lean_selector.openapi.shared_routes import PEERS, SCOPE, SHARED_ROUTES, joining, leaving
 from lean_selector.wire.peer_bodies import PeerUrlRequest
 from lean_selector.wire.selection import Ok
 from lean_selector.wire.slot_tracker import (
@@ -15,11 +15,6 @@ from lean_selector.wire.slot_tracker import (
     UnregisterRequest,
 )
 
-_SCOPE: Final = (
-    QueryField("model_name", "only of this model"),
-    QueryField("tenant_id", "only of this tenant"),
-    QueryField("routing_group", "the other name of tenant_id"),
-)
 _NO_TRACKER: Final = "the model and tenant have no workers"
 _URL: Final = {"url": "tcp://127.0.0.1:9092"}
 _REQUEST: Final = {"model_name": "llama", "request_id": "req-1"}
@@ -63,7 +58,7 @@ SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
         errors={400: "two names of the tenant differ", 404: "it is not registered"},
     ),
     ("GET", "/workers"): RouteDescription(
-        summary="The workers", group="workers", query=_SCOPE, answers={200: list[WorkerRow]}
+        summary="The workers", group="workers", query=SCOPE, answers={200: list[WorkerRow]}
     ),
     ("POST", "/add"): RouteDescription(
         summary="A request begins on a rank",
@@ -88,7 +83,7 @@ SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/loads"): RouteDescription(
         summary="The load of each rank",
         group="loads",
-        query=_SCOPE,
+        query=SCOPE,
         answers={200: list[LoadRow]},
     ),
     ("POST", "/potential_loads"): RouteDescription(
