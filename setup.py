@@ -24,12 +24,15 @@ PACKAGE = Path("lean_selector")
 DEPLOY = Path("deploy")  # lies inside the package in a wheel: see lean_selector/tools/recipes.py
 # Where the time of a request or of an event goes. Commands and wiring run once; the client and the
 # publisher are part of other programs.
-ROOMS = {"core", "wire", "http", "services", "service", "sockets", "observing"}
+ROOMS = {"core", "wire", "http", "service", "sockets"}
 # Modules that the rule would take, and why they stay interpreted.
 _OF_LOGGING = "its classes are kinds of logging's, whose instances mypyc lays out a second time"
 EXCEPTIONS: dict[str, str] = {
-    "lean_selector/observing/log_writer.py": _OF_LOGGING,
-    "lean_selector/observing/logs.py": _OF_LOGGING,
+    "lean_selector/service/logs.py": _OF_LOGGING,
+    **{
+        f"lean_selector/service/openapi/{name}.py": "it is made once, and only when it is asked for"
+        for name in ("document", "meanings", "routes", "schemas")
+    },
 }
 
 

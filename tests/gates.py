@@ -12,13 +12,12 @@ from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.services.busy_threshold import BusyThresholdService
-from lean_selector.services.gate import Gate
-from lean_selector.services.selection import SelectionService
-from lean_selector.services.selection_16 import SelectionService16
-from lean_selector.services.selection_handlers import Timer
-from lean_selector.services.service_state import ServiceState
-from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.service.gate import Gate
+from lean_selector.service.selection import SelectionService
+from lean_selector.service.selection_16 import SelectionService16
+from lean_selector.service.selection_handlers import BusyThresholdService, Timer
+from lean_selector.service.slot_tracker import SlotTrackerService
+from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.worker_details import SourceCondition
 
 NOW = 1000.0

@@ -43,7 +43,7 @@ def test_what_is_compiled_are_modules_of_the_rooms_where_time_goes() -> None:
         "core.load.slots",
         "core.selection.selector",
         "http.protocol",
-        "services.gate",
+        "service.gate",
         "services.selection",
         "wire.prompt",
     ],

@@ -113,7 +113,6 @@ CORE: dict[str, set[str]] = {
 # Folders that are not yet called as the room is that they become.
 BECOMES = {
     **dict.fromkeys(("outbound",), "http"),
-    **dict.fromkeys(("services", "openapi", "observing", "access"), "service"),
     **dict.fromkeys(("sockets", "curve"), "events"),
     **dict.fromkeys(("prompts", "route", "access_logs"), "gateway"),
     **dict.fromkeys(("process",), "server"),
@@ -193,7 +192,7 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_their_types() -> 
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Where modules are compiled; setup.py has the same set.
-COMPILED_ROOMS = {"core", "wire", "http", "services", "service", "sockets", "observing"}
+COMPILED_ROOMS = {"core", "wire", "http", "service", "sockets"}
 
 
 def bases_of(node: Definition) -> set[str]:

@@ -54,7 +54,7 @@ ALLOWED = {
         "create_task",
     ): "_watch waits for them, and raises for them",
     # threads
-    ("observing/log_writer.py", "LineWriter.__init__", "Thread"): (
+    ("service/logs.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
     ),
     ("server/state_files.py", "FileWriter.__init__", "Thread"): (
@@ -67,7 +67,7 @@ ALLOWED = {
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),
     ("workers/finders.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
-    ("services/openapi_routes.py", "OpenApiRoutes._answer", "run_in_executor"): (
+    ("service/application.py", "OpenApiRoutes._answer", "run_in_executor"): (
         "_tell logs what it raised, and answers 500"
     ),
     ("prompts/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (

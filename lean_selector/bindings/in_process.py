@@ -31,7 +31,7 @@ from lean_selector.core.errors import NotFound, SelectorError
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.selector_parts import SelectorParts
-from lean_selector.services.replies import LaterReply, Reply, Standing
+from lean_selector.service.replies import LaterReply, Reply, Standing
 from lean_selector.sockets.recovery import Recovery
 from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.prompt import binary_form

@@ -20,7 +20,7 @@ from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.gateway.rotation import Rotation
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.response import PendingReply
-from lean_selector.observing.logs import ACCESS_LOG
+from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.wire.openai_errors import openai_error
 
 log = logging.getLogger(ACCESS_LOG)

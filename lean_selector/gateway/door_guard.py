@@ -6,15 +6,13 @@ us, so no worker is sent it. Refusals have OpenAI's shape.
 
 from collections.abc import Callable
 
-from lean_selector.access.refusals import refusal_of
-from lean_selector.access.roles import READ, WRITE
-from lean_selector.access.token_file import AccessTokens
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import without_authorization
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.http.head import Request
 from lean_selector.http.response import PendingReply
+from lean_selector.service.access import READ, WRITE, AccessTokens, refusal_of
 
 Door = Callable[[Request], bytes | PendingReply]
 

@@ -1,8 +1,8 @@
 """The tokens that a service asks for."""
 
-from lean_selector.access.token_file import AccessTokens
 from lean_selector.process.host import StartError, os_reason
 from lean_selector.process.service_options import Listen
+from lean_selector.service.access import AccessTokens
 
 
 def tokens_of(listen: Listen) -> AccessTokens | None:

@@ -14,7 +14,7 @@ from lean_selector.outbound.trust import Trust
 from lean_selector.process.discovery_config import FinderConfig, PeerDiscovery, WorkerDiscovery
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
-from lean_selector.services.registration_warnings import Sources, registration_warnings
+from lean_selector.service.header_warnings import Sources, registration_warnings
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.finders import AskService

@@ -19,7 +19,6 @@ from lean_selector.gateway.rotation import Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.streaming import StreamingProtocol
-from lean_selector.observing import logs
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.exposure import exposure_warnings
@@ -30,6 +29,7 @@ from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.process.selector import doors_of, selector_app
 from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.prompts.fleet import CatalogFleet
+from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
 
 

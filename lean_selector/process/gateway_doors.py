@@ -15,9 +15,9 @@ from lean_selector.prompts.prompts import Prompts
 from lean_selector.prompts.settings import PromptSettings
 from lean_selector.route.door import RouteDoor
 from lean_selector.service.exposition import Families
+from lean_selector.service.gate import Route
 from lean_selector.service.metrics import prompt_families
-from lean_selector.services.gate import Route
-from lean_selector.services.selection import SelectionService
+from lean_selector.service.selection import SelectionService
 
 
 class GatewayDoors:

@@ -27,9 +27,9 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
-from lean_selector.observing import logs
 from lean_selector.process.service_options import Listen, TlsFiles
-from lean_selector.services.observation import Observation
+from lean_selector.service import logs
+from lean_selector.service.application import Observation
 from lean_selector.tasks import failed, failures, watch_process
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from lean_selector.curve.gate import CurveGate
 from lean_selector.outbound.credentials import Credentials
 from lean_selector.process.host import StartError
 from lean_selector.process.service_options import ReplicaConfig
-from lean_selector.services.replies import Answer
-from lean_selector.services.sliced_answers import SlicedAnswers
+from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError

@@ -7,35 +7,35 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lean_selector.access.token_file import AccessTokens
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.settings import API_1_6
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.protocol import App
-from lean_selector.observing import logs
 from lean_selector.process.access import tokens_of
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.outbound_access import engine_client
 from lean_selector.process.selector_config import SelectorConfig
 from lean_selector.process.selector_parts import SelectorParts
+from lean_selector.service import logs
+from lean_selector.service.access import AccessTokens
+from lean_selector.service.application import observed
 from lean_selector.service.exposition import AnyFamily
+from lean_selector.service.header_warnings import refusal_lines, refusal_lines_16
 from lean_selector.service.metrics import (
     connection_families,
     discovery_families,
     replica_families,
     state_families,
 )
+from lean_selector.service.selection import SelectionService
 from lean_selector.service.selector_metrics import (
     selection_cache_families,
     selection_families,
     session_families,
 )
-from lean_selector.services.helpful_headers import refusal_lines, refusal_lines_16
-from lean_selector.services.observed import observed
-from lean_selector.services.selection import SelectionService
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.worker_handlers import ServiceState
 
 if TYPE_CHECKING:
     from lean_selector.process.gateway_doors import GatewayDoors

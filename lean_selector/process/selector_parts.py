@@ -21,20 +21,19 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
-from lean_selector.observing.lifecycle_log import SelectorLog
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.routed_expiry import RoutedExpiry
 from lean_selector.process.selector_config import SelectorConfig
-from lean_selector.services.busy_threshold import BusyThresholdService
-from lean_selector.services.discovery_routes import discovery_routes
-from lean_selector.services.dump_answers import DumpAnswers
-from lean_selector.services.durable import durable
-from lean_selector.services.selection import SHUTDOWN, SelectionService
-from lean_selector.services.selection_16 import SelectionService16
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.gate import durable
+from lean_selector.service.lifecycle_log import SelectorLog
+from lean_selector.service.selection import SHUTDOWN, SelectionService
+from lean_selector.service.selection_16 import SelectionService16
+from lean_selector.service.selection_handlers import BusyThresholdService, DumpAnswers
+from lean_selector.service.shared_handlers import discovery_routes
+from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.sockets.index_sweeps import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links

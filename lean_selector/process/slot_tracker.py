@@ -7,8 +7,6 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
-from lean_selector.observing import logs
-from lean_selector.observing.lifecycle_log import TrackerLog
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
@@ -17,6 +15,10 @@ from lean_selector.process.host import HttpServer, new_zmq_context, observation,
 from lean_selector.process.outbound_access import credentials_of
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.slot_tracker_config import SlotTrackerConfig
+from lean_selector.service import logs
+from lean_selector.service.application import observed
+from lean_selector.service.gate import durable
+from lean_selector.service.lifecycle_log import TrackerLog
 from lean_selector.service.metrics import (
     connection_families,
     discovery_families,
@@ -24,10 +26,8 @@ from lean_selector.service.metrics import (
     state_families,
     tracker_families,
 )
-from lean_selector.services.discovery_routes import discovery_routes
-from lean_selector.services.durable import durable
-from lean_selector.services.observed import observed
-from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.service.shared_handlers import discovery_routes
+from lean_selector.service.slot_tracker import SlotTrackerService
 from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lean_selector.server.state_catalog import (
 )
 from lean_selector.server.state_files import Held, StateDirectory, stamp_now
 from lean_selector.server.state_persister import LiveBookings, Persister
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.worker_handlers import ServiceState
 
 if TYPE_CHECKING:
     from lean_selector.workers.discoveries import Discoveries

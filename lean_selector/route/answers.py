@@ -5,7 +5,6 @@ A gateway may hand an error to its client as it is, so it looks like one of an e
 
 from typing import Final
 
-from lean_selector.access.refusals import Refusal
 from lean_selector.core.errors import (
     AllWorkersBusy,
     NotFound,
@@ -17,6 +16,7 @@ from lean_selector.core.selection.records import Selection
 from lean_selector.http.response import encode_response
 from lean_selector.outbound.url import Url, url_at
 from lean_selector.prompts.unknown import Unknown
+from lean_selector.service.access import Refusal
 from lean_selector.wire.openai_errors import openai_error
 
 RETRY_AFTER: Final = b"retry-after: 1\r\n"

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-from lean_selector.access.roles import WRITE
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.selection.records import Selection
 from lean_selector.http.head import Request
@@ -19,9 +18,9 @@ from lean_selector.http.response import Response
 from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.unknown import Unknown
 from lean_selector.route.answers import error_of, refusal, unauthorized, worker_headers
-from lean_selector.services.gate import Route
-from lean_selector.services.replies import Answer, LaterReply
-from lean_selector.services.routes import Handed
+from lean_selector.service.access import WRITE
+from lean_selector.service.gate import Handed, Route
+from lean_selector.service.replies import Answer, LaterReply
 from lean_selector.tasks import watched
 from lean_selector.wire.selection import SelectAndReserveRequest
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE, Role
-from lean_selector.access.token_file import MOST_TOKENS, AccessTokens
 from lean_selector.http.head import UNUSABLE, digest_of
+from lean_selector.service.access import ADMIN, MOST_TOKENS, OPEN, READ, WRITE, AccessTokens, Role
 
 FILE = b"""\
 # who may look

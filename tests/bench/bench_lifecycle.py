@@ -25,9 +25,9 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.http.protocol import Connections, HttpProtocol
 from lean_selector.http.response import date_header, encode_response
-from lean_selector.services.gate import Gate
-from lean_selector.services.selection import SelectionService
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.gate import Gate
+from lean_selector.service.selection import SelectionService
+from lean_selector.service.worker_handlers import ServiceState
 from tests.gates import NoEngines
 
 CONNECTIONS = 32

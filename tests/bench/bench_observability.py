@@ -31,14 +31,14 @@ from lean_selector.http.head import Request
 from lean_selector.http.protocol import Connections, HttpProtocol
 from lean_selector.http.response import PendingReply, date_header, encode_response
 from lean_selector.http.router import Match
+from lean_selector.service.application import MetricsAnswers
 from lean_selector.service.exposition import LoopLag
+from lean_selector.service.gate import Gate
 from lean_selector.service.metrics import http_families, process_families
+from lean_selector.service.replies import Answer
+from lean_selector.service.selection import SelectionService
 from lean_selector.service.selector_metrics import selection_families
-from lean_selector.services.gate import Gate
-from lean_selector.services.metrics_answers import MetricsAnswers
-from lean_selector.services.replies import Answer
-from lean_selector.services.selection import SelectionService
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.worker_details import SourceCondition
 
 ROUNDS = 40

@@ -21,8 +21,8 @@ from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.http.protocol import Connections, HttpProtocol
 from lean_selector.http.response import date_header
-from lean_selector.services.gate import Gate
-from lean_selector.services.selection import SelectionService
+from lean_selector.service.gate import Gate
+from lean_selector.service.selection import SelectionService
 from lean_selector.wire.integer_text import HAS_SIMDJSON
 from lean_selector.wire.scalars import unpack_signed
 from loadtest.duel.prompts import http

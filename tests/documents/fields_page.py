@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from lean_selector.openapi.services import DESCRIBED, service_document
+from lean_selector.service.openapi.document import DESCRIBED, service_document
 from tests.documents.pages import ROOT
 
 PAGE: Final = "docs/reference/fields.md"

@@ -4,15 +4,14 @@ import re
 
 import pytest
 
-from lean_selector.access.roles import NAMES, READ, Role
 from lean_selector.core.trackers import Trackers
 from lean_selector.route.door import RouteDoor
-from lean_selector.services.busy_threshold import BusyThresholdService
-from lean_selector.services.discovery_routes import discovery_routes
-from lean_selector.services.gate import Route
-from lean_selector.services.metrics_answers import MetricsAnswers
-from lean_selector.services.openapi_routes import OpenApiRoutes
-from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.service.access import NAMES, READ, Role
+from lean_selector.service.application import MetricsAnswers, OpenApiRoutes
+from lean_selector.service.gate import Route
+from lean_selector.service.selection_handlers import BusyThresholdService
+from lean_selector.service.shared_handlers import discovery_routes
+from lean_selector.service.slot_tracker import SlotTrackerService
 from tests.documents.pages import OURS
 from tests.gates import Turns, selection_service
 

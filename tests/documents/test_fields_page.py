@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lean_selector.openapi.services import service_document
+from lean_selector.service.openapi.document import service_document
 from tests.documents import fields_page
 from tests.documents.pages import OURS
 

@@ -10,7 +10,7 @@ import pytest
 
 import lean_selector
 from lean_selector.core.trackers import Trackers
-from lean_selector.services.slot_tracker import SlotTrackerService
+from lean_selector.service.slot_tracker import SlotTrackerService
 from tests.documents.pages import OURS, PAGES, ROOT
 from tests.gates import selection_service
 from tests.running_service import RunningService

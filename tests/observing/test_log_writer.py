@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lean_selector.observing.log_writer import LineWriter, QueuedLines
+from lean_selector.service.logs import LineWriter, QueuedLines
 from tests.running_service import DEADLINE_S
 
 BOUND = 100_000

@@ -7,14 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from lean_selector.observing.logs import (
-    ACCESS_LOG,
-    MAX_KINDS,
-    JsonLines,
-    RateLimit,
-    TextLines,
-    flat,
-)
+from lean_selector.service.logs import ACCESS_LOG, MAX_KINDS, JsonLines, RateLimit, TextLines, flat
 
 
 def record(

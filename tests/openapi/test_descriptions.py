@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import lean_selector
-from lean_selector.openapi.document import CONNECTION_ERRORS
-from lean_selector.openapi.services import DESCRIBED as SERVICES
+from lean_selector.service.openapi.document import CONNECTION_ERRORS
+from lean_selector.service.openapi.document import DESCRIBED as SERVICES
 
 PACKAGE = Path(lean_selector.__file__).parent
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
@@ -28,7 +28,7 @@ def declared() -> Iterator[tuple[str, str, str]]:
         if where.split("/")[0] in OTHER_ROOMS:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Tuple) and len(node.elts) == 4:  # as in services/gate.py
+            if isinstance(node, ast.Tuple) and len(node.elts) == 4:  # as in service/gate.py
                 method, template = map(written, node.elts[:2])
                 if method in METHODS:
                     yield method, template, where
@@ -53,8 +53,8 @@ def test_the_routes_are_found() -> None:
 def test_a_route_is_described(method: str, path: str, where: str) -> None:
     assert (method, path) in DESCRIBED, (
         f"{where} declares {method} {path}, and nothing describes it in /openapi.json: add a "
-        f"RouteDescription to lean_selector/openapi/selector_routes.py, slot_tracker_routes.py or, "
-        f"if both services have it, shared_routes.py (CONTRIBUTING.md, How to add a route)"
+        f"RouteDescription to lean_selector/service/openapi/routes.py "
+        "(CONTRIBUTING.md, How to add a route)"
     )
 
 
@@ -86,4 +86,4 @@ def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    assert said.stdout.strip() == "['lean_selector.services.openapi_routes']"
+    assert said.stdout.strip() == "[]"

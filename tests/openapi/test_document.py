@@ -12,11 +12,12 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from lean_selector.core.index.kv_index import StoredRun, Tier
-from lean_selector.openapi import glossary, meanings
-from lean_selector.openapi.schemas import components
-from lean_selector.openapi.selector_routes import DOOR_ROUTES
-from lean_selector.openapi.services import DESCRIBED, service_document
-from lean_selector.services.gate import Gate
+from lean_selector.service.gate import Gate
+from lean_selector.service.openapi import meanings
+from lean_selector.service.openapi import meanings as glossary
+from lean_selector.service.openapi.document import DESCRIBED, service_document
+from lean_selector.service.openapi.routes import DOOR_ROUTES
+from lean_selector.service.openapi.schemas import components
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
 from tests.documents.pages import OURS

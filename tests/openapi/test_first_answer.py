@@ -6,10 +6,10 @@ import threading
 import pytest
 import uvloop
 
-from lean_selector.openapi import services
-from lean_selector.services.gate import Gate
-from lean_selector.services.openapi_routes import OpenApiRoutes
-from lean_selector.services.replies import LaterReply
+from lean_selector.service.application import OpenApiRoutes
+from lean_selector.service.gate import Gate
+from lean_selector.service.openapi import document as services
+from lean_selector.service.replies import LaterReply
 from tests.gates import request
 from tests.on_loop import until
 

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.http.response import JSON
-from lean_selector.services.gate import Gate
-from lean_selector.services.media_types import MSGPACK
+from lean_selector.service.gate import Gate
+from lean_selector.service.replies import MSGPACK
 from tests.damage import damaged
 from tests.gates import answered, request, selection_gate, slot_tracker_gate
 from tests.recorded_cases import scenarios

@@ -19,8 +19,8 @@ from lean_selector.prompts.model_request import MEDIA
 from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.unknown import Unknown
 from lean_selector.route.door import RouteDoor
-from lean_selector.services.gate import Gate
-from lean_selector.services.replies import LaterReply
+from lean_selector.service.gate import Gate
+from lean_selector.service.replies import LaterReply
 from tests.gates import NOW, selection_service
 from tests.on_loop import until
 

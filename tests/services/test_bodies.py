@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.services.bodies import (
+from lean_selector.service.bodies import (
     LONG_BODY_BYTES,
     NOT_JSON,
     TOO_LARGE,
@@ -16,7 +16,7 @@ from lean_selector.services.bodies import (
     shape_fault,
     worker_id_param,
 )
-from lean_selector.services.media_types import MSGPACK
+from lean_selector.service.replies import MSGPACK
 from lean_selector.wire.prompt_fields import PromptFields
 from tests.gates import request
 

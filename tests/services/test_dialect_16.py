@@ -13,11 +13,11 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings, SelectionCacheSettings
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.services.gate import Gate
-from lean_selector.services.helpful_headers import refusal_lines_16
-from lean_selector.services.selection import SelectionService
-from lean_selector.services.selection_16 import SelectionService16
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.gate import Gate
+from lean_selector.service.header_warnings import refusal_lines_16
+from lean_selector.service.selection import SelectionService
+from lean_selector.service.selection_16 import SelectionService16
+from lean_selector.service.worker_handlers import ServiceState
 from tests.gates import NOW, NoEngines, answered, request
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]

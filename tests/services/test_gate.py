@@ -5,12 +5,12 @@ import logging
 import msgspec
 import pytest
 
-from lean_selector.access.roles import READ
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, NotFound
 from lean_selector.http.response import PendingReply
+from lean_selector.service.access import READ
+from lean_selector.service.bodies import Query, worker_id_param
 from lean_selector.service.exposition import RouteMeter
-from lean_selector.services.bodies import Query, worker_id_param
-from lean_selector.services.gate import (
+from lean_selector.service.gate import (
     Gate,
     plain,
     with_body,
@@ -18,7 +18,7 @@ from lean_selector.services.gate import (
     with_param_and_body,
     with_query,
 )
-from lean_selector.services.replies import LaterReply, Reply
+from lean_selector.service.replies import LaterReply, Reply
 from lean_selector.wire.prompt_fields import PromptFields
 from tests.gates import answered, request
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lean_selector.services.gate import Gate
-from lean_selector.services.helpful_headers import known_models_line, refusal_lines
+from lean_selector.service.gate import Gate
+from lean_selector.service.header_warnings import known_models_line, refusal_lines
 from tests.gates import request, selection_gate, selection_gate_16
 
 

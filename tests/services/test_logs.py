@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lean_selector.form import form
-from lean_selector.observing.logs import BURST
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.service.logs import BURST
 from tests.prometheus_tools import parsed, scrape, value
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -377,7 +377,7 @@ def test_a_service_started_with_stderr_closed_runs_and_ends_like_any_other() -> 
 
 def test_what_was_logged_before_a_crash_and_its_traceback_are_both_on_stderr() -> None:
     code = (
-        "from lean_selector.observing import logs; import logging;"
+        "from lean_selector.service import logs; import logging;"
         "logs.set_up('info', 'text');"
         "[logging.info('line %d', number) for number in range(1000)];"
         "raise RuntimeError('the end')"

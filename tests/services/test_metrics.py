@@ -10,9 +10,9 @@ import pytest
 
 from lean_selector.http.response import PendingReply, Response
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.service.application import PIECES_PER_PART, MetricsAnswers
 from lean_selector.service.exposition import Family, escaped, labels
-from lean_selector.services.metrics_answers import PIECES_PER_PART, MetricsAnswers
-from lean_selector.services.sliced_answers import SLICE_S
+from lean_selector.service.replies import SLICE_S
 from tests import gates
 from tests.prometheus_tools import Samples, parsed, promtool, running_prometheus, scrape, value
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until

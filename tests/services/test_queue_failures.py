@@ -8,9 +8,9 @@ import pytest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.services.gate import Gate
-from lean_selector.services.selection import SelectionService
-from lean_selector.services.service_state import ServiceState
+from lean_selector.service.gate import Gate
+from lean_selector.service.selection import SelectionService
+from lean_selector.service.worker_handlers import ServiceState
 from tests.gates import NOW, NoEngines, answered, request
 
 

@@ -6,8 +6,15 @@ import pytest
 from lean_selector.core.errors import Unavailable
 from lean_selector.http.head import Request
 from lean_selector.http.response import GrowingResponse, date_header, encode_response
-from lean_selector.services.media_types import MSGPACK
-from lean_selector.services.replies import LaterReply, Reply, Standing, error_reply, reply, sent
+from lean_selector.service.replies import (
+    MSGPACK,
+    LaterReply,
+    Reply,
+    Standing,
+    error_reply,
+    reply,
+    sent,
+)
 from lean_selector.wire.answer_forms import LONGEST_TRANSCODED, JsonText
 from tests.gates import request
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.services.gate import Gate
+from lean_selector.service.gate import Gate
 from tests.gates import answered, request, selection_gate
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.selection.selector import Selector
-from lean_selector.services.gate import Gate
-from lean_selector.services.selection import SelectionService
+from lean_selector.service.gate import Gate
+from lean_selector.service.selection import SelectionService
 from tests.gates import answered, request, selection_gate, selection_service
 from tests.operations import lines_run
 

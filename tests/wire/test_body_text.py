@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.services.bodies import LONG_BODY_BYTES
-from lean_selector.services.media_types import MSGPACK
+from lean_selector.service.bodies import LONG_BODY_BYTES
+from lean_selector.service.replies import MSGPACK
 from lean_selector.wire.body_text import (
     MOST_COSTLY_NUMBERS,
     has_costly_numbers,

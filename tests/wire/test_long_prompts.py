@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.http.response import JSON
-from lean_selector.services.bodies import BadBody, body_reader
-from lean_selector.services.media_types import MSGPACK
+from lean_selector.service.bodies import BadBody, body_reader
+from lean_selector.service.replies import MSGPACK
 from lean_selector.wire.body_text import json_fault, messagepack_fault
 from lean_selector.wire.long_prompts import (
     LONG_PROMPT_BYTES,

@@ -1,25 +1,21 @@
-"""Answers as complete responses, in the form that their request accepts.
-
-JSON, or MessagePack where `accept` names it: chosen before anything is encoded. Only what is made
-as JSON text before it is known who asks for it is transcoded, and only while it is short: dumps and
-snapshots, which are made in slices, once for all who wait for them.
-"""
+"""Which form of a body a content-type or an accept header names."""
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import (
     JSON,
+    GrowingResponse,
     PendingReply,
     Response,
     date_header,
     encode_response,
     status_of,
 )
-from lean_selector.services.media_types import MSGPACK, names_msgpack
 from lean_selector.wire.answer_forms import (
     LONGEST_TRANSCODED,
     json_form,
@@ -27,6 +23,29 @@ from lean_selector.wire.answer_forms import (
     messagepack_of,
 )
 from lean_selector.wire.selection import ErrorBody
+
+MSGPACK = b"application/msgpack"
+
+
+def names_msgpack(header: bytes | None) -> bool:
+    return header is not None and MSGPACK in header.lower()
+
+
+def is_json(content_type: bytes | None) -> bool:
+    """`application/json` or `application/*+json`, in any case, parameters allowed."""
+    if not content_type:
+        return False
+    media = content_type.partition(b";")[0].strip().lower()
+    return media == JSON or (media.startswith(b"application/") and media.endswith(b"+json"))
+
+
+# -- replies -------------------------------------------------------------------------------------
+#
+# Answers as complete responses, in the form that their request accepts.
+#
+# JSON, or MessagePack where `accept` names it: chosen before anything is encoded. Only what is made
+# as JSON text before it is known who asks for it is transcoded, and only while it is short: dumps
+# and snapshots, which are made in slices, once for all who wait for them.
 
 INTERNAL_ERROR = ErrorBody("internal error")
 _JSON_LINE = b"\r\ncontent-type: " + JSON + b"\r\n"
@@ -205,3 +224,85 @@ def _repacked(response: Response) -> bytes | None:
     if packed is None:
         return None
     return encode_response(int(status_of(response)), packed, MSGPACK)
+
+
+# -- sliced answers ------------------------------------------------------------------------------
+#
+# Answers that may be large, made in slices of the loop's turns, so that nobody else waits long.
+#
+# One is made at a time, because each may be as large as the state that it tells of; whoever asks
+# meanwhile shares the next. One that nobody waits for any more is dropped.
+
+SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
+
+CallSoon = Callable[[Callable[[], None]], object]
+
+
+class SlicedAnswers:
+    """Only from the thread of the loop."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: Callable[[], Iterator[bytes]],
+        call_soon: CallSoon,
+        content_type: bytes = JSON,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`parts` begins a body; `name` is for the log; `call_soon` is the loop's."""
+        self._name = name
+        self._new_parts = parts
+        self._call_soon = call_soon
+        self._content_type = content_type
+        self._clock = clock
+        self._waiting: set[LaterReply] = set()  # for one that has not begun
+        self._served: set[LaterReply] = set()  # for the one that is being made
+        self._parts: Iterator[bytes] | None = None
+        self._made: GrowingResponse | None = None  # set together with _parts
+
+    def answer(self, *, at_once: bool) -> Answer:
+        """`at_once`: the body is known to be small."""
+        if at_once:
+            return encode_response(200, b"".join(self._new_parts()), self._content_type)
+        pending = LaterReply(is_being_made=True)
+        pending.on_disconnect = lambda: self._hung_up(pending)
+        self._waiting.add(pending)
+        if self._parts is None and len(self._waiting) == 1:
+            self._call_soon(self._begin)
+        return pending
+
+    def _hung_up(self, pending: LaterReply) -> None:
+        self._waiting.discard(pending)
+        self._served.discard(pending)
+
+    def _begin(self) -> None:
+        if self._parts is None and self._waiting:
+            self._served, self._waiting = self._waiting, set()
+            self._made = GrowingResponse(self._content_type)
+            self._parts = self._new_parts()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Encode for one slice, then let the loop look at its other sockets."""
+        assert self._parts is not None
+        assert self._made is not None
+        slice_ends = self._clock() + SLICE_S
+        try:
+            for part in self._parts if self._served else ():
+                self._made.add(part)
+                if self._clock() >= slice_ends:
+                    self._call_soon(self._go_on)
+                    return
+            response: Response | None = self._made.finish()
+        except Exception:  # the gate has let go of the request, so its rule is applied here
+            _log.exception("%s failed", self._name)
+            response = None
+        self._made = self._parts = None
+        served, self._served = self._served, set()
+        for pending in served:
+            if response is None:
+                pending.answer(500, INTERNAL_ERROR)
+            else:
+                pending.finish(response)
+        if self._waiting:
+            self._call_soon(self._begin)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.access.roles import READ
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
@@ -27,12 +26,12 @@ from lean_selector.core.selection.records import (
     WorkerLoad,
 )
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.services.bodies import DETAIL, Query, wants_detail
-from lean_selector.services.gate import Route, with_query
-from lean_selector.services.helpful_headers import BODY_FIELDS_16
-from lean_selector.services.selection_handlers import SelectionHandlers
-from lean_selector.services.selection_routes import Bodies, dialect_routes
-from lean_selector.services.worker_health import health_of
+from lean_selector.service.access import READ
+from lean_selector.service.bodies import DETAIL, Query, wants_detail
+from lean_selector.service.gate import Route, with_query
+from lean_selector.service.header_warnings import BODY_FIELDS_16
+from lean_selector.service.selection_handlers import Bodies, SelectionHandlers, dialect_routes
+from lean_selector.service.worker_handlers import health_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import unpack_signed

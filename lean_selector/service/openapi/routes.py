@@ -1,4 +1,4 @@
-"""The routes of the selector, described, in each dialect that it speaks (`--api`)."""
+"""What both services answer: replicas, discovery, metrics, and this document."""
 
 from types import GenericAlias
 from typing import Any, Final
@@ -11,18 +11,22 @@ from lean_selector.core.selection.records import (
     Selection,
 )
 from lean_selector.core.selection.workers import WorkerRecord
-from lean_selector.openapi.shapes import (
+from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
+from lean_selector.service.openapi.shapes import (
     Dialect,
     DumpEntry,
     DumpEntry16,
     QueryField,
     RouteDescription,
     SessionList,
+    Snapshot,
+    Text,
 )
-from lean_selector.openapi.shared_routes import DETAIL, GROUP, SCOPE, SHARED_ROUTES, SWITCHED_OFF
 from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
+from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.kv_sources import KvSource
 from lean_selector.wire.openai_error_shapes import OpenAiErrorBody
+from lean_selector.wire.peer_bodies import PeerRequest, PeerUrlRequest, PlaneState
 from lean_selector.wire.selection import (
     Ok,
     OutputBlockRequest,
@@ -48,7 +52,89 @@ from lean_selector.wire.selection_16 import (
     WorkerRecord16,
     WorkerRequest16,
 )
+from lean_selector.wire.slot_tracker import (
+    AddRequest,
+    LifecycleRequest,
+    PotentialLoadsRequest,
+    RegisterRequest,
+    UnregisterRequest,
+)
 from lean_selector.wire.worker_health import Ending, WorkerDetail, WorkerReport
+
+SWITCHED_OFF: Final = "replica sync is off"
+DETAIL: Final = QueryField(
+    "detail",
+    "`true`: with what is known of each besides",
+    "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0|)$",
+)
+GROUP: Final = (
+    QueryField("tenant_id", "only of this tenant"),
+    QueryField("routing_group", "the other name of tenant_id"),
+)
+SCOPE: Final = (QueryField("model_name", "only of this model"), *GROUP)
+PEERS: Final = RouteDescription(
+    summary="The replicas that this one speaks to",
+    group="replicas",
+    query=(DETAIL,),
+    answers={200: [list[str], PlaneState, dict[str, Any]]},
+)
+
+
+def joining(body: Any, example: Any) -> RouteDescription:
+    return RouteDescription(
+        summary="Speak to a replica; 201 if it was none of ours yet",
+        group="replicas",
+        body=body,
+        example=example,
+        answers={200: Ok, 201: Ok},
+        errors={400: "the endpoint cannot be one", 409: SWITCHED_OFF},
+    )
+
+
+def leaving(body: Any, example: Any) -> RouteDescription:
+    return RouteDescription(
+        summary="Speak to a replica no more",
+        group="replicas",
+        body=body,
+        example=example,
+        answers={200: Ok},
+        errors={404: "it is none of ours", 409: SWITCHED_OFF},
+    )
+
+
+_ENDPOINT: Final = {"endpoint": "tcp://127.0.0.1:9092"}
+
+SHARED_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("GET", "/replica_sync/peers"): PEERS,
+    ("POST", "/replica_sync/register_peer"): joining(PeerRequest, _ENDPOINT),
+    ("POST", "/replica_sync/deregister_peer"): leaving(PeerRequest, _ENDPOINT),
+    ("GET", "/replica_sync/snapshot"): RouteDescription(
+        summary="What is live, for a replica that catches up",
+        group="replicas",
+        answers={200: Snapshot},
+        errors={409: SWITCHED_OFF},
+    ),
+    ("GET", "/discovery"): RouteDescription(
+        summary="What is looked for, what was found, and what became of it",
+        group="discovery",
+        answers={200: DiscoveryReport},
+    ),
+    ("GET", "/metrics"): RouteDescription(
+        summary="Metrics for Prometheus",
+        group="service",
+        answers={200: Text("text/plain; version=0.0.4; charset=utf-8")},
+    ),
+    ("GET", "/openapi.json"): RouteDescription(
+        summary="This document",
+        group="service",
+        answers={200: dict[str, Any]},
+    ),
+}
+
+
+# -- selector routes -----------------------------------------------------------------------------
+#
+# The routes of the selector, described, in each dialect that it speaks (`--api`).
 
 API_1_3: Final = Dialect(
     registration=WorkerRequest,
@@ -303,4 +389,97 @@ DOOR_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
         },
         refusal=OpenAiErrorBody,
     ),
+}
+
+
+# -- slot tracker routes -------------------------------------------------------------------------
+#
+# The routes of the slot tracker, described.
+
+_NO_TRACKER: Final = "the model and tenant have no workers"
+_URL: Final = {"url": "tcp://127.0.0.1:9092"}
+_REQUEST: Final = {"model_name": "llama", "request_id": "req-1"}
+
+
+def _lifecycle(summary: str, unknown: str) -> RouteDescription:
+    return RouteDescription(
+        summary=summary,
+        group="requests",
+        body=LifecycleRequest,
+        example=_REQUEST,
+        answers={200: Ok},
+        errors={400: "two names of the tenant differ", 404: unknown},
+    )
+
+
+SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("GET", "/health"): RouteDescription(
+        summary="The process lives", group="service", answers={200: None}
+    ),
+    ("POST", "/register"): RouteDescription(
+        summary="Register a worker's ranks",
+        group="workers",
+        body=RegisterRequest,
+        example={
+            **{"worker_id": 7, "model_name": "llama", "block_size": 16},
+            **{"dp_start": 0, "dp_size": 1},
+        },
+        answers={201: Ok},
+        errors={
+            400: "a size of 0, or ranks that there cannot be",
+            409: "it is registered, or with another block size than its model",
+        },
+    ),
+    ("POST", "/unregister"): RouteDescription(
+        summary="Remove a worker, and drop its requests",
+        group="workers",
+        body=UnregisterRequest,
+        example={"worker_id": 7, "model_name": "llama"},
+        answers={200: Ok},
+        errors={400: "two names of the tenant differ", 404: "it is not registered"},
+    ),
+    ("GET", "/workers"): RouteDescription(
+        summary="The workers", group="workers", query=SCOPE, answers={200: list[WorkerRow]}
+    ),
+    ("POST", "/add"): RouteDescription(
+        summary="A request begins on a rank",
+        group="requests",
+        body=AddRequest,
+        example={
+            **_REQUEST,
+            **{"worker_id": 7, "dp_rank": 0},
+            **{"sequence_hashes": [101, -22, 303], "new_isl_tokens": 48},
+        },
+        answers={201: Ok},
+        errors={
+            400: "two names of the tenant differ, or too many tokens",
+            404: "there is no such rank",
+            409: "the id is live already",
+        },
+    ),
+    ("POST", "/prefill_complete"): _lifecycle(
+        "The first token of a request came", "there is no such request, model or tenant"
+    ),
+    ("POST", "/free"): _lifecycle("A request has ended; of an unknown id no error", _NO_TRACKER),
+    ("GET", "/loads"): RouteDescription(
+        summary="The load of each rank",
+        group="loads",
+        query=SCOPE,
+        answers={200: list[LoadRow]},
+    ),
+    ("POST", "/potential_loads"): RouteDescription(
+        summary="The load of each rank if this prompt ran there",
+        group="loads",
+        body=PotentialLoadsRequest,
+        example={
+            **{"model_name": "llama", "sequence_hashes": [101, -22, 303, 404]},
+            **{"new_isl_tokens": 64},
+        },
+        answers={200: list[PotentialLoadRow]},
+        errors={400: "two names of the tenant differ, or too many tokens", 404: _NO_TRACKER},
+    ),
+    ("POST", "/register_peer"): joining(PeerUrlRequest, _URL),
+    ("POST", "/deregister_peer"): leaving(PeerUrlRequest, _URL),
+    ("GET", "/peers"): PEERS,
+    **SHARED_ROUTES,
 }

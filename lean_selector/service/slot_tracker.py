@@ -8,14 +8,14 @@ both families of peer routes (decision D18).
 import time
 from collections.abc import Callable
 
-from lean_selector.access.roles import ADMIN, OPEN, READ, WRITE
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
-from lean_selector.services.bodies import DETAIL, Query
-from lean_selector.services.gate import Route, plain, with_body, with_query
-from lean_selector.services.peer_routes import OK, Plane, ReplicaHandlers
-from lean_selector.services.replies import Standing
+from lean_selector.service.access import ADMIN, OPEN, READ, WRITE
+from lean_selector.service.bodies import DETAIL, Query
+from lean_selector.service.gate import Route, plain, with_body, with_query
+from lean_selector.service.replies import Standing
+from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
 from lean_selector.wire.peer_bodies import PeerUrlRequest
 from lean_selector.wire.slot_tracker import (
     AddRequest,

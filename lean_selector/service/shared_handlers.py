@@ -3,13 +3,15 @@
 Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decision D22).
 """
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
-from lean_selector.access.roles import ADMIN, READ
 from lean_selector.core.errors import Conflict, NotFound
-from lean_selector.services.bodies import DETAIL, Query, wants_detail
-from lean_selector.services.gate import Route, plain, with_body, with_query
-from lean_selector.services.replies import Answer, Reply, Standing
+from lean_selector.service.access import ADMIN, READ
+from lean_selector.service.bodies import DETAIL, Query, wants_detail
+from lean_selector.service.gate import Route, plain, with_body, with_query
+from lean_selector.service.replies import Answer, Reply, Standing
+from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.peer_bodies import PeerRequest, PlaneState
 from lean_selector.wire.selection import Ok
 
@@ -75,3 +77,15 @@ class ReplicaHandlers:
         if self._plane is None:
             raise Conflict("replica sync is disabled")
         return self._plane
+
+
+# -- discovery routes ----------------------------------------------------------------------------
+#
+# What both services answer about discovery (decision D22).
+
+NOTHING = DiscoveryReport([], [], [])
+
+
+def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
+    """`report` is None while nothing is to be found."""
+    return (("GET", "/discovery", READ, plain(report if report is not None else lambda: NOTHING)),)

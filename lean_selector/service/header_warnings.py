@@ -1,17 +1,177 @@
-"""What is probably wrong with a worker's endpoints, as far as its registration shows.
+"""What an answer says in headers beside a recorded body: known models, and fields that nobody read.
 
-The answer is as it would be anyway; this goes into its header `x-warning`. What only the network
-can tell (nobody listens, it speaks HTTP) is in `GET /kv_sources` later.
+Looked for only where a request has failed, and where a worker is registered or reported on: no
+request that is given a worker pays for it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from itertools import islice
 from typing import Final, Protocol
 
+import msgspec
+
 from lean_selector.core.endpoints import check_endpoint, http_place, zmq_key
+from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.http.head import Request
+from lean_selector.service.gate import Endpoint
+from lean_selector.service.replies import Answer, is_json, printable, warning_line
+from lean_selector.wire.selection import (
+    ProjectionRequest,
+    ReservationRequest,
+    SelectAndReserveRequest,
+    SelectRequest,
+    WorkerPatch,
+    WorkerRequest,
+)
+from lean_selector.wire.selection_16 import (
+    ProjectionRequest16,
+    ReservationRequest16,
+    SelectAndReserveRequest16,
+    SelectRequest16,
+    WorkerPatch16,
+    WorkerRequest16,
+)
+from lean_selector.wire.worker_health import WorkerReport
+
+_MOST_MODELS: Final = 32
+_MOST_MODELS_BYTES: Final = 2000
+_MOST_FIELDS: Final = 64  # of a body, that are looked at
+_LONGEST_BODY: Final = 1 << 20
+_LONGEST_FIELD: Final = 64
+# What other APIs call it.
+_OTHER_NAMES: Final = {
+    "model": "model_name",
+    "model_id": "model_name",
+    "tenant": "tenant_id",
+    "prompt": "token_ids",
+    "prompt_token_ids": "token_ids",
+    "input_ids": "token_ids",
+    "tokens": "token_ids",
+    "messages": "token_ids",
+    "lora": "lora_name",
+    "salt": "cache_salt",
+    "num_tokens": "isl_tokens",
+    "id": "worker_id",
+    "url": "endpoint",
+    "address": "endpoint",
+    "page_size": "block_size",
+    "dp_size": "data_parallel_size",
+    "dp_start": "data_parallel_start_rank",
+    "request_id": "reservation_id",
+    "reservation_id": "selection_id",
+    "rank": "dp_rank",
+    "data_parallel_rank": "dp_rank",
+    "status": "outcome",
+    "result": "outcome",
+    "ttft": "ttft_ms",
+    "ttft_s": "ttft_ms",
+    "ttft_seconds": "ttft_ms",
+    "cached": "cached_tokens",
+}
+BODY_FIELDS: Final = {
+    "/select": frozenset(SelectRequest.__struct_fields__),
+    "/select_and_reserve": frozenset(SelectAndReserveRequest.__struct_fields__),
+    "/reservations": frozenset(ReservationRequest.__struct_fields__),
+    "/potential_loads": frozenset(ProjectionRequest.__struct_fields__),
+    "/overlap_scores": frozenset(ProjectionRequest.__struct_fields__),
+    "/workers": frozenset(WorkerRequest.__struct_fields__),
+    "/workers/{worker_id}": frozenset(WorkerPatch.__struct_fields__),
+    "/workers/{worker_id}/report": frozenset(WorkerReport.__struct_fields__),
+}
+BODY_FIELDS_16: Final = {
+    "/select": frozenset(SelectRequest16.__struct_fields__),
+    "/select_and_reserve": frozenset(SelectAndReserveRequest16.__struct_fields__),
+    "/reservations": frozenset(ReservationRequest16.__struct_fields__),
+    "/potential_loads": frozenset(ProjectionRequest16.__struct_fields__),
+    "/overlap_scores": frozenset(ProjectionRequest16.__struct_fields__),
+    "/workers": frozenset(WorkerRequest16.__struct_fields__),
+    "/workers/{worker_id}": frozenset(WorkerPatch16.__struct_fields__),
+    "/workers/{worker_id}/report": frozenset(WorkerReport.__struct_fields__),
+}
+_NO_FIELDS: Final = frozenset[str]()
+_read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def known_models_line(models: Iterable[str]) -> bytes:
+    """The header line `x-known-models`: JSON strings joined by ", ", as many as there is room for,
+    and "..." in place of the others; nothing when there are none."""
+    shown: list[str] = []
+    size = 0
+    for model in models:
+        text = printable(msgspec.json.encode(model).decode())
+        size += len(text)
+        if len(shown) == _MOST_MODELS or size > _MOST_MODELS_BYTES:
+            shown.append("...")
+            break
+        shown.append(text)
+    return b"x-known-models: %b\r\n" % ", ".join(shown).encode("ascii") if shown else b""
+
+
+def refusal_lines(request: Request, error: Exception, route: str) -> bytes:
+    """Header lines of an answer that is an error."""
+    return _refusal_lines(request, error, BODY_FIELDS.get(route, _NO_FIELDS))
+
+
+def refusal_lines_16(request: Request, error: Exception, route: str) -> bytes:
+    """The same in the 1.6 dialect."""
+    return _refusal_lines(request, error, BODY_FIELDS_16.get(route, _NO_FIELDS))
+
+
+def _refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
+    lines, warnings = b"", unread_fields(request, fields)
+    if isinstance(error, NoWorkers):
+        lines = known_models_line(error.known_models)
+        if error.other_tenants is not None:
+            warnings.insert(0, error.other_tenants)
+    return lines + warning_line(warnings) if warnings else lines
+
+
+def warning_of_fields(fields: frozenset[str], endpoint: Endpoint) -> Endpoint:
+    """An endpoint whose body has these fields, and that warns also where it succeeds."""
+
+    def answer(request: Request, param: bytes | None) -> Answer:
+        result = endpoint(request, param)
+        warnings = unread_fields(request, fields)
+        if not warnings or not isinstance(result, bytes):
+            return result
+        head, _, body = result.partition(b"\r\n\r\n")
+        return b"%b\r\n%b\r\n%b" % (head, warning_line(warnings), body)
+
+    return answer
+
+
+def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
+    """Fields of a JSON body that are none of these, and look like one of them that is absent."""
+    body = request.body
+    if not body or not fields or len(body) > _LONGEST_BODY or not is_json(request.content_type):
+        return []
+    try:
+        given = _read_keys(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []  # which is said already
+    warnings = []
+    for field in list(given)[:_MOST_FIELDS]:
+        if field in fields or len(field) > _LONGEST_FIELD:
+            continue
+        meant = _OTHER_NAMES.get(field.lower())
+        if meant not in fields:
+            close = get_close_matches(field.lower(), fields, 1, 0.8)
+            meant = close[0] if close else None
+        if meant is not None and meant not in given:
+            warnings.append(f"unknown field {field} is ignored: is {meant} meant?")
+    return warnings
+
+
+# -- registration warnings -----------------------------------------------------------------------
+#
+# What is probably wrong with a worker's endpoints, as far as its registration shows.
+#
+# The answer is as it would be anyway; this goes into its header `x-warning`. What only the network
+# can tell (nobody listens, it speaks HTTP) is in `GET /kv_sources` later.
 
 _LISTENING: Final = ("*", "0.0.0.0", "[::]")  # where a socket binds, not where it is reached
 _NAMED: Final = 4  # endpoints, and who shares one; a worker may have 4 096

@@ -1,25 +1,18 @@
-"""What both dialects of the selection service do alike: lifecycle calls, inspection, and requests
-that wait. Workers are `worker_handlers`'.
+"""The answers to GET /dump: small ones at once, large ones made in slices of the loop's turns.
 
-Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
-that all routes share in `bodies`. What a dialect adds stands in `selection` (1.3, the source
-document's) and `selection_16`. Spec: selection.md, selection_16.md.
+Each may be as large as the index. Its text is `wire.dump`'s business.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.access.roles import READ, WRITE
-from lean_selector.core.errors import (
-    BadRequest,
-    NotFound,
-    Unavailable,
-    WaitedTooLong,
-)
+from lean_selector.core.errors import BadRequest, NotFound, Unavailable, WaitedTooLong
+from lean_selector.core.index.kv_index import RankKey
 from lean_selector.core.selection import inspection
+from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -39,29 +32,159 @@ from lean_selector.core.selection.settings import RouterOverride, Terms
 from lean_selector.core.selection.terms import overridden
 from lean_selector.core.selection.workers import PartitionKey
 from lean_selector.core.sessions.table import check_session_id
-from lean_selector.services.bodies import (
-    Query,
-    reservation_id_param,
-)
-from lean_selector.services.gate import (
+from lean_selector.service.access import ADMIN, READ, WRITE
+from lean_selector.service.bodies import BadQuery, Query, reservation_id_param, worker_id_param
+from lean_selector.service.gate import (
     Route,
     plain,
+    with_body,
     with_param,
     with_param_and_body,
     with_param_and_optional_body,
     with_query,
 )
-from lean_selector.services.peer_routes import OK, Plane
-from lean_selector.services.replies import Answer, LaterReply, Standing
-from lean_selector.services.service_state import ServiceState
-from lean_selector.services.worker_handlers import KvSources, WorkerHandlers
+from lean_selector.service.header_warnings import warning_of_fields
+from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
+from lean_selector.service.shared_handlers import OK, Plane
+from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
+from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
+from lean_selector.wire.dump import encode_dump
+from lean_selector.wire.dump_shapes import PartitionDump
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import check_finite
-from lean_selector.wire.selection import (
-    OutputBlockRequest,
-    SelectFields,
-)
+from lean_selector.wire.scope import DEFAULT_GROUP
+from lean_selector.wire.selection import OutputBlockRequest, SelectFields
 from lean_selector.wire.worker_health import Ending
+
+_SMALL_BLOCKS = 1000  # up to a millisecond
+
+Watermarks = Callable[[Partition], dict[RankKey, int]]
+
+
+class DumpAnswers:
+    """Only from the thread of the loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        watermarks: Watermarks,
+        call_soon: CallSoon,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`call_soon` is the loop's."""
+        self._catalog = catalog
+        self._watermarks = watermarks
+        self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
+        self._sliced_16 = SlicedAnswers(
+            "a dump", lambda: self.parts(as_1_6=True), call_soon, clock=clock
+        )
+
+    def answer(self) -> Answer:
+        return self._sliced.answer(at_once=self._is_small())
+
+    def answer_16(self) -> Answer:
+        """As 1.6 has it, without what only our own replicas read."""
+        return self._sliced_16.answer(at_once=self._is_small())
+
+    def _is_small(self) -> bool:
+        partitions = self._catalog.partitions.values()
+        return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
+
+    def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
+        """The body, to be joined; each part is small. `as_1_6`: as 1.6 has it."""
+        return encode_dump(
+            [
+                PartitionDump(*key, partition.block_size, partition.index.dump(), watermarks)
+                for key, partition in sorted(self._catalog.partitions.items())
+                if (watermarks := self._watermarks(partition))
+                or partition.established
+                or not partition.index.is_empty
+            ],
+            as_1_6=as_1_6,
+        )
+
+
+# -- selection routes ----------------------------------------------------------------------------
+#
+# The routes whose bodies each dialect of the selection service has of its own, in one table.
+
+
+class Handlers(Protocol):
+    """Those of one dialect, each for the body that it has in `Bodies`."""
+
+    def register(self, body: Any) -> object: ...
+
+    def patch(self, worker_id: int, body: Any) -> object: ...
+
+    def select(self, body: Any) -> object: ...
+
+    def select_and_reserve(self, body: Any) -> object: ...
+
+    def reserve(self, body: Any) -> object: ...
+
+    def loads(self, query: Query) -> object: ...
+
+    def potential_loads(self, body: Any) -> object: ...
+
+    def overlap_scores(self, body: Any) -> object: ...
+
+
+class Bodies:
+    """The structs of one dialect; `fields` are the names in the body of each path."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, frozenset[str]],
+        *,
+        registration: type[Any],
+        change: type[Any],
+        select: type[Any],
+        select_and_reserve: type[Any],
+        reservation: type[Any],
+        projection: type[Any],
+    ) -> None:
+        self.fields = fields
+        self.registration = registration
+        self.change = change
+        self.select = select
+        self.select_and_reserve = select_and_reserve
+        self.reservation = reservation
+        self.projection = projection
+
+
+def dialect_routes(handlers: Handlers, bodies: Bodies) -> tuple[Route, ...]:
+    register = with_body(bodies.registration, handlers.register, 201)
+    patch = with_param_and_body(worker_id_param, bodies.change, handlers.patch)
+    return (
+        ("POST", "/workers", ADMIN, warning_of_fields(bodies.fields["/workers"], register)),
+        (
+            "PATCH",
+            "/workers/{worker_id}",
+            ADMIN,
+            warning_of_fields(bodies.fields["/workers/{worker_id}"], patch),
+        ),
+        ("POST", "/select", WRITE, with_body(bodies.select, handlers.select)),
+        (
+            "POST",
+            "/select_and_reserve",
+            WRITE,
+            with_body(bodies.select_and_reserve, handlers.select_and_reserve),
+        ),
+        ("POST", "/reservations", WRITE, with_body(bodies.reservation, handlers.reserve, 201)),
+        ("GET", "/loads", READ, with_query(handlers.loads)),
+        ("POST", "/potential_loads", READ, with_body(bodies.projection, handlers.potential_loads)),
+        ("POST", "/overlap_scores", READ, with_body(bodies.projection, handlers.overlap_scores)),
+    )
+
+
+# -- selection handlers --------------------------------------------------------------------------
+#
+# What both dialects of the selection service do alike: lifecycle calls, inspection, and requests
+# that wait. Workers are `worker_handlers`'.
+#
+# Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the
+# checks that all routes share in `bodies`. What a dialect adds stands in `selection` (1.3, the
+# source document's) and `selection_16`. Spec: selection.md, selection_16.md.
 
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
 
@@ -334,3 +457,42 @@ class SelectionHandlers(WorkerHandlers):
 
     def kv_sources(self, query: Query) -> Sequence[object]:
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
+
+
+# -- busy threshold ------------------------------------------------------------------------------
+#
+# The route `/busy_threshold`: what is shed, read and changed while the service runs.
+#
+# Shapes: the request-rejection document and slot_tracker.md 4.2; DELETE, which they do not have,
+# switches off. The rules are in `core.load.busy_limits`.
+
+_FIELDS = frozenset({"model", "tenant_id", "routing_group"})
+
+
+class BusyThresholdService:
+    """The handlers, and what they act on."""
+
+    def __init__(self, selector: Selector, clock: Callable[[], float] = time.monotonic) -> None:
+        self._selector = selector
+        self._clock = clock
+
+    def routes(self) -> tuple[Route, ...]:
+        return (
+            ("POST", "/busy_threshold", ADMIN, with_body(ThresholdRequest, self.change)),
+            ("GET", "/busy_threshold", READ, plain(self.list)),
+            ("DELETE", "/busy_threshold", ADMIN, with_query(self.switch_off, _FIELDS)),
+        )
+
+    def list(self) -> Thresholds:
+        return Thresholds([ThresholdRow.of(*each) for each in self._selector.thresholds()])
+
+    def change(self, body: ThresholdRequest) -> ThresholdRow:
+        scope = body.scope()
+        now = self._clock()
+        return ThresholdRow.of(scope, self._selector.change_threshold(scope, body.given(), now))
+
+    def switch_off(self, query: Query) -> ThresholdRow:
+        if "model" not in query:
+            raise BadQuery("missing field `model`")
+        scope = query["model"], query.get("tenant_id") or DEFAULT_GROUP
+        return ThresholdRow.of(scope, self._selector.switch_threshold_off(scope, self._clock()))

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.openapi.meanings import meaning_of
+from lean_selector.service.openapi.meanings import meaning_of
 from lean_selector.wire.answer_forms import JsonText
 
 Schema = dict[str, Any]

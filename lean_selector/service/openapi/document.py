@@ -7,8 +7,14 @@ from typing import Any, Final
 import msgspec
 
 from lean_selector import __version__
-from lean_selector.openapi.schemas import Schema, components
-from lean_selector.openapi.shapes import QueryField, RouteDescription, Text
+from lean_selector.service.openapi.routes import (
+    DOOR_ROUTES,
+    SELECTOR_16_ROUTES,
+    SELECTOR_ROUTES,
+    SLOT_TRACKER_ROUTES,
+)
+from lean_selector.service.openapi.schemas import Schema, components
+from lean_selector.service.openapi.shapes import QueryField, RouteDescription, Text
 from lean_selector.wire.busy import OverloadBody
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.selection import ErrorBody
@@ -260,3 +266,26 @@ def _response(text: str, content: dict[str, Any]) -> dict[str, Any]:
 def encoded(made: dict[str, Any]) -> bytes:
     """The document as JSON text."""
     return msgspec.json.encode(made)
+
+
+# -- services ------------------------------------------------------------------------------------
+#
+# Which service has which document.
+
+DESCRIBED: Final = {
+    "selector": ("lean-selector", SELECTOR_ROUTES | DOOR_ROUTES),
+    "selector_16": ("lean-selector --api 1.6", SELECTOR_16_ROUTES | DOOR_ROUTES),
+    "slot_tracker": ("lean-slot-tracker", SLOT_TRACKER_ROUTES),
+}
+
+
+def service_document(
+    service: str,
+    routes: Iterable[tuple[str, str]],
+    roles: Mapping[tuple[str, str], str] = _NO_ROLES,
+    *,
+    asks_tokens: bool = False,
+) -> bytes:
+    """The document of a service with these routes, as JSON text; `roles` as in `document`."""
+    title, described = DESCRIBED[service]
+    return encoded(document(title, routes, described, roles, asks_tokens=asks_tokens))

@@ -1,16 +1,75 @@
-"""The file of tokens, one `ROLE TOKEN` a line: read at the start, and again when it changes.
-
-Of a token nothing is kept but its digest (`http.credentials`), and no message holds one.
-"""
+"""What a route asks of whoever calls it. Each role may do what those before it may."""
 
 import logging
 import re
+from enum import IntEnum
 from hmac import compare_digest
 from typing import Final
 
-from lean_selector.access.roles import NAMES, OPEN, ROLES, Role
 from lean_selector.http.head import digest_of
 from lean_selector.outbound.watched_file import WatchedFile
+
+
+class Role(IntEnum):
+    """OPEN is everybody's, the others are a token's."""
+
+    OPEN = 0  # whether the service is up
+    READ = 1  # inspection
+    WRITE = 2  # also selecting, reserving and lifecycles
+    ADMIN = 3  # also registration, thresholds and peers
+
+
+OPEN: Final = Role.OPEN
+READ: Final = Role.READ
+WRITE: Final = Role.WRITE
+ADMIN: Final = Role.ADMIN
+
+ROLES: Final = {b"read": READ, b"write": WRITE, b"admin": ADMIN}  # as a token file names them
+NAMES: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
+
+
+# -- refusals ------------------------------------------------------------------------------------
+#
+# What is said to whoever may not do what they ask: status, words, and the header line.
+#
+# RFC 6750 section 3: who sends no bearer token is told of no error in the line.
+
+_CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
+
+
+class Refusal:
+    """One answer; `line` is a whole header line, `code` the word for programs in OpenAI's shape."""
+
+    __slots__ = ("code", "line", "status", "text")
+
+    def __init__(self, status: int, text: str, attributes: bytes = b"") -> None:
+        self.status = status
+        self.text = text
+        self.code = "invalid_api_key" if status == 401 else "insufficient_permissions"
+        self.line = _CHALLENGE % attributes
+
+
+NO_TOKEN: Final = Refusal(401, "a bearer token is required")
+UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is not known", b', error="invalid_token"')
+
+
+def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
+    """To a request with this credential, whose `role` is below the one that is needed."""
+    if role == OPEN:
+        return UNKNOWN_TOKEN if credential else NO_TOKEN
+    name = NAMES[needed]
+    return Refusal(
+        403,
+        f"the token's role is {NAMES[role]}, and this needs {name}",
+        b', error="insufficient_scope", scope="%b"' % name.encode(),
+    )
+
+
+# -- token file ----------------------------------------------------------------------------------
+#
+# The file of tokens, one `ROLE TOKEN` a line: read at the start, and again when it changes.
+#
+# Of a token nothing is kept but its digest (`http.credentials`), and no message holds one.
 
 log = logging.getLogger("lean_selector.access")
 

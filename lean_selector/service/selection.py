@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.access.roles import READ
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
@@ -25,13 +24,13 @@ from lean_selector.core.selection.records import (
     SelectionRequest,
 )
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.services.bodies import Query
-from lean_selector.services.gate import Route, plain
-from lean_selector.services.helpful_headers import BODY_FIELDS
-from lean_selector.services.selection_handlers import SHUTDOWN as SHUTDOWN
-from lean_selector.services.selection_handlers import SelectionHandlers
-from lean_selector.services.selection_routes import Bodies, dialect_routes
-from lean_selector.services.worker_health import detail_of
+from lean_selector.service.access import READ
+from lean_selector.service.bodies import Query
+from lean_selector.service.gate import Route, plain
+from lean_selector.service.header_warnings import BODY_FIELDS
+from lean_selector.service.selection_handlers import SHUTDOWN as SHUTDOWN
+from lean_selector.service.selection_handlers import Bodies, SelectionHandlers, dialect_routes
+from lean_selector.service.worker_handlers import detail_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.selection import (

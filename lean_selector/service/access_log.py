@@ -16,8 +16,8 @@ from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply, Response, status_of
 from lean_selector.http.router import Match, RouteTable, percent_decode
-from lean_selector.observing.logs import ACCESS_LOG
-from lean_selector.services.gate import HUNG_UP, Route
+from lean_selector.service.gate import HUNG_UP, Route
+from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.wire.body_ids import BodyIds
 
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36

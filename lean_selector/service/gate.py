@@ -1,40 +1,117 @@
-"""What every request passes on its way to a handler and back: its route, and the route's meter.
-
-What a request says is read by `bodies`, its answer is made by `replies`; handlers translate between
-wire and core and do none of this. Errors become their status and `{"error": ...}`.
-"""
+"""What a service declares of each of its routes."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from lean_selector.access.roles import OPEN, READ
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import status_of
 from lean_selector.http.router import Match, MethodNotAllowed, NotFound, RouteTable
+from lean_selector.service.access import ADMIN, OPEN, READ, AccessTokens, Refusal, Role, refusal_of
+from lean_selector.service.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
 from lean_selector.service.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
-from lean_selector.services.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
-from lean_selector.services.guard import Guard
-from lean_selector.services.media_types import is_json
-from lean_selector.services.replies import (
+from lean_selector.service.replies import (
     INTERNAL_ERROR,
     Answer,
     LaterReply,
     Reply,
     Standing,
     error_reply,
+    is_json,
     reply,
     sent,
 )
-from lean_selector.services.routes import Endpoint as Endpoint
-from lean_selector.services.routes import Route as Route
 from lean_selector.wire.busy import OverloadBody
 from lean_selector.wire.prompt_fields import PromptFields
+
+Endpoint = Callable[[Request, bytes | None], Answer]
+
+
+class Abridged:
+    """An endpoint of everybody's that, where tokens are asked for, tells whoever has none less."""
+
+    __slots__ = ("brief", "whole")
+
+    def __init__(self, whole: Endpoint, brief: Endpoint) -> None:
+        self.whole = whole
+        self.brief = brief
+
+    def __call__(self, request: Request, param: bytes | None) -> Answer:
+        return self.whole(request, param)
+
+
+class Handed:
+    """An endpoint whose errors its caller hands on to clients of its own: they have the shape that
+    those read, and so has what is said to a caller who may not ask."""
+
+    __slots__ = ("_answer", "refused")
+
+    def __init__(self, answer: Endpoint, refused: Callable[[Refusal], bytes]) -> None:
+        self._answer = answer
+        self.refused = refused
+
+    def __call__(self, request: Request, param: bytes | None) -> Answer:
+        return self._answer(request, param)
+
+
+# Method, path template, whose it is where tokens are asked for, what answers. There is no default
+# for the role: whoever adds a route has to say it.
+Route = tuple[str, str, Role, Endpoint]
+
+
+# -- guard ---------------------------------------------------------------------------------------
+#
+# What stands before the routes of a service that asks for tokens.
+#
+# The gate holds each route's role against that of the token; whoever was not seen before, or may
+# not, comes here. Whose token has which role is `access.token_file`'s.
+
+
+class Guard:
+    """One for all routes of a service. `seen` are roles by credential, as the tokens have them."""
+
+    def __init__(self, tokens: AccessTokens) -> None:
+        self._tokens = tokens
+        self.seen = tokens.seen
+
+    def refused(
+        self, request: Request, needed: int, endpoint: Endpoint | None = None
+    ) -> bytes | None:
+        """The answer to a request of this endpoint whose token has not the role; None where it
+        has."""
+        role = self._tokens.role_of(request.credential)
+        if role >= needed:
+            return None
+        refusal = refusal_of(request.credential, role, Role(needed))
+        if isinstance(endpoint, Handed):
+            return endpoint.refused(refusal)
+        return error_reply(request, refusal.status, refusal.text, refusal.line)
+
+    def endpoint(self, endpoint: Endpoint) -> Endpoint:
+        """The same, but where it tells whoever has no token less."""
+        return self._abridged(endpoint) if isinstance(endpoint, Abridged) else endpoint
+
+    def _abridged(self, endpoint: Abridged) -> Endpoint:
+        tokens = self._tokens
+
+        def answer(request: Request, param: bytes | None) -> Answer:
+            knows = tokens.role_of(request.credential) >= READ
+            return (endpoint.whole if knows else endpoint.brief)(request, param)
+
+        return answer
+
+
+# -- gate ----------------------------------------------------------------------------------------
+#
+# What every request passes on its way to a handler and back: its route, and the route's meter.
+#
+# What a request says is read by `bodies`, its answer is made by `replies`; handlers translate
+# between wire and core and do none of this. Errors become their status and `{"error": ...}`.
 
 T = TypeVar("T")
 
@@ -254,5 +331,46 @@ def with_param_and_body(
         assert param is not None
         parsed = parse(param)
         return sent(request, status, handler(parsed, read(request)))
+
+    return answer
+
+
+# -- durable -------------------------------------------------------------------------------------
+#
+# Changes that are on disk before they are answered, where state is kept.
+#
+# A handler has done its work by then, and whoever asks meanwhile sees it (decision D10): only the
+# answer waits. Changes that come together are written together. They are what an administrator may
+# do: workers, thresholds and peers.
+
+
+class Saving(Protocol):
+    """What puts changes on disk."""
+
+    def note(self) -> None: ...
+
+    def when_saved(self, then: Callable[[], None]) -> bool: ...
+
+
+def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
+    """The routes; those that change the catalog answer when that is on disk, or cannot be.
+
+    A request that is refused has changed nothing, and is answered at once.
+    """
+    return tuple(
+        (method, path, role, _durable(endpoint, saving) if role == ADMIN else endpoint)
+        for method, path, role, endpoint in routes
+    )
+
+
+def _durable(endpoint: Endpoint, saving: Saving) -> Endpoint:
+    def answer(request: Request, param: bytes | None) -> Answer:
+        made = endpoint(request, param)
+        saving.note()
+        if not isinstance(made, bytes):
+            return made
+        response: bytes = made
+        later = LaterReply(is_being_made=True)
+        return later if saving.when_saved(lambda: later.resolve(response)) else response
 
     return answer

@@ -14,7 +14,7 @@ from lean_selector.core.numbers import U64_MAX
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON
 from lean_selector.http.router import RepeatedQueryField, parse_query, percent_decode
-from lean_selector.services.media_types import is_json, names_msgpack
+from lean_selector.service.replies import is_json, names_msgpack
 from lean_selector.wire.body_text import (
     MOST_COSTLY_NUMBERS,
     has_costly_numbers,

@@ -1,1 +1,0 @@
-"""Who may come in: roles, the tokens that have them, and what is said to others."""

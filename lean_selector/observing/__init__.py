@@ -1,1 +1,0 @@
-"""What only observes: counters, metrics and logs. Knows no HTTP."""

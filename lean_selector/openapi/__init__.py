@@ -1,1 +1,0 @@
-"""The API as an OpenAPI document, made of the route tables and of the structs that travel."""

@@ -1,0 +1,174 @@
+"""What a process has for all that is observed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from lean_selector.http.head import Request
+from lean_selector.http.protocol import App
+from lean_selector.http.response import JSON, encode_response
+from lean_selector.service.access import NAMES, READ, AccessTokens
+from lean_selector.service.access_log import with_access_log
+from lean_selector.service.exposition import (
+    CONTENT_TYPE,
+    AnyFamily,
+    Families,
+    LoopLag,
+    RouteMeter,
+    exposition_text,
+)
+from lean_selector.service.gate import Gate, Guard, Route, plain
+from lean_selector.service.metrics import http_families, process_families
+from lean_selector.service.replies import INTERNAL_ERROR, CallSoon, LaterReply, SlicedAnswers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
+
+    service: str
+    document: str  # of `openapi.services`
+    version: str
+    access_log: bool
+    suppressed_log_lines: Callable[[], int]
+    dropped_log_lines: Callable[[], int]
+    call_soon: Callable[[Callable[[], None]], object]
+    call_later: Callable[[float, Callable[[], None]], object]
+
+
+# -- metrics answers -----------------------------------------------------------------------------
+#
+# GET /metrics: the families of a service as text, made in slices of the loop's turns.
+#
+# A fleet of 512 ranks has thousands of samples, at a microsecond or so each: nobody else may wait
+# for all of them. What the text says is the business of `metrics` and of the families it is given.
+
+PIECES_PER_PART = 32  # a part is what is made between two looks at the clock: about 40 us
+
+
+class MetricsAnswers:
+    """Only from the thread of the loop. `families` is asked at each scrape."""
+
+    def __init__(
+        self,
+        families: Callable[[], Iterable[AnyFamily]],
+        call_soon: CallSoon,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._families = families
+        self._sliced = SlicedAnswers("a scrape", self._parts, call_soon, CONTENT_TYPE, clock)
+
+    def routes(self) -> tuple[Route, ...]:
+        # Not `plain`: this text has no other form.
+        return (
+            ("GET", "/metrics", READ, lambda request, param: self._sliced.answer(at_once=False)),
+        )
+
+    def _parts(self) -> Iterator[bytes]:
+        pieces = exposition_text(self._families())
+        while part := list(islice(pieces, PIECES_PER_PART)):
+            yield "".join(part).encode()
+
+
+# -- openapi routes ------------------------------------------------------------------------------
+#
+# GET /openapi.json: the document of a service, made when it is first asked for.
+#
+# Until then nothing of it is imported. It is the same for as long as the process lives. It is made
+# in a thread, for it takes longer than others should wait.
+
+_log = logging.getLogger("lean_selector.http")
+
+
+class OpenApiRoutes:
+    """`document`: its name in `openapi.services`; `routes`: all that it tells of but this one."""
+
+    def __init__(
+        self, document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False
+    ) -> None:
+        self._document = document
+        self._asks_tokens = asks_tokens
+        self._roles = {
+            (method, path): NAMES.get(role, "open")
+            for method, path, role, _ in (*routes, *self.routes())
+        }
+        self._text = b""
+        self._waiting: list[LaterReply] = []
+
+    def routes(self) -> tuple[Route, ...]:
+        return (("GET", "/openapi.json", READ, plain(self._answer)),)
+
+    def _answer(self) -> bytes | LaterReply:
+        if self._text:
+            return encode_response(200, self._text, JSON)
+        pending = LaterReply(is_being_made=True)
+        self._waiting.append(pending)
+        if len(self._waiting) == 1:
+            work = asyncio.get_running_loop().run_in_executor(None, self._made)
+            work.add_done_callback(self._tell)
+        return pending
+
+    def _made(self) -> bytes:
+        """In a thread."""
+        from lean_selector.service.openapi.document import service_document
+
+        return service_document(
+            self._document, list(self._roles), self._roles, asks_tokens=self._asks_tokens
+        )
+
+    def _tell(self, work: "asyncio.Future[bytes]") -> None:
+        waiting, self._waiting = self._waiting, []
+        if work.cancelled():
+            return  # with the loop
+        error = work.exception()
+        if error is not None:
+            _log.error("GET /openapi.json failed", exc_info=error)
+            for pending in waiting:
+                pending.answer(500, INTERNAL_ERROR)
+            return
+        self._text = work.result()
+        for pending in waiting:
+            pending.finish(encode_response(200, self._text, JSON))
+
+
+# -- observed ------------------------------------------------------------------------------------
+#
+# A service's routes as the application that its server runs, with everything that observes it.
+#
+# The gate and its meters, GET /metrics, GET /openapi.json, and the access log if it is asked for:
+# the same for every service, which adds the families of its own.
+
+
+def observed(
+    routes: tuple[Route, ...],
+    families_of: Callable[[Sequence[RouteMeter]], Families],
+    observation: Observation,
+    overload_status: int = 503,
+    lines: Callable[[Request, Exception, str], bytes] | None = None,
+    tokens: AccessTokens | None = None,
+) -> App:
+    """The application for `routes`; `families_of` gets the meters of all of them. `lines` are the
+    gate's; `tokens` are those that are asked for, if any are."""
+    families: Families = []
+    metrics = MetricsAnswers(lambda: families, observation.call_soon)
+    routes = (*routes, *metrics.routes())
+    described = OpenApiRoutes(observation.document, routes, asks_tokens=tokens is not None)
+    routes = (*routes, *described.routes())
+    gate = Gate(routes, overload_status, lines, None if tokens is None else Guard(tokens))
+    lag = LoopLag(observation.call_later)
+    families += [
+        *families_of(gate.meters),
+        *http_families(gate.meters),
+        *process_families(
+            observation.service,
+            observation.version,
+            lag,
+            observation.suppressed_log_lines,
+            observation.dropped_log_lines,
+        ),
+    ]
+    lag.start()
+    return with_access_log(gate, routes) if observation.access_log else gate

@@ -1,1 +1,0 @@
-"""One module per HTTP service: its route table and its handlers, nothing else."""
