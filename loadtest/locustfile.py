@@ -29,8 +29,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from lean_selector.publisher import KvEventPublisher
-from lean_selector.tools.engines import EngineModel, EngineSpeed, Request
+from lean_selector.tools.engines import EngineSpeed, Request, SimulatedEngine
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
 from loadtest.replay_trace import read_trace
 
@@ -66,44 +65,21 @@ def _made_up() -> Iterator[Request]:
         yield next(person).request
 
 
-class Engine:
+class Engine(SimulatedEngine):
     """A worker that computes nothing: its cache holds what it was given, its events say so."""
 
     def __init__(self, worker_id: int, capacity_blocks: int) -> None:
-        self.worker_id = worker_id
-        self._model = EngineModel(capacity_blocks, BLOCK_SIZE, EngineSpeed())
         # Without a replay endpoint: its thread would be a greenlet here, and stop all others.
-        self._publisher = KvEventPublisher(
-            worker_id=worker_id, kv_block_size=BLOCK_SIZE, endpoint="tcp://127.0.0.1:0"
+        super().__init__(
+            worker_id, capacity_blocks, BLOCK_SIZE, EngineSpeed(), None, replay_endpoint=None
         )
 
-    def registration(self, model_name: str) -> dict[str, object]:
+    def registration(self) -> dict[str, object]:
         return {
-            "worker_id": self.worker_id,
-            "model_name": model_name,
+            **super().registration(),
             "endpoint": f"http://engine-{self.worker_id}.invalid",  # named, never contacted
-            "block_size": BLOCK_SIZE,
             "max_num_batched_tokens": 1_000_000,
-            "total_kv_blocks": self._model.cache.capacity,
-            "kv_events_endpoints": {"0": self._publisher.endpoint},
         }
-
-    def prefill(self, request: Request) -> None:
-        """Hold the prompt from now on, and tell what that stored and evicted."""
-        running, placed = self._model.admit(request, time.monotonic())
-        self._model.finish(running)
-        hashes, size = request.sequence_hashes, BLOCK_SIZE
-        start, stop = placed.hit, placed.hit + placed.stored
-        with self._publisher.batch() as batch:
-            batch.publish_removed(block_hashes=placed.evicted)
-            batch.publish_stored(
-                token_ids=request.tokens[start * size : stop * size],
-                block_hashes=hashes[start:stop],
-                parent_hash=hashes[start - 1] if start else None,
-            )
-
-    def close(self) -> None:
-        self._publisher.close()
 
 
 class Run:
@@ -200,7 +176,7 @@ class SelectionUser(RouterUser):
     def _live(self, request: Request, name: str, worker_id: int) -> None:
         try:
             if (engine := self.run_.engines.get(worker_id)) is not None:
-                engine.prefill(request)
+                engine.finish(engine.begin(request, time.monotonic()))
             self.call("POST", "/reservations/{reservation_id}/prefill_complete", None, name)
             for _ in range(min(request.output_blocks, MOST_OUTPUT_BLOCKS)):
                 self.call("POST", "/reservations/{reservation_id}/output_block", {}, name)
@@ -329,7 +305,9 @@ def register_fleet(run: Run, host: str) -> None:
         return
     for worker_id in new_ids(run.worker_count, known):
         engine = run.engines[worker_id] = Engine(worker_id, run.capacity_blocks)
-        _, answer = ask(host, "POST", "/workers", engine.registration(run.model_name))
+        _, answer = ask(
+            host, "POST", "/workers", {"model_name": run.model_name, **engine.registration()}
+        )
         if msgspec.json.decode(answer).get("lifecycle") != "schedulable":
             raise SetupError(f"worker {worker_id} is not schedulable: {answer.decode()[:300]}")
 

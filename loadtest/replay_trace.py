@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import gzip
 import math
-import shlex
 import signal
 import sys
 import time
@@ -36,11 +35,9 @@ from lean_selector.tools.engines import (
 )
 from lean_selector.tools.http_client import HttpClient, ServiceError
 from lean_selector.tools.service_process import (
-    HOST,
     ServiceProcess,
+    answering_service,
     check_port,
-    running_service,
-    service_command,
     wait_until_healthy,
 )
 from lean_selector.tools.traffic import Player, compare, table
@@ -150,9 +147,7 @@ class Replay:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._timed = math.isfinite(options.speed)
-        base = EngineSpeed()
-        scale = options.speed if self._timed else 1.0
-        speed = EngineSpeed(base.prefill_tokens_per_s * scale, base.decode_tokens_per_s * scale)
+        speed = EngineSpeed().times(options.speed if self._timed else 1.0)
         sleep = asyncio.sleep if self._timed else None
         self._engines = {
             worker_id: SimulatedEngine(
@@ -194,17 +189,8 @@ class Replay:
                 await wait_until_healthy(client, None, lambda: False)
                 yield client, None
             return
-        port = check_port(0)
-        template = options.command
-        command = (
-            shlex.split(template.replace("{port}", str(port)))
-            if template
-            else service_command(port)
-        )
-        async with running_service(command) as service:
-            with closing(HttpClient(f"http://{HOST}:{port}")) as client:
-                await wait_until_healthy(client, service, lambda: False)
-                yield client, service
+        async with answering_service(check_port(0), options.command) as started:
+            yield started
 
     async def _play(self, player: Player, service: ServiceProcess | None) -> None:
         watch = asyncio.create_task(self._watch(player, service))

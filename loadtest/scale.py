@@ -21,20 +21,25 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from lean_selector.tools.engines import EngineModel, EngineSpeed, Request, SimulatedEngine, hit_rate
+from lean_selector.tools.engines import (
+    EngineModel,
+    EngineSpeed,
+    Request,
+    SimulatedEngine,
+    hit_rate,
+    imbalance,
+)
 from lean_selector.tools.http_client import HttpClient, ServiceError
 from lean_selector.tools.service_process import (
     HOST,
+    answering_service,
     check_port,
-    running_service,
-    service_command,
-    wait_until_healthy,
 )
 from lean_selector.tools.traffic import Player, as_recorded, run_policy
 from loadtest.replay_trace import read_trace
@@ -115,10 +120,7 @@ class Fleet:
         self.mode, self.count = mode, count
         self._options = options
         self.models = options.models if mode == PARTITIONED else 1
-        base = EngineSpeed()
-        speed = EngineSpeed(
-            base.prefill_tokens_per_s * options.speed, base.decode_tokens_per_s * options.speed
-        )
+        speed = EngineSpeed().times(options.speed)
         self.engines = [
             SimulatedEngine(
                 worker_id, options.capacity_blocks, options.block_size, speed, asyncio.sleep
@@ -147,10 +149,8 @@ class Fleet:
                 if self.mode == SYNCED and self.count > 1:
                     peers = ",".join(sync[:number] + sync[number + 1 :])
                     flags = ["--replica-sync-bind", sync[number], "--replica-sync-peers", peers]
-                command = [*service_command(port), *flags]
-                service = await stack.enter_async_context(running_service(command))
-                client = stack.enter_context(closing(HttpClient(f"http://{HOST}:{port}")))
-                await wait_until_healthy(client, service, lambda: False)
+                started = answering_service(port, None, *flags)
+                client, _ = await stack.enter_async_context(started)
                 self.clients.append(client)
             for selector, client in enumerate(self.clients):
                 for model in range(self.models):
@@ -243,7 +243,6 @@ async def measure(options: Options, mode: str, count: int) -> Row:
             for _ in fleet.engines
         ],
     )
-    work = [engine.prefill_tokens for engine in fleet.engines]
     running = max(1, truth.running)
     return Row(
         mode=mode,
@@ -252,7 +251,7 @@ async def measure(options: Options, mode: str, count: int) -> Row:
         finished=sum(player.finished for player in players),
         errors=sum(player.error_count for player in players),
         hit_rate=hit_rate(fleet.engines),
-        imbalance=max(work) * len(work) / max(1, sum(work)),
+        imbalance=imbalance(fleet.engines),
         ttft_p50_s=virtual.ttft_p50_s,
         ttft_p99_s=virtual.ttft_p99_s,
         phantom=truth.phantom / running,

@@ -7,24 +7,18 @@ process and the sockets are gone when it returns.
 import argparse
 import asyncio
 import os
-import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TextIO
 
+import msgspec
 import uvloop
 
-from lean_selector.tools.demo_view import LineView, ScreenView, Snapshot, WorkerRow
-from lean_selector.tools.engines import EngineSpeed, Options, SimulatedEngine, hit_rate
-from lean_selector.tools.http_client import HttpClient, ServiceError
-from lean_selector.tools.service_process import (
-    HOST,
-    ServiceProcess,
-    check_port,
-    running_service,
-    service_command,
-    wait_until_healthy,
-)
+from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, hit_rate
+from lean_selector.tools.http_client import ServiceError
+from lean_selector.tools.service_process import ServiceProcess, answering_service, check_port
 from lean_selector.tools.traffic import (
     BLOCK_SIZE,
     Player,
@@ -42,11 +36,137 @@ REDRAW_S = 0.25
 DRAIN_S = 3.0  # for requests under way at the end; their waits are cut short
 
 
+# -- what it shows ---------------------------------------------------------------------------------
+# A screen redrawn in place, or plain lines. It fits 80 columns by 24 lines, and never writes beyond
+# the terminal's size.
+
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_CLEAR_LINE_END = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
+_BAR_WIDTH = 16
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """One worker: the first three as the service counts them, the rest as the engine does."""
+
+    worker_id: int
+    prefill_tokens: int
+    decode_blocks: int
+    requests: int
+    cached_blocks: int
+    capacity_blocks: int
+
+    def line(self) -> str:
+        full = self.cached_blocks * _BAR_WIDTH // self.capacity_blocks
+        bar = "#" * full + "." * (_BAR_WIDTH - full)
+        return (
+            f"{self.worker_id:>6} {self.prefill_tokens:>16} {self.decode_blocks:>15}"
+            f" {self.requests:>10}   {bar} {self.cached_blocks}/{self.capacity_blocks}"
+        )
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything that one drawing shows. Rates are over the time since the last drawing."""
+
+    elapsed_s: float
+    seconds: float
+    workers: Sequence[WorkerRow]
+    calls_per_s: float
+    finished: int
+    hit_rate: float
+    select_p50_s: float
+    select_p99_s: float
+    errors: int
+
+    def overall(self) -> str:
+        """The totals in one line."""
+        return (
+            f"{self.calls_per_s:6.0f} calls/s  {self.finished:6} turns"
+            f"  cache hits {self.hit_rate:5.1%}"
+            f"  select p50 {self.select_p50_s * 1e3:.2f} ms  p99 {self.select_p99_s * 1e3:.2f} ms"
+        )
+
+
+def render(shot: Snapshot, columns: int, lines: int) -> list[str]:
+    """The screen as text lines, at most `lines` of at most `columns` characters."""
+    head = [
+        f"lean-selector demo   {shot.elapsed_s:5.1f} of {shot.seconds:.0f} s"
+        f"   errors {shot.errors}   Ctrl-C ends it early",
+        "",
+        shot.overall(),
+        "",
+        "worker   prefill tokens   decode blocks   requests   cached blocks",
+    ]
+    room = max(1, lines - len(head) - 1)  # the cursor rests on a line of its own
+    rows = [row.line() for row in shot.workers]
+    if len(rows) > room:
+        rows[room - 1 :] = [f"... and {len(rows) - room + 1} more workers"]
+    return [line[:columns] for line in [*head, *rows]][: lines - 1]
+
+
+class ScreenView:
+    """Redraws in place on a terminal. close() gives the cursor back below the last drawing."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._drawn = 0  # lines of the last drawing, above the cursor
+
+    def draw(self, shot: Snapshot) -> None:
+        """Replace the last drawing."""
+        text = render(shot, *shutil.get_terminal_size())
+        back = f"\x1b[{self._drawn}A\r" if self._drawn else ""
+        body = "".join(f"{line}{_CLEAR_LINE_END}\n" for line in text)
+        self._out.write(f"{_HIDE_CURSOR}{back}{body}{_CLEAR_BELOW}")
+        self._out.flush()
+        self._drawn = len(text)
+
+    def close(self) -> None:
+        """Show the cursor again."""
+        if self._drawn:
+            self._out.write(_SHOW_CURSOR)
+            self._out.flush()
+
+
+class LineView:
+    """One line a second, for logs and pipes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._next_s = 1.0
+
+    def draw(self, shot: Snapshot) -> None:
+        """Write a line if a second has passed since the last."""
+        if shot.elapsed_s >= self._next_s:
+            self._next_s = shot.elapsed_s + 1.0
+            self._out.write(f"{shot.elapsed_s:5.1f} s {shot.overall()}  errors {shot.errors}\n")
+            self._out.flush()
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def _within(
+    kind: Callable[[str], float], least: float, most: float, words: str
+) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(words)
+        return value
+
+    return read
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the demo."""
-    parser.add_argument("--seconds", type=_positive_seconds, default=20.0, help="default: 20")
+    seconds = _within(float, 1e-9, 86_400, "must be above 0 and at most a day")
+    workers = _within(int, 1, MAX_WORKERS, f"must be between 1 and {MAX_WORKERS}")
+    parser.add_argument("--seconds", type=seconds, default=20.0, help="default: 20")
     parser.add_argument(
-        "--workers", type=_worker_count, default=4, help=f"engines, 1 to {MAX_WORKERS}; default: 4"
+        "--workers", type=workers, default=4, help=f"engines, 1 to {MAX_WORKERS}; default: 4"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the traffic; default: 0")
     parser.add_argument("--port", type=int, default=0, help="of the service; default: a free one")
@@ -56,20 +176,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive_seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError("must be above 0 and at most a day")
-    return value
-
-
-def _worker_count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MAX_WORKERS:
-        raise argparse.ArgumentTypeError(f"must be between 1 and {MAX_WORKERS}")
-    return value
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the demo; 0 after a run without errors, also one ended by Ctrl-C or SIGTERM, else 1."""
     parser = argparse.ArgumentParser(
@@ -77,11 +183,9 @@ def main(argv: Sequence[str]) -> int:
         description="Watch the service choose workers for multi-turn traffic on simulated engines.",
     )
     add_arguments(parser)
-    args = parser.parse_args(argv)
-    options = Options(args.seconds, args.workers, args.seed, args.port, args.cmd)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            summary, errors = runner.run(Demo(options).run())
+            summary, errors = runner.run(Demo(parser.parse_args(argv)).run())
         print("\n".join(summary), flush=True)
     except ServiceError as error:
         print(f"lean-selector demo: {error}", file=sys.stderr)
@@ -90,41 +194,51 @@ def main(argv: Sequence[str]) -> int:
         print("lean-selector demo: stopped at once", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read our output is gone; keep the interpreter from tripping over it at exit.
+        # Whatever read our output is gone; keep the interpreter from tripping over it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 1 if errors else 0
 
 
+# -- a run -----------------------------------------------------------------------------------------
+
+
 class Demo:
     """One run. Signals only set `_stop`; everything else follows from that."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._stop = asyncio.Event()
-        self._speed = EngineSpeed()
         self._view = ScreenView(sys.stdout) if sys.stdout.isatty() else LineView(sys.stdout)
+        self._engines: dict[int, SimulatedEngine] = {}
 
     async def run(self) -> tuple[list[str], int]:
         """The summary's lines and the number of errors. Raises ServiceError."""
         self._catch_signals()
-        port = check_port(self._options.port)
-        template = self._options.command
-        command = (
-            shlex.split(template.replace("{port}", str(port)))
-            if template
-            else service_command(port)
-        )
-        client = HttpClient(f"http://{HOST}:{port}")
-        async with running_service(command) as service:
-            await wait_until_healthy(client, service, self._stop.is_set)
-            if self._stop.is_set():
+        options, stopping = self._options, self._stop.is_set
+        port = check_port(options.port)
+        async with answering_service(port, options.cmd, stopping=stopping) as (client, service):
+            if stopping():
                 return ["stopped before the service was ready"], 0
+            speed = EngineSpeed()
             try:
-                return await self._play(client, service)
+                for worker_id in range(1, options.workers + 1):
+                    self._engines[worker_id] = SimulatedEngine(
+                        worker_id, CAPACITY_BLOCKS, BLOCK_SIZE, speed, self._pause
+                    )
+                player = Player(client, self._engines, stopping, "demo")
+                await player.register_workers()
+                await self._traffic(player, service)
+                left = await player.load_left()
             finally:
+                for engine in self._engines.values():
+                    engine.close()
                 self._view.close()
-                client.close()
+        lines = ["", *player.report(left)]
+        if played := player.recorded:
+            rows = compare(played, list(self._engines), CAPACITY_BLOCKS, BLOCK_SIZE, speed)
+            lines += ["", *table(rows, len(played))]
+        return lines, player.error_count
 
     def _catch_signals(self) -> None:
         """The first signal ends the traffic, a second one cancels whatever is still going on."""
@@ -139,31 +253,12 @@ class Demo:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, end)
 
-    async def _play(self, client: HttpClient, service: ServiceProcess) -> tuple[list[str], int]:
-        engines = {
-            worker_id: SimulatedEngine(
-                worker_id, CAPACITY_BLOCKS, BLOCK_SIZE, self._speed, self._pause
-            )
-            for worker_id in range(1, self._options.workers + 1)
-        }
-        player = Player(client, engines, self._stop.is_set, "demo")
-        try:
-            await player.register_workers()
-            await self._traffic(player, engines, service)
-            left = await player.load_left()
-        finally:
-            for engine in engines.values():
-                engine.close()
-        return self._summary(player, engines, left), player.error_count
-
-    async def _traffic(
-        self, player: Player, engines: dict[int, SimulatedEngine], service: ServiceProcess
-    ) -> None:
+    async def _traffic(self, player: Player, service: ServiceProcess) -> None:
         """Users converse until the time is over; then what is under way comes to its end."""
-        users = range(USERS_PER_WORKER * len(engines))
+        users = range(USERS_PER_WORKER * len(self._engines))
         tasks = [asyncio.create_task(self._user(player, user)) for user in users]
         try:
-            await self._watch(player, engines, service, tasks)
+            await self._watch(player, service, tasks)
         finally:
             self._stop.set()
             _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
@@ -180,71 +275,52 @@ class Demo:
             await player.play(turn.request, loop.time())
 
     async def _watch(
-        self,
-        player: Player,
-        engines: dict[int, SimulatedEngine],
-        service: ServiceProcess,
-        tasks: Sequence[asyncio.Task[None]],
+        self, player: Player, service: ServiceProcess, tasks: Sequence[asyncio.Task[None]]
     ) -> None:
         """Redraw until the time is over. Raises what ended the service or a user's task."""
-        loop = asyncio.get_running_loop()
+        loop, seconds = asyncio.get_running_loop(), self._options.seconds
         started = drawn = loop.time()
         calls = 0
-        while not self._stop.is_set() and drawn - started < self._options.seconds:
-            await self._pause(min(REDRAW_S, started + self._options.seconds - drawn))
+        while not self._stop.is_set() and drawn - started < seconds:
+            await self._pause(min(REDRAW_S, started + seconds - drawn))
             service.check()
-            for task in tasks:
-                if task.done() and not self._stop.is_set():
-                    task.result()
             if self._stop.is_set():
                 return
+            for task in tasks:
+                if task.done():
+                    task.result()
             now = loop.time()
             rate = (player.calls - calls) / max(now - drawn, 1e-3)
             drawn, calls = now, player.calls
-            self._view.draw(await self._snapshot(player, engines, now - started, rate))
+            self._view.draw(await self._snapshot(player, now - started, rate))
 
-    async def _snapshot(
-        self,
-        player: Player,
-        engines: dict[int, SimulatedEngine],
-        elapsed_s: float,
-        calls_per_s: float,
-    ) -> Snapshot:
+    async def _snapshot(self, player: Player, elapsed_s: float, calls_per_s: float) -> Snapshot:
         loads = {row.worker_id: row for part in await player.loads() for row in part.loads}
         rows = []
-        for worker_id, engine in engines.items():
+        for worker_id, engine in self._engines.items():
             load = loads.get(worker_id)
             rows.append(
                 WorkerRow(
-                    worker_id=worker_id,
-                    prefill_tokens=load.potential_prefill_tokens if load else 0,
-                    decode_blocks=load.potential_decode_blocks if load else 0,
-                    requests=load.active_requests if load else 0,
-                    cached_blocks=len(engine.cache),
-                    capacity_blocks=engine.cache.capacity,
+                    worker_id,
+                    load.potential_prefill_tokens if load else 0,
+                    load.potential_decode_blocks if load else 0,
+                    load.active_requests if load else 0,
+                    len(engine.cache),
+                    engine.cache.capacity,
                 )
             )
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
         return Snapshot(
-            elapsed_s=elapsed_s,
-            seconds=self._options.seconds,
-            workers=rows,
-            calls_per_s=calls_per_s,
-            finished=player.finished,
-            hit_rate=hit_rate(list(engines.values())),
-            select_p50_s=percentile(recent, 0.50),
-            select_p99_s=percentile(recent, 0.99),
-            errors=player.error_count,
+            elapsed_s,
+            self._options.seconds,
+            rows,
+            calls_per_s,
+            player.finished,
+            hit_rate(list(self._engines.values())),
+            percentile(recent, 0.50),
+            percentile(recent, 0.99),
+            player.error_count,
         )
-
-    def _summary(self, player: Player, engines: dict[int, SimulatedEngine], left: int) -> list[str]:
-        lines = ["", *player.report(left)]
-        if player.recorded:
-            outcomes = compare(
-                player.recorded, list(engines), CAPACITY_BLOCKS, BLOCK_SIZE, self._speed
-            )
-            lines += ["", *table(outcomes, len(player.recorded))]
-        return lines
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, or until the run ends."""
@@ -253,7 +329,3 @@ class Demo:
                 await self._stop.wait()
         except TimeoutError:
             return
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

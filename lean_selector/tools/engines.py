@@ -1,4 +1,8 @@
-"""Simulated inference engines: requests, a bounded KV cache, a timing model, and real KV events."""
+"""Simulated inference engines: requests, a bounded KV cache, a timing model, and real KV events.
+
+`EngineModel` is pure: what one engine does with a request and how long it takes, with `now` as an
+argument. `SimulatedEngine` runs it in real time and publishes changes of the cache as vLLM does.
+"""
 
 import asyncio
 import struct
@@ -9,6 +13,47 @@ import msgspec
 
 from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
 from lean_selector.publisher import KvEventPublisher
+
+# An engine names blocks by hashes of its own; ours are the sequence hashes with these bits
+# flipped, so that nothing works by the two being equal. Below 2^63: signed stays signed.
+_ENGINE_BITS = 0x2545_F491_4F6C_DD1D
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A prompt and what is generated for it.
+
+    tokens: prompt, then the output as far as it is known beforehand. The hash lists have one
+    entry per full block of tokens, signed 64 bits as HTTP takes them; the first prompt_blocks are
+    the prompt's. output_blocks: blocks that decoding fills.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    isl_tokens: int
+    prompt_blocks: int
+    output_blocks: int
+    block_hashes: Sequence[int]
+    sequence_hashes: Sequence[int]
+
+
+def make_request(
+    request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
+) -> Request:
+    """Hash the tokens, of which the first isl_tokens are the prompt."""
+    local = local_hashes(tokens, block_size)
+    layout = f"<{len(local) // 8}q"
+    return Request(
+        request_id,
+        tokens,
+        isl_tokens,
+        isl_tokens // block_size,
+        output_blocks,
+        struct.unpack(layout, local),
+        struct.unpack(layout, sequence_hashes_bytes(local)),
+    )
+
+
+# -- the cache -------------------------------------------------------------------------------------
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -22,85 +67,13 @@ class Held(msgspec.Struct, frozen=True):
     evicted: list[int]
 
 
-class Request(msgspec.Struct, frozen=True):
-    """A prompt and what is generated for it.
-
-    tokens: prompt, then the output as far as it is known beforehand. The hash lists have one
-    entry per full block of tokens, signed 64 bits; the first isl_tokens // block_size are the
-    prompt's. output_blocks: blocks that decoding fills.
-    """
-
-    request_id: str
-    tokens: Sequence[int]
-    isl_tokens: int
-    prompt_blocks: int
-    output_blocks: int
-    block_hashes: Sequence[int]
-    sequence_hashes: Sequence[int]
-
-
-class EngineSpeed(msgspec.Struct, frozen=True):
-    """How fast an engine computes. One prompt is prefilled at a time, decodes run together."""
-
-    prefill_tokens_per_s: float = 8_000.0
-    decode_tokens_per_s: float = 160.0  # of one request
-
-
-class Running(msgspec.Struct):
-    """A request inside an engine. held is the number of its leading blocks in the cache."""
-
-    request: Request
-    held: int
-    hit_blocks: int
-    prefill_done_at: float
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """A request, and the pause of its user before it."""
-
-    thinking_s: float
-    request: Request
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """A request as it was played: without tokens, with its time of arrival and the choice."""
-
-    arrival_s: float
-    request: Request
-    worker_id: int
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """One row of the table."""
-
-    policy: str
-    hit_rate: float  # prompt blocks found in the cache / prompt blocks
-    imbalance: float  # prefill tokens computed by the busiest engine / by the average one
-    ttft_p50_s: float  # arrival to the end of prefill, queueing for the engine included
-    ttft_p99_s: float
-
-
-class Options(msgspec.Struct, frozen=True):
-    """The command line."""
-
-    seconds: float
-    workers: int
-    seed: int
-    port: int
-    command: str | None
-
-
-# -- the cache -------------------------------------------------------------------------------------
-# A bounded, paged KV cache that evicts the least recently used leaf. Pure and deterministic.
-
-
 class BlockCache:
-    """Blocks by their chained hash, `len(cache) <= capacity` at all times.
+    """A paged KV cache: blocks by their chained hash, `len(cache) <= capacity` at all times.
 
     A block is in `_users` while at least one sequence holds it and in `_idle` otherwise, oldest
     first. A chain is released from its end to its start, so a parent never stands before its
     child in `_idle`, nor outside `_users` while its child is inside: evicting the oldest idle
-    block therefore always takes a leaf.
+    block therefore always takes a leaf, the least recently used one.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -135,49 +108,38 @@ class BlockCache:
         stored = min(len(chain) - hit, self.capacity - len(users))
         excess = len(self) + stored - self.capacity
         evicted = [idle.popitem(last=False)[0] for _ in range(excess)]
-        for block in chain[hit : hit + stored]:
-            users[block] = 1
+        users.update(dict.fromkeys(chain[hit : hit + stored], 1))
         return Held(hit, stored, evicted)
 
     def release(self, chain: Sequence[int]) -> None:
         """Let go of a held chain; its blocks stay until they are evicted."""
-        users, idle = self._users, self._idle
         for block in reversed(chain):
-            left = users[block] - 1
-            if left:
-                users[block] = left
-            else:
-                del users[block]
-                idle[block] = None
-
-
-# -- requests --------------------------------------------------------------------------------------
-
-
-def make_request(
-    request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
-) -> Request:
-    """Hash the tokens, of which the first isl_tokens are the prompt."""
-    local = local_hashes(tokens, block_size)
-    layout = f"<{len(local) // 8}q"
-    return Request(
-        request_id=request_id,
-        tokens=tokens,
-        isl_tokens=isl_tokens,
-        prompt_blocks=isl_tokens // block_size,
-        output_blocks=output_blocks,
-        block_hashes=struct.unpack(layout, local),
-        sequence_hashes=struct.unpack(layout, sequence_hashes_bytes(local)),
-    )
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
+                self._idle[block] = None
 
 
 # -- engines ---------------------------------------------------------------------------------------
-# `EngineModel` is pure: what one engine does with a request and how long it takes, with `now` as an
-# argument. `SimulatedEngine` runs it in asyncio, and publishes changes of the cache as vLLM does.
 
-# An engine names blocks by hashes of its own; ours are the sequence hashes with these bits
-# flipped, so that nothing works by the two being equal. Below 2^63: signed stays signed.
-_ENGINE_BITS = 0x2545_F491_4F6C_DD1D
+
+class EngineSpeed(msgspec.Struct, frozen=True):
+    """How fast an engine computes. One prompt is prefilled at a time, decodes run together."""
+
+    prefill_tokens_per_s: float = 8_000.0
+    decode_tokens_per_s: float = 160.0  # of one request
+
+    def times(self, factor: float) -> "EngineSpeed":
+        return EngineSpeed(self.prefill_tokens_per_s * factor, self.decode_tokens_per_s * factor)
+
+
+class Running(msgspec.Struct):
+    """A request inside an engine. held is the number of its leading blocks in the cache."""
+
+    request: Request
+    held: int
+    hit_blocks: int
+    prefill_done_at: float
 
 
 class EngineModel:
@@ -201,14 +163,13 @@ class EngineModel:
 
     def admit(self, request: Request, now: float) -> tuple[Running, Held]:
         """Place the prompt in the cache and queue its uncached part for prefill."""
-        blocks = request.prompt_blocks
-        placed = self.cache.hold(request.sequence_hashes[:blocks])
+        placed = self.cache.hold(request.sequence_hashes[: request.prompt_blocks])
         uncached = request.isl_tokens - placed.hit * self.block_size
         started = max(now, self._prefill_free_at)
         self._prefill_free_at = started + uncached / self.speed.prefill_tokens_per_s
         self.active += 1
         self.requests += 1
-        self.prompt_blocks += blocks
+        self.prompt_blocks += request.prompt_blocks
         self.hit_blocks += placed.hit
         self.prefill_tokens += uncached
         running = Running(request, placed.hit + placed.stored, placed.hit, self._prefill_free_at)
@@ -234,6 +195,12 @@ def hit_rate(engines: Sequence[EngineModel]) -> float:
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
 
 
+def imbalance(engines: Sequence[EngineModel]) -> float:
+    """Prefill tokens computed by the busiest engine over those of the average one."""
+    work = [engine.prefill_tokens for engine in engines]
+    return max(work) * len(work) / max(1, sum(work))
+
+
 class SimulatedEngine(EngineModel):
     """An EngineModel that waits in real time and publishes on sockets of its own.
 
@@ -248,7 +215,7 @@ class SimulatedEngine(EngineModel):
         speed: EngineSpeed,
         sleep: Callable[[float], Awaitable[None]] | None,
         endpoint: str = "tcp://127.0.0.1:0",
-        replay_endpoint: str = "tcp://127.0.0.1:0",
+        replay_endpoint: str | None = "tcp://127.0.0.1:0",
     ) -> None:
         super().__init__(capacity_blocks, block_size, speed)
         self.worker_id = worker_id
@@ -277,11 +244,16 @@ class SimulatedEngine(EngineModel):
             "replay_endpoint": self._publisher.replay_endpoint,
         }
 
-    async def prefill(self, request: Request) -> Running:
-        """Admit a request, publish what that changed, wait until its prompt is computed."""
-        now = asyncio.get_running_loop().time()
+    def begin(self, request: Request, now: float) -> Running:
+        """Admit a request and publish what that changed."""
         running, placed = self.admit(request, now)
         self._publish(request, 0, placed)
+        return running
+
+    async def prefill(self, request: Request) -> Running:
+        """`begin` now, and wait until the prompt is computed."""
+        now = asyncio.get_running_loop().time()
+        running = self.begin(request, now)
         if self._sleep is not None:
             await self._sleep(running.prefill_done_at - now)
         return running

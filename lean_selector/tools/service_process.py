@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from typing import IO
 
 from lean_selector.tools.http_client import HttpClient, ServiceError
@@ -42,17 +43,15 @@ class ServiceProcess:
         self._output = output
 
     def check(self) -> None:
-        """Raises ServiceError, with its last words, once the child has ended."""
+        """Raises ServiceError, with the child's last line, once it has ended."""
         code = self._process.returncode
         if code is not None:
-            raise ServiceError(f"the service ended with exit code {code}{self._last_words()}")
-
-    def _last_words(self) -> str:
-        end = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, end - 4_096))
-        lines = self._output.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-        return f": {last[:300]}" if last else ", without a word"
+            end = self._output.seek(0, os.SEEK_END)
+            self._output.seek(max(0, end - 4_096))
+            lines = self._output.read().decode(errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+            words = f": {last[:300]}" if last else ", without a word"
+            raise ServiceError(f"the service ended with exit code {code}{words}")
 
     async def stop(self) -> None:
         """SIGTERM to the child and its own children, SIGKILL to what takes too long.
@@ -61,10 +60,9 @@ class ServiceProcess:
         """
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
         finally:
             self._signal(signal.SIGKILL)
             await self._process.wait()
@@ -101,6 +99,19 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
             raise
         finally:
             await service.stop()
+
+
+@asynccontextmanager
+async def answering_service(
+    port: int, template: str | None, *flags: str, stopping: Callable[[], bool] = lambda: False
+) -> AsyncIterator[tuple[HttpClient, ServiceProcess]]:
+    """A service on this port that answers, or `stopping`: ours with flags, or a command line with
+    {port} in it."""
+    command = shlex.split((template or "").replace("{port}", str(port)))
+    async with running_service(command or [*service_command(port), *flags]) as service:
+        with closing(HttpClient(f"http://{HOST}:{port}")) as client:
+            await wait_until_healthy(client, service, stopping)
+            yield client, service
 
 
 async def wait_until_healthy(

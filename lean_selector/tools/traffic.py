@@ -11,16 +11,15 @@ from urllib.parse import quote
 
 import msgspec
 
+from lean_selector.core.selection.records import RankLoadRow
 from lean_selector.tools.engines import (
     EngineModel,
     EngineSpeed,
-    Outcome,
-    Recorded,
     Request,
     Running,
     SimulatedEngine,
-    Turn,
     hit_rate,
+    imbalance,
     make_request,
 )
 from lean_selector.tools.http_client import HttpClient, ServiceError
@@ -39,12 +38,19 @@ OUTPUT_TOKENS = (32, 160)
 THINKING_S = (0.1, 0.6)
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """A request, and the pause of its user before it."""
+
+    thinking_s: float
+    request: Request
+
+
 def conversations(seed: int, user: int) -> Iterator[Turn]:
     """Endless turns of one user: conversation after conversation, independent of other users."""
-    number = 0
-    while True:
+    for number in count():
         rng = Random(f"{seed}/{user}/{number}")
-        history = _system_prompt(seed, rng.randrange(SYSTEM_PROMPTS))
+        system = f"{seed}/system/{rng.randrange(SYSTEM_PROMPTS)}"
+        history = Random(system).choices(VOCABULARY, k=SYSTEM_TOKENS)
         for turn in range(rng.randint(*TURNS)):
             history += rng.choices(VOCABULARY, k=rng.randint(*USER_TOKENS))
             isl_tokens = len(history)
@@ -53,14 +59,10 @@ def conversations(seed: int, user: int) -> Iterator[Turn]:
             name = f"demo-{user}-{number}-{turn}"
             request = make_request(name, history.copy(), isl_tokens, filled, BLOCK_SIZE)
             yield Turn(rng.uniform(*THINKING_S), request)
-        number += 1
-
-
-def _system_prompt(seed: int, which: int) -> list[int]:
-    return Random(f"{seed}/system/{which}").choices(VOCABULARY, k=SYSTEM_TOKENS)
 
 
 # -- answers of the service, as far as they are read -----------------------------------------------
+# Also those of the reference, in either of its dialects.
 
 
 class Worker(msgspec.Struct):
@@ -78,27 +80,15 @@ class Selection(msgspec.Struct):
     overlap: Overlap
 
 
-class RankLoad(msgspec.Struct):
-    """One row of /loads."""
-
-    worker_id: int
-    dp_rank: int
-    potential_prefill_tokens: int
-    potential_decode_blocks: int
-    active_requests: int
-
-
 class PartitionLoad(msgspec.Struct):
     """One partition of /loads, with what waits in its queue."""
 
-    loads: list[RankLoad]
+    loads: list[RankLoadRow]
     pending_count: int
     pending_isl_tokens: int
 
 
 # -- playing requests ------------------------------------------------------------------------------
-# One request as a router would drive it: select_and_reserve, prefill on the chosen engine,
-# prefill_complete, output_block for each block decoded, DELETE.
 
 # About 100 MB of what the comparison needs at 815 blocks a prompt; the table names the count.
 RECORD_LIMIT = 15_000
@@ -106,10 +96,12 @@ LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percent
 ERROR_LIMIT = 5  # error texts kept; all are counted
 
 
-_decode_selection = msgspec.json.Decoder(Selection).decode
-_decode_worker = msgspec.json.Decoder(Worker).decode
-_decode_workers = msgspec.json.Decoder(list[Worker]).decode
-_decode_loads = msgspec.json.Decoder(list[PartitionLoad]).decode
+class Recorded(msgspec.Struct, frozen=True):
+    """A request as it was played: without tokens, with its time of arrival and the choice."""
+
+    arrival_s: float
+    request: Request
+    worker_id: int
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -118,7 +110,9 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 class Player:
-    """Drives requests; single-threaded. Its counters are plain attributes for views to read."""
+    """Drives requests as a router would: select_and_reserve, prefill on the chosen engine,
+    prefill_complete, output_block for each block decoded, DELETE. Counters are for views to read.
+    """
 
     def __init__(
         self,
@@ -152,14 +146,15 @@ class Player:
         Raises ServiceError if the service knows a worker by such an id, which registering would
         replace, or if one is not schedulable afterwards.
         """
-        known = _decode_workers(await self._client.call("GET", "/workers"))
-        for worker in known:
+        known = await self._client.call("GET", "/workers")
+        for worker in msgspec.json.decode(known, type=list[Worker]):
             # The reference keeps deleted workers, as unschedulable.
             if worker.worker_id in self._engines and worker.lifecycle != "unschedulable":
                 raise ServiceError(f"the service has a worker {worker.worker_id} already")
         for engine in self._engines.values():
             body = {"model_name": self._model_name, **engine.registration()}
-            worker = _decode_worker(await self._client.call("POST", "/workers", body))
+            answer = await self._client.call("POST", "/workers", body)
+            worker = msgspec.json.decode(answer, type=Worker)
             if worker.lifecycle != "schedulable":
                 why = "; ".join(worker.not_schedulable_reasons)
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
@@ -172,7 +167,8 @@ class Player:
     async def loads(self) -> list[PartitionLoad]:
         """What GET /loads says of our model."""
         query = f"/loads?model_name={quote(self._model_name, safe='')}"
-        return _decode_loads(await self._client.call("GET", query))
+        answer = await self._client.call("GET", query)
+        return msgspec.json.decode(answer, type=list[PartitionLoad])
 
     async def load_left(self) -> int:
         """Requests, prefill tokens and decode blocks that /loads still counts, added up.
@@ -219,19 +215,15 @@ class Player:
 
     async def _play(self, request: Request, arrival_s: float) -> None:
         blocks = request.prompt_blocks
-        answer = await self._timed(
-            "select_and_reserve",
-            "POST",
-            "/select_and_reserve",
-            {
-                "model_name": self._model_name,
-                "reservation_id": request.request_id,
-                "block_hashes": request.block_hashes[:blocks],
-                "sequence_hashes": request.sequence_hashes[:blocks],
-                "isl_tokens": request.isl_tokens,
-            },
-        )
-        selection = _decode_selection(answer)
+        body = {
+            "model_name": self._model_name,
+            "reservation_id": request.request_id,
+            "block_hashes": request.block_hashes[:blocks],
+            "sequence_hashes": request.sequence_hashes[:blocks],
+            "isl_tokens": request.isl_tokens,
+        }
+        answer = await self._timed("select_and_reserve", "POST", "/select_and_reserve", body)
+        selection = msgspec.json.decode(answer, type=Selection)
         reservation = f"/reservations/{quote(request.request_id, safe='')}"
         try:
             await self._serve(request, selection, reservation, arrival_s)
@@ -246,7 +238,12 @@ class Player:
         if engine is None:
             raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")
         self.expected_blocks += selection.overlap.gpu // engine.block_size
-        self._record(request, selection.worker_id, arrival_s)
+        if len(self.recorded) < RECORD_LIMIT:
+            hashes = array("q", request.sequence_hashes)
+            slim = msgspec.structs.replace(
+                request, tokens=(), block_hashes=(), sequence_hashes=hashes
+            )
+            self.recorded.append(Recorded(arrival_s, slim, selection.worker_id))
         running = await engine.prefill(request)
         try:
             await self._timed("prefill_complete", "POST", f"{reservation}/prefill_complete")
@@ -257,16 +254,6 @@ class Player:
                 await self._timed("output_block", "POST", f"{reservation}/output_block", {})
         finally:
             engine.finish(running)
-
-    def _record(self, request: Request, worker_id: int, arrival_s: float) -> None:
-        if len(self.recorded) < RECORD_LIMIT:
-            slim = msgspec.structs.replace(
-                request,
-                tokens=(),
-                block_hashes=(),
-                sequence_hashes=array("q", request.sequence_hashes),
-            )
-            self.recorded.append(Recorded(arrival_s, slim, worker_id))
 
     async def _timed(self, kind: str, method: str, path: str, body: object = None) -> bytes:
         started = time.perf_counter()
@@ -282,6 +269,16 @@ class Player:
 
 # Picks the index of an engine for the n-th request.
 Policy = Callable[[int, Recorded, Sequence[EngineModel]], int]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One row of the table."""
+
+    policy: str
+    hit_rate: float  # prompt blocks found in the cache / prompt blocks
+    imbalance: float  # prefill tokens computed by the busiest engine / by the average one
+    ttft_p50_s: float  # arrival to the end of prefill, queueing for the engine included
+    ttft_p99_s: float
 
 
 def as_recorded(worker_ids: Sequence[int]) -> Policy:
@@ -302,10 +299,7 @@ def least_loaded(turn: int, recorded: Recorded, engines: Sequence[EngineModel]) 
 
 
 def run_policy(
-    name: str,
-    policy: Policy,
-    recorded: Sequence[Recorded],
-    engines: Sequence[EngineModel],
+    name: str, policy: Policy, recorded: Sequence[Recorded], engines: Sequence[EngineModel]
 ) -> Outcome:
     """Play all requests through idle, empty engines. recorded is in order of arrival."""
     ttft: list[float] = []
@@ -331,14 +325,8 @@ def run_policy(
         ttft.append(running.prefill_done_at - item.arrival_s)
         heapq.heappush(plan, (running.prefill_done_at, next(order), engine, running, 0))
     ttft.sort()
-    work = [engine.prefill_tokens for engine in engines]
-    return Outcome(
-        policy=name,
-        hit_rate=hit_rate(engines),
-        imbalance=max(work) * len(work) / max(1, sum(work)),
-        ttft_p50_s=percentile(ttft, 0.50),
-        ttft_p99_s=percentile(ttft, 0.99),
-    )
+    p50, p99 = percentile(ttft, 0.50), percentile(ttft, 0.99)
+    return Outcome(name, hit_rate(engines), imbalance(engines), p50, p99)
 
 
 def compare(
@@ -355,15 +343,11 @@ def compare(
         "least-loaded": least_loaded,
     }
     in_order = sorted(recorded, key=lambda item: item.arrival_s)
-    return [
-        run_policy(
-            name,
-            policy,
-            in_order,
-            [EngineModel(capacity_blocks, block_size, speed) for _ in worker_ids],
-        )
-        for name, policy in policies.items()
-    ]
+
+    def fleet() -> list[EngineModel]:
+        return [EngineModel(capacity_blocks, block_size, speed) for _ in worker_ids]
+
+    return [run_policy(name, policy, in_order, fleet()) for name, policy in policies.items()]
 
 
 def table(outcomes: Sequence[Outcome], requests: int, *, with_times: bool = True) -> list[str]:

@@ -2,8 +2,10 @@
 
 import pytest
 
-from lean_selector.tools.engines import EngineModel, EngineSpeed, Outcome, Recorded, make_request
+from lean_selector.tools.engines import EngineModel, EngineSpeed, make_request
 from lean_selector.tools.traffic import (
+    Outcome,
+    Recorded,
     as_recorded,
     compare,
     least_loaded,

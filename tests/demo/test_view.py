@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from lean_selector.tools.demo_view import LineView, ScreenView, Snapshot, WorkerRow, render
+from lean_selector.tools.demo import LineView, ScreenView, Snapshot, WorkerRow, render
 
 
 def snapshot(workers: int, elapsed_s: float = 2.5) -> Snapshot:

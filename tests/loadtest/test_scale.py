@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from lean_selector.core.selection.records import RankLoadRow
 from lean_selector.tools.http_client import ServiceError
-from lean_selector.tools.traffic import PartitionLoad, RankLoad
+from lean_selector.tools.traffic import PartitionLoad
 from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Options, Truth, main, runs, spread
 from tests.running_service import wait_until
 
@@ -122,7 +123,7 @@ class TellsLoads:
     async def loads(self) -> list[PartitionLoad]:
         for engine in self._fleet.engines:
             engine.active = self._meanwhile.get(engine.worker_id, engine.active)
-        rows = [RankLoad(worker_id, 0, 0, 0, count) for worker_id, count in self._active.items()]
+        rows = [RankLoadRow(worker_id, 0, 0, 0, count) for worker_id, count in self._active.items()]
         return [PartitionLoad(rows, 0, 0)]
 
 
@@ -161,6 +162,6 @@ def test_a_service_that_cannot_start_ends_the_run(
     def fails(port: int) -> list[str]:
         raise ServiceError("no such program")
 
-    monkeypatch.setattr("loadtest.scale.service_command", fails)
+    monkeypatch.setattr("lean_selector.tools.service_process.service_command", fails)
     assert main(["--trace", str(trace), "--selectors", "1", "--modes", SYNCED]) == 1
     assert "no such program" in capsys.readouterr().err
