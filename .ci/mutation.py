@@ -63,24 +63,18 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/core/index/test_holes.py", f"--deselect={REVIEWED_BY_MANY}"],
     ),
     "lower": (
-        [
-            f"{CORE}/index/continuations.py",
-            *(f"{CORE}/index/lower_{name}.py" for name in ("edges", "matches", "tiers")),
-        ],
+        [f"{CORE}/index/lower_tiers.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("lower_tiers", "kv_index")),
             f"--deselect={LONG_STORY}",
         ],
     ),
     "names": (
-        [
-            f"{CORE}/index/engine_hashes.py",
-            *(f"{CORE}/index/{name}.py" for name in ("hashes_in_dicts", "hashes_packed")),
-        ],
+        [f"{CORE}/index/{name}.py" for name in ("engine_hashes", "hashes_packed")],
         ["tests/core/index/test_engine_hashes.py"],
     ),
     "table": (
-        [f"{CORE}/index/hash_table.py"],
+        [f"{CORE}/index/hashes_packed.py"],
         ["tests/core/index/test_hash_table.py"],
     ),
     "routed": (
@@ -92,7 +86,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py"],
     ),
     "device": (
-        [f"{CORE}/index/{name}.py" for name in ("device_tier", "device_ranks", "odd_names")],
+        [f"{CORE}/index/device_tier.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("device_tier", "kv_index")),
             f"--deselect={LONG_STORY}",

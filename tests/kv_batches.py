@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lean_selector.core.index.kv_batch import EventBatch, SkippedEvent
+from lean_selector.core.index.shapes import EventBatch, SkippedEvent
 from lean_selector.wire import kv_events, messagepack
 from lean_selector.wire.kv_events import batch_slices, decode_small
 from lean_selector.wire.messagepack import Bytes

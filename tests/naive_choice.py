@@ -8,7 +8,7 @@ import math
 import random
 
 from lean_selector.core.errors import AllWorkersBusy
-from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.cost import (
     cached_tokens,

@@ -1,17 +1,20 @@
-"""Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
-
-Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section 2):
-XXH3-64 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per
-block, little-endian, so that prompts compare at memcmp speed. Knows nothing of workers, events or
-the index.
-"""
+"""Block hashes: local hashes of token blocks, and the sequence hashes chained from them."""
 
 import functools
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from types import FunctionType
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+# --------------------------------------------------------------------------------------------------
+# Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
+#
+# Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section
+# 2): XXH3-64 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8
+# per block, little-endian, so that prompts compare at memcmp speed. Knows nothing of workers,
+# events or the index.
 
 BASE_SEED = 1337
 # Marks a salt given to an engine: vLLM's events list it among other keys, as it was given.
@@ -147,3 +150,16 @@ def _pack(hashes: Iterable[int]) -> bytes:
 
 def _unpack(hashes: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(hashes) // 8}Q", hashes))
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether the core runs compiled: what is quick in one form of the package is slow in the other.
+#
+# A leaf: the form of all modules, for people, is told by `lean_selector/form.py`.
+
+
+def _probe() -> None:
+    """A plain function only where this module is interpreted."""
+
+
+IS_COMPILED = not isinstance(_probe, FunctionType)

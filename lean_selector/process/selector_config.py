@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lean_selector.core.index.bounds import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
+from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.process.access_log_config import AccessLogConfig

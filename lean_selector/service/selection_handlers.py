@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.errors import BadRequest, NotFound, Unavailable, WaitedTooLong
-from lean_selector.core.index.kv_index import RankKey
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.parking import Parked

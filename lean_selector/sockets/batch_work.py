@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from lean_selector.core.compiled import IS_COMPILED
-from lean_selector.core.index.kv_batch import BOUND_REASONS, EventBatch
+from lean_selector.core.hashing import IS_COMPILED
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import BOUND_REASONS, EventBatch
 from lean_selector.wire.kv_events import (
     MAX_BATCH_BYTES,
     NotABatch,

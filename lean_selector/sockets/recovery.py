@@ -13,7 +13,9 @@ import logging
 import time
 from collections.abc import Sequence, Set
 
-from lean_selector.core.index.kv_index import KvIndex, RankKey, StoreResult
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import StoreResult
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.outbound.credentials import Credentials

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from lean_selector.core.index.kv_batch import BlockStored
+from lean_selector.core.index.shapes import BlockStored
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.outbound.url import base_without_version

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
+from lean_selector.core.index.shapes import StoredRun, Tier
 from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.wire.dump_shapes import (
     Block,
     ClearedRank,

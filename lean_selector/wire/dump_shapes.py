@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from lean_selector.core.index.kv_index import RankKey, StoredRun, Tier
+from lean_selector.core.index.shapes import StoredRun, Tier
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.wire.scalars import U32, NonNegative
 
 

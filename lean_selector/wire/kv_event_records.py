@@ -12,15 +12,15 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
     Part,
     SkippedEvent,
+    Tier,
 )
-from lean_selector.core.index.kv_index import Tier
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.wire.kv_event_layouts import (
     ArrayCleared,

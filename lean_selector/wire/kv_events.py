@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.msgpack import Decoder
 
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.shapes import (
     BlockRemoved,
     BlockStored,
     Event,

@@ -20,15 +20,15 @@ from librt.strings import (
 from librt.vecs import vec
 from mypy_extensions import i32, i64
 
-from lean_selector.core.index.hash_table import mixed
-from lean_selector.core.index.holdings import Tier
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.hashes_packed import mixed
+from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     Event,
     EventBatch,
     PackedRemoved,
     PackedStored,
     Part,
+    Tier,
 )
 from lean_selector.wire.kv_event_records import tier_of
 

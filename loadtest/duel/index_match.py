@@ -17,7 +17,8 @@ if __name__ == "__main__":
     # Last, and not first as the folder of a program: the package may be a checkout's there.
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 from loadtest.duel.engines import EVENT_BLOCKS
 from loadtest.duel.prompts import Prompts
 

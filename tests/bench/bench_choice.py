@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt

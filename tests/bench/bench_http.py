@@ -7,8 +7,9 @@ several rounds; on a busy machine only the ratios hold.
 import asyncio
 import timeit
 
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits, Request
-from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.reader import RequestReader
 from lean_selector.http.response import date_header, encode_response
 from lean_selector.http.router import RouteTable

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from operator import sub
 from pathlib import Path
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 
 EXPAND = 32  # 16-token blocks in a block of the trace
 EVENT_BLOCKS = 64  # blocks per stored event: a prefill chunk of 1024 tokens

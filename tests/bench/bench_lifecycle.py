@@ -19,11 +19,12 @@ import time
 from collections import Counter
 from types import FrameType
 
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import WorkerSpec
-from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.connections import Connections
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import date_header, encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService

@@ -27,8 +27,9 @@ from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
-from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, date_header, encode_response
 from lean_selector.http.router import Match
 from lean_selector.service.application import MetricsAnswers

@@ -19,7 +19,8 @@ import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.selection.workers import WorkerSpec
-from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.connections import Connections
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import date_header
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService

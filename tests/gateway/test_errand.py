@@ -15,8 +15,8 @@ from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.errand import Errand
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.worker_connection import WorkerConnection
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
-from lean_selector.http.protocol import Connections
 from lean_selector.http.response import PendingReply
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.prompts.routed import Routed

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from lean_selector.http.connections import Connections, Timeouts
 from lean_selector.http.head import Limits, Request
-from lean_selector.http.protocol import Connections, HttpProtocol, Timeouts
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, Response, encode_response
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
-from lean_selector.http.protocol import Connections
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.streaming import StreamedReply, StreamingProtocol
 from tests.http.test_protocol import FakeTransport

@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
-from lean_selector.core.index.kv_index import KvIndex, Matched, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Matched, Tier
 from loadtest.duel.engines import Engines
 from loadtest.duel.prompts import (
     FREE_LAG,

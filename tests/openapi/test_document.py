@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from lean_selector.core.index.kv_index import StoredRun, Tier
+from lean_selector.core.index.shapes import StoredRun, Tier
 from lean_selector.service.gate import Gate
 from lean_selector.service.openapi import meanings
 from lean_selector.service.openapi import meanings as glossary

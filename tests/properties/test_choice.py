@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.errors import AllWorkersBusy
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import cells as making

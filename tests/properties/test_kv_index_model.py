@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index import device_tier, hashes_in_dicts, holes, kv_index, sweeping
-from lean_selector.core.index.engine_hashes import EngineHashes
-from lean_selector.core.index.hashes_in_dicts import HashesInDicts
+from lean_selector.core.index import device_tier, holes, kv_index, sweeping
+from lean_selector.core.index import engine_hashes as hashes_in_dicts
+from lean_selector.core.index.engine_hashes import EngineHashes, HashesInDicts
 from lean_selector.core.index.hashes_packed import HashesPacked
-from lean_selector.core.index.kv_index import KvIndex, Matched, StoreResult, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Matched, StoreResult, Tier
 from lean_selector.core.rank_bits import bits_of
 
 Path = tuple[int, ...]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.index import kv_index, sweeping
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 from tests.properties.test_kv_index_model import (
     Path,
     RankModel,

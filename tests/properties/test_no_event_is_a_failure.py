@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_cursor import KvCursor
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import Tier
 from lean_selector.sockets.batch_work import BatchWork, Reader
 from lean_selector.wire.packed_events import packed_batch
 from tests.damage import messages

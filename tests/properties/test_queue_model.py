@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.health.ejections import FAILED, OK
-from lean_selector.core.index.kv_index import Matched, Tier
+from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.partition import Partition

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings

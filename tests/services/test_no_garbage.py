@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from lean_selector.http.protocol import Connections, HttpProtocol
+from lean_selector.http.connections import Connections
+from lean_selector.http.protocol import HttpProtocol
 from tests.gates import selection_gate
 
 WORKER = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index.kv_batch import EventBatch, PackedStored
 from lean_selector.core.index.kv_cursor import KvCursor
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import EventBatch, PackedStored, Tier
 from lean_selector.sockets.batch_work import BatchWork, Reader
 from lean_selector.wire import kv_events
 from lean_selector.wire.messagepack import WINDOW_BYTES

@@ -5,7 +5,8 @@ from struct import pack
 
 import uvloop
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 from lean_selector.sockets import index_sweeps
 from lean_selector.sockets.index_sweeps import IndexSweeps
 from tests.running_service import DEADLINE_S

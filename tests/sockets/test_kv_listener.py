@@ -20,8 +20,9 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.core.index.kv_cursor import KvCursor
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import Tier
 from lean_selector.sockets import batch_work, kv_replay
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener

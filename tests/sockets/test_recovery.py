@@ -13,7 +13,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from lean_selector.core.index.kv_index import KvIndex, StoredRun, StoreResult, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier
 from lean_selector.wire.dump import BadEvent, NotADump, decode_event, encode_dump, split_dump
 from lean_selector.wire.dump_shapes import ClearedRank, PartitionDump, RemovedBlocks, StoredBlocks
 

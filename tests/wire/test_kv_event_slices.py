@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index.kv_batch import BlockRemoved, BlockStored, EventBatch, Part
-from lean_selector.core.index.kv_index import KvIndex, StoredRun
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.core.index.shapes import BlockRemoved, BlockStored, EventBatch, Part, StoredRun
 from lean_selector.wire import kv_events
 from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
 from lean_selector.wire.messagepack import WINDOW_BYTES

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    Tier,
 )
-from lean_selector.core.index.kv_index import Tier
 from lean_selector.wire.kv_events import NotABatch
 from tests.kv_batches import decode_batch
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

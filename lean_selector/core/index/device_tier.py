@@ -1,25 +1,234 @@
-"""The device tier: what each rank holds of the trie of prompts, exact to the block.
-
-Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
-them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds or
-events. Spec: indexer.md sections 3.1, 3.2 and 7.
-"""
+"""The device tier: the ranks, their blocks in the trie of prompts, and what each calls them."""
 
 from collections.abc import Callable, Iterator
 
-from lean_selector.core.index.device_ranks import DeviceRank, DeviceRanks
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
-from lean_selector.core.index.matched import Matched
-from lean_selector.core.index.odd_names import OddNames
 from lean_selector.core.index.runs import (
     MAX_STRANDS,
     POSITION_BITS,
+    POSITION_MASK,
     STRAND_BLOCKS,
     Run,
     RunTrie,
     common_prefix,
 )
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
+
+# --------------------------------------------------------------------------------------------------
+# The ranks of a partition's device tier: bits in its trie, records here.
+#
+# A rank that is retired is not seen any more at once, and keeps its bit until its runs have been
+# swept. Spec: indexer.md section 3.1.
+
+_MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
+
+
+class DeviceRank:
+    """What one rank holds on the device; `bit` is its place in the masks of the trie."""
+
+    __slots__ = ("bit", "blocks", "key", "names")
+
+    def __init__(self, key: RankKey, bit: int, names: EngineHashes) -> None:
+        self.key = key
+        self.bit = bit
+        self.names = names
+        self.blocks = 0  # held in the trie, in reach or not
+
+
+class DeviceRanks:
+    """Who has which bit, and whose bits in the trie count."""
+
+    __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
+
+    def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
+        self._new_names = new_names
+        self._bits = bits
+        self._by_bit: list[DeviceRank | None] = []
+        self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
+        self.in_use = 0  # the bits of all ranks here
+        # By bit, the retired records that are being swept. Until that is done, a run may have the
+        # rank's bit from before. A rank that has been admitted again meanwhile is in `reborn`: it
+        # holds blocks in just the strands of its rows, so a bit in another strand is an old one,
+        # which is to be taken away before anything could mistake it.
+        self._swept: dict[int, int] = {}
+        self.reborn = 0
+
+    def admit(self, key: RankKey) -> DeviceRank:
+        """A record for a rank that holds nothing yet."""
+        bit = self._bits.acquire(key)
+        rank = DeviceRank(key, bit, self._new_names())
+        self.in_use |= 1 << bit
+        self._by_bit += [None] * (bit + 1 - len(self._by_bit))
+        self._by_bit[bit] = rank
+        if bit in self._swept:
+            self.reborn |= 1 << bit
+        return rank
+
+    def release(self, rank: DeviceRank) -> None:
+        """Give back the record of a rank that holds nothing."""
+        assert not rank.blocks
+        self._hide(rank)
+        self._bits.release(rank.key)
+
+    def retire(self, rank: DeviceRank) -> EngineHashes:
+        """See a rank no more. Returns the names of what it held, to be swept; then call `swept`."""
+        self._hide(rank)
+        names, rank.names, rank.blocks = rank.names, self._new_names(), 0
+        self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
+        return names
+
+    def swept(self, rank: DeviceRank) -> None:
+        """Nothing in the trie is left of a record that was retired."""
+        bit = rank.bit
+        self._swept[bit] -= 1
+        if not self._swept[bit]:
+            del self._swept[bit]
+            self.reborn &= ~(1 << bit)
+        self._bits.release(rank.key)
+
+    def _hide(self, rank: DeviceRank) -> None:
+        bit = 1 << rank.bit
+        self.in_use ^= bit
+        self.reborn &= ~bit
+        self._by_bit[rank.bit] = None
+        self._keys.clear()
+
+    def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
+        """The rank with this bit if it has a row for the strand.
+
+        If not, a bit in the runs of the strand is from before its rank was retired.
+        """
+        rank = self._by_bit[bit]
+        return rank if rank is not None and strand in rank.names.rows else None
+
+    def name_at(self, bit: int, place: int) -> bytes:
+        """What the rank with this bit, which is in use, calls a block that it holds."""
+        rank = self._by_bit[bit]
+        assert rank is not None
+        return rank.names.name_at(place)
+
+    def keys_of(self, bits: int) -> tuple[RankKey, ...]:
+        """The ranks of a set."""
+        keys = self._keys.get(bits)
+        if keys is None:
+            if len(self._keys) >= _MAX_CACHED_MASKS:
+                self._keys.clear()
+            keys = self._keys[bits] = tuple(
+                rank.key for bit, rank in enumerate(self._by_bit) if rank and bits >> bit & 1
+            )
+        return keys
+
+
+# --------------------------------------------------------------------------------------------------
+# Which ranks may call blocks of a strand otherwise than the other ranks that hold them.
+#
+# Engines that hash alike do not: then what one of them calls a block all do, and a match that asks
+# for the names of many ranks asks one. Spec: indexer.md section 3.2.
+
+_MAX_COMPARED = 8  # ranks that are looked at for one to compare names with
+_MAX_PARTS = 64  # the same for holders of a part of a run
+
+
+class OddNames:
+    """strand -> the odd ranks. Of all others any two call each block that both hold the same."""
+
+    __slots__ = ("_odd", "_ranks")
+
+    def __init__(self, ranks: DeviceRanks) -> None:
+        self._ranks = ranks
+        self._odd: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._odd)
+
+    def of(self, strand: int) -> int:
+        """The set of them."""
+        return self._odd.get(strand, 0)
+
+    def forget(self, strand: int, bit: int) -> None:
+        """The rank holds nothing of the strand any more."""
+        if self._odd and (odd := self._odd.get(strand)):
+            odd &= ~(1 << bit)
+            if odd:
+                self._odd[strand] = odd
+            else:
+                del self._odd[strand]
+
+    def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
+        """What these ranks call the block at a place, which all of them hold: each name, and the
+        set of those that use it."""
+        odd = ranks & self.of(place >> POSITION_BITS)
+        alike, found = ranks ^ odd, dict[bytes, int]()
+        if alike:
+            found[self._ranks.name_at(alike.bit_length() - 1, place)] = alike
+        for bit in bits_of(odd):
+            name = self._ranks.name_at(bit, place)
+            found[name] = found.get(name, 0) | 1 << bit
+        return list(found.items())
+
+    def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
+        """Note whether the rank calls the blocks of this span of a run, which it had not all, as
+        others do. One that holds all of them speaks for all that are not odd. Where that is not
+        told soon, the rank is taken for odd."""
+        strand, bit = run.strand, rank.bit
+        mine = 1 << bit
+        odd = self.of(strand)
+        if odd & mine:
+            return
+        others = run.whole & self._ranks.in_use & ~(odd | mine)
+        for _ in range(_MAX_COMPARED):
+            if not others:
+                if not self._agrees_with_parts(rank, run, span, place):
+                    break
+                return
+            other = self._ranks.rank_in(strand, others.bit_length() - 1)
+            if other is not None:
+                if not _name_alike(rank, other, place, span.bit_count()):
+                    break
+                return
+            others ^= 1 << (others.bit_length() - 1)  # from before it was retired
+        self._odd[strand] = odd | mine
+
+    def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
+        """The same where nobody else holds all of the run."""
+        partial, mine = run.partial, 1 << rank.bit
+        if partial is None or (len(partial) == 1 and rank.bit in partial):
+            return True
+        ours = self._ranks.in_use & ~(self.of(run.strand) | mine)
+        longest, lead = rank, 0
+        for leading, mask in run.leads():
+            if leading > lead and mask & ours:
+                other = self._ranks.rank_in(run.strand, (mask & ours).bit_length() - 1)
+                if other is not None:
+                    longest, lead = other, leading
+        told = span & (1 << lead) - 1
+        if told and not _name_alike(rank, longest, place, told.bit_count()):
+            return False
+        left = span ^ told
+        if not left:
+            return True
+        if len(partial) > _MAX_PARTS:
+            return False
+        for bit, held in partial.items():
+            if held & left and ours >> bit & 1 and self._ranks.rank_in(run.strand, bit) is not None:
+                return False  # behind a hole
+        return True
+
+
+def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
+    """Whether two ranks call so many blocks from `place` on the same."""
+    strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+    end = start + (blocks << 3)
+    return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
+
+
+# --------------------------------------------------------------------------------------------------
+# The device tier: what each rank holds of the trie of prompts, exact to the block.
+#
+# Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
+# them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds
+# or events. Spec: indexer.md sections 3.1, 3.2 and 7.
 
 # A run grows at its end only if few others hold it: each of them becomes a partial holder, which
 # costs every match of that run a step. With more, the new blocks make a run of their own, which

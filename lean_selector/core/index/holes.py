@@ -9,8 +9,7 @@ between which anything may happen. D31.
 
 from collections.abc import Callable, Generator, Iterator
 
-from lean_selector.core.index.device_ranks import DeviceRank
-from lean_selector.core.index.device_tier import DeviceTier
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.runs import Run
 from lean_selector.core.rank_bits import bits_of
 

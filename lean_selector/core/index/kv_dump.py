@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from itertools import chain
 from struct import unpack
 
-from lean_selector.core.index.device_ranks import DeviceRank
-from lean_selector.core.index.holdings import Holdings, Tier
+from lean_selector.core.index.device_tier import DeviceRank
+from lean_selector.core.index.lower_tiers import Holdings
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
-from lean_selector.core.index.stored_run import StoredRun
+from lean_selector.core.index.shapes import StoredRun, Tier
 
 _SLICE_BLOCKS = 512  # some 0.1 ms, as blocks of a lower tier 0.5
 

@@ -1,43 +1,91 @@
-"""Which rank holds which block on which tier, for one partition (model_name, tenant_id).
-
-Applies KV events, matches prompts, dumps itself. Composes the device tier, where all ranks share a
-trie, and the lower tiers, which each rank has for itself; bounds both. Knows no sockets, no tokens
-and no registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
-
-Rules where the spec leaves a choice:
-- A block has the first hash that its rank stored it under, and the newest other one as a second
-  name. Removing it by either removes the block.
-- A hash stored again with other tokens names the newer block. The older one stays held; the hash
-  names it again when the newer is removed. Bounds, clear and drop free it like any other.
-- A removed block leaves those behind it known but out of reach: they count again when it comes
-  back.
-"""
+"""Which rank holds which block on which tier, for one partition (model_name, tenant_id)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from lean_selector.core.hashing import u64s
+from lean_selector.core.hashing import IS_COMPILED, u64s
 from lean_selector.core.index import holes
-from lean_selector.core.index.bounds import (
-    DEFAULT_DEVICE_BLOCKS,
-    DEFAULT_LOWER_TIER_BLOCKS,
-    Bounds,
-)
-from lean_selector.core.index.device_ranks import DeviceRank
-from lean_selector.core.index.device_tier import DeviceTier
-from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
-from lean_selector.core.index.holdings import Holdings
-from lean_selector.core.index.holdings import Tier as Tier
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDicts
 from lean_selector.core.index.kv_dump import leading_names, slices_of
-from lean_selector.core.index.lower_matches import LowerMatches
-from lean_selector.core.index.lower_tiers import ROOT, LowerTier
-from lean_selector.core.index.matched import Matched as Matched
-from lean_selector.core.index.own_hashes import engine_hashes
-from lean_selector.core.index.stored_run import StoredRun as StoredRun
-from lean_selector.core.index.stored_run import StoreResult as StoreResult
+from lean_selector.core.index.lower_tiers import ROOT, Holdings, LowerMatches, LowerTier
+from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier
 from lean_selector.core.index.sweeping import Sweeps
-from lean_selector.core.rank_bits import RankBits
-from lean_selector.core.rank_bits import RankKey as RankKey
+from lean_selector.core.rank_bits import RankBits, RankKey
+
+# Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
+# tokens, ten times that of the largest node today. On a lower tier four times as much, for each of
+# the three.
+DEFAULT_DEVICE_BLOCKS = 1 << 21
+DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
+
+
+class Bounds:
+    """As (blocks on the device, blocks on each lower tier), of each rank of a worker."""
+
+    __slots__ = ("_set", "default")
+
+    def __init__(self, device_blocks: int, lower_tier_blocks: int) -> None:
+        self.default = device_blocks, lower_tier_blocks
+        self._set: dict[int, tuple[int, int]] = {}  # by worker id, those that differ
+
+    def __len__(self) -> int:
+        """Workers with a bound of their own."""
+        return len(self._set)
+
+    def of(self, worker_id: int) -> tuple[int, int]:
+        return self._set.get(worker_id, self.default)
+
+    def set(self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None) -> None:
+        """None means the default."""
+        device, lower = self.default
+        if device_blocks is not None:
+            device = device_blocks
+        if lower_tier_blocks is not None:
+            lower = lower_tier_blocks
+        if (device, lower) == self.default:
+            self.forget(worker_id)
+        else:
+            self._set[worker_id] = device, lower
+
+    def forget(self, worker_id: int) -> None:
+        self._set.pop(worker_id, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which of the two keeps an engine's names: by what this form of the package is quick with.
+#
+# Compiled, the packed table takes as long as the dicts and a fifth of their memory; interpreted it
+# is thirty times slower. Both do the same: the tests of the index run with either.
+
+
+def engine_hashes() -> EngineHashes:
+    """Names for a rank that holds nothing yet."""
+    if not IS_COMPILED:
+        return HashesInDicts()
+    # Not at the top: it needs what the compiled form alone depends on.
+    from lean_selector.core.index.hashes_packed import (  # pragma: no cover: compiled only
+        HashesPacked,
+    )
+
+    return HashesPacked()  # pragma: no cover: in the compiled form, whose coverage nobody counts
+
+
+# --------------------------------------------------------------------------------------------------
+# Which rank holds which block on which tier, for one partition (model_name, tenant_id).
+#
+# Applies KV events, matches prompts, dumps itself. Composes the device tier, where all ranks share
+# a trie, and the lower tiers, which each rank has for itself; bounds both. Knows no sockets, no
+# tokens and no registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7;
+# D16.
+#
+# Rules where the spec leaves a choice:
+# - A block has the first hash that its rank stored it under, and the newest other one as a second
+#   name. Removing it by either removes the block.
+# - A hash stored again with other tokens names the newer block. The older one stays held; the hash
+#   names it again when the newer is removed. Bounds, clear and drop free it like any other.
+# - A removed block leaves those behind it known but out of reach: they count again when it comes
+#   back.
 
 # Of giving back, and one for 32 blocks: more than the event leaves behind when it is dropped.
 _STEPS_PER_EVENT = 2

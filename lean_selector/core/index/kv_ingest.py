@@ -15,7 +15,8 @@ from lean_selector.core.hashing import (
     packed_local_hashes,
     u64s,
 )
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -23,10 +24,11 @@ from lean_selector.core.index.kv_batch import (
     PackedRemoved,
     PackedStored,
     Part,
+    StoreResult,
+    Taught,
+    Tier,
 )
-from lean_selector.core.index.kv_index import KvIndex, StoreResult, Tier
 from lean_selector.core.index.sweeping import emptied
-from lean_selector.core.index.taught import Taught
 
 # Attention over the whole prompt: what prefix matching is about. Other kinds (sliding window,
 # mamba, ...) keep blocks by rules of their own.

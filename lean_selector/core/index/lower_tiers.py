@@ -1,15 +1,237 @@
-"""One rank's blocks on one lower tier (host_pinned, disk or external).
-
-A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child; the
-parent may live on another tier or nowhere yet. All ranks have theirs in one place
-(`lower_edges.py`), where a match looks for them. Knows nothing of the device tier's trie. Spec:
-indexer.md sections 3.3 and 3.5.
-"""
+"""The lower tiers: which rank has which block there, and how a match goes on from the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Final
 
-from lean_selector.core.index.lower_edges import Edges
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
+from lean_selector.core.index.runs import Run
+from lean_selector.core.index.shapes import Edge, Matched
+from lean_selector.core.rank_bits import bits_of
+
+# --------------------------------------------------------------------------------------------------
+# Which ranks a prompt's next block could be found on at all, on whatever lower tier.
+#
+# What all ranks share, so that a match asks no others. Spec: indexer.md section 3.5.
+
+# What all ranks share is in so many dicts, chosen by the first byte of the local hash: a single one
+# of a million entries would take 50 ms to grow.
+SHARDS: Final = 64
+MASK: Final = SHARDS - 1
+
+
+class Continuations:
+    """Which ranks have a block with given tokens on a lower tier: local hash -> set of ranks.
+
+    Exact but for hashes that agree in 7 of their 8 bytes, whose ranks are told for either.
+    """
+
+    __slots__ = ("_again", "_alone", "_ranks")
+
+    def __init__(self) -> None:
+        # A set of ranks, or ~bit where there is one. Most blocks are on one rank, and a set of one
+        # of 4 000 ranks takes 560 bytes; so `_alone` keeps an int for each rank, to be shared.
+        self._ranks: list[dict[int, int]] = []  # no dict before there is anything
+        self._alone: list[int] = []
+        # Per bit: of those in `_ranks`, how many more blocks with these tokens the rank has.
+        self._again: dict[int, dict[int, int]] = {}
+
+    def of(self, hashes: bytes, at: int) -> int:
+        """The ranks that have the block at byte `at` of `hashes`, below whatever other block."""
+        if not self._ranks:
+            return 0
+        block = int.from_bytes(hashes[at : at + 7], "little")
+        ranks = self._ranks[block & MASK].get(block, 0)
+        return 1 << ~ranks if ranks < 0 else ranks
+
+    def add(self, bit: int, local: bytes) -> None:
+        """A rank has another block with this local hash."""
+        if not self._ranks:
+            self._ranks = [{} for _ in range(SHARDS)]
+        block = int.from_bytes(local[:7], "little")
+        shard = self._ranks[block & MASK]
+        ranks = shard.get(block)
+        if ranks is None:
+            shard[block] = self.only(bit)
+            return
+        if ranks < 0:
+            ranks = 1 << ~ranks
+        if ranks >> bit & 1:
+            again = self._again.setdefault(bit, {})
+            again[block] = again.get(block, 0) + 1
+        else:
+            shard[block] = ranks | 1 << bit
+
+    def discard(self, bit: int, local: bytes) -> None:
+        """The rank has one block with this local hash less."""
+        block = int.from_bytes(local[:7], "little")
+        again = self._again.get(bit)
+        if again and block in again:
+            again[block] -= 1
+            if not again[block]:
+                del again[block]
+                if not again:
+                    del self._again[bit]
+            return
+        shard = self._ranks[block & MASK]
+        ranks = shard[block]
+        if ranks < 0:
+            del shard[block]
+        else:
+            ranks ^= 1 << bit
+            is_one = not ranks & (ranks - 1)
+            shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
+
+    def only(self, bit: int) -> int:
+        """The set of this rank alone, as it is kept."""
+        while len(self._alone) <= bit:
+            self._alone.append(~len(self._alone))
+        return self._alone[bit]
+
+
+# --------------------------------------------------------------------------------------------------
+# The edges that all ranks have on one lower tier, so that a prompt is walked once for all of them.
+#
+# Engines that hash alike call the same blocks the same. Their edges are one here, with the set of
+# the ranks that have it, and as long as they have the same a match takes them along together. What
+# a rank has is told by its own tier alone (`lower_tiers.py`); this is how to find it. Spec:
+# indexer.md section 3.5.
+
+
+class Edges:
+    """(parent's engine hash + local hash) -> (child's engine hash, set of ranks)."""
+
+    __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
+
+    def __init__(self, continuations: Continuations) -> None:
+        """`continuations` is to be kept in step."""
+        self._continuations = continuations
+        # Chosen as the dicts of `continuations` are, by the local hash.
+        self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
+        # By edge and bit, the child of a rank for which the edge leads elsewhere.
+        self._odd: dict[bytes, dict[int, bytes]] = {}
+        self._held: dict[int, dict[bytes, bytes]] = {}  # by bit, child -> edge, as the rank has it
+        # Ranks that are back while what they held before is dismantled: an edge that has their bit
+        # may be an old one, so of them each is looked up.
+        self.doubtful = 0
+
+    def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
+        """A rank has a tier, `held` being its blocks: child -> edge."""
+        self._held[bit] = held
+
+    def release(self, bit: int) -> None:
+        """It has none any more. What is left there of its edges is to be dropped."""
+        del self._held[bit]
+
+    def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
+        """Let a rank, which has just `held`, have an edge that leads to `child`, unless it has.
+
+        False, and nothing changes, where its edge leads elsewhere, or another edge to that block.
+        """
+        edges = self._edges[key[-8] & MASK]
+        edge = edges.get(key)
+        if edge is not None and held.get(edge.child) == key:
+            return edge.child == child
+        if self._odd and (odd := self._odd.get(key)) is not None:
+            other = odd.get(bit)
+            if other is not None and held.get(other) == key:
+                return other == child
+        if child in held:
+            return False
+        self._continuations.add(bit, key[-8:])
+        if edge is None:
+            edges[key] = Edge(key, child, self._continuations.only(bit))
+        elif edge.child == child:
+            ranks = edge.ranks
+            if ranks != ~bit:  # else it is an old one of the same rank
+                edge.ranks = (1 << ~ranks if ranks < 0 else ranks) | 1 << bit
+            key, child = edge.key, edge.child  # one object for all of them
+        else:
+            self._odd.setdefault(key, {})[bit] = child
+        held[child] = key
+        return True
+
+    def discard(self, bit: int, key: bytes, child: bytes) -> None:
+        """A rank has an edge no more."""
+        self._continuations.discard(bit, key[-8:])
+        self._discard(bit, key, child)
+
+    def discard_old(self, bit: int, key: bytes, child: bytes) -> None:
+        """The same for what it held before it was cleared; it may have it again."""
+        self._continuations.discard(bit, key[-8:])
+        held = self._held.get(bit)
+        if held is None or held.get(child) != key:
+            self._discard(bit, key, child)
+
+    def _discard(self, bit: int, key: bytes, child: bytes) -> None:
+        edges = self._edges[key[-8] & MASK]
+        edge = edges.get(key)
+        if edge is not None and edge.child == child:
+            ranks = edge.ranks
+            if ranks == ~bit:
+                del edges[key]
+            elif ranks >= 0:
+                ranks &= ~(1 << bit)
+                is_one = not ranks & (ranks - 1)
+                edge.ranks = self._continuations.only(ranks.bit_length() - 1) if is_one else ranks
+        if self._odd and (odd := self._odd.get(key)) is not None and odd.get(bit) == child:
+            del odd[bit]
+            if not odd:
+                del self._odd[key]
+
+    def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
+        """From a block on, as far as all of `ranks` have what `hashes` ask for from byte `at` on.
+
+        Returns the last block and where it ends; who of them goes on there, `follow` tells.
+        """
+        if ranks & self.doubtful:
+            return name, at
+        alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
+        edges, end = self._edges, len(hashes)
+        while at < end:
+            edge = edges[hashes[at] & MASK].get(name + hashes[at : at + 8])
+            if edge is None:
+                break
+            having = edge.ranks
+            if having != alone and (having < 0 or ranks & ~having):
+                break
+            name = edge.child
+            at += 8
+        return name, at
+
+    def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
+        """The child that an edge leads to, and for whom of `ranks` it does. Others of them may have
+        another one: `others`."""
+        edge = self._edges[key[-8] & MASK].get(key)
+        if edge is None:
+            return b"", 0
+        having = edge.ranks
+        having = ranks & (1 << ~having if having < 0 else having)
+        if doubtful := having & self.doubtful:
+            for bit in bits_of(doubtful):
+                if self._held[bit].get(edge.child) != key:
+                    having ^= 1 << bit
+        return edge.child, having
+
+    def others(self, ranks: int, key: bytes) -> dict[bytes, int]:
+        """The children that an edge leads to for those of `ranks` that `follow` told nothing of:
+        child -> the ranks that call it so."""
+        found: dict[bytes, int] = {}
+        if self._odd and (odd := self._odd.get(key)) is not None:
+            for bit in bits_of(ranks):
+                child = odd.get(bit)
+                if child is not None and self._held[bit].get(child) == key:
+                    found[child] = found.get(child, 0) | 1 << bit
+        return found
+
+
+# --------------------------------------------------------------------------------------------------
+# One rank's blocks on one lower tier (host_pinned, disk or external).
+#
+# A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child; the
+# parent may live on another tier or nowhere yet. All ranks have theirs in one place
+# (`lower_edges.py`), where a match looks for them. Knows nothing of the device tier's trie. Spec:
+# indexer.md sections 3.3 and 3.5.
 
 ROOT = b""  # the parent of a prompt's first block
 _BLOCKS_PER_STEP = 64  # some 50 us
@@ -73,3 +295,144 @@ class LowerTier:
             edge = self._edge.get(name)
             if edge is not None:
                 yield edge[:-8], name, edge[-8:]
+
+
+class Holdings:
+    """Everything that one rank holds."""
+
+    __slots__ = ("device", "lower")
+
+    def __init__(self, device: DeviceRank) -> None:
+        self.device = device
+        self.lower: list[LowerTier] = []  # none, or host_pinned, disk, external
+
+    def blocks(self) -> int:
+        """Blocks on all tiers, in reach or not."""
+        return self.device.blocks + sum(map(len, self.lower))
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a match goes on when a rank's device blocks end.
+#
+# Keeps the ranks that hold anything on a lower tier, and asks of them only those that can go on:
+# together as long as they have the same blocks under the same names. Spec: indexer.md section 3.5.
+
+_LAST = 2  # after host_pinned and disk, external
+
+
+class LowerMatches:
+    """The lower tiers of all ranks of one partition."""
+
+    __slots__ = ("_bits", "_continuations", "_device", "_dismantled", "_tiers", "ranks")
+
+    def __init__(self, device: DeviceTier) -> None:
+        self.ranks: dict[int, Holdings] = {}  # by bit, those with lower tiers
+        self._bits = 0  # the same as a set
+        self._continuations = Continuations()
+        self._tiers: list[Edges] = []  # none, which is small, before a rank has them
+        self._device = device
+        self._dismantled: dict[int, int] = {}  # by bit, how often, where it is not done
+
+    def admit(self, rank: Holdings) -> None:
+        """Give a rank its lower tiers, which are empty."""
+        if not self._tiers:
+            self._tiers = [Edges(self._continuations) for _ in range(_LAST + 1)]
+        bit = rank.device.bit
+        rank.lower = [LowerTier(edges, bit) for edges in self._tiers]
+        self.ranks[bit] = rank
+        self._bits |= 1 << bit
+        if bit in self._dismantled:
+            for edges in self._tiers:
+                edges.doubtful |= 1 << bit
+
+    def release(self, rank: Holdings) -> None:
+        """The rank, whose lower tiers are empty, has none any more, if it had."""
+        bit = rank.device.bit
+        if self.ranks.pop(bit, None) is not None:
+            rank.lower = []
+            self._bits ^= 1 << bit
+            for edges in self._tiers:
+                edges.release(bit)
+                edges.doubtful &= ~(1 << bit)
+
+    def retire(self, rank: Holdings) -> Iterator[None]:
+        """The same for one whose tiers are not empty: nothing of it is seen any more.
+
+        The iterator returned gives the memory back, in steps between which anything may happen.
+        """
+        bit, tiers = rank.device.bit, rank.lower
+        self.release(rank)
+        self._dismantled[bit] = self._dismantled.get(bit, 0) + 1
+        return self._dismantle(bit, tiers)
+
+    def _dismantle(self, bit: int, tiers: list[LowerTier]) -> Iterator[None]:
+        for held in tiers:
+            yield from held.dismantled()
+        self._dismantled[bit] -= 1
+        if not self._dismantled[bit]:
+            del self._dismantled[bit]
+            for edges in self._tiers:
+                edges.doubtful &= ~(1 << bit)
+
+    def extended(
+        self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
+    ) -> list[tuple[Matched, int]]:
+        """The ranks for which a lower tier goes on where their device blocks end, as sets of those
+        that hold the same; the sets are apart and not empty.
+
+        Looks only at those that have the prompt's next block there, below whatever other block.
+        """
+        found: dict[tuple[int, int, int], int] = {}
+        going_on: dict[int, int] = {}  # by device blocks
+        rest = self._bits
+        for blocks, mask in sets:
+            here = rest & mask
+            if here:
+                rest ^= here
+                if here := here & self._continuations.of(local_hashes, blocks << 3):
+                    going_on[blocks] = going_on.get(blocks, 0) | here
+        for blocks, here in going_on.items():
+            self._walk(self._device.last_names(here, path, blocks), blocks, local_hashes, found)
+        if rest := rest & self._continuations.of(local_hashes, 0):
+            self._walk([(ROOT, rest)], 0, local_hashes, found)
+        return [
+            (Matched(blocks, host, disk), ranks) for (blocks, host, disk), ranks in found.items()
+        ]
+
+    def _walk(
+        self,
+        named: list[tuple[bytes, int]],
+        device: int,
+        local_hashes: bytes,
+        found: dict[tuple[int, int, int], int],
+    ) -> None:
+        """On from the last device block, by what ranks call it, tier by tier, never stepping back
+        (spec 3.5)."""
+        start, end = device << 3, len(local_hashes)
+        # (ranks, the last block's name, the tier where they go on, where in the prompt that is,
+        # where they left the host tier): they part where they have different blocks.
+        parted = [(ranks, name, 0, start, start) for name, ranks in named]
+        while parted:
+            ranks, name, tier, at, host_end = parted.pop()
+            edges = self._tiers[tier]
+            while ranks:
+                name, at = edges.along(ranks, name, local_hashes, at)
+                if at == end:
+                    break
+                key = name + local_hashes[at : at + 8]
+                child, going = edges.follow(ranks, key)
+                if rest := ranks ^ going:
+                    for other, having in edges.others(rest, key).items():
+                        rest ^= having
+                        parted.append((having, other, tier, at + 8, host_end))
+                    if rest and tier < _LAST:
+                        parted.append((rest, name, tier + 1, at, host_end if tier else at))
+                    elif rest and at > start:
+                        match = device, host_end - start >> 3, at - host_end >> 3
+                        found[match] = found.get(match, 0) | rest
+                ranks, name, at = going, child, at + 8
+            if ranks and at > start:
+                if not tier:
+                    host_end = at
+                match = device, host_end - start >> 3, at - host_end >> 3
+                found[match] = found.get(match, 0) | ranks

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from struct import unpack
 from typing import Final
 
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
 from lean_selector.core.load.rank_load import BlockWeights
 from lean_selector.core.load.shapes import ActiveRun

@@ -9,7 +9,7 @@ a bit, `RankBits`), so making them is a few `&`. Who is cheapest is `choice`'s.
 import math
 from typing import TypeVar
 
-from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cost import (
     cached_tokens,

@@ -21,7 +21,7 @@ to 0..1. Each line stands once, for the choice and for its explanation: the last
 
 import math
 
-from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.settings import Terms
 

@@ -8,7 +8,7 @@ in its index (`established` is False), and then it schedules nothing.
 from collections.abc import Sequence
 
 from lean_selector.core.health.ejections import Ejections
-from lean_selector.core.index.kv_index import KvIndex, RankKey
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import Headroom
 from lean_selector.core.load.load_order import LoadOrder
@@ -16,7 +16,7 @@ from lean_selector.core.load.rank_load import RankCounts, RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits, Reservation
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_RANKS
-from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.rank_bits import RankKey, bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.parking import ParkedQueue
 from lean_selector.core.selection.schedulable import SchedulableWorker

@@ -8,7 +8,7 @@ selection.md 3.1, 3.3 and 4.
 import random
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
-from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.cells import (
     NOTHING,

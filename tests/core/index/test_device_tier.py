@@ -14,13 +14,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lean_selector.core.index import device_tier, odd_names
-from lean_selector.core.index.device_ranks import DeviceRank
-from lean_selector.core.index.device_tier import DeviceTier
+from lean_selector.core.index import device_tier
+from lean_selector.core.index import device_tier as odd_names
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE
-from lean_selector.core.index.matched import Matched
-from lean_selector.core.index.own_hashes import engine_hashes
+from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import RankBits, RankKey
 from tests.operations import lines_run
 

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean_selector.core.index import hashes_in_dicts
-from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
-from lean_selector.core.index.hashes_in_dicts import HashesInDicts
+from lean_selector.core.index import engine_hashes as hashes_in_dicts
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDicts
 from lean_selector.core.index.hashes_packed import HashesPacked
-from lean_selector.core.index.own_hashes import engine_hashes
+from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, STRAND_BLOCKS
 
 # 0 stands in a row as nothing does; the others share shards, bytes and low bits.

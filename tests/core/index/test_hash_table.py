@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index.hash_table import ABSENT, HashTable, mixed
+from lean_selector.core.index.hashes_packed import ABSENT, HashTable, mixed
 
 # Signed, and some that differ only at one end.
 NAMES = [*range(1, 12), -1, -(2**63), 2**63 - 1, *(at << 56 for at in range(1, 12))]

@@ -6,7 +6,8 @@ from struct import pack
 import pytest
 
 from lean_selector.core.index import holes, sweeping
-from lean_selector.core.index.kv_index import KvIndex, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
 from tests.operations import lines_run
 
 LENGTH = 64

@@ -5,7 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.index import kv_dump
-from lean_selector.core.index.kv_index import KvIndex, StoredRun, StoreResult, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier
 
 RANKS = [(1, 0), (1, 1), (2, 0)]
 

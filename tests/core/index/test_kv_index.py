@@ -9,8 +9,11 @@ from struct import pack
 
 import pytest
 
-from lean_selector.core.index import device_ranks, device_tier, hashes_in_dicts
-from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
+from lean_selector.core.index import device_tier
+from lean_selector.core.index import device_tier as device_ranks
+from lean_selector.core.index import engine_hashes as hashes_in_dicts
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier
 
 A, B, C = (1, 0), (2, 0), (3, 7)
 TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.HOST_PINNED, "disk": Tier.DISK, "ext": Tier.EXTERNAL}

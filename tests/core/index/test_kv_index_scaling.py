@@ -7,10 +7,17 @@ from struct import pack
 import pytest
 
 from lean_selector.core.index import kv_index, sweeping
-from lean_selector.core.index.kv_batch import BlockStored, EventBatch
-from lean_selector.core.index.kv_index import KvIndex, Matched, StoredRun, StoreResult, Tier
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.runs import Run
+from lean_selector.core.index.shapes import (
+    BlockStored,
+    EventBatch,
+    Matched,
+    StoredRun,
+    StoreResult,
+    Tier,
+)
 from tests.operations import lines_run
 
 

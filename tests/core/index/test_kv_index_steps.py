@@ -6,7 +6,8 @@ from struct import pack
 import pytest
 
 from lean_selector.core.index import holes
-from lean_selector.core.index.kv_index import KvIndex, Matched, Tier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Matched, Tier
 
 A = (1, 0)
 

@@ -11,7 +11,9 @@ import pytest
 
 from lean_selector.core.hashing import hash_seed, local_hashes
 from lean_selector.core.index import kv_ingest
-from lean_selector.core.index.kv_batch import (
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -21,9 +23,8 @@ from lean_selector.core.index.kv_batch import (
     PackedStored,
     Part,
     SkippedEvent,
+    Tier,
 )
-from lean_selector.core.index.kv_index import KvIndex, Tier
-from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.wire.kv_events import NotABatch
 from tests.kv_batches import decode_batch
 

@@ -6,10 +6,9 @@ from struct import pack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.index.continuations import Continuations
-from lean_selector.core.index.kv_index import KvIndex, Matched, Tier
-from lean_selector.core.index.lower_edges import Edges
-from lean_selector.core.index.lower_tiers import ROOT, LowerTier
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.lower_tiers import ROOT, Continuations, Edges, LowerTier
+from lean_selector.core.index.shapes import Matched, Tier
 from tests.operations import lines_run
 
 A, B, C = (1, 0), (2, 0), (3, 7)

@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.index import sweeping
-from lean_selector.core.index.kv_index import KvIndex, RankKey, Tier
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import _RANKS_PER_STEP, RoutedPrompts
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import ActiveRun
+from lean_selector.core.rank_bits import RankKey
 from tests.driven_selector import pack
 
 A, B = (1, 0), (1, 1)

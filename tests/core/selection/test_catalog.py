@@ -7,7 +7,7 @@ import pytest
 from msgspec import UNSET
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound, Unavailable
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection import catalog as catalog_module

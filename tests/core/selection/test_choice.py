@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index.kv_index import KvIndex, Matched
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import PrefillDecay
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice

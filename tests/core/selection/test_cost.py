@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from lean_selector.core.index.kv_index import Matched
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.cost import (
     cached_tokens,
     credit_blocks,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.index.kv_index import Matched, Tier
+from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cells import Cell, Pricing, cells, match_sets
 from lean_selector.core.selection.choice import all_costs, cheapest, dearest

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.errors import AllWorkersBusy
-from lean_selector.core.index.kv_index import KvIndex, Matched
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cells import as_sets

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.parking import Parked
 from lean_selector.core.selection.records import HINT, OUTLOOK, FetchHint, Placement, RankOutlook
 from tests.driven_selector import DrivenSelector, pack

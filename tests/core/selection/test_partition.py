@@ -2,7 +2,7 @@
 
 from itertools import combinations, islice
 
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from tests.driven_selector import DrivenSelector, pack
 
 WORKERS = range(1, 13)

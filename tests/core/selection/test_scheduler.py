@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.errors import BadRequest, Unavailable
-from lean_selector.core.index.kv_index import Matched, Tier
+from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cells import Matches, Pricing, as_sets, cells
 from lean_selector.core.selection.choice import all_costs

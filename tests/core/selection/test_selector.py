@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
-from lean_selector.core.index.kv_index import Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.replication.ledger import REPLICA_GRACE_S, REPUBLISH_AFTER_S

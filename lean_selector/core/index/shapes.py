@@ -1,14 +1,70 @@
-"""What an engine tells about its KV cache, free of any encoding.
+"""Records of the index: what engines tell of their KV caches, what is matched and dumped."""
 
-The wire decodes every producer's layout into these records; the index learns from them. Hashes
-here are unsigned 64-bit, tokens flat. Spec: indexer.md 1.4.
-"""
-
+from collections import OrderedDict
 from enum import IntEnum
 
 import msgspec
 
-from lean_selector.core.index.kv_index import Tier
+
+class Tier(IntEnum):
+    """Where a block is; also the order in which a match goes on."""
+
+    DEVICE = 0
+    HOST_PINNED = 1
+    DISK = 2
+    EXTERNAL = 3
+
+
+class StoredRun(msgspec.Struct, frozen=True, gc=False):
+    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own."""
+
+    worker_id: int
+    dp_rank: int
+    tier: Tier
+    parent_hash: int | None
+    block_hashes: tuple[int, ...]
+    tokens_hashes: tuple[int, ...]
+
+
+class StoreResult(IntEnum):
+    """What became of a stored event. Only STORED may have changed anything."""
+
+    STORED = 0
+    EMPTY = 1
+    SELF_REFERENCE = 2
+    UNKNOWN_PARENT = 3
+    FULL = 4  # as many runs as can be numbered, some 4 million
+
+
+class Matched(msgspec.Struct, frozen=True, gc=False):
+    """Leading blocks of a prompt that a rank holds: D, then H more, then K + X more (spec 3.5)."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+class Edge(msgspec.Struct, gc=False):
+    """From a block to one that follows it, by their engine hashes, 8 bytes each."""
+
+    key: bytes  # the parent's hash, nothing for a prompt's first block; then the local hash
+    child: bytes
+    ranks: int  # the set of those that have it, or ~bit where there is one
+
+
+class Taught(msgspec.Struct):
+    """What the events of one rank have taught."""
+
+    is_prefix_group: dict[int, bool]  # group_idx -> its blocks count
+    # block hash -> salt, oldest first, for salted blocks that are held
+    salts: dict[Tier, OrderedDict[int, str]]
+
+
+# --------------------------------------------------------------------------------------------------
+# What an engine tells about its KV cache, free of any encoding.
+#
+# The wire decodes every producer's layout into these records; the index learns from them. Hashes
+# here are unsigned 64-bit, tokens flat. Spec: indexer.md 1.4.
 
 # Reasons for skipping that mean a bound of ours: blocks that the engine holds are not indexed.
 BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
