@@ -81,6 +81,7 @@ def test_a_pair_of_pyzmq_is_read(tmp_path: Path) -> None:
         (b'    secret-key = "short"\n', "is no key of 40 characters"),
         (b"\xff\xfe", "holds no text"),
     ],
+    ids=["empty", "no secret", "short", "no text"],  # the key differs in each run
 )
 def test_what_is_no_pair_is_refused(tmp_path: Path, content: bytes, fault: str) -> None:
     path = tmp_path / "pair"
