@@ -18,10 +18,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lean_selector.bindings.cache_config import SelectionCacheConfig as SelectionCacheConfig
-    from lean_selector.bindings.errors import SelectionServiceError as SelectionServiceError
-    from lean_selector.bindings.in_process import SelectionService as SelectionService
-    from lean_selector.bindings.remote import RemoteSelectionService as RemoteSelectionService
     from lean_selector.client import KvPushRouter as KvPushRouter
     from lean_selector.client import KvRouter as KvRouter
     from lean_selector.client import KvRouterConfig as KvRouterConfig
@@ -30,6 +26,10 @@ if TYPE_CHECKING:
     from lean_selector.client import SyncSlotTracker as SyncSlotTracker
     from lean_selector.core.hashing import block_hashes as block_hashes
     from lean_selector.core.hashing import sequence_hashes as sequence_hashes
+    from lean_selector.inprocess.dialect import SelectionCacheConfig as SelectionCacheConfig
+    from lean_selector.inprocess.dialect import SelectionServiceError as SelectionServiceError
+    from lean_selector.inprocess.remote import RemoteSelectionService as RemoteSelectionService
+    from lean_selector.inprocess.service import SelectionService as SelectionService
     from lean_selector.publisher import KvEventPublisher as KvEventPublisher
 
 __version__ = "0.1.0"
@@ -39,10 +39,10 @@ _HOME = {
     "KvPushRouter": "lean_selector.client",
     "KvRouter": "lean_selector.client",
     "KvRouterConfig": "lean_selector.client",
-    "RemoteSelectionService": "lean_selector.bindings.remote",
-    "SelectionCacheConfig": "lean_selector.bindings.cache_config",
-    "SelectionService": "lean_selector.bindings.in_process",
-    "SelectionServiceError": "lean_selector.bindings.errors",
+    "RemoteSelectionService": "lean_selector.inprocess.remote",
+    "SelectionCacheConfig": "lean_selector.inprocess.dialect",
+    "SelectionService": "lean_selector.inprocess.service",
+    "SelectionServiceError": "lean_selector.inprocess.dialect",
     "SlotTracker": "lean_selector.client",
     "SyncKvRouter": "lean_selector.client",
     "SyncSlotTracker": "lean_selector.client",

@@ -4,14 +4,21 @@ Puts modules of the names `dynamo.llm` and `dynamo._core` where none are install
 selection classes alone. What they hold is imported when it is first asked for.
 """
 
+import functools
 import importlib.util
 import os
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+# Where the service is that stands for the program's own; the file of a bearer token for it, read
+# for each request; and PEM certificates to trust.
 URL = "LEAN_SELECTOR_URL"
+TOKEN_FILE = "LEAN_SELECTOR_TOKEN_FILE"
+CA_FILE = "LEAN_SELECTOR_CA_FILE"
 
 _NAMES = {
     "dynamo": (),
@@ -34,8 +41,9 @@ class _Shim(ModuleType):
         if name not in _NAMES[self.__name__]:
             hint = "lean_selector.compat has the selection classes alone"
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: {hint}")
-        shim = import_module("lean_selector.bindings.shim")
-        return shim.class_of(name, self._url)
+        if name == "SelectionService" and self._url is not None:
+            return _service_at(self._url)
+        return getattr(import_module("lean_selector"), name)
 
 
 def install(url: str | None = None) -> bool:
@@ -62,3 +70,22 @@ def _is_installed() -> bool:
         return importlib.util.find_spec("dynamo.llm") is not None
     except ModuleNotFoundError:
         return False
+
+
+@functools.cache  # one class for each URL
+def _service_at(url: str) -> type[Any]:
+    from lean_selector.inprocess.remote import RemoteSelectionService
+
+    class SelectionService(RemoteSelectionService):
+        """In front of the service at one URL."""
+
+        def __init__(self, *, indexer_threads: int = 4) -> None:
+            """`indexer_threads` is the service's business; other settings are its flags."""
+            token_file = os.environ.get(TOKEN_FILE)
+            super().__init__(
+                url,
+                verify=os.environ.get(CA_FILE) or True,
+                token=None if not token_file else lambda: Path(token_file).read_text().strip(),
+            )
+
+    return SelectionService

@@ -10,7 +10,7 @@ MARK = "one_form"
 TESTS = Path(__file__).parent
 ONE_FORM = {
     "client": "the client library is not compiled; its calls on a service are also those of"
-    " tests/bindings and tests/services",
+    " tests/inprocess and tests/services",
     "demo": "the demo is not compiled",
     "deploy/test_manifests.py": "reads manifests; what they start is started from the image too",
     "deploy/test_recipes.py": "reads files",

@@ -116,7 +116,7 @@ BECOMES = {
     **dict.fromkeys(("sockets", "curve"), "events"),
     **dict.fromkeys(("prompts", "route", "access_logs"), "gateway"),
     **dict.fromkeys(("process",), "server"),
-    **dict.fromkeys(("bindings", "compat"), "inprocess"),
+    **dict.fromkeys(("compat",), "inprocess"),
     **{"publisher": "client", "form": "build_info"},
     **dict.fromkeys(("__main__", "slot_tracker"), "cli"),
 }

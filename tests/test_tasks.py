@@ -36,10 +36,7 @@ ALLOWED = {
     ("http/listener.py", "Listener._accept_some", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
-    ("bindings/remote.py", "RemoteSelectionService._booked", "create_task"): (
-        "awaited; where that is cancelled, Side.take_back waits for it and looks at how it ended"
-    ),
-    ("bindings/running.py", "Running.in_time.begin", "create_task"): (
+    ("inprocess/running.py", "Running.in_time.begin", "create_task"): (
         "how it ended is carried to who waits in another loop, by `tell`"
     ),
     ("client/drivers.py", "Driver._book", "create_task"): (

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -90,13 +91,15 @@ class Driver(_Driver[Opened]):
         super().__init__(endpoint, routing, timeouts)
         self._sleep = asyncio.sleep if sleep is None else sleep
         self._service = ServiceConnection(endpoint, timeouts, access)
-        self._workers = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(limits=WORKER_LIMITS), trust_env=False
-        )
         self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # on their way
         self._reporting: set[Reservation] = set()
         self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
         self._tasks: set[asyncio.Task[None]] = set()  # a report and a release for each reservation
+
+    @cached_property
+    def _workers(self) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(limits=WORKER_LIMITS)
+        return httpx.AsyncClient(transport=transport, trust_env=False)
 
     # -- flows ---------------------------------------------------------------------------------
 
@@ -254,7 +257,8 @@ class Driver(_Driver[Opened]):
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await self._workers.aclose()
+        if "_workers" in vars(self):
+            await self._workers.aclose()
         await self._service.close()
 
 

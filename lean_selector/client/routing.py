@@ -127,18 +127,39 @@ def ask(call: Call[T]) -> Flow[T]:
     return outcome
 
 
+def book(call: Call[T], reservation: Reservation) -> Flow[T]:
+    """One try. Without an answer there may be a booking all the same, so that is released.
+
+    An id that the user gave may be booked anew as soon as this has raised; it is freed before.
+    """
+    try:
+        booked: T = yield Ask(call, reservation)
+    except (ServiceRefused, ClientClosed):
+        raise  # there is none, or the driver sees to it
+    except ServiceUnreachable as error:
+        if not error.never_sent:
+            reservation.ambiguous = True
+            yield Release(reservation, first=reservation.is_named)
+        raise
+    except BaseException:
+        reservation.ambiguous = True
+        yield Release(reservation)
+        raise
+    return booked
+
+
 class Routing:
     """One router's settings, and the flows that follow from them."""
 
     def __init__(
         self,
-        config: KvRouterConfig | None,
-        block_size: int | None,
-        model_name: str | None,
-        tenant_id: str,
-        is_eagle: bool | None,
-        backoff: Backoff,
-        rng: random.Random | None,
+        config: KvRouterConfig | None = None,
+        block_size: int | None = None,
+        model_name: str | None = None,
+        tenant_id: str = "default",
+        is_eagle: bool | None = None,
+        backoff: Backoff = Backoff(),  # noqa: B008 - frozen
+        rng: random.Random | None = None,
     ) -> None:
         block_size = optional(whole, "block_size", block_size)
         if block_size is not None and block_size < 1:
@@ -228,24 +249,7 @@ class Routing:
     def _book(
         self, reservation: Reservation, fields: Mapping[str, object], scope: Scope
     ) -> Flow[Selected]:
-        """One try. Without an answer there may be a booking all the same, so that is released.
-
-        An id that the user gave may be booked anew as soon as this has raised; it is freed before.
-        """
-        call = calls.select_and_reserve(reservation.id, fields)
-        try:
-            selected: Selected = yield Ask(call, reservation)
-        except (ServiceRefused, ClientClosed):
-            raise  # there is none, or the driver sees to it
-        except ServiceUnreachable as error:
-            if not error.never_sent:
-                reservation.ambiguous = True
-                yield Release(reservation, first=reservation.is_named)
-            raise
-        except BaseException:
-            reservation.ambiguous = True
-            yield Release(reservation)
-            raise
+        selected = yield from book(calls.select_and_reserve(reservation.id, fields), reservation)
         if scope.block_size not in (None, selected.block_size):
             yield Release(reservation, first=reservation.is_named)
             raise WrongBlockSize(scope.block_size or 0, selected.block_size)

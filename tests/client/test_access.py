@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from lean_selector.bindings.errors import SelectionServiceError
-from lean_selector.bindings.remote import RemoteSelectionService
 from lean_selector.client import (
     KvRouter,
     ServiceRefused,
@@ -19,6 +17,8 @@ from lean_selector.client import (
     SyncSlotTracker,
 )
 from lean_selector.client.settings import Backoff
+from lean_selector.inprocess.dialect import SelectionServiceError
+from lean_selector.inprocess.remote import RemoteSelectionService
 from tests.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.outbound_server import response, says, serving
 from tests.tls_service import TlsService

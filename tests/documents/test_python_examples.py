@@ -361,7 +361,7 @@ def test_the_shim() -> None:
     """In a process of its own: it changes what can be imported."""
     program = SHIM + "print(SelectionService.__module__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("lean_selector.bindings.in_process\n", "")
+    assert (done.stdout, done.stderr) == ("lean_selector.inprocess.service\n", "")
 
 
 def test_every_example_of_a_document_is_one_of_these() -> None:

@@ -134,8 +134,8 @@ serve.shutdown()
 @pytest.mark.ray
 @needs_ray
 def test_every_process_of_the_cluster_finds_the_class() -> None:
-    assert "lean_selector.bindings.in_process" in run(HOOK, SEEN).split()
-    assert "lean_selector.bindings.remote" in run(HOOK_WITH_URL, SEEN).split()
+    assert "lean_selector.inprocess.service" in run(HOOK, SEEN).split()
+    assert "lean_selector.inprocess.remote" in run(HOOK_WITH_URL, SEEN).split()
 
 
 @pytest.mark.ray

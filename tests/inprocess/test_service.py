@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lean_selector import SelectionService, SelectionServiceError
-from lean_selector.bindings.cache_config import SelectionCacheConfig
+from lean_selector.inprocess.dialect import SelectionCacheConfig
 from lean_selector.publisher import KvEventPublisher
-from tests.bindings.services import FIRST, SECOND, ask, rows, shows, worker
+from tests.inprocess.services import FIRST, SECOND, ask, rows, shows, worker
 from tests.on_loop import until
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 

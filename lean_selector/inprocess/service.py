@@ -12,22 +12,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lean_selector.bindings.cache_config import SelectionCacheConfig
-from lean_selector.bindings.config import config_of, texts_of
-from lean_selector.bindings.errors import refusal, refusal_of, shut_down
-from lean_selector.bindings.forms import (
+from lean_selector.core.errors import NotFound, SelectorError
+from lean_selector.inprocess.dialect import (
     Done,
     Fields,
+    SelectionCacheConfig,
     check_text,
     fields_of,
     readiness,
     record,
+    refusal,
+    refusal_of,
     selection_id_of,
+    shut_down,
     worker_fields,
     worker_id_of,
 )
-from lean_selector.bindings.running import Running
-from lean_selector.core.errors import NotFound, SelectorError
+from lean_selector.inprocess.running import Running, config_of, texts_of
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.selector_parts import SelectorParts
@@ -270,6 +271,7 @@ class SelectionService:
         return self._start().at_once(lambda: plane.deregister_peer(endpoint))
 
     def list_replica_peers(self) -> list[str]:
+        """The endpoints of the replicas that are listened to."""
         if self._running is None or (plane := self._running.parts.plane) is None:
             return []
         return self._running.at_once(plane.peers)
@@ -298,6 +300,7 @@ class SelectionService:
             self._running.at_once(self._running.stop)
 
     async def shutdown_async(self) -> Done:
+        """Shut down, and wait until nothing of it runs and its port is free."""
         self._is_shut_down = True
         if self._running is not None:
             await self._running.in_time(self._running.stopped)

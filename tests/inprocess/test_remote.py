@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lean_selector import RemoteSelectionService, SelectionServiceError
-from lean_selector.bindings import side
-from tests.bindings.services import FIRST, ask, rows, shows, worker
+from lean_selector.inprocess import remote
+from tests.inprocess.services import FIRST, ask, rows, shows, worker
 from tests.on_loop import until
 from tests.running_service import RunningService, free_port
 
@@ -48,7 +48,7 @@ def test_nobody_there_is_said_so() -> None:
 def test_output_blocks_are_told_in_the_background_and_lost_ones_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(side, "MAX_UNTOLD", 3)
+    monkeypatch.setattr(remote, "MAX_UNTOLD", 3)
 
     async def story() -> None:
         service = RemoteSelectionService(f"http://127.0.0.1:{free_port()}")

@@ -13,7 +13,7 @@ import pytest
 
 from lean_selector import RemoteSelectionService, SelectionServiceError
 from lean_selector.publisher import KvEventPublisher
-from tests.bindings.services import (
+from tests.inprocess.services import (
     BLOCK_SIZE,
     FIRST,
     PLACES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bindings.services import worker
+from tests.inprocess.services import worker
 from tests.running_service import DEADLINE_S, RunningService
 
 ASK = """
@@ -111,4 +111,4 @@ def test_it_may_be_installed_twice_and_the_last_url_counts() -> None:
         + installed()
         + "from dynamo.llm import SelectionService\nprint(SelectionService.__module__)"
     )
-    assert said(program) == "True\nTrue\nlean_selector.bindings.in_process"
+    assert said(program) == "True\nTrue\nlean_selector.inprocess.service"

@@ -1,11 +1,13 @@
-"""RemoteSelectionService: the same class, in front of a selector that runs elsewhere.
+"""RemoteSelectionService: SelectionService in front of a selector that runs elsewhere.
 
 Speaks to it over HTTP or a UNIX socket, in the fields that both dialects read. Owns the
 connections, and what is told in the background because its method must not wait.
 """
 
 import asyncio
+import logging
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -13,33 +15,87 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from lean_selector.bindings import names_16
-from lean_selector.bindings.errors import NOT_FOUND, SelectionServiceError, refusal_of, shut_down
-from lean_selector.bindings.forms import (
-    Done,
-    Fields,
-    fields_of,
-    record,
-    selection_id_of,
-    worker_fields,
-    worker_id_of,
-)
-from lean_selector.bindings.side import Side
 from lean_selector.client import calls
 from lean_selector.client.calls import Call, post, post_prompt
+from lean_selector.client.drivers import Driver
 from lean_selector.client.errors import (
     AlreadyExists,
     ClientClosed,
     ClientError,
+    NotFound,
     ServiceRefused,
-    ServiceUnreachable,
 )
+from lean_selector.client.reservation import Reservation
+from lean_selector.client.routing import Flow, HandOver, Release, Routing, ask, book
 from lean_selector.client.settings import Access, Cert, Timeouts, Token, Verify
-from lean_selector.client.transport import ServiceAddress, ServiceConnection, SyncServiceConnection
+from lean_selector.client.transport import ServiceAddress, SyncServiceConnection
+from lean_selector.inprocess.dialect import (
+    NOT_FOUND,
+    Done,
+    Fields,
+    SelectionServiceError,
+    fields_of,
+    for_both,
+    record,
+    refusal_of,
+    renamed,
+    scores,
+    selected_and_booked,
+    selection_id_of,
+    shut_down,
+    worker_fields,
+    worker_id_of,
+)
+from lean_selector.tasks import watched
 
 T = TypeVar("T")
 
 _read = msgspec.json.Decoder().decode
+# Output blocks that wait to be told. Of a service that is away for longer they are lost; what they
+# weigh ends with their requests.
+MAX_UNTOLD = 4096
+_log = logging.getLogger("lean_selector.inprocess")
+
+
+class Side:
+    """What one loop has of a service: connections, and what it tells beside its calls."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.lost = 0  # output blocks that were never told
+        self._untold: deque[tuple[str, Call[None]]] = deque()
+        self._telling: asyncio.Task[None] | None = None
+
+    def tell(self, selection_id: str, call: Call[None]) -> None:
+        """Ask in the background, in the order of the calls; an unknown id is nobody's fault."""
+        if len(self._untold) >= MAX_UNTOLD:
+            self.lost += 1
+            return
+        self._untold.append((selection_id, call))
+        if self._telling is None or self._telling.done():
+            self._telling = watched("telling the service", self._tell())
+
+    async def _tell(self) -> None:
+        while self._untold:
+            _, call = self._untold.popleft()
+            try:
+                await self.driver.drive(ask(call))
+            except NotFound:
+                pass  # it has ended meanwhile
+            except ClientError as error:
+                self.lost += 1
+                _log.debug("an output block was not told: %s", error)
+
+    def forget(self, selection_id: str) -> None:
+        """It ends: what is still to be told of it counts no more."""
+        if self._untold:
+            self._untold = deque(each for each in self._untold if each[0] != selection_id)
+
+    async def close(self) -> None:
+        """Wait for what is told and taken back, then close the connections."""
+        if self._telling is not None:
+            await asyncio.wait({self._telling})
+        await self.driver.close()
 
 
 class RemoteSelectionService:
@@ -81,16 +137,18 @@ class RemoteSelectionService:
         loop = asyncio.get_running_loop()
         side = self._sides.get(loop)
         if side is None:
-            side = self._sides[loop] = Side(
-                ServiceConnection(self._url, self._timeouts, self._access)
-            )
+            driver = Driver(self._url, Routing(), self._timeouts, None, self._access)
+            side = self._sides[loop] = Side(driver)
         return side
 
     async def _asked(self, call: Call[T]) -> T:
+        return await self._driven(ask(call))
+
+    async def _driven(self, flow: Flow[T]) -> T:
         if self._is_shut_down:
             raise shut_down()
         try:
-            return await self._side().service.exchange(call)
+            return await self._side().driver.drive(flow)
         except ClientError as error:
             raise _refusal(error) from error
 
@@ -108,7 +166,7 @@ class RemoteSelectionService:
 
     async def upsert_worker(self, worker: object) -> Fields:
         """Register a worker, or change it whole; its record."""
-        fields = names_16.for_both(worker_fields("worker", worker))
+        fields = for_both(worker_fields("worker", worker))
         return _record(await self._asked(post("/workers", fields, _read)))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
@@ -143,11 +201,9 @@ class RemoteSelectionService:
 
     async def select(self, request: object) -> Fields:
         """Choose a rank. With a selection_id, the choice is kept for create_reservation."""
-        fields = names_16.for_both(fields_of("request", request))
+        fields = for_both(fields_of("request", request))
         fields.pop("reservation_id", None)
-        return names_16.renamed(
-            await self._asked(post_prompt("/select", fields, _read, waits=True))
-        )
+        return renamed(await self._asked(post_prompt("/select", fields, _read, waits=True)))
 
     async def select_and_reserve(self, request: object) -> Fields:
         """Choose a rank and book it, in one step.
@@ -155,25 +211,30 @@ class RemoteSelectionService:
         What may have been booked for a caller who never heard of it, because it was cancelled or
         the answer was lost, is freed.
         """
-        fields = names_16.for_both({"selection_id": None, **fields_of("request", request)})
+        fields = for_both({"selection_id": None, **fields_of("request", request)})
         if fields["selection_id"] is None:
             fields["selection_id"] = fields["reservation_id"] = str(uuid.uuid4())
-        call = post_prompt("/select_and_reserve", fields, _read, waits=True)
-        answer: Fields = await self._booked(call, fields["selection_id"])
+        return await self._driven(self._select_and_reserve(fields))
+
+    def _select_and_reserve(self, fields: Fields) -> Flow[Fields]:
+        call: Call[Fields] = post_prompt("/select_and_reserve", fields, _read, waits=True)
+        reservation = Reservation(0, reservation_id=fields["selection_id"])
+        answer = yield from book(call, reservation)
         is_eagle = fields.get("is_eagle")
         if "sequence_hashes" not in answer and is_eagle is None:
             try:
-                is_eagle = await self._is_eagle(answer["model_name"], answer["tenant_id"])
+                is_eagle = yield from self._is_eagle(answer["model_name"], answer["tenant_id"])
             except BaseException:
-                self._side().take_back(None, fields["selection_id"])
+                yield Release(reservation)
                 raise
-        return names_16.selected_and_booked(answer, fields, bool(is_eagle))
+        yield HandOver(reservation)
+        return selected_and_booked(answer, fields, bool(is_eagle))
 
-    async def _is_eagle(self, model_name: str, tenant_id: str) -> bool:
+    def _is_eagle(self, model_name: str, tenant_id: str) -> Flow[bool]:
         """How a partition's prompts are cut into blocks, of which 1.3 says nothing."""
         key = model_name, tenant_id
         if key not in self._are_eagle:
-            workers = await self._asked(calls.workers(model_name, tenant_id))
+            workers = yield from ask(calls.workers(model_name, tenant_id))
             if not workers:
                 return False
             self._are_eagle[key] = any(worker.is_eagle for worker in workers)
@@ -182,27 +243,12 @@ class RemoteSelectionService:
     async def create_reservation(self, request: object) -> Fields:
         """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
         the rank that the caller chose. Freed where it cannot be told that it was booked."""
-        fields = names_16.for_both(fields_of("request", request))
-        call = post_prompt("/reservations", fields, _read)
-        return names_16.renamed(await self._booked(call, fields.get("selection_id")))
-
-    async def _booked(self, call: Call[Any], selection_id: object) -> Any:
-        if self._is_shut_down:
-            raise shut_down()
-        side = self._side()
-        # Not torn off with its caller: it must be known what became of it.
-        booking = asyncio.get_running_loop().create_task(side.service.exchange(call))
-        try:
-            return await asyncio.shield(booking)
-        except ServiceUnreachable as error:
-            if not error.never_sent:
-                side.take_back(booking, selection_id)
-            raise _refusal(error) from error
-        except ClientError as error:
-            raise _refusal(error) from error
-        except asyncio.CancelledError:
-            side.take_back(booking, selection_id)
-            raise
+        fields = for_both(fields_of("request", request))
+        call: Call[Fields] = post_prompt("/reservations", fields, _read)
+        selection_id = fields.get("selection_id")
+        if not isinstance(selection_id, str):
+            return renamed(await self._asked(call))
+        return renamed(await self._driven(_booked(call, selection_id)))
 
     async def prefill_complete(self, selection_id: str) -> Done:
         """The first token is there: no prefill waits any more."""
@@ -241,18 +287,18 @@ class RemoteSelectionService:
     ) -> list[Fields]:
         """The active load of every rank, by model and routing group."""
         path = _filtered("/loads", model_name, routing_group)
-        return list(map(names_16.renamed, self._asked_at_once(Call("GET", path, _read))))
+        return list(map(renamed, self._asked_at_once(Call("GET", path, _read))))
 
     async def potential_loads(self, request: object) -> list[Fields]:
         """What the load of every rank would be with this prompt."""
-        fields = names_16.for_both(fields_of("request", request))
+        fields = for_both(fields_of("request", request))
         rows: list[Fields] = await self._asked(post_prompt("/potential_loads", fields, _read))
         return rows
 
     async def overlap_scores(self, request: object) -> Fields:
         """How many blocks of this prompt each rank has cached, by tier."""
-        fields = names_16.for_both(fields_of("request", request))
-        return names_16.scores(await self._asked(post_prompt("/overlap_scores", fields, _read)))
+        fields = for_both(fields_of("request", request))
+        return scores(await self._asked(post_prompt("/overlap_scores", fields, _read)))
 
     async def indexer_snapshot(self) -> Fields:
         """The index, in the form of GET /dump."""
@@ -279,13 +325,14 @@ class RemoteSelectionService:
 
     async def _peer(self, path: str, endpoint: str) -> None:
         try:
-            await self._side().service.exchange(post(path, {"endpoint": endpoint}, _read))
+            await self._side().driver.drive(ask(post(path, {"endpoint": endpoint}, _read)))
         except AlreadyExists as error:
             raise RuntimeError(error.error) from error
         except ClientError as error:
             raise _refusal(error) from error
 
     def list_replica_peers(self) -> list[str]:
+        """The endpoints of the replicas that the service listens to."""
         return self._asked_at_once(_PEERS)
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
@@ -318,9 +365,16 @@ class RemoteSelectionService:
 _PEERS: Call[list[str]] = Call("GET", "/replica_sync/peers", msgspec.json.Decoder(list[str]).decode)
 
 
+def _booked(call: Call[Fields], selection_id: str) -> Flow[Fields]:
+    reservation = Reservation(0, reservation_id=selection_id)
+    answer = yield from book(call, reservation)
+    yield HandOver(reservation)
+    return answer
+
+
 def _record(answer: Fields) -> Fields:
     answer.pop("replay_endpoints", None)  # which 1.6 has not
-    return record(names_16.renamed(answer))
+    return record(renamed(answer))
 
 
 def _filtered(path: str, model_name: str | None, routing_group: str | None) -> str:

@@ -1,14 +1,78 @@
-"""Python's form of what HTTP carries as JSON: maps from ranks have keys that are numbers, and any
-sequence may stand for a list.
+"""What both classes take, give and raise: Python's form of what HTTP carries, in the words of 1.6.
 
-Checks what only Python can get wrong; what the fields mean is checked where HTTP's are.
+Maps from ranks have keys that are numbers, and any sequence may stand for a list. Checks what only
+Python can get wrong; what the fields mean is checked where HTTP's are. What a service of the 1.3
+dialect calls otherwise is renamed, and what it does not say is worked out where the request tells
+it (spec selection_16.md 1, 4).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from lean_selector.core.errors import NoWorkers, SelectorError
 from lean_selector.core.numbers import U64_MAX, not_a, whole
 from lean_selector.core.selection.workers import BY_RANK
+from lean_selector.wire.prompt import binary_form, prompt_to_select
+from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.scalars import unpack_signed
+
+
+class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """None keeps the default: 120 seconds, 4096 selections, 256 MiB. 0 switches the cache off."""
+
+    ttl_secs: float | None = None
+    max_entries: int | None = None
+    max_bytes: int | None = None
+
+
+class SelectionServiceError(Exception):
+    """A refusal that depends on the state. `status_code` is what HTTP would answer.
+
+    `kind`: not_found, conflict, scheduler (nobody can take it now), not_ready (there is no
+    worker at all, or the service is shut down), sequence (the worker has no such rank), unreachable
+    (RemoteSelectionService only).
+    """
+
+    def __init__(self, message: str, status_code: int, kind: str) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.kind = kind
+
+
+_KINDS = {404: "not_found", 409: "conflict", 429: "scheduler", 503: "scheduler"}
+# Over HTTP an answer has no kind: these are the words of one that is `not_ready`.
+_NOT_READY = ("no schedulable workers", "selection service is shutting down")
+_NO_SUCH_RANK = "Worker WorkerWithDpRank"
+
+NOT_FOUND = 404
+
+
+def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
+    """What an answer of this status is raised as."""
+    if status in (400, 413, 415, 422):
+        return ValueError(message)
+    kind = _KINDS.get(status, "internal")
+    if message.startswith(_NOT_READY):
+        kind = "not_ready"
+    elif message.startswith(_NO_SUCH_RANK):
+        kind = "sequence"
+    return SelectionServiceError(message, status, kind)
+
+
+def refusal(error: SelectorError) -> ValueError | SelectionServiceError:
+    """What an error of the core is raised as."""
+    if isinstance(error, NoWorkers):
+        return SelectionServiceError(error.message, error.status, "not_ready")
+    return refusal_of(error.status, error.message)
+
+
+def shut_down() -> SelectionServiceError:
+    return SelectionServiceError("selection service is shutting down", 503, "not_ready")
+
+
+# -- requests and records -------------------------------------------------------------------------
 
 Fields = dict[str, Any]
 Done = tuple[()]  # what the methods return that only say that it worked
@@ -115,3 +179,48 @@ def selection_id_of(value: object) -> str:
     if not isinstance(value, str):
         raise not_a("selection_id", "a str", value)
     return value
+
+
+# -- both dialects of a service -------------------------------------------------------------------
+
+_NEWER = {"tenant_id": "routing_group", "reservation_id": "selection_id"}
+_PROMPT: type[PromptFields] = binary_form(PromptFields)
+
+
+def for_both(fields: Fields) -> Fields:
+    """The same body under both names of each field."""
+    sent = dict(fields)
+    if "routing_group" in sent:
+        sent.setdefault("tenant_id", sent["routing_group"])
+    elif "tenant_id" in sent:
+        sent["routing_group"] = sent["tenant_id"]
+    sent.pop("reservation_id", None)  # which 1.6 ignores
+    if sent.get("selection_id") is not None:
+        sent["reservation_id"] = sent["selection_id"]
+    return sent
+
+
+def renamed(answer: Fields) -> Fields:
+    """A selection, reservation, load or record."""
+    return {_NEWER.get(name, name): value for name, value in answer.items()}
+
+
+def scores(answer: Fields) -> Fields:
+    for row in answer["workers"]:
+        row.pop("router_credit_blocks", None)
+    return answer
+
+
+def selected_and_booked(answer: Fields, request: Fields, is_eagle: bool) -> Fields:
+    """The answer to select_and_reserve, with the hashes that were booked."""
+    answer = renamed(answer)
+    if "sequence_hashes" in answer:
+        return answer
+    fields = msgspec.convert(request, _PROMPT)
+    prompt = prompt_to_select(fields, answer["block_size"], is_eagle)
+    return {
+        "selection_id": answer.pop("selection_id"),
+        "sequence_hashes": list(unpack_signed(prompt.sequence_hashes())),
+        "isl_tokens": prompt.isl_tokens,
+        **answer,
+    }
