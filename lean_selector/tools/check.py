@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 import zmq.asyncio
 
-from lean_selector.curve.keys import CurveClient
+from lean_selector.curve.keys import CurveClient, check_curve, new_pair, read_list, read_pair
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.credentials import Credentials
 from lean_selector.outbound.failure import OutboundFailed
@@ -31,9 +31,7 @@ from lean_selector.tools.check_judgements import (
     Finding,
     Level,
     SelectorFacts,
-    Source,
     WorkerRecord,
-    client_keys,
     is_about_keys,
     judge_engine,
     judge_selector,
@@ -49,6 +47,7 @@ from lean_selector.tools.check_questions import (
     judge_hashes,
     judge_port,
 )
+from lean_selector.wire.kv_sources import KvSource
 from lean_selector.workers.engine_questions import ask_engine
 
 # -- the order of questions ------------------------------------------------------------------------
@@ -57,7 +56,7 @@ MOST_AT_ONCE: Final = 16  # engines that are asked
 
 
 class Examination:
-    """Of one selector. Changes nothing there; a probe adds a prompt to each engine's cache."""
+    """Of one selector. `patience_s`: for each answer, and for events after a completion."""
 
     def __init__(
         self,
@@ -68,7 +67,6 @@ class Examination:
         patience_s: float,
         may_probe: bool,
     ) -> None:
-        """`patience_s`: for each answer, and for events after a completion."""
         self._selector = selector
         self._engines = engines
         self._replays = replays
@@ -84,115 +82,87 @@ class Examination:
         if self._may_probe:
             probed = await self._probe(facts)
             facts = await self._selector.facts()  # a source that was silent may have told something
-        found = list(judge_selector(facts))
-        asked = [worker for worker in facts.workers if worker.endpoint]
-        found += _joined(await asyncio.gather(*map(self._ask, asked)))
-        sources = facts.sources or []
-        found += _joined(await asyncio.gather(*map(self._knock, sources)))
-        return [*found, *probed]
+        asked = [self._ask(worker) for worker in facts.workers if worker.endpoint]
+        knocked = [self._knock(source) for source in facts.sources or []]
+        lists = [*await asyncio.gather(*asked), *await asyncio.gather(*knocked), probed]
+        return [*judge_selector(facts), *(finding for found in lists for finding in found)]
 
     async def _ask(self, worker: WorkerRecord) -> list[Finding]:
-        base = base_without_version(worker.endpoint or "")
         async with self._turn:
             try:
-                told = await ask_engine(self._engines, base)
+                base = base_without_version(worker.endpoint or "")
+                return list(judge_engine(worker, await ask_engine(self._engines, base)))
             except (OutboundFailed, ValueError) as error:
-                return [
-                    Finding(
-                        Level.ERROR,
-                        f"worker {worker.worker_id}",
-                        f"its engine does not tell what it is: {error}",
-                        "check the engine, and its endpoint: http://HOST:PORT as gateways reach it",
-                    )
-                ]
-        return list(judge_engine(worker, told))
+                what = f"its engine does not tell what it is: {error}"
+                mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
+                return [Finding(Level.ERROR, f"worker {worker.worker_id}", what, mend)]
 
-    async def _knock(self, source: Source) -> list[Finding]:
-        subject, resolve, patience_s = subject_of(source), self._resolve, self._patience_s
+    async def _knock(self, source: KvSource) -> list[Finding]:
+        subject = subject_of(source)
+
+        async def port(field: str, endpoint: str) -> Finding:
+            return await judge_port(self._resolve, subject, field, endpoint, self._patience_s)
+
         async with self._turn:
-            found = [
-                await judge_port(
-                    resolve, subject, "kv_events_endpoint", source.endpoint, patience_s
+            found = [await port("kv_events_endpoint", source.endpoint)]
+            if source.replay_endpoint is not None:
+                found.append(await port("replay_endpoint", source.replay_endpoint))
+                if found[-1].level is Level.OK:
+                    found.append(await self._ask_replay(subject, source.replay_endpoint))
+            elif source.state != NO_REPLAY:  # else the selector's own word says so
+                found.append(
+                    Finding(
+                        Level.WARNING,
+                        subject,
+                        "no replay endpoint: what is missed, also by a restart of the selector, "
+                        "is lost",
+                        "start the engine with a replay_endpoint in its --kv-events-config",
+                    )
                 )
-            ]
-            replay = source.replay_endpoint
-            if replay is None:
-                if source.state != NO_REPLAY:  # else the selector's own word says so
-                    found.append(_without_replay(subject))
-                return found
-            found.append(await judge_port(resolve, subject, "replay_endpoint", replay, patience_s))
-            if found[-1].level is Level.OK:
-                found.append(await self._ask_replay(subject, replay))
         return found
 
     async def _ask_replay(self, subject: str, endpoint: str) -> Finding:
+        level, mend = Level.OK, None
         try:
             await self._replays.stored_since(endpoint, BEYOND_ALL, self._patience_s)
+            what = "answers"
         except NoReplay as error:
             if is_about_keys(str(error)):  # whether the selector has the right ones, it says itself
-                return Finding(
-                    Level.NOTE,
-                    subject,
-                    f"replay_endpoint {endpoint}: not asked from here: {error}",
-                    f"give this check {SERVERS} and {SECRET} as the selector has them",
+                level, what = Level.NOTE, f"not asked from here: {error}"
+                mend = f"give this check {SERVERS} and {SECRET} as the selector has them"
+            else:
+                level, what = Level.ERROR, f"no replay in {self._patience_s:g} s: {error}"
+                mend = (
+                    "register the engine's replay_endpoint (vLLM: one port per rank), "
+                    "not its endpoint"
                 )
-            return Finding(
-                Level.ERROR,
-                subject,
-                f"replay_endpoint {endpoint}: no replay in {self._patience_s:g} s: {error}",
-                "register the engine's replay_endpoint (vLLM: one port per rank), not its endpoint",
-            )
-        return Finding(Level.OK, subject, f"replay_endpoint {endpoint}: answers")
+        return Finding(level, subject, f"replay_endpoint {endpoint}: {what}", mend)
 
     async def _probe(self, facts: SelectorFacts) -> list[Finding]:
-        found: list[Finding] = []
-        probes: dict[int, Probe] = {}
-        first_hashes: dict[int, dict[str, int]] = {}
-        workers = {worker.worker_id: worker for worker in facts.workers if worker.endpoint}
-        probed = [worker for worker in workers.values() if worker.block_size is not None]
-        for worker in probed:
-            size = worker.block_size or 1
-            if size not in probes:
-                probes[size] = Probe(
-                    self._selector, self._engines, self._replays, size, self._patience_s
-                )
-        found += await asyncio.gather(
-            *(self._probed(probes[worker.block_size or 1], worker) for worker in probed)
-        )
+        """A completion at each engine, then what the engines call its first block."""
+        workers = {each.worker_id: each for each in facts.workers if each.endpoint}
+        sizes = {each.worker_id: each.block_size for each in workers.values() if each.block_size}
+        probes = {
+            size: Probe(self._selector, self._engines, self._replays, size, self._patience_s)
+            for size in sizes.values()
+        }
+
+        async def probed(worker_id: int, size: int) -> Finding:
+            async with self._turn:
+                return await probes[size].run(workers[worker_id])
+
+        found = list(await asyncio.gather(*(probed(*each) for each in sizes.items())))
+        names: dict[int, dict[str, int]] = {size: {} for size in probes}
         for source in facts.sources or []:
-            size = (
-                0 if source.worker_id not in workers else workers[source.worker_id].block_size or 0
-            )
-            if size in probes:
-                value = await probes[size].first_hash(source)
-                if value is not None:
-                    first_hashes.setdefault(size, {})[subject_of(source)] = value
-        for hashes in first_hashes.values():
-            if (finding := judge_hashes(hashes)) is not None:
-                found.append(finding)
-        return found
-
-    async def _probed(self, probe: Probe, worker: WorkerRecord) -> Finding:
-        async with self._turn:
-            return await probe.run(worker)
-
-
-def _without_replay(subject: str) -> Finding:
-    return Finding(
-        Level.WARNING,
-        subject,
-        "no replay endpoint: what is missed, also by a restart of the selector, is lost",
-        "start the engine with a replay_endpoint in its --kv-events-config",
-    )
+            size = sizes.get(source.worker_id)
+            if size and (name := await probes[size].first_hash(source)) is not None:
+                names[size][subject_of(source)] = name
+        return [*found, *(each for each in map(judge_hashes, names.values()) if each is not None)]
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:
     """For scripts: one object per finding."""
     return msgspec.json.format(msgspec.json.encode(list(findings)), indent=2)
-
-
-def _joined(lists: Iterable[list[Finding]]) -> list[Finding]:
-    return [finding for found in lists for finding in found]
 
 
 # -- findings as lines for people ------------------------------------------------------------------
@@ -202,37 +172,31 @@ _LEAST_WIDTH: Final = 60
 
 
 def table(findings: Sequence[Finding], width: int) -> Iterator[str]:
-    """Lines of at most `width` characters, where words are no longer than that."""
+    """Lines of at most `width` characters, where words are no longer than that; what is wrong
+    stands first, with what mends it below."""
     subject_width = max((len(finding.subject) for finding in findings), default=0)
     margin = len(Level.WARNING) + 2 + subject_width + 2
     room = max(width, _LEAST_WIDTH, margin + 30)
-    for level in _ORDER:
-        for finding in findings:
-            if finding.level is level:
-                head = f"{level:<{len(Level.WARNING)}}  {finding.subject:<{subject_width}}  "
-                yield from _wrapped(head, finding.what, room)
-                if finding.mend is not None:
-                    yield from _wrapped(" " * margin, f"-> {finding.mend}", room)
-    yield summary(findings)
+    for finding in sorted(findings, key=lambda finding: _ORDER.index(finding.level)):
+        head = f"{finding.level:<{len(Level.WARNING)}}  {finding.subject:<{subject_width}}  "
+        yield from _wrapped(head, finding.what, room)
+        if finding.mend is not None:
+            yield from _wrapped(" " * margin, f"-> {finding.mend}", room)
+    counts = {level: sum(finding.level is level for finding in findings) for level in _ORDER}
+    yield (
+        f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, "
+        f"{counts[Level.NOTE]} notes, {counts[Level.OK]} ok"
+    )
 
 
-def _wrapped(head: str, text: str, width: int) -> Iterator[str]:
-    yield from textwrap.wrap(
+def _wrapped(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
         text,
         width,
         initial_indent=head,
         subsequent_indent=" " * len(head),
         break_on_hyphens=False,
         break_long_words=False,
-    )
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """How many of each, in one line."""
-    counts = {level: sum(finding.level is level for finding in findings) for level in _ORDER}
-    return (
-        f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, "
-        f"{counts[Level.NOTE]} notes, {counts[Level.OK]} ok"
     )
 
 
@@ -300,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
         ours = Trust(args.ca_file, args.cert_file, args.key_file)
         selector = Credentials(_token(args.token_file), ours)
         ours.context()
-        keys = client_keys(
+        keys = _client_keys(
             args.kv_events_curve_server_keys_file, args.kv_events_curve_secret_key_file
         )
     except (OSError, ValueError) as error:
@@ -319,6 +283,17 @@ def main(argv: Sequence[str]) -> int:
         width = shutil.get_terminal_size((120, 24)).columns
         sys.stdout.write("".join(f"{line}\n" for line in table(findings, width)))
     return int(any(finding.level is Level.ERROR for finding in findings))
+
+
+def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:
+    """None: engines are asked in plain text. Raises OSError and ValueError."""
+    if servers_file is None:
+        if secret_file is not None:
+            raise ValueError(f"{SECRET} requires {SERVERS}")
+        return None
+    check_curve(SERVERS)
+    pair = new_pair() if secret_file is None else read_pair(secret_file)
+    return CurveClient(pair, read_list(servers_file))
 
 
 def _token(path: str | None) -> TokenFile | None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import time
 from typing import Final, TypeVar
 
 import msgspec
@@ -17,18 +16,30 @@ from lean_selector.sockets.kv_replay import KvReplay, ReplayEnd
 from lean_selector.sockets.kv_sockets import replay_frames
 from lean_selector.sockets.links import Links
 from lean_selector.tools.check_judgements import (
-    Discoveries,
     Finding,
     Level,
-    OverlapScores,
     Readiness,
     SelectorFacts,
-    Source,
     WorkerRecord,
 )
+from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.kv_events import NotABatch, batch_slices
+from lean_selector.wire.kv_sources import KvSource
 
 # -- the selector ----------------------------------------------------------------------------------
+
+
+class OverlapRow(msgspec.Struct):
+    """One rank of POST /overlap_scores, in either dialect."""
+
+    worker_id: int
+    dp_rank: int
+    device_blocks: int = 0
+
+
+class OverlapScores(msgspec.Struct):
+    workers: list[OverlapRow] = []
+
 
 T = TypeVar("T")
 
@@ -56,13 +67,17 @@ class Selector:
                 raise NotASelector(
                     f"GET {self.url}/ready: status {ready.status}: this is no selection service"
                 )
+            try:
+                readiness = msgspec.json.decode(ready.body, type=Readiness)
+            except msgspec.DecodeError:  # that of another service may be anything
+                readiness = Readiness()
             workers = await self._told("/workers?detail=true", list[WorkerRecord])
             return SelectorFacts(
                 ready.status == 200,
                 workers,
-                await self._told_if_served("/kv_sources", list[Source]),
-                await self._told_if_served("/discovery", Discoveries),
-                _readiness(ready.body),
+                await self._told_if_served("/kv_sources", list[KvSource]),
+                await self._told_if_served("/discovery", DiscoveryReport),
+                readiness,
             )
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
@@ -108,14 +123,6 @@ class Selector:
         return {(row.worker_id, row.dp_rank): row.device_blocks for row in rows}
 
 
-def _readiness(body: bytes) -> Readiness:
-    """What else the answer says; one of another service may be anything."""
-    try:
-        return msgspec.json.decode(body, type=Readiness)
-    except msgspec.DecodeError:
-        return Readiness()
-
-
 # -- event ports -----------------------------------------------------------------------------------
 # Both sides of ZMTP greet at once. An HTTP server waits for a request, and answers ours, which no
 # ZMQ socket takes for a greeting.
@@ -130,39 +137,34 @@ async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
     """Whether ZMQ listens at `endpoint`, which stands in the worker's `field`."""
+    level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
+    return Finding(level, subject, f"{field} {endpoint}{what}", mend)
+
+
+async def _judged_port(
+    resolve: Resolve, endpoint: str, timeout_s: float
+) -> tuple[Level, str, str | None]:
     place = _place(endpoint)
+    if place is None and endpoint.startswith("ipc://"):
+        return Level.NOTE, ": not looked at from here", None
     if place is None:
-        if endpoint.startswith("ipc://"):
-            return Finding(Level.NOTE, subject, f"{field} {endpoint}: not looked at from here")
-        return Finding(
-            Level.ERROR,
-            subject,
-            f"{field} {endpoint} is no address that can be connected to",
-            "register tcp://HOST:PORT, with the host as the selector reaches it",
-        )
-    host, port = place
+        mend = "register tcp://HOST:PORT, with the host as the selector reaches it"
+        return Level.ERROR, " is no address that can be connected to", mend
     try:
         async with asyncio.timeout(timeout_s):
-            said = await _first_words(resolve, host, port)
-    except TimeoutError:
-        return _bad(subject, field, endpoint, f"no connection in {timeout_s:g} s")
-    except OSError as error:
-        return _bad(subject, field, endpoint, error.strerror or str(error))
+            said = await _first_words(resolve, *place)
+    except OSError as error:  # a timeout is one
+        late = f"no connection in {timeout_s:g} s"
+        why = late if isinstance(error, TimeoutError) else error.strerror or str(error)
+        mend = "start the engine with KV events on that port, or register where it publishes them"
+        return Level.ERROR, f": {why}", mend
     if said[:1] == b"\xff" and said[9:10] == b"\x7f":
-        return Finding(Level.OK, subject, f"{field} {endpoint}: ZMQ listens")
+        return Level.OK, ": ZMQ listens", None
     if said.startswith(_HTTP_ANSWER):
-        return Finding(
-            Level.ERROR,
-            subject,
-            f"{field} {endpoint}: an HTTP server listens there, no ZMQ",
-            "the port of --kv-events-config is meant (vLLM: 5557), not that of the API",
-        )
-    return Finding(
-        Level.ERROR,
-        subject,
-        f"{field} {endpoint}: what listens there is no ZMQ",
-        "register the port of the engine's --kv-events-config",
-    )
+        mend = "the port of --kv-events-config is meant (vLLM: 5557), not that of the API"
+        return Level.ERROR, ": an HTTP server listens there, no ZMQ", mend
+    mend = "register the port of the engine's --kv-events-config"
+    return Level.ERROR, ": what listens there is no ZMQ", mend
 
 
 def _place(endpoint: str) -> tuple[str, int] | None:
@@ -202,15 +204,6 @@ async def _heard(ip: str, port: int, request: bytes, patience_s: float = 0.5) ->
         return heard
     finally:
         writer.transport.abort()
-
-
-def _bad(subject: str, field: str, endpoint: str, why: str) -> Finding:
-    return Finding(
-        Level.ERROR,
-        subject,
-        f"{field} {endpoint}: {why}",
-        "start the engine with KV events on that port, or register where it publishes them",
-    )
 
 
 # -- replay endpoints ------------------------------------------------------------------------------
@@ -309,30 +302,25 @@ class Probe:
         try:
             await self._complete(worker)
         except OutboundFailed as error:
+            mend = "check the engine, its model name and --worker-token-file"
+            return Finding(Level.ERROR, subject, f"no completion: {error.message}", mend)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while not await self._is_known(worker):  # noqa: ASYNC110  it is asked, not told
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        except TimeoutError:
             return Finding(
                 Level.ERROR,
                 subject,
-                f"no completion: {error.message}",
-                "check the engine, its model name and --worker-token-file",
+                f"a completion of {BLOCKS} blocks was answered, and no event of them came "
+                f"in {self._patience_s:g} s",
+                "start the engine with prefix caching and KV events (vLLM: "
+                "--enable-prefix-caching --kv-events-config, SGLang: --kv-events-config)",
             )
-        began = time.monotonic()
-        try:
-            while not await self._is_known(worker):
-                if time.monotonic() - began > self._patience_s:
-                    return Finding(
-                        Level.ERROR,
-                        subject,
-                        f"a completion of {BLOCKS} blocks was answered, and no event of them came "
-                        f"in {self._patience_s:g} s",
-                        "start the engine with prefix caching and KV events (vLLM: "
-                        "--enable-prefix-caching --kv-events-config, SGLang: --kv-events-config)",
-                    )
-                await asyncio.sleep(_LOOK_EVERY_S)
         except (OutboundFailed, msgspec.DecodeError) as error:
             return Finding(Level.ERROR, "selector", f"POST /overlap_scores: {error}")
-        return Finding(
-            Level.OK, subject, f"the {BLOCKS} blocks of a completion came into the index as events"
-        )
+        what = f"the {BLOCKS} blocks of a completion came into the index as events"
+        return Finding(Level.OK, subject, what)
 
     async def _complete(self, worker: WorkerRecord) -> None:
         body = {"model": worker.model_name, "prompt": self.prompt, "max_tokens": 1}
@@ -352,7 +340,7 @@ class Probe:
             if worker_id == worker.worker_id
         )
 
-    async def first_hash(self, source: Source) -> int | None:
+    async def first_hash(self, source: KvSource) -> int | None:
         """What this engine calls the prompt's first block; None when its replay does not tell."""
         if source.replay_endpoint is None:
             return None

@@ -3,28 +3,32 @@
 import pytest
 
 from lean_selector.tools.check_judgements import (
-    DiscoveredPeer,
-    DiscoveredWorker,
-    Discoveries,
-    Discovery,
     Finding,
     Level,
     SelectorFacts,
     judge_discoveries,
     judge_selector,
 )
+from lean_selector.wire.discovery_states import (
+    DiscoveredPeer,
+    DiscoveredWorker,
+    DiscoveryReport,
+    DiscoveryState,
+)
+
+from .answers import report
 
 REFUSED = "GET http://gpu:8000/v1/models: Connection refused"
 
 
 def of_discovery(state: str, found: int | None, last_error: str | None = None) -> list[Finding]:
-    discovery = Discovery("dns:gpu:8000", "workers", state, found, last_error)
-    return list(judge_discoveries(Discoveries([discovery])))
+    discovery = DiscoveryState("dns:gpu:8000", "workers", state, 1.0, found, 0, last_error)
+    return list(judge_discoveries(report(discoveries=[discovery])))
 
 
 def of_worker(state: str, last_error: str | None = None) -> list[Finding]:
-    worker = DiscoveredWorker("http://gpu:8000", 7, state, ["dns:gpu:8000"], last_error)
-    return list(judge_discoveries(Discoveries(workers=[worker])))
+    worker = DiscoveredWorker("http://gpu:8000", 7, ["dns:gpu:8000"], state, None, last_error)
+    return list(judge_discoveries(report(workers=[worker])))
 
 
 def test_a_discovery_that_has_never_found_anything_fails_as_an_error() -> None:
@@ -82,10 +86,10 @@ def test_a_worker_that_is_registered_is_no_finding_here(state: str) -> None:
 
 def test_a_peer_that_is_refused_or_not_caught_up_from_is_a_warning() -> None:
     peers = [
-        DiscoveredPeer("tcp://10.0.0.1:9092", "registered"),
-        DiscoveredPeer("tcp://10.0.0.2:9092", "refused", "it is not allowed"),
+        DiscoveredPeer("tcp://10.0.0.1:9092", "registered", None, None),
+        DiscoveredPeer("tcp://10.0.0.2:9092", "refused", None, "it is not allowed"),
     ]
-    [finding] = judge_discoveries(Discoveries(peers=peers))
+    [finding] = judge_discoveries(report(peers=peers))
     assert finding.level is Level.WARNING
     assert finding.what == "peer tcp://10.0.0.2:9092 is refused: it is not allowed"
 
@@ -94,20 +98,26 @@ def test_a_peer_that_is_refused_or_not_caught_up_from_is_a_warning() -> None:
     ("discoveries", "mend"),
     [
         (None, "POST /workers for each engine, or start it with --discover"),
-        (Discoveries(), "POST /workers for each engine, or start it with --discover"),
+        (report(), "POST /workers for each engine, or start it with --discover"),
         (
-            Discoveries([Discovery("dns:selector:9092", "peers", "watching", 2)]),
+            report(
+                discoveries=[
+                    DiscoveryState("dns:selector:9092", "peers", "watching", 1.0, 2, 0, None)
+                ]
+            ),
             "POST /workers for each engine, or start it with --discover",
         ),
         (
-            Discoveries([Discovery("dns:gpu:8000", "workers", "watching", 0)]),
+            report(
+                discoveries=[DiscoveryState("dns:gpu:8000", "workers", "watching", 1.0, 0, 0, None)]
+            ),
             "mend its discoveries, as told below, or POST /workers for each engine",
         ),
     ],
     ids=["told of none", "without any", "of peers alone", "of workers"],
 )
 def test_who_looks_for_workers_is_not_told_to_look(
-    discoveries: Discoveries | None, mend: str
+    discoveries: DiscoveryReport | None, mend: str
 ) -> None:
     first = next(judge_selector(SelectorFacts(False, [], [], discoveries)))
     assert (first.what, first.mend) == ("no worker is registered", mend)

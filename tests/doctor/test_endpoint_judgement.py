@@ -1,6 +1,9 @@
 """Which ranks share an endpoint that only one of them can have."""
 
-from lean_selector.tools.check_judgements import Level, Source, WorkerRecord, judge_shared_endpoints
+from lean_selector.tools.check_judgements import Level, WorkerRecord, judge_shared_endpoints
+from lean_selector.wire.kv_sources import KvSource
+
+from .answers import source as source_in
 
 
 def worker(worker_id: int, endpoint: str | None = None) -> WorkerRecord:
@@ -9,11 +12,12 @@ def worker(worker_id: int, endpoint: str | None = None) -> WorkerRecord:
     )
 
 
-def source(worker_id: int, events: str, replay: str | None, dp_rank: int = 0) -> Source:
-    return Source(worker_id, dp_rank, events, "live", replay_endpoint=replay)
+def source(worker_id: int, events: str, replay: str | None, dp_rank: int = 0) -> KvSource:
+    fields = {"worker_id": worker_id, "dp_rank": dp_rank, "endpoint": events}
+    return source_in("live", **fields, replay_endpoint=replay)
 
 
-def judged(workers: list[WorkerRecord], *sources: Source) -> list[tuple[str, str]]:
+def judged(workers: list[WorkerRecord], *sources: KvSource) -> list[tuple[str, str]]:
     found = list(judge_shared_endpoints(workers, sources))
     assert {finding.level for finding in found} <= {Level.ERROR}
     return [(finding.subject, finding.what.partition(": what")[0]) for finding in found]

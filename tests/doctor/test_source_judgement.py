@@ -2,11 +2,9 @@
 
 import pytest
 
-from lean_selector.tools.check_judgements import Level, Source, judge_source
+from lean_selector.tools.check_judgements import Level, judge_source
 
-
-def source(state: str, **more: object) -> Source:
-    return Source(worker_id=3, dp_rank=1, endpoint="tcp://gpu:5557", state=state, **more)  # type: ignore[arg-type]
+from .answers import source
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,20 @@
 from lean_selector.tools.check_judgements import (
     Finding,
     Level,
-    RankHealth,
-    WorkerHealth,
     WorkerRecord,
     can_be_chosen,
     judge_workers,
 )
+from lean_selector.wire.worker_health import RankHealthRow, WorkerHealthDetail
+
+from .answers import rank_health
 
 REFUSED = "3 requests in a row failed, the last: connection refused"
 
 
 def worker(
     worker_id: int,
-    *ranks: RankHealth,
+    *ranks: RankHealthRow,
     block_size: int = 16,
     tenant_id: str = "default",
     size: int = 1,
@@ -27,12 +28,12 @@ def worker(
         tenant_id=tenant_id,
         block_size=block_size,
         data_parallel_size=size,
-        health=WorkerHealth([*ranks]),
+        health=WorkerHealthDetail("in_service", [*ranks]),
     )
 
 
-def out(dp_rank: int = 0, returns_in_s: float | None = 29.3) -> RankHealth:
-    return RankHealth(dp_rank, "ejected", REFUSED, returns_in_s)
+def out(dp_rank: int = 0, returns_in_s: float | None = 29.3) -> RankHealthRow:
+    return rank_health(dp_rank, "ejected", REFUSED, returns_in_s)
 
 
 def judged(*workers: WorkerRecord) -> list[Finding]:
@@ -73,8 +74,8 @@ def test_where_all_of_a_model_are_ejected_that_is_an_error_and_they_are_tried() 
 
 
 def test_a_rank_on_probation_is_a_note_and_what_only_failed_is_nothing() -> None:
-    probation = RankHealth(0, "probation", REFUSED)
-    workers = worker(1, probation), worker(2, RankHealth(0, "in_service"))
+    probation = rank_health(0, "probation", REFUSED)
+    workers = worker(1, probation), worker(2, rank_health(0, "in_service"))
     [finding] = judged(*workers)
     assert (finding.level, finding.subject) == (Level.NOTE, "worker 1")
     assert finding.what.startswith("rank 0 is on probation, ")
