@@ -44,7 +44,7 @@ def test_what_is_compiled_are_modules_of_the_rooms_where_time_goes() -> None:
         "core.selection.selector",
         "http.protocol",
         "service.gate",
-        "services.selection",
+        "service.selection",
         "wire.prompt",
     ],
 )

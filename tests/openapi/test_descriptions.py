@@ -18,7 +18,7 @@ PACKAGE = Path(lean_selector.__file__).parent
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 DESCRIBED = {route: about for _, table in SERVICES.values() for route, about in table.items()}
 # Rooms whose routes are of no service of ours: those of simulated engines.
-OTHER_ROOMS = {"demo", "openapi"}
+OTHER_ROOMS = {"tools"}
 
 
 def declared() -> Iterator[tuple[str, str, str]]:
