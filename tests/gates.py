@@ -12,10 +12,13 @@ from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.service.gate import Gate
+from lean_selector.route.door import RouteDoor
+from lean_selector.service.application import MetricsAnswers, OpenApiRoutes
+from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.selection_handlers import BusyThresholdService, Timer
+from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker import SlotTrackerService
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.worker_details import SourceCondition
@@ -80,7 +83,7 @@ def selection_service(
 
 
 def selection_gate(
-    lines: Callable[[Request, Exception, str], bytes] | None = None,
+    lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     service: SelectionService | None = None,
 ) -> Gate:
     """The routes of that service, or of a new one, and those of its busy thresholds."""
@@ -89,23 +92,46 @@ def selection_gate(
     return Gate((*service.routes(), *thresholds.routes()), lines=lines)
 
 
-def selection_gate_16() -> Gate:
-    """The same in the dialect of 1.6."""
+def selection_service_16() -> SelectionService16:
+    """The service in the dialect of 1.6."""
     engines = NoEngines()
     settings = RouterSettings(use_kv_events=False, dialect=API_1_6)
-    service = SelectionService16(
+    return SelectionService16(
         Selector(settings, engines, random.Random(7)),
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
         clock=lambda: NOW,
     )
+
+
+def selection_gate_16() -> Gate:
+    service = selection_service_16()
     thresholds = BusyThresholdService(service.selector, lambda: NOW)
     return Gate((*service.routes(), *thresholds.routes()))
 
 
 def slot_tracker_gate() -> Gate:
     return Gate(SlotTrackerService(Trackers(), clock=lambda: NOW).routes())
+
+
+class NoPrompts:
+    """What the route for gateways would ask."""
+
+    async def of(self, path: str, body: bytes, *, forwards: bool) -> object:
+        raise NotImplementedError
+
+
+def routes_of(service: str) -> list[Route]:
+    """All that a service serves, with POST /route, by the name of its document."""
+    shared = [*discovery_routes(None), *MetricsAnswers(list, Turns().call_soon).routes()]
+    shared += OpenApiRoutes(service, ()).routes()
+    if service == "slot_tracker":
+        return [*SlotTrackerService(Trackers()).routes(), *shared]
+    selection = selection_service_16() if service == "selector_16" else selection_service()
+    door = RouteDoor(NoPrompts(), lambda body: None, lambda name: None, lambda name: False)  # type: ignore[arg-type] # nothing is asked
+    thresholds = BusyThresholdService(selection.selector)
+    return [*selection.routes(), *thresholds.routes(), *door.routes(), *shared]
 
 
 def request(

@@ -22,7 +22,7 @@ from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import observed
 from lean_selector.service.exposition import AnyFamily
-from lean_selector.service.header_warnings import refusal_lines, refusal_lines_16
+from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.metrics import (
     connection_families,
     discovery_families,
@@ -131,6 +131,6 @@ def selector_app(
         ],
         observation("selector", config.listen, log_state, "selector_16" if is_16 else "selector"),
         config.overload_status,
-        refusal_lines_16 if is_16 else refusal_lines,
+        refusal_lines,
         tokens,
     )

@@ -19,7 +19,7 @@ from lean_selector.prompts.routed import Routed
 from lean_selector.prompts.unknown import Unknown
 from lean_selector.route.answers import error_of, refusal, unauthorized, worker_headers
 from lean_selector.service.access import WRITE
-from lean_selector.service.gate import Handed, Route
+from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.replies import Answer, LaterReply
 from lean_selector.tasks import watched
 from lean_selector.wire.selection import SelectAndReserveRequest
@@ -55,7 +55,7 @@ class RouteDoor:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def routes(self) -> tuple[Route, ...]:
-        return (("POST", "/route/{path*}", WRITE, Handed(self._answer, unauthorized)),)
+        return (("POST", "/route/{path*}", WRITE, Endpoint(self._answer, refused=unauthorized)),)
 
     def _answer(self, request: Request, param: bytes | None) -> Answer:
         assert param is not None

@@ -10,8 +10,7 @@ from itertools import islice
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import JSON, encode_response
-from lean_selector.service.access import NAMES, READ, AccessTokens
-from lean_selector.service.access_log import with_access_log
+from lean_selector.service.access import READ, AccessTokens
 from lean_selector.service.exposition import (
     CONTENT_TYPE,
     AnyFamily,
@@ -20,7 +19,7 @@ from lean_selector.service.exposition import (
     RouteMeter,
     exposition_text,
 )
-from lean_selector.service.gate import Gate, Guard, Route, plain
+from lean_selector.service.gate import Endpoint, Gate, Route, plain
 from lean_selector.service.metrics import http_families, process_families
 from lean_selector.service.replies import INTERNAL_ERROR, CallSoon, LaterReply, SlicedAnswers
 
@@ -63,9 +62,8 @@ class MetricsAnswers:
 
     def routes(self) -> tuple[Route, ...]:
         # Not `plain`: this text has no other form.
-        return (
-            ("GET", "/metrics", READ, lambda request, param: self._sliced.answer(at_once=False)),
-        )
+        scrape = Endpoint(lambda request, param: self._sliced.answer(at_once=False))
+        return (("GET", "/metrics", READ, scrape),)
 
     def _parts(self) -> Iterator[bytes]:
         pieces = exposition_text(self._families())
@@ -91,10 +89,7 @@ class OpenApiRoutes:
     ) -> None:
         self._document = document
         self._asks_tokens = asks_tokens
-        self._roles = {
-            (method, path): NAMES.get(role, "open")
-            for method, path, role, _ in (*routes, *self.routes())
-        }
+        self._routes = (*routes, *self.routes())
         self._text = b""
         self._waiting: list[LaterReply] = []
 
@@ -115,9 +110,7 @@ class OpenApiRoutes:
         """In a thread."""
         from lean_selector.service.openapi.document import service_document
 
-        return service_document(
-            self._document, list(self._roles), self._roles, asks_tokens=self._asks_tokens
-        )
+        return service_document(self._document, self._routes, asks_tokens=self._asks_tokens)
 
     def _tell(self, work: "asyncio.Future[bytes]") -> None:
         waiting, self._waiting = self._waiting, []
@@ -147,7 +140,7 @@ def observed(
     families_of: Callable[[Sequence[RouteMeter]], Families],
     observation: Observation,
     overload_status: int = 503,
-    lines: Callable[[Request, Exception, str], bytes] | None = None,
+    lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     tokens: AccessTokens | None = None,
 ) -> App:
     """The application for `routes`; `families_of` gets the meters of all of them. `lines` are the
@@ -157,7 +150,7 @@ def observed(
     routes = (*routes, *metrics.routes())
     described = OpenApiRoutes(observation.document, routes, asks_tokens=tokens is not None)
     routes = (*routes, *described.routes())
-    gate = Gate(routes, overload_status, lines, None if tokens is None else Guard(tokens))
+    gate = Gate(routes, overload_status, lines, tokens)
     lag = LoopLag(observation.call_later)
     families += [
         *families_of(gate.meters),
@@ -171,4 +164,8 @@ def observed(
         ),
     ]
     lag.start()
-    return with_access_log(gate, routes) if observation.access_log else gate
+    if not observation.access_log:
+        return gate
+    from lean_selector.service.access_log import with_access_log
+
+    return with_access_log(gate, routes)

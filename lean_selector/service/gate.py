@@ -1,4 +1,9 @@
-"""What a service declares of each of its routes."""
+"""What every request passes on its way to a handler and back: its route, the role of its token, and
+the route's meter.
+
+What a request says is read by `bodies`, its answer is made by `replies`; handlers translate between
+wire and core and do none of this. Errors become their status and `{"error": ...}`.
+"""
 
 import logging
 from bisect import bisect_left
@@ -29,91 +34,45 @@ from lean_selector.service.replies import (
 from lean_selector.wire.busy import OverloadBody
 from lean_selector.wire.prompt_fields import PromptFields
 
-Endpoint = Callable[[Request, bytes | None], Answer]
+T = TypeVar("T")
+_NOTHING: Final = frozenset[str]()
+Run = Callable[[Request, bytes | None], Answer]  # the second is the path's parameter
 
 
-class Abridged:
-    """An endpoint of everybody's that, where tokens are asked for, tells whoever has none less."""
+class Endpoint:
+    """What answers a route, and the shapes that its description is made of.
 
-    __slots__ = ("brief", "whole")
+    Where tokens are asked for, `brief` answers requests without one in place of `run`; `refused` is
+    the refusal where the caller hands errors on to clients of its own, in the shape that they read.
+    """
 
-    def __init__(self, whole: Endpoint, brief: Endpoint) -> None:
-        self.whole = whole
+    __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        body: Any = None,
+        is_body_optional: bool = False,
+        query: frozenset[str] = _NOTHING,
+        brief: Run | None = None,
+        refused: Callable[[Refusal], bytes] | None = None,
+    ) -> None:
+        self.run = run
+        self.body = body  # a struct
+        self.is_body_optional = is_body_optional
+        self.query = query  # the fields that are read of a query
         self.brief = brief
-
-    def __call__(self, request: Request, param: bytes | None) -> Answer:
-        return self.whole(request, param)
-
-
-class Handed:
-    """An endpoint whose errors its caller hands on to clients of its own: they have the shape that
-    those read, and so has what is said to a caller who may not ask."""
-
-    __slots__ = ("_answer", "refused")
-
-    def __init__(self, answer: Endpoint, refused: Callable[[Refusal], bytes]) -> None:
-        self._answer = answer
         self.refused = refused
 
-    def __call__(self, request: Request, param: bytes | None) -> Answer:
-        return self._answer(request, param)
+    def fields(self) -> frozenset[str]:
+        """The names of the body's fields."""
+        return _NOTHING if self.body is None else frozenset(self.body.__struct_fields__)
 
 
-# Method, path template, whose it is where tokens are asked for, what answers. There is no default
-# for the role: whoever adds a route has to say it.
+# Method, path template, the role that it needs where tokens are asked for, what answers. The role
+# has no default: each route has to say it.
 Route = tuple[str, str, Role, Endpoint]
-
-
-# -- guard ---------------------------------------------------------------------------------------
-#
-# What stands before the routes of a service that asks for tokens.
-#
-# The gate holds each route's role against that of the token; whoever was not seen before, or may
-# not, comes here. Whose token has which role is `access.token_file`'s.
-
-
-class Guard:
-    """One for all routes of a service. `seen` are roles by credential, as the tokens have them."""
-
-    def __init__(self, tokens: AccessTokens) -> None:
-        self._tokens = tokens
-        self.seen = tokens.seen
-
-    def refused(
-        self, request: Request, needed: int, endpoint: Endpoint | None = None
-    ) -> bytes | None:
-        """The answer to a request of this endpoint whose token has not the role; None where it
-        has."""
-        role = self._tokens.role_of(request.credential)
-        if role >= needed:
-            return None
-        refusal = refusal_of(request.credential, role, Role(needed))
-        if isinstance(endpoint, Handed):
-            return endpoint.refused(refusal)
-        return error_reply(request, refusal.status, refusal.text, refusal.line)
-
-    def endpoint(self, endpoint: Endpoint) -> Endpoint:
-        """The same, but where it tells whoever has no token less."""
-        return self._abridged(endpoint) if isinstance(endpoint, Abridged) else endpoint
-
-    def _abridged(self, endpoint: Abridged) -> Endpoint:
-        tokens = self._tokens
-
-        def answer(request: Request, param: bytes | None) -> Answer:
-            knows = tokens.role_of(request.credential) >= READ
-            return (endpoint.whole if knows else endpoint.brief)(request, param)
-
-        return answer
-
-
-# -- gate ----------------------------------------------------------------------------------------
-#
-# What every request passes on its way to a handler and back: its route, and the route's meter.
-#
-# What a request says is read by `bodies`, its answer is made by `replies`; handlers translate
-# between wire and core and do none of this. Errors become their status and `{"error": ...}`.
-
-T = TypeVar("T")
 
 _log = logging.getLogger("lean_selector.http")
 
@@ -136,40 +95,42 @@ class Gate:
         self,
         routes: Iterable[Route],
         overload_status: int = 503,
-        lines: Callable[[Request, Exception, str], bytes] | None = None,
-        guard: Guard | None = None,
+        lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
+        tokens: AccessTokens | None = None,
     ) -> None:
         """`overload_status` answers what is shed because all workers are busy; `lines` are header
-        lines for the answer to a request of this route that failed so. With a `guard` each route
-        is for whoever has its role."""
-        metered: list[tuple[str, str, tuple[Endpoint, RouteMeter, int]]] = []
+        lines for the answer to a request that failed so, by the fields of the route's body. With
+        `tokens` each route needs its role."""
+        self._tokens = tokens
+        metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
-            meter = RouteMeter(method, path)
-            if guard is None:
-                metered.append((method, path, (endpoint, meter, _EVERYBODY)))
-            else:
-                metered.append((method, path, (guard.endpoint(endpoint), meter, int(role))))
-        self._table: RouteTable[tuple[Endpoint, RouteMeter, int]] = RouteTable(metered)
+            meter, run, needed = RouteMeter(method, path), endpoint.run, _EVERYBODY
+            if tokens is not None:
+                needed = int(role)
+                if endpoint.brief is not None:
+                    run = self._abridged(run, endpoint.brief, tokens)
+            metered.append((method, path, (run, meter, needed, endpoint)))
+        self._table: RouteTable[tuple[Run, RouteMeter, int, Endpoint]] = RouteTable(metered)
         self._unrouted = RouteMeter("", "none")
-        self.meters = [*(meter for _, _, (_, meter, _) in metered), self._unrouted]
+        self.meters = [*(value[1] for _, _, value in metered), self._unrouted]
         self._overload_status = overload_status
         self._lines = lines
-        self._guard = guard
-        self._seen: dict[bytes | None, int] = {} if guard is None else guard.seen
+        self._seen: dict[bytes | None, int] = {} if tokens is None else tokens.seen
 
     def __call__(self, request: Request) -> Answer:
         started = _clock()
         found = self._table.match(request.method, request.path)
         if isinstance(found, Match):
-            endpoint, meter, needed = found.value
+            run, meter, needed, endpoint = found.value
             try:
-                # Whoever was seen before costs a look into a dict.
+                # A token that was seen before costs a look into a dict.
                 if needed and self._seen.get(request.credential, _EVERYBODY) < needed:
-                    answer = self._guarded(request, found.param, endpoint, needed)
+                    refused = self._refused(request, needed, endpoint)
+                    answer = run(request, found.param) if refused is None else refused
                 else:
-                    answer = endpoint(request, found.param)
+                    answer = run(request, found.param)
             except Exception as error:
-                answer = self._failed(request, meter, error)
+                answer = self._failed(request, meter, error, endpoint)
             if not isinstance(answer, bytes):
                 _meter_later(answer, meter, started)
                 return answer
@@ -189,25 +150,40 @@ class Gate:
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
 
-    def _guarded(
-        self, request: Request, param: bytes | None, endpoint: Endpoint, needed: int
-    ) -> Answer:
-        assert self._guard is not None
-        refused = self._guard.refused(request, needed, endpoint)
-        return endpoint(request, param) if refused is None else refused
+    def _abridged(self, whole: Run, brief: Run, tokens: AccessTokens) -> Run:
+        def answer(request: Request, param: bytes | None) -> Answer:
+            knows = tokens.role_of(request.credential) >= READ
+            return (whole if knows else brief)(request, param)
+
+        return answer
+
+    def _refused(
+        self, request: Request, needed: int, endpoint: Endpoint | None = None
+    ) -> bytes | None:
+        """The answer to a request whose token has not the role; None where it has."""
+        if self._tokens is None:
+            return None
+        role = self._tokens.role_of(request.credential)
+        if role >= needed:
+            return None
+        refusal = refusal_of(request.credential, role, Role(needed))
+        if endpoint is not None and endpoint.refused is not None:
+            return endpoint.refused(refusal)
+        return error_reply(request, refusal.status, refusal.text, refusal.line)
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | NotFound) -> bytes:
-        if self._guard is not None:
-            # So that nobody without a token learns which routes there are.
-            refused = self._guard.refused(request, READ)
-            if refused is not None:
-                return refused
+        # So that nobody without a token learns which routes there are.
+        refused = self._refused(request, READ)
+        if refused is not None:
+            return refused
         if isinstance(found, MethodNotAllowed):
             allow = b"allow: %b\r\n" % found.allow
             return error_reply(request, 405, "method not allowed", allow)
         return error_reply(request, 404, "route not found")
 
-    def _failed(self, request: Request, meter: RouteMeter, error: Exception) -> bytes:
+    def _failed(
+        self, request: Request, meter: RouteMeter, error: Exception, endpoint: Endpoint
+    ) -> bytes:
         """The answer to a request that a handler did not take."""
         if isinstance(error, AllWorkersBusy):
             meter.shed += 1
@@ -221,7 +197,7 @@ class Gate:
             else:
                 meter.unknown_tenants += 1
         if isinstance(error, SelectorError):
-            lines = self._lines(request, error, meter.route) if self._lines is not None else b""
+            lines = b"" if self._lines is None else self._lines(request, error, endpoint.fields())
             return error_reply(request, error.status, error.message, lines)
         _log.error(
             "a handler failed", exc_info=error, extra={"path": request.path.decode("latin-1")}
@@ -242,13 +218,15 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 # in place of one.
 
 
-def plain(handler: Callable[[], object], status: int = 200) -> Endpoint:
-    """No input at all."""
+def plain(
+    handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
+) -> Endpoint:
+    """No input at all. `brief` in place of the handler tells less."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(request, status, handler())
 
-    return answer
+    return Endpoint(answer, brief=None if brief is None else plain(brief, status).run)
 
 
 def with_query(
@@ -259,7 +237,7 @@ def with_query(
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(request, 200, handler(query_of(request, known)))
 
-    return answer
+    return Endpoint(answer, query=known)
 
 
 def with_param(
@@ -271,7 +249,7 @@ def with_param(
         assert param is not None
         return sent(request, status, handler(parse(param)))
 
-    return answer
+    return Endpoint(answer)
 
 
 def with_param_and_optional_body(
@@ -299,7 +277,7 @@ def with_param_and_optional_body(
             return sent(request, 200, Reply(200, said, [f"the body was ignored: {fault}"]))
         return sent(request, 200, handler(parsed, body))
 
-    return answer
+    return Endpoint(answer, body=body_type, is_body_optional=True)
 
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
@@ -315,7 +293,7 @@ def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 
                 body.check_shape()  # a wrong shape is named before any other fault
             raise
 
-    return answer
+    return Endpoint(answer, body=body_type)
 
 
 def with_param_and_body(
@@ -332,10 +310,10 @@ def with_param_and_body(
         parsed = parse(param)
         return sent(request, status, handler(parsed, read(request)))
 
-    return answer
+    return Endpoint(answer, body=body_type)
 
 
-# -- durable -------------------------------------------------------------------------------------
+# -- changes that are on disk before they are answered ---------------------------------------------
 #
 # Changes that are on disk before they are answered, where state is kept.
 #
@@ -364,8 +342,10 @@ def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
 
 
 def _durable(endpoint: Endpoint, saving: Saving) -> Endpoint:
+    run = endpoint.run
+
     def answer(request: Request, param: bytes | None) -> Answer:
-        made = endpoint(request, param)
+        made = run(request, param)
         saving.note()
         if not isinstance(made, bytes):
             return made
@@ -373,4 +353,5 @@ def _durable(endpoint: Endpoint, saving: Saving) -> Endpoint:
         later = LaterReply(is_being_made=True)
         return later if saving.when_saved(lambda: later.resolve(response)) else response
 
-    return answer
+    endpoint.run = answer
+    return endpoint

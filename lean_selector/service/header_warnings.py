@@ -19,23 +19,6 @@ from lean_selector.core.selection.workers import WorkerSpec
 from lean_selector.http.head import Request
 from lean_selector.service.gate import Endpoint
 from lean_selector.service.replies import Answer, is_json, printable, warning_line
-from lean_selector.wire.selection import (
-    ProjectionRequest,
-    ReservationRequest,
-    SelectAndReserveRequest,
-    SelectRequest,
-    WorkerPatch,
-    WorkerRequest,
-)
-from lean_selector.wire.selection_16 import (
-    ProjectionRequest16,
-    ReservationRequest16,
-    SelectAndReserveRequest16,
-    SelectRequest16,
-    WorkerPatch16,
-    WorkerRequest16,
-)
-from lean_selector.wire.worker_health import WorkerReport
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
@@ -72,27 +55,6 @@ _OTHER_NAMES: Final = {
     "ttft_seconds": "ttft_ms",
     "cached": "cached_tokens",
 }
-BODY_FIELDS: Final = {
-    "/select": frozenset(SelectRequest.__struct_fields__),
-    "/select_and_reserve": frozenset(SelectAndReserveRequest.__struct_fields__),
-    "/reservations": frozenset(ReservationRequest.__struct_fields__),
-    "/potential_loads": frozenset(ProjectionRequest.__struct_fields__),
-    "/overlap_scores": frozenset(ProjectionRequest.__struct_fields__),
-    "/workers": frozenset(WorkerRequest.__struct_fields__),
-    "/workers/{worker_id}": frozenset(WorkerPatch.__struct_fields__),
-    "/workers/{worker_id}/report": frozenset(WorkerReport.__struct_fields__),
-}
-BODY_FIELDS_16: Final = {
-    "/select": frozenset(SelectRequest16.__struct_fields__),
-    "/select_and_reserve": frozenset(SelectAndReserveRequest16.__struct_fields__),
-    "/reservations": frozenset(ReservationRequest16.__struct_fields__),
-    "/potential_loads": frozenset(ProjectionRequest16.__struct_fields__),
-    "/overlap_scores": frozenset(ProjectionRequest16.__struct_fields__),
-    "/workers": frozenset(WorkerRequest16.__struct_fields__),
-    "/workers/{worker_id}": frozenset(WorkerPatch16.__struct_fields__),
-    "/workers/{worker_id}/report": frozenset(WorkerReport.__struct_fields__),
-}
-_NO_FIELDS: Final = frozenset[str]()
 _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -111,17 +73,8 @@ def known_models_line(models: Iterable[str]) -> bytes:
     return b"x-known-models: %b\r\n" % ", ".join(shown).encode("ascii") if shown else b""
 
 
-def refusal_lines(request: Request, error: Exception, route: str) -> bytes:
-    """Header lines of an answer that is an error."""
-    return _refusal_lines(request, error, BODY_FIELDS.get(route, _NO_FIELDS))
-
-
-def refusal_lines_16(request: Request, error: Exception, route: str) -> bytes:
-    """The same in the 1.6 dialect."""
-    return _refusal_lines(request, error, BODY_FIELDS_16.get(route, _NO_FIELDS))
-
-
-def _refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
+def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
+    """Header lines of an answer that is an error, to a request whose body has these fields."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -130,18 +83,20 @@ def _refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -
     return lines + warning_line(warnings) if warnings else lines
 
 
-def warning_of_fields(fields: frozenset[str], endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose body has these fields, and that warns also where it succeeds."""
+def with_warnings(endpoint: Endpoint) -> Endpoint:
+    """An endpoint that warns of unread fields of its body also where it succeeds."""
+    run, fields = endpoint.run, endpoint.fields()
 
     def answer(request: Request, param: bytes | None) -> Answer:
-        result = endpoint(request, param)
+        result = run(request, param)
         warnings = unread_fields(request, fields)
         if not warnings or not isinstance(result, bytes):
             return result
         head, _, body = result.partition(b"\r\n\r\n")
         return b"%b\r\n%b\r\n%b" % (head, warning_line(warnings), body)
 
-    return answer
+    endpoint.run = answer
+    return endpoint
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:

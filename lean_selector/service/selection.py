@@ -6,6 +6,7 @@ API: the source document and spec selection.md. The others are in `selection_han
 
 import uuid
 from collections.abc import Sequence
+from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 
@@ -24,12 +25,10 @@ from lean_selector.core.selection.records import (
     SelectionRequest,
 )
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.service.access import READ
 from lean_selector.service.bodies import Query
-from lean_selector.service.gate import Route, plain
-from lean_selector.service.header_warnings import BODY_FIELDS
+from lean_selector.service.gate import Endpoint, plain
 from lean_selector.service.selection_handlers import SHUTDOWN as SHUTDOWN
-from lean_selector.service.selection_handlers import Bodies, SelectionHandlers, dialect_routes
+from lean_selector.service.selection_handlers import SelectionHandlers
 from lean_selector.service.worker_handlers import detail_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.prompt_fields import PromptFields
@@ -43,26 +42,25 @@ from lean_selector.wire.selection import (
 )
 from lean_selector.wire.worker_details import SourceCondition
 
-BODIES = Bodies(
-    BODY_FIELDS,
-    registration=WorkerRequest,
-    change=WorkerPatch,
-    select=SelectRequest,
-    select_and_reserve=SelectAndReserveRequest,
-    reservation=ReservationRequest,
-    projection=ProjectionRequest,
-)
+BODIES: Final[dict[str, Any]] = {
+    "/workers": WorkerRequest,
+    "/workers/{worker_id}": WorkerPatch,
+    "/select": SelectRequest,
+    "/select_and_reserve": SelectAndReserveRequest,
+    "/reservations": ReservationRequest,
+    "/potential_loads": ProjectionRequest,
+    "/overlap_scores": ProjectionRequest,
+}
 
 
 class SelectionService(SelectionHandlers):
     """The routes and handlers of the 1.3 dialect."""
 
-    def routes(self) -> tuple[Route, ...]:
-        return (
-            *dialect_routes(self, BODIES),
-            ("GET", "/dump", READ, plain(self.dump)),
-            *self.shared_routes(),
-        )
+    def bodies(self) -> dict[str, Any]:
+        return BODIES
+
+    def dump_endpoint(self) -> Endpoint:
+        return plain(self.dump)
 
     def record(self, worker: Worker) -> object:
         return worker.record()

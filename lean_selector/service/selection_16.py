@@ -9,6 +9,7 @@ selection_16.md. The other handlers are in `selection_handlers`.
 import secrets
 import uuid
 from collections.abc import Sequence
+from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 
@@ -26,11 +27,9 @@ from lean_selector.core.selection.records import (
     WorkerLoad,
 )
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.service.access import READ
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
-from lean_selector.service.gate import Route, with_query
-from lean_selector.service.header_warnings import BODY_FIELDS_16
-from lean_selector.service.selection_handlers import Bodies, SelectionHandlers, dialect_routes
+from lean_selector.service.gate import Endpoint, with_query
+from lean_selector.service.selection_handlers import SelectionHandlers
 from lean_selector.service.worker_handlers import health_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.prompt_fields import PromptFields
@@ -52,26 +51,25 @@ from lean_selector.wire.selection_16 import (
 )
 from lean_selector.wire.worker_details import SourceCondition
 
-BODIES = Bodies(
-    BODY_FIELDS_16,
-    registration=WorkerRequest16,
-    change=WorkerPatch16,
-    select=SelectRequest16,
-    select_and_reserve=SelectAndReserveRequest16,
-    reservation=ReservationRequest16,
-    projection=ProjectionRequest16,
-)
+BODIES: Final[dict[str, Any]] = {
+    "/workers": WorkerRequest16,
+    "/workers/{worker_id}": WorkerPatch16,
+    "/select": SelectRequest16,
+    "/select_and_reserve": SelectAndReserveRequest16,
+    "/reservations": ReservationRequest16,
+    "/potential_loads": ProjectionRequest16,
+    "/overlap_scores": ProjectionRequest16,
+}
 
 
 class SelectionService16(SelectionHandlers):
     """The routes and handlers of the 1.6 dialect."""
 
-    def routes(self) -> tuple[Route, ...]:
-        return (
-            *dialect_routes(self, BODIES),
-            ("GET", "/dump", READ, with_query(self._dump_of, DETAIL)),
-            *self.shared_routes(),
-        )
+    def bodies(self) -> dict[str, Any]:
+        return BODIES
+
+    def dump_endpoint(self) -> Endpoint:
+        return with_query(self._dump_of, DETAIL)
 
     def _dump_of(self, query: Query) -> object:
         return self.dump(detail=wants_detail(query))

@@ -4,7 +4,7 @@ Each may be as large as the index. Its text is `wire.dump`'s business.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
@@ -35,6 +35,7 @@ from lean_selector.core.sessions.table import check_session_id
 from lean_selector.service.access import ADMIN, READ, WRITE
 from lean_selector.service.bodies import BadQuery, Query, reservation_id_param, worker_id_param
 from lean_selector.service.gate import (
+    Endpoint,
     Route,
     plain,
     with_body,
@@ -43,7 +44,7 @@ from lean_selector.service.gate import (
     with_param_and_optional_body,
     with_query,
 )
-from lean_selector.service.header_warnings import warning_of_fields
+from lean_selector.service.header_warnings import with_warnings
 from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
 from lean_selector.service.shared_handlers import OK, Plane
 from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
@@ -104,79 +105,6 @@ class DumpAnswers:
         )
 
 
-# -- selection routes ----------------------------------------------------------------------------
-#
-# The routes whose bodies each dialect of the selection service has of its own, in one table.
-
-
-class Handlers(Protocol):
-    """Those of one dialect, each for the body that it has in `Bodies`."""
-
-    def register(self, body: Any) -> object: ...
-
-    def patch(self, worker_id: int, body: Any) -> object: ...
-
-    def select(self, body: Any) -> object: ...
-
-    def select_and_reserve(self, body: Any) -> object: ...
-
-    def reserve(self, body: Any) -> object: ...
-
-    def loads(self, query: Query) -> object: ...
-
-    def potential_loads(self, body: Any) -> object: ...
-
-    def overlap_scores(self, body: Any) -> object: ...
-
-
-class Bodies:
-    """The structs of one dialect; `fields` are the names in the body of each path."""
-
-    def __init__(
-        self,
-        fields: Mapping[str, frozenset[str]],
-        *,
-        registration: type[Any],
-        change: type[Any],
-        select: type[Any],
-        select_and_reserve: type[Any],
-        reservation: type[Any],
-        projection: type[Any],
-    ) -> None:
-        self.fields = fields
-        self.registration = registration
-        self.change = change
-        self.select = select
-        self.select_and_reserve = select_and_reserve
-        self.reservation = reservation
-        self.projection = projection
-
-
-def dialect_routes(handlers: Handlers, bodies: Bodies) -> tuple[Route, ...]:
-    register = with_body(bodies.registration, handlers.register, 201)
-    patch = with_param_and_body(worker_id_param, bodies.change, handlers.patch)
-    return (
-        ("POST", "/workers", ADMIN, warning_of_fields(bodies.fields["/workers"], register)),
-        (
-            "PATCH",
-            "/workers/{worker_id}",
-            ADMIN,
-            warning_of_fields(bodies.fields["/workers/{worker_id}"], patch),
-        ),
-        ("POST", "/select", WRITE, with_body(bodies.select, handlers.select)),
-        (
-            "POST",
-            "/select_and_reserve",
-            WRITE,
-            with_body(bodies.select_and_reserve, handlers.select_and_reserve),
-        ),
-        ("POST", "/reservations", WRITE, with_body(bodies.reservation, handlers.reserve, 201)),
-        ("GET", "/loads", READ, with_query(handlers.loads)),
-        ("POST", "/potential_loads", READ, with_body(bodies.projection, handlers.potential_loads)),
-        ("POST", "/overlap_scores", READ, with_body(bodies.projection, handlers.overlap_scores)),
-    )
-
-
 # -- selection handlers --------------------------------------------------------------------------
 #
 # What both dialects of the selection service do alike: lifecycle calls, inspection, and requests
@@ -221,9 +149,51 @@ class SelectionHandlers(WorkerHandlers):
         self._call_later = call_later
         self._default_terms: Terms = selector.terms
 
-    def shared_routes(self) -> tuple[Route, ...]:
-        """The routes whose bodies and answers are the same in every dialect."""
+    def routes(self) -> tuple[Route, ...]:
+        """All that the selector serves in a dialect."""
+        bodies = self.bodies()
         return (
+            (
+                "POST",
+                "/workers",
+                ADMIN,
+                with_warnings(with_body(bodies["/workers"], self.register, 201)),
+            ),
+            (
+                "PATCH",
+                "/workers/{worker_id}",
+                ADMIN,
+                with_warnings(
+                    with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
+                ),
+            ),
+            ("POST", "/select", WRITE, with_body(bodies["/select"], self.select)),
+            (
+                "POST",
+                "/select_and_reserve",
+                WRITE,
+                with_body(bodies["/select_and_reserve"], self.select_and_reserve),
+            ),
+            (
+                "POST",
+                "/reservations",
+                WRITE,
+                with_body(bodies["/reservations"], self.reserve, 201),
+            ),
+            ("GET", "/loads", READ, with_query(self.loads)),
+            (
+                "POST",
+                "/potential_loads",
+                READ,
+                with_body(bodies["/potential_loads"], self.potential_loads),
+            ),
+            (
+                "POST",
+                "/overlap_scores",
+                READ,
+                with_body(bodies["/overlap_scores"], self.overlap_scores),
+            ),
+            ("GET", "/dump", READ, self.dump_endpoint()),
             *self.worker_routes(),
             (
                 "DELETE",
@@ -254,6 +224,31 @@ class SelectionHandlers(WorkerHandlers):
         )
 
     # -- what a dialect says otherwise ---------------------------------------------------------
+
+    def bodies(self) -> dict[str, Any]:
+        """The structs of the bodies that a dialect has of its own, by path."""
+        raise NotImplementedError
+
+    def select(self, body: Any) -> object:
+        raise NotImplementedError
+
+    def select_and_reserve(self, body: Any) -> object:
+        raise NotImplementedError
+
+    def reserve(self, body: Any) -> object:
+        raise NotImplementedError
+
+    def loads(self, query: Query) -> object:
+        raise NotImplementedError
+
+    def potential_loads(self, body: Any) -> object:
+        raise NotImplementedError
+
+    def overlap_scores(self, body: Any) -> object:
+        raise NotImplementedError
+
+    def dump_endpoint(self) -> Endpoint:
+        raise NotImplementedError
 
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None

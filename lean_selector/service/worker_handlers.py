@@ -14,7 +14,6 @@ from lean_selector.core.selection.workers import WorkerRecord
 from lean_selector.service.access import ADMIN, OPEN, READ, WRITE
 from lean_selector.service.bodies import DETAIL, SCOPE_FIELDS, Query, wants_detail, worker_id_param
 from lean_selector.service.gate import (
-    Abridged,
     Route,
     plain,
     with_param,
@@ -22,10 +21,9 @@ from lean_selector.service.gate import (
     with_query,
 )
 from lean_selector.service.header_warnings import (
-    BODY_FIELDS,
     Sources,
     registration_warnings,
-    warning_of_fields,
+    with_warnings,
 )
 from lean_selector.service.replies import Reply, Standing
 from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
@@ -215,13 +213,10 @@ class WorkerHandlers(ReplicaHandlers):
 
     def worker_routes(self) -> tuple[Route, ...]:
         """The routes whose bodies and answers are the same in every dialect."""
-        report = warning_of_fields(
-            BODY_FIELDS["/workers/{worker_id}/report"],
-            with_param_and_body(worker_id_param, WorkerReport, self.report),
-        )
+        report = with_warnings(with_param_and_body(worker_id_param, WorkerReport, self.report))
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
-            ("GET", "/ready", OPEN, Abridged(plain(self.ready), plain(self.ready_in_brief))),
+            ("GET", "/ready", OPEN, plain(self.ready, brief=self.ready_in_brief)),
             ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
             ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
             ("POST", "/workers/{worker_id}/report", WRITE, report),

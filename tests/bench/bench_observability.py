@@ -105,7 +105,7 @@ class BareGate(Gate):
         try:
             answer = found.value[0](request, found.param)
         except Exception as error:
-            answer = self._failed(request, found.value[1], error)
+            answer = self._failed(request, found.value[1], error, found.value[3])
         return answer
 
 
@@ -288,7 +288,7 @@ def scrape(workers: int, ranks: int) -> None:
     for _ in range(20):
         slices.append([])
         started = time.thread_time()
-        reply = ask(None, None)  # type: ignore[arg-type] # it is not looked at
+        reply = ask.run(None, None)  # type: ignore[arg-type] # it is not looked at
         slices[-1].append(time.thread_time() - started)
         while due:
             started = time.thread_time()

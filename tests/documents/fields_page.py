@@ -9,8 +9,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+from lean_selector.service.gate import Route
 from lean_selector.service.openapi.document import DESCRIBED, service_document
 from tests.documents.pages import ROOT
+from tests.gates import routes_of
 
 PAGE: Final = "docs/reference/fields.md"
 _SECTIONS: Final = {
@@ -51,11 +53,17 @@ class Row(NamedTuple):
         return "| " + " | ".join([f"`{name}`", *others]) + " |"
 
 
+def described_routes(service: str) -> list[Route]:
+    """Those of a service, in the order of their descriptions."""
+    order = [*DESCRIBED[service][1]]
+    return sorted(routes_of(service), key=lambda route: order.index(route[:2]))
+
+
 def page() -> str:
     """The whole text."""
     parts, written = [_INTRO], dict[str, list[Row]]()
     for service, (title, api) in _SECTIONS.items():
-        document = json.loads(service_document(service, list(DESCRIBED[service][1])))
+        document = json.loads(service_document(service, described_routes(service)))
         parts += [f"## {title}\n", f"What its routes take and give; more in {api}.\n"]
         parts.append("\n".join(["| route | body | answers |", "|---|---|---|", *_routes(document)]))
         parts.append("")

@@ -4,39 +4,11 @@ import re
 
 import pytest
 
-from lean_selector.core.trackers import Trackers
-from lean_selector.route.door import RouteDoor
 from lean_selector.service.access import NAMES, READ, Role
-from lean_selector.service.application import MetricsAnswers, OpenApiRoutes
-from lean_selector.service.gate import Route
-from lean_selector.service.selection_handlers import BusyThresholdService
-from lean_selector.service.shared_handlers import discovery_routes
-from lean_selector.service.slot_tracker import SlotTrackerService
 from tests.documents.pages import OURS
-from tests.gates import Turns, selection_service
+from tests.gates import routes_of
 
 PAGE = "docs/guide/access.md"
-
-
-class NoPrompts:
-    """What the door for gateways would ask."""
-
-    async def of(self, path: str, body: bytes, *, forwards: bool) -> object:
-        raise NotImplementedError
-
-
-def routes_of(service: str) -> list[Route]:
-    shared = (
-        *discovery_routes(None),
-        *MetricsAnswers(list, Turns().call_soon).routes(),
-        *OpenApiRoutes(service, ()).routes(),
-    )
-    if service == "slot_tracker":
-        return [*SlotTrackerService(Trackers()).routes(), *shared]
-    selection = selection_service()
-    door = RouteDoor(NoPrompts(), lambda body: None, lambda name: None, lambda name: False)  # type: ignore[arg-type] # nothing is asked
-    thresholds = BusyThresholdService(selection.selector)
-    return [*selection.routes(), *thresholds.routes(), *door.routes(), *shared]
 
 
 def cells(role: str) -> list[str]:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from lean_selector.service.gate import Route
 from lean_selector.service.openapi.document import service_document
 from tests.documents import fields_page
 from tests.documents.pages import OURS
@@ -22,7 +23,7 @@ def test_a_field_that_is_added_to_the_description_changes_the_page(
 ) -> None:
     before = fields_page.page()
 
-    def more(service: str, routes: list[tuple[str, str]]) -> bytes:
+    def more(service: str, routes: list[Route]) -> bytes:
         document = json.loads(service_document(service, routes))
         field = {"type": "integer", "minimum": 1, "description": "seconds"}
         document["components"]["schemas"]["Ok"]["properties"]["took_s"] = field

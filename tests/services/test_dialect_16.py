@@ -14,7 +14,7 @@ from lean_selector.core.selection.settings import RouterSettings, SelectionCache
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.gate import Gate
-from lean_selector.service.header_warnings import refusal_lines_16
+from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.worker_handlers import ServiceState
@@ -46,7 +46,7 @@ class Service:
             state=ServiceState(),
             clock=lambda: self.now,
         )
-        self.gate = Gate(self.service.routes(), lines=refusal_lines_16)
+        self.gate = Gate(self.service.routes(), lines=refusal_lines)
         self.register(1)
 
     def register(self, worker_id: int, **fields: object) -> Any:

@@ -404,7 +404,7 @@ def metrics(families: list[Family], loop: Loop) -> Callable[[], PendingReply]:
     ((_, _, _, endpoint),) = MetricsAnswers(lambda: families, loop.call_soon, loop.clock).routes()
 
     def ask() -> PendingReply:
-        reply = endpoint(gates.request("GET", "/metrics"), None)
+        reply = endpoint.run(gates.request("GET", "/metrics"), None)
         assert isinstance(reply, PendingReply)
         return reply
 

@@ -7,6 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from lean_selector import __version__
+from lean_selector.service.access import NAMES, OPEN, READ, Role
+from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.openapi.routes import (
     DOOR_ROUTES,
     SELECTOR_16_ROUTES,
@@ -14,7 +16,7 @@ from lean_selector.service.openapi.routes import (
     SLOT_TRACKER_ROUTES,
 )
 from lean_selector.service.openapi.schemas import Schema, components
-from lean_selector.service.openapi.shapes import QueryField, RouteDescription, Text
+from lean_selector.service.openapi.shapes import RouteDescription, Text
 from lean_selector.wire.busy import OverloadBody
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.selection import ErrorBody
@@ -32,6 +34,14 @@ _PARAM_MEANINGS: Final = {
     "path": "the path of the request as the gateway's client sent it",
 }
 _PARAM_EXAMPLES: Final[dict[str, Any]] = {"worker_id": 1, "reservation_id": "request-1"}
+# The fields of queries, in the order shown.
+_QUERY: Final = {
+    "model": "the model",
+    "model_name": "only of this model",
+    "tenant_id": "only of this tenant",
+    "routing_group": "the other name of tenant_id",
+    "detail": "`true`: with what is known of each besides",
+}
 # What the connection answers before a route is known, and what a service that fails says.
 CONNECTION_ERRORS: Final = {
     400: "no HTTP request, or one that cannot be read",
@@ -49,9 +59,7 @@ _OF_BODIES: Final = {
     415: "the content-type is another",
     422: "the body is JSON, and not of this shape",
 }
-OPEN: Final = "open"  # the role of whoever has no token
-_LEAST: Final = "read"  # every token's
-_NO_ROLES: Final[dict[tuple[str, str], str]] = {}
+_OPEN: Final = "open"  # the role that needs no token
 _REFUSALS: Final = {401: "no token, or one that is not known", 403: "the token's role is too small"}
 _SCHEME: Final = {
     "type": "http",
@@ -67,26 +75,22 @@ names it; bodies with a prompt may be. Unknown fields are ignored. HEAD is answe
 
 def document(
     title: str,
-    routes: Iterable[tuple[str, str]],
+    routes: Iterable[Route],
     described: Mapping[tuple[str, str], RouteDescription],
-    roles: Mapping[tuple[str, str], str] = _NO_ROLES,
     *,
     asks_tokens: bool = False,
 ) -> dict[str, Any]:
-    """`routes` are methods and path templates, in the order shown. One that is not described is
-    shown as such. `roles` are those of tokens, OPEN for a route of everybody; where the service
-    `asks_tokens` they are also its security."""
-    kept = {route: described.get(route, _undescribed(route)) for route in routes}
-    shapes = _Shapes(kept.values())
+    """`routes` are in the order shown; one that is not described is shown as such. Where the
+    service `asks_tokens` the roles of the routes are also its security."""
+    kept = [(route, described.get(route[:2], _UNDESCRIBED)) for route in routes]
+    shapes = _Shapes(kept)
     paths: dict[str, dict[str, Any]] = {}
-    for (method, template), about in kept.items():
+    for (method, template, role, endpoint), about in kept:
         path = template.replace("*}", "}")
-        operation = _operation(method, path, about, shapes)
-        role = roles.get((method, template))
-        if role is not None:
-            operation["x-role"] = role
-            if asks_tokens and role != OPEN:
-                _secure(operation, role, about.refusal, shapes)
+        operation = _operation(method, path, endpoint, about, shapes)
+        operation["x-role"] = NAMES.get(role, _OPEN)
+        if asks_tokens and role != OPEN:
+            _secure(operation, role, about.refusal, shapes)
         paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -97,7 +101,7 @@ def document(
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        "tags": [{"name": each} for each in dict.fromkeys(one.group for one in kept.values())],
+        "tags": [{"name": each} for each in dict.fromkeys(about.group for _, about in kept)],
         "paths": paths,
         "components": {
             "schemas": shapes.named,
@@ -110,11 +114,11 @@ def document(
     }
 
 
-def _secure(operation: dict[str, Any], role: str, refusal: Any, shapes: "_Shapes") -> None:
-    operation["security"] = [{"token": [role]}]
+def _secure(operation: dict[str, Any], role: Role, refusal: Any, shapes: "_Shapes") -> None:
+    operation["security"] = [{"token": [NAMES[role]]}]
     responses = operation["responses"]
     own = {} if refusal is ErrorBody else _refusals(shapes.of(refusal))
-    for status in map(str, _REFUSALS if role != _LEAST else [401]):
+    for status in map(str, _REFUSALS if role != READ else [401]):
         responses[status] = own.get(status, {"$ref": f"#/components/responses/{status}"})
     operation["responses"] = dict(sorted(responses.items()))
 
@@ -130,18 +134,19 @@ def _refusals(schema: Schema) -> dict[str, Any]:
     }
 
 
-def _undescribed(route: tuple[str, str]) -> RouteDescription:
-    return RouteDescription(summary="Not described", group="other", answers={200: dict[str, Any]})
+_UNDESCRIBED: Final = RouteDescription(
+    summary="Not described", group="other", answers={200: dict[str, Any]}
+)
 
 
 class _Shapes:
     """The schema of every type that the routes name."""
 
-    def __init__(self, described: Iterable[RouteDescription]) -> None:
+    def __init__(self, described: Iterable[tuple[Route, RouteDescription]]) -> None:
         types: list[Any] = [ErrorBody, OverloadBody]
-        for each in described:
-            answers = [one for answer in each.answers.values() for one in _alternatives(answer)]
-            types += [one for one in (*answers, each.body, each.refusal) if one is not None]
+        for (_, _, _, endpoint), about in described:
+            answers = [one for answer in about.answers.values() for one in _alternatives(answer)]
+            types += [one for one in (*answers, endpoint.body, about.refusal) if one is not None]
         self._types = types
         self._schemas, self.named = components(types)
 
@@ -157,9 +162,12 @@ def _is_json(answer: Any) -> bool:
     return answer is not None and not isinstance(answer, Text)
 
 
-def _operation(method: str, path: str, about: RouteDescription, shapes: _Shapes) -> dict[str, Any]:
+def _operation(
+    method: str, path: str, endpoint: Endpoint, about: RouteDescription, shapes: _Shapes
+) -> dict[str, Any]:
     names = re.findall(r"{(\w+)}", path)
-    parameters = [*map(_path_parameter, names), *map(_query_parameter, about.query)]
+    fields = [name for name in _QUERY if name in endpoint.query]
+    parameters = [*map(_path_parameter, names), *map(_query_parameter, fields)]
     operation: dict[str, Any] = {
         "operationId": _operation_id(method, path),
         "summary": about.summary,
@@ -167,10 +175,11 @@ def _operation(method: str, path: str, about: RouteDescription, shapes: _Shapes)
     }
     if parameters:
         operation["parameters"] = parameters
-    if about.body is not None:
-        operation["requestBody"] = _body(about, shapes)
+    if endpoint.body is not None:
+        operation["requestBody"] = _body(endpoint, about, shapes)
     operation["responses"] = {
-        str(status): answer for status, answer in sorted(_responses(about, names, shapes).items())
+        str(status): answer
+        for status, answer in sorted(_responses(endpoint, about, names, shapes).items())
     }
     return operation
 
@@ -191,24 +200,24 @@ def _path_parameter(name: str) -> dict[str, Any]:
     }
 
 
-def _query_parameter(field: QueryField) -> dict[str, Any]:
+def _query_parameter(name: str) -> dict[str, Any]:
     schema: Schema = {"type": "string"}
-    if field.pattern is not None:
-        schema["pattern"] = field.pattern
-    shown = {"name": field.name, "in": "query", "required": field.is_required}
-    return {**shown, "description": field.meaning, "schema": schema}
+    if name == "detail":
+        schema["pattern"] = "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0|)$"
+    shown = {"name": name, "in": "query", "required": name == "model"}
+    return {**shown, "description": _QUERY[name], "schema": schema}
 
 
-def _body(about: RouteDescription, shapes: _Shapes) -> dict[str, Any]:
-    media: dict[str, Any] = {"schema": shapes.of(about.body)}
+def _body(endpoint: Endpoint, about: RouteDescription, shapes: _Shapes) -> dict[str, Any]:
+    media: dict[str, Any] = {"schema": shapes.of(endpoint.body)}
     content = {JSON: {**media, "example": about.example}}
-    if issubclass(about.body, PromptFields):
+    if issubclass(endpoint.body, PromptFields):
         content[MSGPACK] = media
-    return {"required": not about.is_body_optional, "content": content}
+    return {"required": not endpoint.is_body_optional, "content": content}
 
 
 def _responses(
-    about: RouteDescription, params: list[str], shapes: _Shapes
+    endpoint: Endpoint, about: RouteDescription, params: list[str], shapes: _Shapes
 ) -> dict[int, dict[str, Any]]:
     texts: dict[int, list[str]] = {}
 
@@ -217,11 +226,11 @@ def _responses(
             texts.setdefault(status, []).append(text)
 
     add(about.errors)
-    if about.body is not None and not about.is_body_optional:
+    if endpoint.body is not None and not endpoint.is_body_optional:
         add(_OF_BODIES)
     if params:
         add({400: "the path cannot be read"})
-    if about.query:
+    if endpoint.query:
         add({400: "the query cannot be read"})
     add(CONNECTION_ERRORS)
     error = shapes.of(ErrorBody)
@@ -263,11 +272,6 @@ def _response(text: str, content: dict[str, Any]) -> dict[str, Any]:
     return {"description": text, "content": content}
 
 
-def encoded(made: dict[str, Any]) -> bytes:
-    """The document as JSON text."""
-    return msgspec.json.encode(made)
-
-
 # -- services ------------------------------------------------------------------------------------
 #
 # Which service has which document.
@@ -279,13 +283,7 @@ DESCRIBED: Final = {
 }
 
 
-def service_document(
-    service: str,
-    routes: Iterable[tuple[str, str]],
-    roles: Mapping[tuple[str, str], str] = _NO_ROLES,
-    *,
-    asks_tokens: bool = False,
-) -> bytes:
-    """The document of a service with these routes, as JSON text; `roles` as in `document`."""
+def service_document(service: str, routes: Iterable[Route], *, asks_tokens: bool = False) -> bytes:
+    """The document of a service with these routes, as JSON text."""
     title, described = DESCRIBED[service]
-    return encoded(document(title, routes, described, roles, asks_tokens=asks_tokens))
+    return msgspec.json.encode(document(title, routes, described, asks_tokens=asks_tokens))

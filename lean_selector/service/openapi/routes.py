@@ -16,86 +16,52 @@ from lean_selector.service.openapi.shapes import (
     Dialect,
     DumpEntry,
     DumpEntry16,
-    QueryField,
     RouteDescription,
     SessionList,
     Snapshot,
     Text,
 )
-from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
+from lean_selector.wire.busy import ThresholdRow, Thresholds
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.kv_sources import KvSource
 from lean_selector.wire.openai_error_shapes import OpenAiErrorBody
-from lean_selector.wire.peer_bodies import PeerRequest, PeerUrlRequest, PlaneState
+from lean_selector.wire.peer_bodies import PlaneState
 from lean_selector.wire.selection import (
     Ok,
-    OutputBlockRequest,
-    ProjectionRequest,
     Readiness,
-    ReservationRequest,
-    SelectAndReserveRequest,
-    SelectRequest,
-    WorkerPatch,
-    WorkerRequest,
 )
 from lean_selector.wire.selection_16 import (
     Booked16,
     OverlapScores16,
     PartitionLoads16,
-    ProjectionRequest16,
-    ReservationRequest16,
-    SelectAndReserveRequest16,
     Selection16,
-    SelectRequest16,
     WorkerDetail16,
-    WorkerPatch16,
     WorkerRecord16,
-    WorkerRequest16,
 )
-from lean_selector.wire.slot_tracker import (
-    AddRequest,
-    LifecycleRequest,
-    PotentialLoadsRequest,
-    RegisterRequest,
-    UnregisterRequest,
-)
-from lean_selector.wire.worker_health import Ending, WorkerDetail, WorkerReport
+from lean_selector.wire.worker_health import WorkerDetail
 
 SWITCHED_OFF: Final = "replica sync is off"
-DETAIL: Final = QueryField(
-    "detail",
-    "`true`: with what is known of each besides",
-    "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0|)$",
-)
-GROUP: Final = (
-    QueryField("tenant_id", "only of this tenant"),
-    QueryField("routing_group", "the other name of tenant_id"),
-)
-SCOPE: Final = (QueryField("model_name", "only of this model"), *GROUP)
 PEERS: Final = RouteDescription(
     summary="The replicas that this one speaks to",
     group="replicas",
-    query=(DETAIL,),
     answers={200: [list[str], PlaneState, dict[str, Any]]},
 )
 
 
-def joining(body: Any, example: Any) -> RouteDescription:
+def joining(example: Any) -> RouteDescription:
     return RouteDescription(
         summary="Speak to a replica; 201 if it was none of ours yet",
         group="replicas",
-        body=body,
         example=example,
         answers={200: Ok, 201: Ok},
         errors={400: "the endpoint cannot be one", 409: SWITCHED_OFF},
     )
 
 
-def leaving(body: Any, example: Any) -> RouteDescription:
+def leaving(example: Any) -> RouteDescription:
     return RouteDescription(
         summary="Speak to a replica no more",
         group="replicas",
-        body=body,
         example=example,
         answers={200: Ok},
         errors={404: "it is none of ours", 409: SWITCHED_OFF},
@@ -106,8 +72,8 @@ _ENDPOINT: Final = {"endpoint": "tcp://127.0.0.1:9092"}
 
 SHARED_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/replica_sync/peers"): PEERS,
-    ("POST", "/replica_sync/register_peer"): joining(PeerRequest, _ENDPOINT),
-    ("POST", "/replica_sync/deregister_peer"): leaving(PeerRequest, _ENDPOINT),
+    ("POST", "/replica_sync/register_peer"): joining(_ENDPOINT),
+    ("POST", "/replica_sync/deregister_peer"): leaving(_ENDPOINT),
     ("GET", "/replica_sync/snapshot"): RouteDescription(
         summary="What is live, for a replica that catches up",
         group="replicas",
@@ -137,37 +103,24 @@ SHARED_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
 # The routes of the selector, described, in each dialect that it speaks (`--api`).
 
 API_1_3: Final = Dialect(
-    registration=WorkerRequest,
-    change=WorkerPatch,
     record=WorkerRecord,
     detail=WorkerDetail,
-    select=SelectRequest,
-    select_and_reserve=SelectAndReserveRequest,
     selection=Selection,
-    reservation=ReservationRequest,
     booked=Booked,
-    projection=ProjectionRequest,
     loads=PartitionLoads,
     scores=OverlapScores,
     dump=DumpEntry,
     id="reservation_id",
 )
 API_1_6: Final = Dialect(
-    registration=WorkerRequest16,
-    change=WorkerPatch16,
     record=WorkerRecord16,
     detail=WorkerDetail16,
-    select=SelectRequest16,
-    select_and_reserve=SelectAndReserveRequest16,
     selection=Selection16,
-    reservation=ReservationRequest16,
     booked=Booked16,
-    projection=ProjectionRequest16,
     loads=PartitionLoads16,
     scores=OverlapScores16,
     dump=DumpEntry16,
     id="selection_id",
-    dumps_in_detail=True,
 )
 
 _PROMPT_FAULT: Final = "the prompt makes no sense, or two names of the tenant differ"
@@ -180,11 +133,10 @@ _HASHES: Final[dict[str, Any]] = {
 }
 
 
-def _projection(summary: str, group: str, body: Any, answer: Any) -> RouteDescription:
+def _projection(summary: str, group: str, answer: Any) -> RouteDescription:
     return RouteDescription(
         summary=summary,
         group=group,
-        body=body,
         example=_PROMPT,
         answers={200: answer},
         errors={400: _PROMPT_FAULT, 503: "the model and tenant have no schedulable worker"},
@@ -215,7 +167,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("POST", "/workers"): RouteDescription(
             summary="Register a worker, or replace its record",
             group="workers",
-            body=says.registration,
             example={
                 **{"worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000"},
                 **{"block_size": 16, "total_kv_blocks": 20000, "max_num_batched_tokens": 8192},
@@ -228,13 +179,11 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("GET", "/workers"): RouteDescription(
             summary="The workers; with `detail` their health and event sources too",
             group="workers",
-            query=(*SCOPE, DETAIL),
             answers={200: [_many(says.record), _many(says.detail)]},
         ),
         ("PATCH", "/workers/{worker_id}"): RouteDescription(
             summary="Change fields of a worker; what is absent or null stays",
             group="workers",
-            body=says.change,
             example={"max_num_batched_tokens": 4096, "taints": ["spot"]},
             answers={200: says.record},
             errors={
@@ -251,7 +200,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("POST", "/workers/{worker_id}/report"): RouteDescription(
             summary="Tell how a request to a worker went",
             group="workers",
-            body=WorkerReport,
             example={"outcome": "ok", "dp_rank": 0, "ttft_ms": 35.5, "cached_tokens": 16},
             answers={200: Ok},
             errors={404: "there is no such worker or rank"},
@@ -260,7 +208,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("POST", "/select"): RouteDescription(
             summary="Choose a rank for a prompt; nothing is booked",
             group="selections",
-            body=says.select,
             example={**_HASHES, "selection_id": "s-1", "allowed_worker_ids": [1]},
             answers={200: says.selection},
             errors={400: _PROMPT_FAULT, 429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
@@ -268,7 +215,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("POST", "/select_and_reserve"): RouteDescription(
             summary="Choose a rank for a prompt, and book it",
             group="selections",
-            body=says.select_and_reserve,
             example={**_PROMPT, says.id: "request-1"},
             answers={200: says.selection},
             errors={
@@ -280,7 +226,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("POST", "/reservations"): RouteDescription(
             summary="Book a rank that was chosen elsewhere, or what was selected under an id",
             group="reservations",
-            body=says.reservation,
             example={
                 **{says.id: "request-2", "model_name": "llama", "worker_id": 1, "dp_rank": 0},
                 **{"sequence_hashes": [21, 22], "isl_tokens": 40, "effective_prefill_tokens": 40},
@@ -302,7 +247,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("POST", "/reservations/{reservation_id}/output_block"): RouteDescription(
             summary="A request fills one more block",
             group="reservations",
-            body=OutputBlockRequest,
             example={"decay_fraction": 0.5},
             answers={200: Ok},
             errors={400: "decay_fraction is not within 0.0 and 1.0", 404: "it is not live"},
@@ -310,8 +254,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("DELETE", "/reservations/{reservation_id}"): RouteDescription(
             summary="A request has ended, and how",
             group="reservations",
-            body=Ending,
-            is_body_optional=True,
             example={"outcome": "ok", "cached_tokens": 16},
             answers={200: Ok},
             errors={404: "there never was such a reservation"},
@@ -320,37 +262,32 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("GET", "/loads"): RouteDescription(
             summary="The load of each rank",
             group="loads",
-            query=SCOPE,
             answers={200: _many(says.loads)},
         ),
         ("POST", "/potential_loads"): _projection(
             "The load of each rank if this prompt ran there",
             "loads",
-            says.projection,
             list[RankLoadRow],
         ),
         ("POST", "/overlap_scores"): _projection(
-            "How much of a prompt each rank has cached", "index", says.projection, says.scores
+            "How much of a prompt each rank has cached", "index", says.scores
         ),
         # -- the index
         ("GET", "/dump"): RouteDescription(
             summary="The index, in the form that --indexer-peers reads",
             group="index",
-            query=(DETAIL,) if says.dumps_in_detail else (),
             answers={200: _named(says.dump)},
             errors={503: "start-up recovery is under way"},
         ),
         ("GET", "/kv_sources"): RouteDescription(
             summary="Each engine's events: state, last batch, gaps, what was lost or skipped",
             group="index",
-            query=SCOPE,
             answers={200: list[KvSource]},
         ),
         # -- load shedding
         ("POST", "/busy_threshold"): RouteDescription(
             summary="From which load on a model's workers are busy; what is absent or null stays",
             group="load shedding",
-            body=ThresholdRequest,
             example={"model": "llama", "active_decode_blocks_threshold": 0.85},
             answers={200: ThresholdRow},
             errors={400: "a threshold that there cannot be", 404: "the model has no workers"},
@@ -361,7 +298,6 @@ def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
         ("DELETE", "/busy_threshold"): RouteDescription(
             summary="Switch a model's thresholds off",
             group="load shedding",
-            query=(QueryField("model", "the model", is_required=True), *GROUP),
             answers={200: ThresholdRow},
             errors={400: "`model` is missing", 404: "the model has no workers"},
         ),
@@ -405,7 +341,6 @@ def _lifecycle(summary: str, unknown: str) -> RouteDescription:
     return RouteDescription(
         summary=summary,
         group="requests",
-        body=LifecycleRequest,
         example=_REQUEST,
         answers={200: Ok},
         errors={400: "two names of the tenant differ", 404: unknown},
@@ -419,7 +354,6 @@ SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
     ("POST", "/register"): RouteDescription(
         summary="Register a worker's ranks",
         group="workers",
-        body=RegisterRequest,
         example={
             **{"worker_id": 7, "model_name": "llama", "block_size": 16},
             **{"dp_start": 0, "dp_size": 1},
@@ -433,18 +367,16 @@ SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
     ("POST", "/unregister"): RouteDescription(
         summary="Remove a worker, and drop its requests",
         group="workers",
-        body=UnregisterRequest,
         example={"worker_id": 7, "model_name": "llama"},
         answers={200: Ok},
         errors={400: "two names of the tenant differ", 404: "it is not registered"},
     ),
     ("GET", "/workers"): RouteDescription(
-        summary="The workers", group="workers", query=SCOPE, answers={200: list[WorkerRow]}
+        summary="The workers", group="workers", answers={200: list[WorkerRow]}
     ),
     ("POST", "/add"): RouteDescription(
         summary="A request begins on a rank",
         group="requests",
-        body=AddRequest,
         example={
             **_REQUEST,
             **{"worker_id": 7, "dp_rank": 0},
@@ -464,13 +396,11 @@ SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/loads"): RouteDescription(
         summary="The load of each rank",
         group="loads",
-        query=SCOPE,
         answers={200: list[LoadRow]},
     ),
     ("POST", "/potential_loads"): RouteDescription(
         summary="The load of each rank if this prompt ran there",
         group="loads",
-        body=PotentialLoadsRequest,
         example={
             **{"model_name": "llama", "sequence_hashes": [101, -22, 303, 404]},
             **{"new_isl_tokens": 64},
@@ -478,8 +408,8 @@ SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
         answers={200: list[PotentialLoadRow]},
         errors={400: "two names of the tenant differ, or too many tokens", 404: _NO_TRACKER},
     ),
-    ("POST", "/register_peer"): joining(PeerUrlRequest, _URL),
-    ("POST", "/deregister_peer"): leaving(PeerUrlRequest, _URL),
+    ("POST", "/register_peer"): joining(_URL),
+    ("POST", "/deregister_peer"): leaving(_URL),
     ("GET", "/peers"): PEERS,
     **SHARED_ROUTES,
 }

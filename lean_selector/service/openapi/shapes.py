@@ -9,15 +9,6 @@ from lean_selector.wire.replica_shapes import SessionLine, SnapshotLine
 from lean_selector.wire.selection import ErrorBody
 
 
-class QueryField(msgspec.Struct, frozen=True):
-    """A field of the query string. `pattern`: what it may say, where it may not say anything."""
-
-    name: str
-    meaning: str
-    pattern: str | None = None
-    is_required: bool = False
-
-
 class Text(msgspec.Struct, frozen=True):
     """An answer that is not JSON."""
 
@@ -30,39 +21,29 @@ class RouteDescription(msgspec.Struct, frozen=True, kw_only=True):
     `answers` are those that the handler gives, by status: a type that msgspec knows, a list of such
     types where it is one or another, a Text, or None for an empty body. `errors` are the statuses
     of its own refusals, each with when; what every route of its kind may answer (a body that is no
-    JSON, a path that cannot be read, a service that fails) is added by itself. `refusal` is what is
-    said to whoever has no token, or one of a lesser role.
+    JSON, a path that cannot be read, a service that fails) is added by itself. `refusal` is the
+    answer to a request without a token, or with one of a lesser role.
     """
 
     summary: str
     group: str
     answers: dict[int, Any]
-    body: Any = None  # a struct
-    is_body_optional: bool = False
-    query: tuple[QueryField, ...] = ()
     errors: dict[int, str] = {}
     refusal: Any = ErrorBody
     example: Any = None  # of a body, as it decodes from JSON: there whenever a body is
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """What the selector's routes take and answer in one of its dialects: structs."""
+    """What the selector's routes answer in one of its dialects: structs."""
 
-    registration: Any
-    change: Any
     record: Any
     detail: Any
-    select: Any
-    select_and_reserve: Any
     selection: Any
-    reservation: Any
     booked: Any
-    projection: Any
     loads: Any
     scores: Any
     dump: Any  # an entry
     id: str  # the field that names a reservation
-    dumps_in_detail: bool = False
 
 
 class DumpEntry(msgspec.Struct):
