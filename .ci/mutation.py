@@ -36,14 +36,14 @@ REVIEWED_BY_MANY = (
 # Modules that are changed, and tests that should notice.
 AREAS: dict[str, tuple[list[str], list[str]]] = {
     "cost": (
-        [f"{CORE}/selection/{name}.py" for name in ("cost", "terms")],
+        [f"{CORE}/selection/cost.py"],
         [
             *("tests/core/selection/test_cost.py", "tests/core/selection/test_choice.py"),
             *("tests/core/selection/test_explain.py", "tests/properties/test_choice.py"),
         ],
     ),
     "cells": (
-        [f"{CORE}/selection/{name}.py" for name in ("cells", "choice")],
+        [f"{CORE}/selection/choice.py"],
         ["tests/core/selection/test_choice.py", "tests/properties/test_choice.py"],
     ),
     "cursor": (

@@ -7,13 +7,17 @@ from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.selection.shapes import (
+    PinnedWorker,
+    Placement,
+    SelectionRequest,
+    Source,
+    WorkerSpec,
+)
 from lean_selector.core.sessions.table import SessionTables
 
 BLOCK_SIZE = 4

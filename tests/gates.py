@@ -7,7 +7,7 @@ from typing import Any
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import Source
+from lean_selector.core.selection.shapes import Source
 from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.head import Request, block_of

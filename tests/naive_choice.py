@@ -19,9 +19,8 @@ from lean_selector.core.selection.cost import (
     softmax,
     taint_factor,
 )
-from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.records import SelectionRequest
-from lean_selector.core.selection.schedulable import SchedulableWorker
+from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.shapes import SelectionRequest
 
 Matches = dict[tuple[int, int], Matched]
 Candidate = tuple[SchedulableWorker, RankLoad]

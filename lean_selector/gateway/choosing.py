@@ -10,10 +10,9 @@ from lean_selector.core.errors import (
     NotFound,
     SelectorError,
 )
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.records import Placement, SelectionRequest
+from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.lease import WorkerLease
 

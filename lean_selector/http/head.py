@@ -140,14 +140,7 @@ class HeaderBlock:
 class LengthFrame:
     """What stands around the length in header sections that differ in nothing else."""
 
-    __slots__ = (
-        "_prefix",
-        "_prefix_bytes",
-        "_suffix",
-        "_suffix_bytes",
-        "block",
-        "lengths",
-    )
+    __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
     def __init__(self, prefix: bytes, suffix: bytes, block: HeaderBlock) -> None:
         """`prefix` goes to the first digit, `suffix` is not empty."""
@@ -306,14 +299,7 @@ class CredentialLine:
     before, where another text has one chance in 2**64.
     """
 
-    __slots__ = (
-        "_begin",
-        "_known",
-        "_size",
-        "_start",
-        "_value",
-        "credential",
-    )
+    __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
 
     def __init__(self, section: bytes) -> None:
         """Of a section that has credentials."""

@@ -142,13 +142,7 @@ class PendingReply:
     hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
     """
 
-    __slots__ = (
-        "_observers",
-        "_send",
-        "is_being_made",
-        "on_disconnect",
-        "response",
-    )
+    __slots__ = ("_observers", "_send", "is_being_made", "on_disconnect", "response")
 
     def __init__(
         self, on_disconnect: Callable[[], None] | None = None, *, is_being_made: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from lean_selector.core.selection.catalog import Catalog, Worker
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.token_file import TokenFile

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from lean_selector.core.endpoints import replay_endpoint_for
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.numbers import MAX_RANKS
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 
 

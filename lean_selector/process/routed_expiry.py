@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.workers import PartitionKey
+from lean_selector.core.selection.shapes import PartitionKey
 
 _MOST_LATE_S = 0.5
 _LATE = 1 / 40  # of the time that a block lives

@@ -9,8 +9,7 @@ from lean_selector.core.replication.events import ReplicaTarget, restore
 from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.restoring import restore_booking
-from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.selector import Selector, restore_booking
 from lean_selector.core.trackers import Trackers
 from lean_selector.process.host import StartError, os_reason
 from lean_selector.process.replica_plane import ReplicaPlane

@@ -12,7 +12,7 @@ from lean_selector.core.errors import (
     Unavailable,
     WaitedTooLong,
 )
-from lean_selector.core.selection.records import Selection
+from lean_selector.core.selection.shapes import Selection
 from lean_selector.http.response import encode_response
 from lean_selector.outbound.url import Url, url_at
 from lean_selector.prompts.unknown import Unknown

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
-from lean_selector.core.selection.records import Selection
+from lean_selector.core.selection.shapes import Selection
 from lean_selector.http.head import Request
 from lean_selector.http.response import Response
 from lean_selector.prompts.routed import Routed

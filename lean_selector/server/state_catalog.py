@@ -13,9 +13,8 @@ import msgspec
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.replication.shapes import LiveBooking
-from lean_selector.core.selection.restoring import restore_partition
-from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.selector import Selector, restore_partition
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.tracker_rows import WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.state_files import (

@@ -15,7 +15,7 @@ from lean_selector.core.endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.head import Request
 from lean_selector.service.gate import Endpoint
 from lean_selector.service.replies import Answer, is_json, printable, warning_line

@@ -14,7 +14,8 @@ from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import (
+from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.shapes import (
     OUTLOOK,
     Booked,
     OverlapScores,
@@ -24,7 +25,6 @@ from lean_selector.core.selection.records import (
     Selection,
     SelectionRequest,
 )
-from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.service.bodies import Query
 from lean_selector.service.gate import Endpoint, plain
 from lean_selector.service.selection_handlers import SHUTDOWN as SHUTDOWN

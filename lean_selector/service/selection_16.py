@@ -17,7 +17,8 @@ from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import (
+from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.shapes import (
     HINT,
     OUTLOOK,
     Placement,
@@ -26,7 +27,6 @@ from lean_selector.core.selection.records import (
     SelectionRequest,
     WorkerLoad,
 )
-from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
 from lean_selector.service.gate import Endpoint, with_query
 from lean_selector.service.selection_handlers import SelectionHandlers

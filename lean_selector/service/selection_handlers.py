@@ -13,24 +13,23 @@ from lean_selector.core.errors import BadRequest, NotFound, Unavailable, WaitedT
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.cost import overridden
+from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import (
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterOverride, Terms
+from lean_selector.core.selection.shapes import (
     EXPLANATION,
     Booked,
     CachedSelection,
     OverlapScores,
+    PartitionKey,
     Placement,
     RankLoadRow,
     RankOutlook,
     SelectionRequest,
     WorkerLoad,
 )
-from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterOverride, Terms
-from lean_selector.core.selection.terms import overridden
-from lean_selector.core.selection.workers import PartitionKey
 from lean_selector.core.sessions.table import check_session_id
 from lean_selector.service.access import ADMIN, READ, WRITE
 from lean_selector.service.bodies import BadQuery, Query, reservation_id_param, worker_id_param

@@ -10,11 +10,10 @@ from typing import Final, Protocol
 
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
+from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.partition import Partition, SchedulableWorker
 from lean_selector.core.selection.peer_sessions import PeerSessions
-from lean_selector.core.selection.schedulable import SchedulableWorker
-from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.sessions.shapes import SessionVerdict
 from lean_selector.core.sessions.table import SessionTable

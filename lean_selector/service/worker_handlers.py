@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from lean_selector.core.health.ejections import EJECTED, IN_SERVICE, PROBATION
 from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.workers import WorkerRecord
+from lean_selector.core.selection.shapes import WorkerRecord
 from lean_selector.service.access import ADMIN, OPEN, READ, WRITE
 from lean_selector.service.bodies import DETAIL, SCOPE_FIELDS, Query, wants_detail, worker_id_param
 from lean_selector.service.gate import (

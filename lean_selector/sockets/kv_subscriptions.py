@@ -18,7 +18,7 @@ from lean_selector.core.endpoints import zmq_key
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.workers import Source
+from lean_selector.core.selection.shapes import Source
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.links import Links

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from lean_selector.core.selection.records import RankLoadRow
+from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.engines import (
     EngineModel,
     EngineSpeed,

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from lean_selector.core.selection.records import AffinityTarget, PinnedWorker
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.core.selection.workers import BY_RANK, WorkerSpec
+from lean_selector.core.selection.shapes import BY_RANK, AffinityTarget, PinnedWorker, WorkerSpec
 from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import (

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import UnsetType
 
 from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.records import (
+from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.shapes import (
     Booked,
     Explanation,
     FetchHint,
@@ -22,7 +23,6 @@ from lean_selector.core.selection.records import (
     SharedCache,
     WorkerLoad,
 )
-from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import U32, NonNegative, check_u64
 from lean_selector.wire.selection import (

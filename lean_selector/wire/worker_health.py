@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from lean_selector.core.selection.workers import WorkerRecord
+from lean_selector.core.selection.shapes import WorkerRecord
 from lean_selector.wire.scalars import U32
 from lean_selector.wire.worker_details import SourceCondition
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.worker_health import WorkerHealth
+from lean_selector.core.selection.selector import WorkerHealth
 from lean_selector.outbound.answer import OutboundAnswer
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.outbound.url import url_at

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from lean_selector.core.errors import SelectorError
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.tasks import supervise
 from lean_selector.wire.discovery_states import KeptWorker

@@ -20,7 +20,7 @@ from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.listener import UnixPath
 from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_plane import AccessLogPlane

@@ -22,7 +22,7 @@ from types import FrameType
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import date_header, encode_response

@@ -23,10 +23,9 @@ from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.selection.shapes import Placement, SelectionRequest, Source, WorkerSpec
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import HttpProtocol

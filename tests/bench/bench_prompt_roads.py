@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import date_header

@@ -12,9 +12,9 @@ import uvloop
 import zmq.asyncio
 
 from lean_selector.core.errors import NotFound
-from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.shapes import SelectionRequest
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.process.discovery_config import FinderConfig, WorkerDiscovery
 from lean_selector.process.discovery_plane import find_workers

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.selection.shapes import Source, WorkerSpec
 from lean_selector.workers.particulars import Found, Particulars, worker_id_of
 from lean_selector.workers.roster import KnownWorker, Roster, State, by_state
 from tests.driven_selector import DrivenSelector

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.records import RankLoadRow
+from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.http_client import ServiceError
 from lean_selector.tools.traffic import PartitionLoad
 from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Options, Truth, main, runs, spread

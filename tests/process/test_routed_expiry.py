@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.workers import PartitionKey
+from lean_selector.core.selection.shapes import PartitionKey
 from lean_selector.process.routed_expiry import RoutedExpiry
 from tests.driven_selector import DrivenSelector
 

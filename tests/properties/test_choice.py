@@ -17,19 +17,32 @@ from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection import cells as making
 from lean_selector.core.selection import choice
-from lean_selector.core.selection.cells import Pricing, cells, match_by_rank, match_sets
-from lean_selector.core.selection.choice import FEW_LOADS, all_costs, cheapest, dearest
+from lean_selector.core.selection import choice as making
+from lean_selector.core.selection.choice import (
+    FAR,
+    FEW_LOADS,
+    Envelope,
+    Pricing,
+    all_costs,
+    cells,
+    cheapest,
+    dearest,
+    match_by_rank,
+    match_sets,
+)
 from lean_selector.core.selection.cost import cached_tokens, softmax
-from lean_selector.core.selection.envelope import FAR, Envelope
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import (
+    PinnedWorker,
+    Placement,
+    SelectionRequest,
+    WorkerSpec,
+)
 from lean_selector.core.settings import API_1_3, API_1_6
 from tests import naive_choice
 from tests.bookings import book

@@ -17,13 +17,16 @@ from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.health.ejections import FAILED, OK
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.shapes import OFF, BusyThreshold
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.records import PinnedWorker, Placement, SelectionRequest
+from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
 from lean_selector.core.selection.settings import QueuePolicy, RouterSettings
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import (
+    PinnedWorker,
+    Placement,
+    SelectionRequest,
+    WorkerSpec,
+)
 from lean_selector.core.settings import EjectionSettings
 from tests.bookings import book
 from tests.driven_selector import Sources, pack, prompt_of

@@ -14,13 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.selection.shapes import SelectionRequest, Source, WorkerSpec
 
 BLOCK_SIZE = 4
 Key = tuple[str, str]

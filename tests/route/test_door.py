@@ -12,7 +12,7 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.head import Request, block_of
 from lean_selector.prompts.fleet import UnknownModel
 from lean_selector.prompts.model_request import MEDIA

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.http_places import HttpPlaces
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.catalog import HttpPlaces, Worker
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.service.header_warnings import registration_warnings
 from lean_selector.service.replies import warning_line
 from tests.running_service import DEADLINE_S, RunningService

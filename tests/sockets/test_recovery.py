@@ -18,7 +18,7 @@ from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.sockets import dump_fetch, recovery
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions

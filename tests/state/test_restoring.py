@@ -6,8 +6,8 @@ import pytest
 
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.replication.shapes import LiveBooking
-from lean_selector.core.selection.restoring import restore_booking
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.selector import restore_booking
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.server.state_catalog import OtherService, restore_catalog
 from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, elapsed_s
 from tests.driven_selector import DrivenSelector, pack

@@ -1,32 +1,220 @@
-"""The worker catalog: who is registered, in which partition, and whether it may be scheduled.
-
-A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
-is `schedulable` when nothing in its record is missing and it agrees with its partition; a change
-that breaks that makes it `incomplete`, with its reasons, and is not an error of the request (spec
-selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the sources a worker's
-events come from are handed to an injected `SourceSink`.
-"""
+"""The worker catalog: who is registered, in which partition, and whether it may be scheduled."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from lean_selector.core.errors import NotFound
+from lean_selector.core.endpoints import HttpPlace, check_endpoint, http_place, replay_endpoint_for
+from lean_selector.core.errors import BadRequest, NotFound, NoWorkers
 from lean_selector.core.load.shapes import Reservation
-from lean_selector.core.selection.http_places import HttpPlaces
+from lean_selector.core.numbers import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.registration import check_limits, judged
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import (
+from lean_selector.core.selection.shapes import (
     BY_RANK,
     PartitionKey,
     Source,
     WorkerRecord,
     WorkerSpec,
 )
+from lean_selector.core.settings import Dialect
+
+
+class HttpPlaces:
+    """Kept in step with the catalog. An endpoint that is none of HTTP is nowhere."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
+        self._by_address: dict[str, dict[int, None]] = {}  # none is empty, nor of those above
+
+    def put(self, spec: WorkerSpec) -> None:
+        place = _place_of(spec)
+        if place is not None:
+            self._by_place.setdefault(place, {})[spec.worker_id] = spec.ranks
+            self._by_address.setdefault(place.address, {})[spec.worker_id] = None
+
+    def remove(self, spec: WorkerSpec) -> None:
+        """Takes out what was put in with the same spec."""
+        place = _place_of(spec)
+        if place is None:
+            return
+        there, near = self._by_place[place], self._by_address[place.address]
+        del there[spec.worker_id], near[spec.worker_id]
+        if not there:
+            del self._by_place[place]
+        if not near:
+            del self._by_address[place.address]
+
+    def at_address(self, address: str) -> Collection[int]:
+        """The workers of a host:port, whatever path they have there."""
+        return self._by_address.get(address, ())
+
+    def sharing(self, spec: WorkerSpec) -> Iterator[int]:
+        """Other workers at this one's endpoint that have some of its ranks: those of one engine
+        may be registered as a worker each."""
+        place = _place_of(spec)
+        own = spec.ranks
+        for worker_id, ranks in self._by_place.get(place, {}).items() if place is not None else ():
+            overlap = max(own.start, ranks.start) < min(own.stop, ranks.stop)
+            if overlap and worker_id != spec.worker_id:
+                yield worker_id
+
+
+def _place_of(spec: WorkerSpec) -> HttpPlace | None:
+    return http_place(spec.endpoint) if spec.endpoint else None
+
+
+# --------------------------------------------------------------------------------------------------
+# What a worker's record must say for the worker to be scheduled, and where its events come from.
+#
+# What is missing in a record, or does not agree with its partition, is a reason not to schedule the
+# worker, in the documented words and order, and no error of the request (spec selection.md section
+# 2; D3, D6, D10). Decides, never changes anything.
+
+MAX_ENTRIES = MAX_RANKS  # D28; of each list and map of a record
+
+
+def check_limits(spec: WorkerSpec) -> None:
+    """Raises BadRequest for a record of more ranks or entries than there may be."""
+    size = spec.data_parallel_size
+    if size is not None and size > MAX_RANKS:
+        raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
+    for field in (*BY_RANK, "taints", "topology_domains"):
+        count = len(getattr(spec, field))
+        if count > MAX_ENTRIES:
+            raise BadRequest(f"{field}: {count} entries exceed the maximum {MAX_ENTRIES}")
+
+
+def judged(
+    spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
+) -> tuple[list[str], dict[int, Source]]:
+    """Why the worker cannot be scheduled in its partition (None: there is none yet), and by rank
+    the sources to subscribe to; one of them is empty."""
+    reasons = _missing(spec, settings)
+    if reasons:
+        return reasons, {}
+    refusal = _mismatch(spec, partition, settings)
+    if refusal is None:
+        try:
+            return [], _sources_of(spec, settings)
+        except ValueError as error:
+            refusal = str(error)
+    return [f"reconciliation failed: {refusal}"], {}
+
+
+def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
+    """What the record lacks, in the documented order."""
+    reasons = []
+    if not spec.endpoint:
+        reasons.append("endpoint is required")
+    if not spec.block_size:
+        reasons.append("block_size must be greater than 0")
+    if spec.data_parallel_size == 0:
+        reasons.append("data_parallel_size must be greater than 0")
+    if spec.max_num_batched_tokens is None and settings.queue_threshold is not None:
+        reasons.append("max_num_batched_tokens is required while queueing is enabled")
+    if spec.ranks.stop > RANK_LIMIT:
+        reasons.append("data parallel range overflows u32")
+    elif _listens_to(spec, settings):
+        reasons += [
+            f"kv_events endpoint is required for dp_rank {dp_rank}"
+            for dp_rank in spec.ranks
+            if not spec.kv_events_endpoint_of(dp_rank)
+        ]
+        one_rank_only = settings.dialect.replays_one_rank_only
+        if one_rank_only and spec.replay_endpoint is not None and len(spec.ranks) > 1:
+            reasons.append("replay_endpoint is supported only for data_parallel_size 1")
+    return reasons
+
+
+def _listens_to(spec: WorkerSpec, settings: RouterSettings) -> bool:
+    """Whether the worker's events are to be heard, and so their sources to be known."""
+    named = spec.kv_events_endpoint or spec.kv_events_endpoints
+    return settings.use_kv_events and (settings.needs_kv_events or bool(named))
+
+
+def _mismatch(
+    spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
+) -> str | None:
+    if partition is None or not partition.established:
+        return None
+    where = f"for {settings.dialect.scope(*spec.key)}"
+    if partition.block_size != spec.block_size:
+        return (
+            f"block_size mismatch {where}: "
+            f"existing={partition.block_size} requested={spec.block_size}"
+        )
+    if partition.is_eagle != bool(spec.is_eagle):
+        existing, requested = str(partition.is_eagle).lower(), str(bool(spec.is_eagle)).lower()
+        return f"is_eagle mismatch {where}: existing={existing} requested={requested}"
+    return None
+
+
+def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]:
+    """The sources to subscribe to. Raises ValueError: why one of them cannot be.
+
+    An endpoint of a rank that the worker does not have must be one, and is not listened to (D28).
+    """
+    sources: dict[int, Source] = {}
+    if not _listens_to(spec, settings):
+        return sources
+    is_of_worker = settings.dialect.replays_one_rank_only
+    replay_fault: ValueError | None = None
+    ranks: Iterable[int] = sorted(spec.kv_events_endpoints) or spec.ranks
+    for dp_rank in ranks:
+        endpoint = spec.kv_events_endpoint_of(dp_rank)
+        assert endpoint is not None
+        where = f"worker {spec.worker_id} dp_rank {dp_rank}"
+        try:
+            check_endpoint(endpoint)
+        except ValueError as error:
+            raise ValueError(f"invalid kv_events endpoint for {where}: {error}") from None
+        try:
+            source = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
+        except ValueError as error:
+            if not is_of_worker:
+                raise ValueError(f"invalid replay endpoint for {where}: {error}") from None
+            where = f"worker {spec.worker_id}"
+            replay_fault = ValueError(f"invalid replay endpoint for {where}: {error}")
+            continue
+        if dp_rank in spec.ranks:
+            sources[dp_rank] = source
+    if replay_fault is not None:
+        raise replay_fault
+    return sources
+
+
+def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
+    """Where a rank's history is asked for: its own endpoint, or the port of its offset (vLLM).
+
+    None where that port cannot exist, for the reference takes such a worker, too. Raises ValueError
+    for an endpoint that is none.
+    """
+    own = spec.replay_endpoints.get(dp_rank)
+    endpoint = spec.replay_endpoint if own is None else own
+    if endpoint is None:
+        return None
+    check_endpoint(endpoint)
+    offset = dp_rank - spec.ranks.start
+    if own is not None or offset < 0:
+        return own
+    try:
+        return replay_endpoint_for(endpoint, offset)
+    except ValueError:
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The worker catalog: who is registered, in which partition, and whether it may be scheduled.
+#
+# A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
+# is `schedulable` when nothing in its record is missing and it agrees with its partition; a change
+# that breaks that makes it `incomplete`, with its reasons, and is not an error of the request (spec
+# selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the sources a worker's
+# events come from are handed to an injected `SourceSink`.
 
 MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
 
@@ -294,3 +482,47 @@ class Catalog:
         partition.abandon()
         for worker in self.matching(*key):  # none of them is schedulable: it would be a member
             self._install(worker.spec)
+
+
+_NAMED: Final = 4  # tenants of a model, which may have thousands
+
+
+class Refusals:
+    """Of one selector. A model is known once it had a worker."""
+
+    __slots__ = ("_catalog", "_dialect", "known", "misplaced", "unknown", "unnamed")
+
+    def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
+        self._catalog = catalog
+        self._dialect = dialect
+        self.known: dict[PartitionKey, int] = {}  # by the model and tenant
+        # By the model, for a tenant that never had one while others of the model have some.
+        self.misplaced: dict[str, int] = {}
+        self.unknown = 0  # for models that nobody knows, while somebody had a worker
+        self.unnamed = 0  # and while nobody had one
+
+    def refused(self, key: PartitionKey) -> NoWorkers:
+        """Counts one, and says what was wrong in the documented words."""
+        is_known, served = key in self._catalog.known, self._catalog.served_models()
+        other_tenants = self._other_tenants(key[0]) if key[0] in served else None
+        if is_known:
+            self.known[key] = self.known.get(key, 0) + 1
+        elif other_tenants is not None:
+            self.misplaced[key[0]] = self.misplaced.get(key[0], 0) + 1
+        elif served:
+            self.unknown += 1
+        else:
+            self.unnamed += 1
+        if served:
+            message = f"no schedulable workers for {self._dialect.scope(*key)}"
+        else:
+            message = "no schedulable workers are available"
+        return NoWorkers(message, is_known or not served, served, other_tenants)
+
+    def _other_tenants(self, model: str) -> str:
+        """Those that the model has workers of."""
+        tenants = self._catalog.served_tenants(model)
+        named, more = ", ".join(tenants[:_NAMED]), len(tenants) - _NAMED
+        word = self._dialect.group_word
+        others = f"{named} and {more} more" if more > 0 else named
+        return f"model {model} has workers of another {word}: {others}"

@@ -1,49 +1,236 @@
-"""The selector: one process's catalog, partitions, reservations and queues, and their changes.
+"""The selector: one process's catalog, partitions, reservations and queues, and their changes."""
 
-Everything here completes before it returns, so choosing a rank and booking it is one step that
-nothing can come between. A request that must wait is parked and answered through its callback by
-whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
-`events`. Time is an argument: monotonic seconds.
-"""
-
+import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lean_selector.core.errors import (
     AllWorkersBusy,
     Conflict,
+    NotFound,
     SelectorError,
+    Unavailable,
+    rank_text,
 )
-from lean_selector.core.health.ejections import REFUSED
+from lean_selector.core.health.ejections import OK, REFUSED
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds, Headroom
 from lean_selector.core.load.shapes import OFF, Booking, BusyThreshold, Reservation
 from lean_selector.core.load.slots import check_decay_fraction
+from lean_selector.core.rank_bits import RankKey
+from lean_selector.core.replication.events import restore
 from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
-from lean_selector.core.selection.admission import Admission
-from lean_selector.core.selection.affinity import check_session, check_target, steered
-from lean_selector.core.selection.bookings import Bookings
-from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
-from lean_selector.core.selection.cells import MatchSets, match_by_rank, match_sets
-from lean_selector.core.selection.outlook import with_more
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.records import Placement, SelectionRequest
-from lean_selector.core.selection.refusals import Refusals
+from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.core.selection.bookings import Bookings, SelectionCache
+from lean_selector.core.selection.catalog import Catalog, Refusals, SourceSink, Worker
+from lean_selector.core.selection.choice import MatchSets, as_sets, match_by_rank, match_sets
+from lean_selector.core.selection.cost import terms
+from lean_selector.core.selection.explain import with_more
+from lean_selector.core.selection.partition import Line, Parked, Partition, Place
 from lean_selector.core.selection.scheduler import (
+    NO_ENDPOINTS,
     check_pin,
+    check_session,
+    check_target,
     eligible,
     least_left_to_prefill,
     not_busy,
     place,
+    steered,
 )
-from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.settings import RouterSettings, Terms
-from lean_selector.core.selection.terms import terms
-from lean_selector.core.selection.worker_health import WorkerHealth
-from lean_selector.core.selection.workers import PartitionKey, WorkerSpec
+from lean_selector.core.selection.shapes import (
+    PartitionKey,
+    Placement,
+    SelectionRequest,
+    WorkerSpec,
+)
 from lean_selector.core.sessions.table import SessionTables
+
+# --------------------------------------------------------------------------------------------------
+# Who of those parked may go now, after something may have come free (D11).
+#
+# What one event can free is one rank. So an event costs next to nothing while no rank came below
+# its threshold; when one did, the lines that lead there are found by one look at each, and after
+# that only who goes is visited, in the order of the queue.
+
+PlaceNow = Callable[[Partition, SelectionRequest, int, MatchSets, float], Placement]
+
+
+class Admission:
+    """Lets parked requests go."""
+
+    def __init__(self, place: PlaceNow, refresh_after_s: float | None) -> None:
+        """`place` chooses among ranks and books, or raises. The overlap of who has
+        waited for `refresh_after_s` is looked up again."""
+        self._place = place
+        self._refresh_after_s = refresh_after_s
+
+    def admit(self, partition: Partition, now: float, hopeless_after_s: float = 0.0) -> None:
+        """Answers those who can go now, in order, and tells those whom nobody can serve any more.
+
+        Of the latter those who came less than `hopeless_after_s` ago are left where they are.
+        """
+        parked = partition.parked
+        if not len(parked):
+            return
+        for line in list(parked.hopeless):
+            for item in line.items.copy():
+                if now - item.arrived_at >= hopeless_after_s and parked.leave(item):
+                    item.on_answer(item, Unavailable(NO_ENDPOINTS))
+        self.admit_next(partition, now)
+
+    def admit_next(self, partition: Partition, now: float) -> None:
+        """Answers those who can go now, in order, and nobody else."""
+        room, parked = partition.room, partition.parked
+        if room is None or not len(parked) or parked.is_moving:
+            return  # if they are on the move, who moves them looks again
+        room.advance(now)
+        parked.is_moving = True
+        try:
+            while room.came_free:
+                self._let_go(partition, room)
+        finally:
+            parked.is_moving = False
+
+    def _let_go(self, partition: Partition, room: Headroom) -> None:
+        """Lets go whoever may use what came free, until nobody may or something else came free."""
+        came_free, room.came_free = room.came_free, 0
+        open_lines: list[tuple[Place, Line]] = []
+        blocked: Place | None = None  # the foremost of those who stay
+        try:
+            for line in partition.parked.lines():
+                head = line.items[0].key
+                if line.leads_to & came_free and line.is_open(room):
+                    open_lines.append((head, line))
+                elif line.ranks and (blocked is None or head < blocked):
+                    blocked = head
+            heapq.heapify(open_lines)
+            while open_lines and not room.came_free:
+                key, line = open_lines[0]
+                if not line.items:
+                    heapq.heappop(open_lines)
+                elif line.items[0].key != key:
+                    heapq.heapreplace(open_lines, (line.items[0].key, line))
+                elif not line.is_open(room):
+                    heapq.heappop(open_lines)
+                    if blocked is None or key < blocked:
+                        blocked = key
+                else:
+                    passes = blocked is not None and blocked < key
+                    self._go(partition, room, line.items[0], passes)
+        finally:
+            if open_lines:
+                room.came_free |= came_free
+
+    def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
+        """Answers one; who passes others gives no more load to what they wait for."""
+        request, now = parked.request, room.now
+        waited_s = now - parked.arrived_at
+        partition.parked.leave(parked)
+        answer: Placement | Exception
+        try:
+            ranks = not_busy(partition, request, eligible(partition, request), now)
+            if passes:
+                ranks &= room.below
+            if self._refresh_after_s is not None and waited_s >= self._refresh_after_s:
+                matches = match_sets(partition, request.prompt.local_hashes)
+            else:
+                matches = as_sets(partition, request.matches)
+            answer = self._place(partition, request, ranks, matches, now)
+            partition.parked.admitted += 1
+            partition.parked.waited_s += waited_s
+        except Exception as error:  # what broke is told to this request, and to no other's call
+            answer = error
+        parked.on_answer(parked, answer)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is heard of the health of workers, brought to their partitions and to who is parked there.
+#
+# A replica knows of the ejections that were reported to it or that its own polls found: replicas
+# tell each other nothing of them.
+
+
+class WorkerHealth:
+    """Of all workers of a catalog."""
+
+    def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
+        """`admit` lets those go who waited for what came back, or may now go elsewhere."""
+        self._catalog = catalog
+        self._admit = admit
+
+    def report(
+        self,
+        worker_id: int,
+        dp_rank: int | None,
+        outcome: str,
+        now: float,
+        ttft_s: float | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """A request to this rank, or to the worker as a whole, was `refused`, `failed` or `ok`.
+
+        `ttft_s` and `cached_tokens`, the engine's own count, are only added up. A worker that is
+        not schedulable has no ranks to eject. Raises NotFound.
+        """
+        found = self.ranks_of(worker_id, dp_rank)
+        if found is None:
+            return
+        partition, keys = found
+        counts = partition.slots.ranks[keys[0]].counts  # of a worker as a whole: once
+        if outcome == OK:
+            counts.ok += 1
+        elif outcome == REFUSED:
+            counts.refused += 1
+        else:
+            counts.failed += 1
+        if ttft_s is not None:
+            counts.ttft_s += ttft_s
+            counts.ttft_count += 1
+        if cached_tokens is not None:
+            counts.cached_tokens += cached_tokens
+        if partition.report(keys, outcome, now):
+            self._admit(partition, now)
+
+    def polled(self, worker_id: int, fault: str | None, now: float) -> None:
+        """The worker was asked how it is: None is well. One that is gone is nobody's concern."""
+        if worker_id in self._catalog.workers:
+            found = self.ranks_of(worker_id, None)
+            if found is not None and found[0].poll(found[1], fault, now):
+                self._admit(found[0], now)
+
+    def settle(self, now: float) -> None:
+        """Lets come back whose time is over; who waits for them is looked at by the caller."""
+        for partition in self._catalog.partitions.values():
+            partition.settle_health(now)
+
+    def ranks_of(
+        self, worker_id: int, dp_rank: int | None
+    ) -> tuple[Partition, list[RankKey]] | None:
+        """The ranks that are meant, and where; None: the worker has none. Raises NotFound."""
+        worker = self._catalog.workers.get(worker_id)
+        if worker is None:
+            raise NotFound(f"worker {worker_id} not found")
+        if dp_rank is not None and dp_rank not in worker.spec.ranks:
+            raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
+        partition = self._catalog.partitions.get(worker.spec.key)
+        known = None if partition is None else partition.workers.get(worker_id)
+        if partition is None or known is None:
+            return None
+        if dp_rank is not None:
+            return partition, [(worker_id, dp_rank)]
+        return partition, [load.key for load in known.loads]
+
+
+# --------------------------------------------------------------------------------------------------
+# The selector: one process's catalog, partitions, reservations and queues, and their changes.
+#
+# Everything here completes before it returns, so choosing a rank and booking it is one step that
+# nothing can come between. A request that must wait is parked and answered through its callback by
+# whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
+# `events`. Time is an argument: monotonic seconds.
 
 # A request that nobody can serve is parked like others while others are, and a worker for it may
 # register meanwhile: without any event it is answered this late. The reference does so every 60 s.
@@ -395,3 +582,35 @@ class Selector:
     def arrived(self) -> int:
         """Requests booked, here and by peers, in all partitions that there are."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# What the process before this one knew, put back into a selector that has just been made.
+#
+# Partitions come before their workers, workers before their bookings. Nobody is told of any of it.
+
+
+def restore_partition(
+    catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
+) -> None:
+    """One that was established, so that who was refused for its block size is so again.
+
+    `members` are the workers that were schedulable in it once: they hold its block size (D3).
+    """
+    partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
+    partition.established = True
+    partition.members.update(members)
+
+
+def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
+    """As `core.replication.restoring.restore`; ids of our own stay unique in the process (D4)."""
+    partition = selector.scheduling_partition(live.model_name, live.tenant_id)
+    if partition is None:
+        return False
+    request_id, bookings = live.booking.request_id, selector.bookings
+    if router_id is not None:
+        return restore(partition, live, router_id)
+    if bookings.local_holder(request_id) is not None or not restore(partition, live, None):
+        return False
+    bookings.restored(partition, request_id)
+    return True

@@ -3,14 +3,14 @@
 from types import GenericAlias
 from typing import Any, Final
 
-from lean_selector.core.selection.records import (
+from lean_selector.core.selection.shapes import (
     Booked,
     OverlapScores,
     PartitionLoads,
     RankLoadRow,
     Selection,
+    WorkerRecord,
 )
-from lean_selector.core.selection.workers import WorkerRecord
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.service.openapi.shapes import (
     Dialect,

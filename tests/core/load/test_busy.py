@@ -12,13 +12,12 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.load.busy import MAX_REMEMBERED, BusyThresholds
 from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.cost import terms
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.terms import terms
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 from tests import naive_choice
 from tests.bookings import book
 

@@ -9,9 +9,9 @@ import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
 from lean_selector.core.load.shapes import Booking, BusyThreshold
-from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.peer_sessions import HOLD_S, MAX_WAITING, PeerSessions
-from lean_selector.core.selection.records import EXPLANATION, AffinityTarget, Placement
+from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Placement
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings

@@ -15,7 +15,7 @@ from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.core.selection.workers import Source, WorkerSpec
+from lean_selector.core.selection.shapes import Source, WorkerSpec
 from tests.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"

@@ -4,7 +4,7 @@ in are looked at a few times each, not each against each."""
 from typing import Any
 
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.selection.records import EXPLANATION
+from lean_selector.core.selection.shapes import EXPLANATION
 from tests.driven_selector import DrivenSelector, pack
 from tests.operations import lines_run
 

@@ -18,14 +18,12 @@ from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import PrefillDecay
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice
-from lean_selector.core.selection.cells import Cell, Pricing
-from lean_selector.core.selection.choice import all_costs, cheapest, dearest, drawn
+from lean_selector.core.selection.choice import Cell, Pricing, all_costs, cheapest, dearest, drawn
 from lean_selector.core.selection.cost import credit_blocks, credit_decay, softmax
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import SelectionRequest
 from lean_selector.core.selection.settings import Terms
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 
 Load = tuple[int, int]  # prefill tokens, active blocks
 

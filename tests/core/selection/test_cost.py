@@ -11,15 +11,16 @@ from lean_selector.core.selection.cost import (
     credit_blocks,
     credit_decay,
     favoured_blocks,
+    overridden,
     preferences,
     probabilities,
     softmax,
     taint_factor,
+    terms,
 )
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import PinnedWorker, SelectionRequest
 from lean_selector.core.selection.settings import RouterOverride, RouterSettings, Terms
-from lean_selector.core.selection.terms import overridden, terms
+from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
 from lean_selector.core.settings import API_1_3, API_1_6
 
 PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)

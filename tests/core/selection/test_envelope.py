@@ -9,14 +9,20 @@ import pytest
 
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.cells import Cell, Pricing, cells, match_sets
-from lean_selector.core.selection.choice import all_costs, cheapest, dearest
-from lean_selector.core.selection.cost import softmax
-from lean_selector.core.selection.envelope import Envelope
-from lean_selector.core.selection.records import SelectionRequest
+from lean_selector.core.selection.choice import (
+    Cell,
+    Envelope,
+    Pricing,
+    all_costs,
+    cells,
+    cheapest,
+    dearest,
+    match_sets,
+)
+from lean_selector.core.selection.cost import overridden, softmax
 from lean_selector.core.selection.scheduler import place
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.core.selection.terms import overridden
+from lean_selector.core.selection.shapes import SelectionRequest
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack
 from tests.operations import lines_run

@@ -1,6 +1,6 @@
 """Which workers are at which HTTP endpoint, as the catalog changes."""
 
-from lean_selector.core.selection.workers import WorkerSpec
+from lean_selector.core.selection.shapes import WorkerSpec
 from tests.driven_selector import DrivenSelector
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.records import HINT, OUTLOOK, FetchHint, Placement, RankOutlook
+from lean_selector.core.selection.partition import Parked
+from lean_selector.core.selection.shapes import HINT, OUTLOOK, FetchHint, Placement, RankOutlook
 from tests.driven_selector import DrivenSelector, pack
 
 PROMPT = [11, 12, 13, 14]

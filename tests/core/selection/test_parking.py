@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lean_selector.core.selection.parking import Parked, ParkedQueue
-from lean_selector.core.selection.records import Placement, SelectionRequest
+from lean_selector.core.selection.partition import Parked, ParkedQueue
 from lean_selector.core.selection.settings import QueuePolicy, Terms
+from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from tests.driven_selector import prompt_of
 
 TERMS = Terms(1.0, 0.0, 1.0, 0.0, True)

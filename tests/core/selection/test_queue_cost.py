@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.parking import Parked
-from lean_selector.core.selection.records import Placement
+from lean_selector.core.selection.partition import Parked
+from lean_selector.core.selection.shapes import Placement
 from tests.driven_selector import DrivenSelector
 from tests.operations import lines_run as steps
 

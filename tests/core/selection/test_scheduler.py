@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from lean_selector.core.errors import BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.cells import Matches, Pricing, as_sets, cells
-from lean_selector.core.selection.choice import all_costs
-from lean_selector.core.selection.cost import cached_tokens
+from lean_selector.core.selection.choice import Matches, Pricing, all_costs, as_sets, cells
+from lean_selector.core.selection.cost import cached_tokens, overridden
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.records import Overlap, Placement, SelectionRequest
 from lean_selector.core.selection.scheduler import (
     check_pin,
     effective_prefill_tokens,
@@ -25,7 +23,7 @@ from lean_selector.core.selection.scheduler import (
     place,
 )
 from lean_selector.core.selection.settings import RouterOverride, Terms
-from lean_selector.core.selection.terms import overridden
+from lean_selector.core.selection.shapes import Overlap, Placement, SelectionRequest
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack
 

@@ -12,10 +12,10 @@ from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.replication.ledger import REPLICA_GRACE_S, REPUBLISH_AFTER_S
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.parking import Parked
+from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.records import Placement, SelectionRequest
 from lean_selector.core.selection.selector import RECHECK_AFTER_S
+from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack, prompt_of

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lean_selector.core.selection.cells import Pricing, cells, match_sets
-from lean_selector.core.selection.choice import dearest
-from lean_selector.core.selection.records import EXPLANATION, Explanation, Placement
+from lean_selector.core.selection.choice import Pricing, cells, dearest, match_sets
+from lean_selector.core.selection.shapes import EXPLANATION, Explanation, Placement
 from lean_selector.core.settings import API_1_3, API_1_6, SessionSettings
 from tests.driven_selector import DrivenSelector, pack
 

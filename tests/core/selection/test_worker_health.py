@@ -4,7 +4,7 @@ import pytest
 
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, OK
-from lean_selector.core.selection.records import Placement
+from lean_selector.core.selection.shapes import Placement
 from lean_selector.core.settings import EjectionSettings
 from tests.driven_selector import DrivenSelector
 
