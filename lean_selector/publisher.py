@@ -1,4 +1,4 @@
-"""KV event publishing for custom engines: which blocks this rank holds, told over ZeroMQ.
+"""KV event publishing for custom engines: which blocks this rank holds, sent over ZeroMQ.
 
 Owns the PUB socket of one (worker, dp_rank), the numbering of its batches, and the ROUTER that
 replays recent batches to a service that missed some. Knows nothing of the service: it needs only
@@ -47,7 +47,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def signed_hashes(hashes: Sequence[int]) -> list[int]:
-    """The same 64 bits as signed integers, which is how hashes travel.
+    """64-bit hashes as signed integers, which is how hashes travel.
 
     Takes -2^63 to 2^64-1; raises ValueError beyond.
     """

@@ -193,8 +193,8 @@ def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
     """The end of a reservation; how its request went, as far as that is known."""
-    told = _told(outcome=outcome, cached_tokens=cached_tokens)
-    return Call("DELETE", _reservation(reservation_id), nothing, told or None)
+    fields = _given(outcome=outcome, cached_tokens=cached_tokens)
+    return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 
 
 def report(
@@ -204,11 +204,11 @@ def report(
     ttft_ms: float | None = None,
     cached_tokens: int | None = None,
 ) -> Call[None]:
-    told = _told(outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens)
-    return post(f"/workers/{worker_id}/report", told, nothing)
+    fields = _given(outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens)
+    return post(f"/workers/{worker_id}/report", fields, nothing)
 
 
-def _told(**fields: object) -> dict[str, object]:
+def _given(**fields: object) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -52,7 +52,7 @@ def completion_body(
 ) -> bytes:
     """A streaming request. Later options win; those that are None are left out.
 
-    The salt goes out marked: from vLLM's events it could not be told from other keys otherwise,
+    The salt goes out marked: otherwise vLLM's events do not tell it apart from other keys,
     and its blocks would be taken for blocks without a salt.
     """
     body: dict[str, object] = {

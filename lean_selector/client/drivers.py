@@ -230,7 +230,7 @@ class Driver(_Driver[Opened]):
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """What became of a booking nobody waits for: False when the service has refused it."""
+        """Whether a booking of a cancelled caller may exist: False if the service refused it."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()
@@ -401,7 +401,7 @@ class SyncDriver(_Driver[SyncOpened]):
         self.drive(self._routing.release(reservation))
 
     def drop(self, reservation: Reservation) -> None:
-        """Release what nobody refers to any more; called by the collector, at any moment."""
+        """Release a stream without references; the garbage collector calls it, at any moment."""
         self._dropped.append(reservation)
         self._release_dropped()
 

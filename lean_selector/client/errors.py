@@ -12,7 +12,7 @@
         WorkerRefused        .status and .error, its own words
         WorkerStreamBroken   it began to answer and did not finish
       ClientClosed           the client was closed before, or while, it was asked
-      ModelNotNamed          the selector serves several models, the router was told none
+      ModelNotNamed          the selector serves several models, the router has no model_name
       WrongBlockSize         the router hashes blocks of another size than the workers
 
 A method that raises has left no reservation behind, unless it says otherwise.
@@ -82,7 +82,7 @@ class WorkerError(ClientError):
 
 
 class WorkerUnreachable(WorkerError):
-    """`never_connected`: nobody took the connection."""
+    """`never_connected`: the connection was refused, or timed out."""
 
     def __init__(
         self, worker_id: int, endpoint: str, reason: str, *, never_connected: bool = False

@@ -1,6 +1,6 @@
 """One reservation, as its owner sees it: what has happened, and what the service knows of it.
 
-The stream only says what happened; what is still to be told follows from the difference. So
+The stream only says what happened; what is still to be reported follows from the difference. So
 reports never queue up, keep their order, and a lost one is made up for by the next.
 """
 
@@ -28,7 +28,7 @@ class Reservation:
         self.is_named = reservation_id is not None
         self.ambiguous = False  # the service may book it after we ask to free it
         self.ended = False  # nothing is reported any more
-        self.outcome: str | None = None  # how its worker did: refused, failed, ok; None: not told
+        self.outcome: str | None = None  # how its worker did: refused, failed, ok; None: not known
         self.cached_tokens: int | None = None  # of the prompt, as the engine counted them
         self._isl_tokens = isl_tokens
         self._expected_output_tokens = expected_output_tokens
@@ -48,7 +48,7 @@ class Reservation:
         self._output_tokens = max(tokens, self._output_tokens)
 
     def next_report(self) -> Call[None] | None:
-        """The first thing that the service has not been told."""
+        """The first report that the service has not had yet."""
         if self.ended or not self._has_output:
             return None
         if not self._told_prefill:
@@ -100,7 +100,7 @@ class Placed:
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """How the worker did, told with the end of the reservation: a worker that fails is given
+        """How the worker did, sent with the end of the reservation: a worker that fails is given
         no requests for a while. cached_tokens: of the prompt, as the engine counted them."""
         self._reservation.outcome = outcome
         self._reservation.cached_tokens = cached_tokens
@@ -136,7 +136,7 @@ class ChunkIntake(Placed):
             self._reservation.output(self._completion.output_tokens)
 
     def _note(self, error: BaseException) -> None:
-        """What ended the stream, told or not."""
+        """Note the error that ended the stream."""
         if isinstance(error, WorkerStreamBroken):
             self.went("failed")
 

@@ -165,8 +165,8 @@ class RouterCalls:
     ) -> Flow[None]:
         """How a request to a worker went that you sent yourself, without a booking.
 
-        refused: nobody took the connection; failed; or ok. Without dp_rank the whole worker counts.
-        Who fails several times in a row is given no requests for a while. Raises NotFound.
+        refused: the connection was refused; failed; or ok. Without dp_rank the whole worker counts.
+        A worker that fails several times in a row is ejected for a while. Raises NotFound.
         """
         call = calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
         return ask(call)
@@ -175,7 +175,7 @@ class RouterCalls:
         """All KV events that rebuild the service's index of this model, as a JSON list."""
         return self._routing.dump_events()
 
-    # -- for those who forward a request themselves --------------------------------------------
+    # -- for callers that send the request to the worker themselves -----------------------------
 
     def reserve(
         self,
@@ -238,9 +238,9 @@ class _Router(Generic[D]):
         return_token_ids: ask engines for token ids in the stream (a vLLM extension; switch it off
             for an engine that refuses unknown fields).
         verify, cert, token: for the service, not for workers. verify is True for the system's
-            authorities, the path of a PEM file with others, False to believe anybody, or an
+            authorities, the path of a PEM file with others, False for no verification, or an
             SSLContext; cert the path of our certificate with its key, or a pair of paths; token a
-            bearer token, or a function that gives that of now.
+            bearer token, or a function that returns the current one.
         sleep: waits that many seconds.
 
         Raises ValueError for an endpoint, a block size or a token that cannot be, and OSError for

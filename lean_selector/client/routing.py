@@ -2,7 +2,7 @@
 
 A flow is a generator that yields steps and is sent their outcomes, so that it can be driven with
 or without an event loop; it never waits itself. It raises the errors of `errors`, and leaves no
-reservation behind that the driver has not been told of. Knows nothing of httpx.
+reservation behind that the driver does not know. Knows nothing of httpx.
 """
 
 import random
@@ -171,12 +171,12 @@ class Routing:
         self._is_eagle = is_eagle
         self._backoff = backoff
         self._rng = rng or random.Random()
-        self._served: dict[str, Scope] = {}  # by model, as the selector told; empty: not asked yet
+        self._served: dict[str, Scope] = {}  # by model; empty: not asked yet
 
     # -- what is meant -------------------------------------------------------------------------
 
     def scope(self, model: str | None = None) -> Flow[Scope]:
-        """The workers that requests go to; asks the selector for what it was not told.
+        """The workers that requests go to; asks the selector for what is not set.
 
         The model is the one given to the router, else the only one that is served, else `model`.
         Raises ModelNotNamed when that is not enough.

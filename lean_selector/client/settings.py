@@ -17,16 +17,16 @@ Token = str | Callable[[], str]
 
 
 class Access:
-    """For the service alone: workers see nothing of it."""
+    """TLS and the bearer token of requests to the service; workers get none of it."""
 
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
     ) -> None:
         """
-        verify: True for the system's authorities, the path of a PEM file with others, False to
-            believe anybody, or a context.
+        verify: True for the system's authorities, the path of a PEM file with others, False for
+            no verification, or a context.
         cert: paths of our certificate and its key, or of one file with both.
-        token: the bearer token, or what gives that of now.
+        token: the bearer token, or a function that returns the current one.
 
         Raises ValueError for a token that no header can carry.
         """
@@ -56,7 +56,7 @@ class Access:
         return context
 
     def headers(self) -> dict[str, str]:
-        """Of each request. Raises ValueError as __init__ does."""
+        """Headers of one request. Raises ValueError as __init__ does."""
         token = self._token
         if token is None:
             return {}
@@ -80,7 +80,11 @@ def _checked(token: str) -> str:
 
 
 class Backoff(msgspec.Struct, frozen=True):
-    """The n-th wait (from 0) is first_s * 2^n plus up to first_s of jitter, at most longest_s."""
+    """The n-th wait (from 0) is first_s * 2^n plus up to first_s of jitter, at most longest_s.
+
+    The formula is that of "Client Retry Strategy" in the load-shedding document, with a first wait
+    that fits a router in front of engines.
+    """
 
     max_retries: int = 5
     first_s: float = 0.25
@@ -138,7 +142,11 @@ WITHOUT_EFFECT = frozenset(
 
 
 class KvRouterConfig:
-    """What this router's requests ask for, unless their own router_config_override says else."""
+    """What this router's requests ask for, unless their own router_config_override says else.
+
+    The service owns its settings. Those that a request may override become the defaults of this
+    router's requests; the others are accepted, so that a program moves over unchanged.
+    """
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class ServiceAddress:
         self.endpoint = endpoint
         self.takes_msgpack = True  # until it says otherwise
         self.uds: str | None = None
-        self.context: ssl.SSLContext | bool = False  # nobody is to be believed: no TLS
+        self.context: ssl.SSLContext | bool = False  # no TLS
         self.base_url = endpoint.rstrip("/")
         if endpoint.startswith("unix:"):
             path = endpoint.removeprefix("unix:")

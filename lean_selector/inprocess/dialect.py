@@ -30,7 +30,7 @@ class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SelectionServiceError(Exception):
     """A refusal that depends on the state. `status_code` is what HTTP would answer.
 
-    `kind`: not_found, conflict, scheduler (nobody can take it now), not_ready (there is no
+    `kind`: not_found, conflict, scheduler (no worker can take it now), not_ready (there is no
     worker at all, or the service is shut down), sequence (the worker has no such rank), unreachable
     (RemoteSelectionService only).
     """
@@ -107,7 +107,7 @@ def _plain(name: str, value: object) -> object:
     if not isinstance(value, (Sequence, set, frozenset)):
         raise ValueError(f"{name}: {type(value).__name__} is no type of JSON's")
     items = value if isinstance(value, (list, tuple)) else list(value)
-    if items and type(items[0]) is int:  # tokens and hashes are many: who reads them looks at them
+    if items and type(items[0]) is int:  # many tokens or hashes: their reader checks them
         return items
     return [_plain(f"{name}[{place}]", each) for place, each in enumerate(items)]
 
@@ -120,7 +120,7 @@ def _number(value: int | float) -> int | float:
 
 
 def worker_fields(name: str, given: object) -> Fields:
-    """The same for what describes a worker, as JSON has it. Raises ValueError."""
+    """The description of a worker as a dict, as JSON has it. Raises ValueError."""
     fields = fields_of(name, given)
     for field in BY_RANK:
         by_rank = fields.get(field)
@@ -188,7 +188,7 @@ _PROMPT: type[PromptFields] = binary_form(PromptFields)
 
 
 def for_both(fields: Fields) -> Fields:
-    """The same body under both names of each field."""
+    """The body, with both names of each field."""
     sent = dict(fields)
     if "routing_group" in sent:
         sent.setdefault("tenant_id", sent["routing_group"])

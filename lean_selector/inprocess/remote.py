@@ -1,7 +1,7 @@
 """RemoteSelectionService: SelectionService in front of a selector that runs elsewhere.
 
 Speaks to it over HTTP or a UNIX socket, in the fields that both dialects read. Owns the
-connections, and what is told in the background because its method must not wait.
+connections, and what is sent in the background because its method must not wait.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ from lean_selector.tasks import watched
 T = TypeVar("T")
 
 _read = msgspec.json.Decoder().decode
-# Output blocks that wait to be told. Of a service that is away for longer they are lost; what they
-# weigh ends with their requests.
+# Output blocks that wait to be sent. While a service is away for longer, more are lost; their load
+# ends with their requests.
 MAX_UNTOLD = 4096
 _log = logging.getLogger("lean_selector.inprocess")
 
@@ -62,12 +62,12 @@ class Side:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.lost = 0  # output blocks that were never told
+        self.lost = 0  # output blocks that were never sent
         self._untold: deque[tuple[str, Call[None]]] = deque()
         self._telling: asyncio.Task[None] | None = None
 
     def tell(self, selection_id: str, call: Call[None]) -> None:
-        """Ask in the background, in the order of the calls; an unknown id is nobody's fault."""
+        """Ask in the background, in the order of the calls; an unknown id is no error."""
         if len(self._untold) >= MAX_UNTOLD:
             self.lost += 1
             return
@@ -84,15 +84,15 @@ class Side:
                 pass  # it has ended meanwhile
             except ClientError as error:
                 self.lost += 1
-                _log.debug("an output block was not told: %s", error)
+                _log.debug("an output block was not sent: %s", error)
 
     def forget(self, selection_id: str) -> None:
-        """It ends: what is still to be told of it counts no more."""
+        """Send no more output blocks of a request that ends."""
         if self._untold:
             self._untold = deque(each for each in self._untold if each[0] != selection_id)
 
     async def close(self) -> None:
-        """Wait for what is told and taken back, then close the connections."""
+        """Wait for what is sent in the background, then close the connections."""
         if self._telling is not None:
             await asyncio.wait({self._telling})
         await self.driver.close()
@@ -103,7 +103,7 @@ class RemoteSelectionService:
 
     Each event loop that uses it has connections of its own. The methods that do not wait,
     `list_workers`, `loads`, `ready` and `list_replica_peers`, stop the loop for one exchange;
-    `add_output_block` does not: it is told in the background, in order. Raises what
+    `add_output_block` does not: it is sent in the background, in order. Raises what
     SelectionService does, and SelectionServiceError of the kind `unreachable` without an answer.
     """
 
@@ -129,11 +129,11 @@ class RemoteSelectionService:
 
     @property
     def lost_output_blocks(self) -> int:
-        """Those that the service was never told of."""
+        """Output blocks that never reached the service."""
         return sum(side.lost for side in list(self._sides.values()))
 
     def _side(self) -> Side:
-        """Of the running loop."""
+        """Connections of the running loop."""
         loop = asyncio.get_running_loop()
         side = self._sides.get(loop)
         if side is None:
@@ -208,8 +208,7 @@ class RemoteSelectionService:
     async def select_and_reserve(self, request: object) -> Fields:
         """Choose a rank and book it, in one step.
 
-        What may have been booked for a caller who never heard of it, because it was cancelled or
-        the answer was lost, is freed.
+        What was booked for a caller that was cancelled, or whose answer was lost, is freed.
         """
         fields = for_both({"selection_id": None, **fields_of("request", request)})
         if fields["selection_id"] is None:
@@ -242,7 +241,7 @@ class RemoteSelectionService:
 
     async def create_reservation(self, request: object) -> Fields:
         """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
-        the rank that the caller chose. Freed where it cannot be told that it was booked."""
+        the rank that the caller chose. Freed if its answer is lost."""
         fields = for_both(fields_of("request", request))
         call: Call[Fields] = post_prompt("/reservations", fields, _read)
         selection_id = fields.get("selection_id")
@@ -258,8 +257,8 @@ class RemoteSelectionService:
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
         """One more block of output; `decay_fraction` (0 to 1) weighs all blocks of the request.
 
-        Told in the background, so an unknown id raises nothing; only without a running loop it is
-        told at once.
+        Sent in the background, so an unknown id raises nothing; without a running loop it is sent
+        at once.
         """
         if self._is_shut_down:
             raise shut_down()

@@ -34,8 +34,8 @@ ANSWERS_WITHIN_S = 10.0
 
 
 class _Context(zmq.asyncio.Context):
-    """Keeps its sockets. pyzmq's own has weak references alone, which are cleared before anybody
-    hears that he is garbage: then it would close none of them, and wait for all."""
+    """Keeps its sockets. pyzmq's own has weak references alone, which are cleared before a
+    finaliser runs: then it would close none of them, and wait for all."""
 
     kept: list[zmq.asyncio.Socket] = []
     looked_through_at: int = 64
@@ -144,7 +144,7 @@ class Running:
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuse those who wait, and end what listens; once, however often it is called."""
+        """Refuse requests that wait, and stop listening; once, however often it is called."""
         if self._loop.is_closed():
             self._destroy()
         elif self._stopping is None:
@@ -161,7 +161,7 @@ class Running:
         except asyncio.CancelledError:  # the loop ends: what was not reached yet is closed, too
             await self.parts.close()
             raise
-        self._destroy()  # before who waits for us goes on: its port is free then
+        self._destroy()  # before the caller goes on: the port is free then
 
     def destroy_after_its_loop(self) -> None:
         if self._loop.is_closed():

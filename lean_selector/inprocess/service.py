@@ -1,6 +1,6 @@
 """SelectionService: the selector inside the program that asks it, without HTTP.
 
-What a method is told becomes the body that HTTP's route takes, its handler is called, and its
+The arguments of a method become the body that HTTP's route takes, its handler is called, and its
 answer becomes a dict again: so both say the same (spec selection_16.md 11.1).
 """
 
@@ -104,7 +104,7 @@ class SelectionService:
                 self._running = running = Running(self._config)
             except StartError as error:
                 raise OSError(str(error)) from None
-            # What the loop holds keeps nobody alive who has dropped this object.
+            # The loop holds `running` alone, so that this object can be collected.
             weakref.finalize(self, running.abandoned).atexit = False
         return self._running
 
@@ -126,8 +126,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """The same for what does not wait, and so may be asked before there is a loop: `before` is
-        the answer then."""
+        """What a handler answers that does not wait; `before` is the answer while there is no
+        loop."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -293,7 +293,7 @@ class SelectionService:
     # -- the end -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Hear engines and replicas no more, and choose no more: whoever waits is refused. What is
+        """Stop listening to engines and replicas, and refuse what waits in the queue. What is
         booked can still be freed. The loop ends the rest; `shutdown_async` waits for that."""
         self._is_shut_down = True
         if self._running is not None:
@@ -364,7 +364,7 @@ async def _awaited(
     answered: asyncio.Future[tuple[int, object]] = asyncio.get_running_loop().create_future()
     result.take = lambda status, said: answered.set_result((status, said))
     try:
-        # Not cancelled with us: who is let go while we are must be known to be booked.
+        # Not cancelled with us: a request that leaves the queue meanwhile is booked, and undone.
         status, said = await asyncio.shield(answered)
     except asyncio.CancelledError:
         result.hang_up()
