@@ -1,14 +1,13 @@
 """The command lines: `lean-selector` (also `python -m lean_selector`) and `lean-slot-tracker`."""
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lean_selector import __version__
 from lean_selector.form import form
-from lean_selector.process.options import OneLineParser, Option, add_options
+from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
 
@@ -52,11 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return keys(arguments[1:])
     if arguments[:1] == ["gateway"]:
         return _gateway(arguments[1:])
-    from lean_selector.process.selector_config import (
-        SELECTOR_OPTIONS,
-        SelectorConfig,
-        selector_config,
-    )
+    from lean_selector.server.selector_flags import SelectorConfig
 
     def run(config: SelectorConfig) -> None:
         from lean_selector.process.selector import run_selector
@@ -65,23 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return _served(
         "lean-selector",
-        "Answers which worker should serve a prompt, and keeps the books of what runs where. "
-        "`lean-selector gateway` brings requests to workers, too; `lean-selector demo` shows it at "
-        "work, `lean-selector check` finds what is wrong, `lean-selector keys` makes keys to "
-        "encrypt with, `lean-selector deploy` prints files to run it with.",
-        SELECTOR_OPTIONS,
-        selector_config,
+        "Answers which worker should serve a prompt, and tracks in-flight load per worker. Other "
+        "commands: `lean-selector gateway` forwards requests to workers, too; `demo` shows it at "
+        "work, `check` finds what is wrong, `keys` makes keys to encrypt with, `deploy` prints "
+        "files to run it with.",
+        SelectorConfig,
         run,
         arguments,
     )
 
 
 def _gateway(arguments: Sequence[str]) -> int:
-    from lean_selector.process.gateway_config import (
-        GATEWAY_OPTIONS,
-        GatewayConfig,
-        gateway_config,
-    )
+    from lean_selector.server.gateway_flags import GatewayConfig
 
     def run(config: GatewayConfig) -> None:
         from lean_selector.process.gateway import run_gateway
@@ -90,38 +80,29 @@ def _gateway(arguments: Sequence[str]) -> int:
 
     return _served(
         "lean-selector gateway",
-        "An OpenAI-compatible door in front of workers: brings each request to the one that has "
+        "An OpenAI-compatible proxy in front of workers: forwards each request to the one that has "
         "most of its prompt cached and least to do.",
-        GATEWAY_OPTIONS,
-        gateway_config,
+        GatewayConfig,
         run,
         arguments,
-        lambda parser: parser.add_argument(
-            "workers", nargs="*", metavar="URL", help="workers: http://HOST:PORT or .../v1"
-        ),
     )
 
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     """Runs the slot tracker; returns the exit status."""
     hold_standard_streams()
-    from lean_selector.process.slot_tracker_config import (
-        SLOT_TRACKER_OPTIONS,
-        SlotTrackerConfig,
-        slot_tracker_config,
-    )
+    from lean_selector.server.service_flags import TrackerConfig
 
-    def run(config: SlotTrackerConfig) -> None:
+    def run(config: TrackerConfig) -> None:
         from lean_selector.process.slot_tracker import run_slot_tracker
 
         run_slot_tracker(config)
 
     return _served(
         "lean-slot-tracker",
-        "Keeps the books of active requests, by worker rank: an independent service for routers "
-        "that choose for themselves.",
-        SLOT_TRACKER_OPTIONS,
-        slot_tracker_config,
+        "Tracks active requests by worker rank: an independent service for routers that choose "
+        "for themselves.",
+        TrackerConfig,
         run,
         argv,
     )
@@ -130,24 +111,21 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
 def _served(
     name: str,
     description: str,
-    options: Sequence[Option],
-    configured: Callable[[argparse.ArgumentParser, argparse.Namespace, Mapping[str, str]], Config],
+    configured: type[Config],
     run: Callable[[Config], None],
     argv: Sequence[str] | None,
-    more: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> int:
     """Reads what a service is told, and runs it; returns the exit status.
 
-    `more` adds arguments that are no options. `run` imports what it needs itself, so that `--help`
-    and a bad flag are answered at once.
+    `run` imports what it needs itself, so that `--help` and a bad flag are answered at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
     version = f"{name} {__version__} ({form()})" if "--version" in arguments else ""
     parser.add_argument("--version", action="version", version=version)
-    more(parser)
-    add_options(parser, options)
-    config = configured(parser, parser.parse_args(arguments), os.environ)
+    parser.add_argument("--help-all", action="help", help="show all flags")
+    add_flags(parser, configured, briefly="--help-all" not in arguments)
+    config = load(parser, configured, arguments, os.environ)
 
     from lean_selector.process.host import StartError
 

@@ -45,7 +45,7 @@ def test_version_and_help_are_printed_to_stdout(
 
 
 def test_help_says_that_threads_have_no_effect() -> None:
-    status, out, _ = ran("--help")
+    status, out, _ = ran("--help-all")
     assert status == 0
     assert "--threads" in out
     assert "has no effect" in " ".join(out.split())

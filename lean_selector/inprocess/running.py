@@ -17,13 +17,9 @@ import zmq.asyncio
 from lean_selector.core.numbers import not_a, number, optional, whole
 from lean_selector.inprocess.dialect import SelectionCacheConfig
 from lean_selector.process.host import TICK_S
-from lean_selector.process.options import OneLineParser, add_options
-from lean_selector.process.selector_config import (
-    SELECTOR_OPTIONS,
-    SelectorConfig,
-    selector_config,
-)
 from lean_selector.process.selector_parts import SelectorParts
+from lean_selector.server.flags import OneLineParser, add_flags, load
+from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.tasks import watched
 
 T = TypeVar("T")
@@ -239,8 +235,8 @@ def config_of(
     flags = ["--api=1.6"]
     flags += [f"{flag}={value}" for flag, value in given.items() if value is not None]
     parser = _Parser(prog="SelectionService", allow_abbrev=False)
-    add_options(parser, SELECTOR_OPTIONS)
-    return selector_config(parser, parser.parse_args(flags), os.environ)
+    add_flags(parser, SelectorConfig)
+    return load(parser, SelectorConfig, flags, os.environ)
 
 
 def _joined(name: str, values: Sequence[str] | None) -> str | None:

@@ -285,7 +285,7 @@ class SelectionService:
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
         """Take over the index of the first peer, by its HTTP URL, that can be reached."""
         self._check_open()
-        running, timeout_s = self._start(), self._config.recovery_timeout_s
+        running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
         recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s)
         return await running.in_time(recovery.run)

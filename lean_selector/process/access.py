@@ -1,7 +1,7 @@
 """The tokens that a service asks for."""
 
 from lean_selector.process.host import StartError, os_reason
-from lean_selector.process.service_options import Listen
+from lean_selector.server.service_flags import Listen
 from lean_selector.service.access import AccessTokens
 
 

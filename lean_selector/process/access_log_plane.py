@@ -9,17 +9,15 @@ from lean_selector.access_logs.places import Senders, is_loopback, place_of
 from lean_selector.access_logs.reader import LineReader, udp_socket, warn_of_a_short_queue
 from lean_selector.core.selection.selector import Selector
 from lean_selector.http.listener import UnixPath
-from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.host import StartError, os_reason
+from lean_selector.server.selector_flags import AccessLogs
 from lean_selector.service.exposition import Families
 
 
 class AccessLogPlane:
     """Reads from when it is made until it is closed."""
 
-    def __init__(
-        self, config: AccessLogConfig, selector: Selector, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: AccessLogs, selector: Selector, clock: Callable[[], float]) -> None:
         """Raises StartError."""
         self.ends = LogEnds(selector.free, selector.health, clock)
         self._paths: list[UnixPath] = []
@@ -33,7 +31,7 @@ class AccessLogPlane:
             self.close()
             raise
 
-    def _bound(self, text: str, config: AccessLogConfig) -> socket.socket:
+    def _bound(self, text: str, config: AccessLogs) -> socket.socket:
         place = place_of(text)
         try:
             if place.path is None:

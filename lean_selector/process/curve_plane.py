@@ -14,36 +14,36 @@ from lean_selector.curve.keys import (
     read_list,
     read_pair,
 )
-from lean_selector.process.curve_config import EngineKeys, ReplicaKeys
-from lean_selector.process.curve_options import (
-    EVENTS_SECRET,
-    EVENTS_SERVERS,
-    REPLICA_PEERS,
-    REPLICA_SECRET,
-)
 from lean_selector.process.host import StartError
+from lean_selector.server.selector_flags import EngineKeys
+from lean_selector.server.service_flags import ReplicaKeys
 
 _T = TypeVar("_T")
+_REPLICA_SECRET = "--replica-sync-curve-secret-key-file"
+_REPLICA_PEERS = "--replica-sync-curve-peer-keys-file"
+_EVENTS_SERVERS = "--kv-events-curve-server-keys-file"
+_EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeys) -> CurveGate:
     """What admits replicas to our PUB, with the pair that is ours. Raises StartError."""
-    pair = _read(REPLICA_SECRET, config.secret_key_file, read_pair)
+    pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
     if config.peer_keys_file is not None:
-        admitted = _read(REPLICA_PEERS, config.peer_keys_file, read_list)
+        admitted = _read(_REPLICA_PEERS, config.peer_keys_file, read_list)
     return CurveGate(AsyncioAuthenticator(context), pair, admitted)
 
 
 def engine_client_keys(config: EngineKeys) -> CurveClient:
     """What we are to engines, and which we believe. Raises StartError."""
-    believed = _read(EVENTS_SERVERS, config.server_keys_file, read_list)
+    believed = _read(_EVENTS_SERVERS, config.server_keys_file, read_list)
     if config.secret_key_file is None:
         return CurveClient(new_pair(), believed)
-    return CurveClient(_read(EVENTS_SECRET, config.secret_key_file, read_pair), believed)
+    return CurveClient(_read(_EVENTS_SECRET, config.secret_key_file, read_pair), believed)
 
 
-def _read(flag: str, path: str, read: Callable[[str], _T]) -> _T:
+def _read(flag: str, path: str | None, read: Callable[[str], _T]) -> _T:
+    assert path is not None
     try:
         check_curve(flag)
         return read(path)

@@ -11,9 +11,10 @@ from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
 from lean_selector.outbound.client import OutboundClient, Resolve
 from lean_selector.outbound.token_file import TokenFile
 from lean_selector.outbound.trust import Trust
-from lean_selector.process.discovery_config import FinderConfig, PeerDiscovery, WorkerDiscovery
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.server.selector_flags import Discover
+from lean_selector.server.service_flags import Finder, ServiceConfig
 from lean_selector.service.header_warnings import Sources, registration_warnings
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.engine_questions import ask_engine
@@ -36,14 +37,10 @@ class Registry(Protocol):
 
 
 def discoveries_of(
-    finder: FinderConfig,
-    resolve: Resolve,
-    workers: WorkerDiscovery | None,
-    peers: PeerDiscovery | None,
+    finder: Finder, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
     """What will run, and what is to be found: workers, and peers. Raises StartError."""
-    worker_targets = [target_of(text) for text in workers.targets] if workers is not None else []
-    peer_targets = [peer_target_of(text) for text in peers.targets] if peers is not None else []
+    worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
     for target in targets:
         if target.kind == "file" and not target.name.lower().endswith(".json"):
@@ -60,8 +57,8 @@ def discoveries_of(
 def find_workers(
     discoveries: Discoveries,
     targets: list[Target],
-    config: WorkerDiscovery,
-    finder: FinderConfig,
+    config: Discover,
+    finder: Finder,
     registry: Registry,
     sources: Sources,
     clock: Callable[[], float],
@@ -96,22 +93,22 @@ def find_workers(
 def find_peers(
     discoveries: Discoveries,
     targets: list[Target],
-    config: PeerDiscovery,
-    finder: FinderConfig,
+    config: ServiceConfig,
     plane: ReplicaPlane,
     allowed: AllowedEndpoints | None,
 ) -> None:
     """The peers behind `targets` join and leave the mesh as over HTTP."""
+    http_port = config.replica.discover_http_port
     port = plane.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
     roster = PeerRoster(
         plane,
         own_port,
         plane.advertise,
-        config.http_port,
-        finder.grace_s,
+        config.listen.port if http_port is None else http_port,
+        config.finder.grace_s,
         refusal=_refusal_of(allowed),
-        is_secure=config.is_secure,
+        is_secure=config.listen.tls is not None,  # replicas are alike
     )
     discoveries.find_peers(targets, roster)
 
@@ -120,7 +117,7 @@ def _refusal_of(allowed: AllowedEndpoints | None) -> Callable[[str], str | None]
     return (lambda endpoint: None) if allowed is None else allowed.refusal
 
 
-def _api_client(finder: FinderConfig, resolve: Resolve) -> tuple[str, OutboundClient]:
+def _api_client(finder: Finder, resolve: Resolve) -> tuple[str, OutboundClient]:
     api = finder.api
     if api is None:
         host = os.environ.get("KUBERNETES_SERVICE_HOST")

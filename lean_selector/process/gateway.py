@@ -22,26 +22,25 @@ from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.process.access import tokens_of
 from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.exposure import exposure_warnings
-from lean_selector.process.gateway_config import GatewayConfig
 from lean_selector.process.host import HttpServer, new_zmq_context, run
 from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.process.selector import doors_of, selector_app
 from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.prompts.fleet import CatalogFleet
+from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
 
 
 def run_gateway(config: GatewayConfig) -> None:
     """Runs the gateway until it is told to stop. Raises StartError."""
-    selector = config.selector
     exposed = exposure_warnings(
         config.listen.host,
-        asks_who=config.listen.asks_who,
-        has_allowed=bool(selector.allowed_endpoints),
+        asks_who=config.listen.is_guarded,
+        has_allowed=bool(config.endpoints.allowed),
     )
-    warnings = [*selector.warnings, *exposed]
+    warnings = [*config.warnings, *exposed]
     run(config, config.listen, lambda log_state: _gateway(config, log_state), warnings)
 
 
@@ -52,16 +51,14 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     parts = SelectorParts(config.selector, context)
     doors = doors_of(config.selector, parts)
     catalog = parts.selector.catalog
-    rotation = Rotation(config.selector.router.ejection, now)
-    directory = Directory(config.workers, rotation, catalog)
-    chooser = Chooser(
-        parts.selector, rotation.endpoint, time.monotonic, config.selector.overload_status
-    )
-    credentials = credentials_of(config.selector.engines, "worker")
+    rotation = Rotation(config.settings.ejection, now)
+    directory = Directory(config.gateway.workers, rotation, catalog)
+    chooser = Chooser(parts.selector, rotation.endpoint, time.monotonic, config.overload_status)
+    credentials = credentials_of(config.engines)
     counts = Counts()
-    allowed = allowed_of(config.selector.allowed_endpoints)
-    client = engine_client(config.selector.engines, parts.resolve, allowed)
-    prompts = prompts_of(config.prompts, CatalogFleet(catalog), client)
+    allowed = allowed_of(config.endpoints.allowed)
+    client = engine_client(config.engines, parts.resolve, allowed)
+    prompts = prompts_of(config.prompt_settings, CatalogFleet(catalog), client)
     placing = Placing(
         prompts,
         chooser,
@@ -78,7 +75,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         ModelList(rotation, client, time.monotonic),
         counts,
         clock=time.monotonic,
-        silence_s=config.silence_s,
+        silence_s=config.gateway.silence_s,
         touch_after_s=config.touch_after_s,
         token=None if credentials.token is None else credentials.token.token,
         access_log=config.listen.access_log,

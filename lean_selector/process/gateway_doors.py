@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from lean_selector.outbound.client import OutboundClient
-from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_plane import AccessLogPlane
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.prompts.fleet import CatalogFleet
 from lean_selector.prompts.prompts import Prompts
 from lean_selector.prompts.settings import PromptSettings
 from lean_selector.route.door import RouteDoor
+from lean_selector.server.selector_flags import AccessLogs
 from lean_selector.service.exposition import Families
 from lean_selector.service.gate import Route
 from lean_selector.service.metrics import prompt_families
@@ -26,7 +26,7 @@ class GatewayDoors:
     def __init__(
         self,
         service: SelectionService,
-        access_logs: AccessLogConfig | None,
+        access_logs: AccessLogs,
         prompts: PromptSettings | None,
         new_client: Callable[[], OutboundClient],
     ) -> None:
@@ -36,7 +36,7 @@ class GatewayDoors:
         if prompts is not None:
             self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), new_client())
         self._logs: AccessLogPlane | None = None
-        if access_logs is not None:
+        if access_logs.places:
             self._logs = AccessLogPlane(access_logs, selector, time.monotonic)
         self._route: RouteDoor | None = None
         if self._prompts is not None:

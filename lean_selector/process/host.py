@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import uvloop
 import zmq
 import zmq.asyncio
@@ -27,7 +26,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
-from lean_selector.process.service_options import Listen, TlsFiles
+from lean_selector.server.service_flags import Listen, TlsFiles
 from lean_selector.service import logs
 from lean_selector.service.application import Observation
 from lean_selector.tasks import failed, failures, watch_process
@@ -52,7 +51,7 @@ class StartError(Exception):
 
 
 def run(
-    config: msgspec.Struct,
+    config: object,
     listen: Listen,
     serve: Callable[[logs.LogState], Coroutine[object, object, None]],
     warnings: Sequence[str] = (),
@@ -60,7 +59,9 @@ def run(
     """Logs as `listen` says, says which form runs and what the `config` is, and runs `serve` on a
     loop to its end."""
     log_state = logs.set_up(listen.log_level, listen.log_format)
-    log.info("configuration", extra={"form": form(), **logs.flat(config)})
+    told = logs.flat(config).items()
+    shown = {name: value for name, value in told if not name.startswith("given.")}
+    log.info("configuration", extra={"form": form(), **shown})
     for warning in warnings:
         log.warning(warning)
     uvloop.run(_under_watch(serve(log_state)))

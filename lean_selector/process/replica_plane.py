@@ -27,7 +27,7 @@ from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
 from lean_selector.outbound.credentials import Credentials
 from lean_selector.process.host import StartError
-from lean_selector.process.service_options import ReplicaConfig
+from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
@@ -65,11 +65,10 @@ class ReplicaPlane:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        config: ReplicaConfig,
+        config: ServiceConfig,
         lookup: Lookup,
         targets: Callable[[], Iterable[ReplicaTarget]],
         on_applied: Callable[[ReplicaEvent, float], None],
-        reservation_expiry_s: float,
         links: Links | None = None,
         *,
         tells_sessions: bool = False,
@@ -85,10 +84,12 @@ class ReplicaPlane:
         self._credentials = credentials
         self._allowed = None if links is None else links.allowed
         self._targets = targets
-        self._copies_expire_s = copies_expire_s(reservation_expiry_s)
-        self.advertise = config.advertise
-        self._given_urls = config.catch_up
-        self._catch_up_urls = list(config.catch_up)  # those of found peers, too
+        self._copies_expire_s = copies_expire_s(config.reservations.reservation_expiry_s)
+        replica = config.replica
+        assert replica.endpoint is not None
+        self.advertise = replica.advertise
+        self._given_urls = replica.catch_up
+        self._catch_up_urls = list(replica.catch_up)  # those of found peers, too
         self._catch_up: CatchUp | None = None  # until it has ended
         self._catch_up_again = asyncio.Event()
         self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
@@ -109,18 +110,18 @@ class ReplicaPlane:
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
         gate = None
-        if config.keys is not None:
+        if config.replica_keys.secret_key_file is not None:
             from lean_selector.process.curve_plane import replica_gate
 
-            gate = replica_gate(context, config.keys)
+            gate = replica_gate(context, config.replica_keys)
         try:
             self.sync = ReplicaSync(
                 context,
-                config.bind,
-                config.peers,
+                replica.endpoint,
+                replica.peers,
                 self._on_event,
                 router_id=self.router_id,
-                advertise=config.advertise,
+                advertise=replica.advertise,
                 links=links,
                 on_connected=self._connected,
                 on_missed=self._missed,

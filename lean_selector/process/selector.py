@@ -16,8 +16,8 @@ from lean_selector.process.access import tokens_of
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.outbound_access import engine_client
-from lean_selector.process.selector_config import SelectorConfig
 from lean_selector.process.selector_parts import SelectorParts
+from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import observed
@@ -45,8 +45,8 @@ def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
     exposed = exposure_warnings(
         config.listen.host,
-        asks_who=config.listen.asks_who,
-        has_allowed=bool(config.allowed_endpoints),
+        asks_who=config.listen.is_guarded,
+        has_allowed=bool(config.endpoints.allowed),
     )
     warnings = [*config.warnings, *exposed]
     run(config, config.listen, lambda log_state: _selector(config, log_state), warnings)
@@ -80,7 +80,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
 def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | None":
     """What gateways are offered besides the API, if anything. Raises StartError."""
-    if config.access_logs is None and config.prompts is None:
+    if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.process.gateway_doors import GatewayDoors
 
@@ -95,7 +95,7 @@ def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | No
     return GatewayDoors(
         service,
         config.access_logs,
-        config.prompts,
+        config.prompts.settings,
         lambda: engine_client(config.engines, parts.resolve, parts.allowed),
     )
 
@@ -111,7 +111,7 @@ def selector_app(
 ) -> App:
     """The selector's API; `more` are metrics of what else runs in this process, `tokens` those that
     are asked for."""
-    is_16 = config.router.dialect == API_1_6
+    is_16 = config.settings.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if doors is None else doors.routes())),
         lambda meters: [

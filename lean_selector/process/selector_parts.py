@@ -26,7 +26,7 @@ from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.routed_expiry import RoutedExpiry
-from lean_selector.process.selector_config import SelectorConfig
+from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service.gate import durable
 from lean_selector.service.lifecycle_log import SelectorLog
 from lean_selector.service.selection import SHUTDOWN, SelectionService
@@ -60,22 +60,22 @@ class SelectorParts:
     def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
         """`context` has no socket yet."""
         loop = asyncio.get_running_loop()
-        allowed = self.allowed = allowed_of(config.allowed_endpoints)
+        allowed = self.allowed = allowed_of(config.endpoints.allowed)
         engine_keys = None
-        if config.engine_keys is not None:
+        if config.engine_keys.server_keys_file is not None:
             from lean_selector.process.curve_plane import engine_client_keys
 
             engine_keys = engine_client_keys(config.engine_keys)
         links = self._links = Links(context, allowed=allowed, engine_keys=engine_keys)
         self.resolve = links.resolver.resolve
-        self.subscriptions = subscriptions = KvSubscriptions(links, config.kv_source_grace_s)
+        self.subscriptions = subscriptions = KvSubscriptions(links, config.index.source_grace_s)
         sweeps = IndexSweeps()
 
         def new_index(block_size: int) -> KvIndex:
             return KvIndex(
                 block_size,
-                device_bound=config.device_blocks_per_rank,
-                lower_tier_bound=config.lower_tier_blocks_per_rank,
+                device_bound=config.index.device_blocks,
+                lower_tier_bound=config.index.lower_tier_blocks,
                 on_sweep=sweeps.start,
             )
 
@@ -90,45 +90,44 @@ class SelectorParts:
             request_id = event.booking.request_id
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
-        credentials = credentials_of(config.peers, "peer")
+        credentials = credentials_of(config.peers)
         plane: ReplicaPlane | None = None
-        if config.replica is not None:
+        if config.replica.endpoint is not None:
             plane = ReplicaPlane(
                 context,
-                config.replica,
+                config,
                 lookup,
                 every_partition,
                 on_applied,
-                config.router.reservation_expiry_s,
                 links,
-                tells_sessions=config.router.sessions is not None,
+                tells_sessions=config.settings.sessions is not None,
                 credentials=credentials,
             )
         self.plane = plane
         self.selector = selector = Selector(
-            config.router,
+            config.settings,
             subscriptions,
             random.Random(),
             new_index=new_index,
             events=None if plane is None else plane.events,
-            thresholds=config.busy,
+            thresholds=config.thresholds,
             on_discarded=log_discarded,
             sessions=_session_tables(config, plane),
             check_worker=worker_check(allowed),
         )
         self.sessions: PeerSessions | None = None
-        if config.router.sessions is not None:
+        if config.settings.sessions is not None:
             writer_id = 0 if plane is None else plane.router_id
             self.sessions = PeerSessions(selector.catalog, writer_id)
             if plane is not None:
                 plane.sessions = self.sessions
         self.finding = finding = _finding(config, selector, subscriptions, plane, links)
-        peers = config.indexer_peers if config.router.use_kv_events else []
+        peers = config.index.recover_from if config.settings.use_kv_events else []
         if peers:
             subscriptions.hold()  # workers that are restored wait for the recovery, too
         self._state = ServiceState(is_recovering=bool(peers))
         self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
-        is_16 = config.router.dialect == API_1_6
+        is_16 = config.settings.dialect == API_1_6
         self.service = (SelectionService16 if is_16 else SelectionService)(
             selector,
             dump=self.dumps.answer,
@@ -146,12 +145,12 @@ class SelectorParts:
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         recovery = Recovery(
-            selector.catalog, subscriptions, peers, config.recovery_timeout_s, credentials
+            selector.catalog, subscriptions, peers, config.index.recovery_timeout_s, credentials
         )
         self._recovering = start_recovery(recovery, self._state) if peers else None
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
-        if config.polls is not None:
+        if config.health.interval_s is not None:
             from lean_selector.workers import polls
 
             client = engine_client(config.engines, links.resolver.resolve, allowed)
@@ -160,16 +159,16 @@ class SelectorParts:
                 selector.health,
                 client,
                 random.Random(),
-                interval_s=config.polls.interval_s,
-                path=config.polls.path,
-                timeout_s=config.polls.timeout_s,
+                interval_s=config.health.interval_s,
+                path=config.health.path,
+                timeout_s=config.health.timeout_s,
             )
             subscriptions.on_lost = worker_polls.soon
             self._polling = supervise("worker polls", worker_polls.run)
         self._lifecycle = SelectorLog(selector)
         self._expiry = ExpirySweep(self._expire, selector.arrived, loop.call_soon)
         self._forgetting: RoutedExpiry | None = None
-        if (ttl_s := config.router.routed_ttl_s) > 0.0:
+        if (ttl_s := config.settings.routed_ttl_s) > 0.0:
             self._forgetting = RoutedExpiry(selector.catalog.partitions, ttl_s, loop.call_later)
             self._forgetting.start()
 
@@ -224,7 +223,7 @@ class SelectorParts:
 
 
 def _session_tables(config: SelectorConfig, plane: ReplicaPlane | None) -> SessionTables | None:
-    settings = config.router.sessions
+    settings = config.settings.sessions
     if settings is None:
         return None
     if plane is None:
@@ -240,11 +239,11 @@ def _persister(
     state: ServiceState,
 ) -> "Persister | None":
     """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
-    if config.state is None:
+    if config.state.path is None:
         return None
     from lean_selector.process.state_plane import keep_selector
 
-    return keep_selector(config.state, selector, plane, config.replica, finding, state)
+    return keep_selector(config, selector, plane, finding, state)
 
 
 def _finding(
@@ -255,16 +254,15 @@ def _finding(
     links: Links,
 ) -> "Discoveries | None":
     """What finds workers and peers, if any are to be found. Raises StartError."""
-    peers = None if config.replica is None else config.replica.discover
-    if config.discover is None and peers is None:
+    if not config.discover.targets and not config.replica.discover:
         return None
     from lean_selector.process import discovery_plane
 
     resolve = links.resolver.resolve
     finding, workers, others = discovery_plane.discoveries_of(
-        config.finder, resolve, config.discover, peers
+        config.finder, resolve, config.discover.targets, config.replica.discover
     )
-    if config.discover is not None:
+    if workers:
         discovery_plane.find_workers(
             finding,
             workers,
@@ -274,11 +272,11 @@ def _finding(
             subscriptions,
             time.monotonic,
             engine_client(config.engines, resolve, links.allowed),
-            config.router.use_kv_events,
+            config.settings.use_kv_events,
             links.allowed,
         )
-    if peers is not None and plane is not None:
-        discovery_plane.find_peers(finding, others, peers, config.finder, plane, links.allowed)
+    if others and plane is not None:
+        discovery_plane.find_peers(finding, others, config, plane, links.allowed)
     return finding
 
 

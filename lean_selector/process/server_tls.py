@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 from lean_selector.http.connections import Connections, TlsCounts
 from lean_selector.http.tls import TlsDoor, not_after_of
-from lean_selector.process.service_options import TlsFiles
+from lean_selector.server.service_flags import TlsFiles
 
 log = logging.getLogger("lean_selector.server")
 

@@ -14,7 +14,7 @@ from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
 from lean_selector.process.outbound_access import credentials_of
 from lean_selector.process.replica_plane import ReplicaPlane
-from lean_selector.process.slot_tracker_config import SlotTrackerConfig
+from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.service import logs
 from lean_selector.service.application import observed
 from lean_selector.service.gate import durable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 
-def run_slot_tracker(config: SlotTrackerConfig) -> None:
+def run_slot_tracker(config: TrackerConfig) -> None:
     """Runs the slot tracker until it is told to stop. Raises StartError."""
     run(
         config,
@@ -45,16 +45,16 @@ def run_slot_tracker(config: SlotTrackerConfig) -> None:
         lambda log_state: _slot_tracker(config, log_state),
         exposure_warnings(
             config.listen.host,
-            asks_who=config.listen.asks_who,
-            has_allowed=bool(config.allowed_endpoints),
+            asks_who=config.listen.is_guarded,
+            has_allowed=bool(config.endpoints.allowed),
         ),
     )
 
 
-async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> None:
+async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None:
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
-    allowed = allowed_of(config.allowed_endpoints)
+    allowed = allowed_of(config.endpoints.allowed)
     links = Links(context, allowed=allowed)
 
     # What the plane asks; it does so only once all is made, the trackers below too.
@@ -65,19 +65,19 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
         return trackers.in_order()
 
     plane = None
-    if config.replica is not None:
+    if config.replica.endpoint is not None:
         plane = ReplicaPlane(
             context,
-            config.replica,
+            config,
             lookup,
             every_tracker,
             _nobody_waits,
-            config.reservation_expiry_s,
             links,
-            credentials=credentials_of(config.peers, "peer"),
+            credentials=credentials_of(config.peers),
         )
     trackers = Trackers(
-        None if plane is None else plane.events, reservation_expiry_s=config.reservation_expiry_s
+        None if plane is None else plane.events,
+        reservation_expiry_s=config.reservations.reservation_expiry_s,
     )
     finding = _finding(config, plane, links)
     service = SlotTrackerService(trackers, plane=plane)
@@ -151,34 +151,31 @@ async def _slot_tracker(config: SlotTrackerConfig, log_state: logs.LogState) -> 
 
 
 def _persister(
-    config: SlotTrackerConfig,
+    config: TrackerConfig,
     trackers: Trackers,
     plane: ReplicaPlane | None,
     finding: "Discoveries | None",
 ) -> "Persister | None":
     """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
-    if config.state is None:
+    if config.state.path is None:
         return None
     from lean_selector.process.state_plane import keep_trackers
 
-    return keep_trackers(
-        config.state, trackers, plane, config.replica, finding, config.reservation_expiry_s
-    )
+    return keep_trackers(config, trackers, plane, finding)
 
 
 def _finding(
-    config: SlotTrackerConfig, plane: ReplicaPlane | None, links: Links
+    config: TrackerConfig, plane: ReplicaPlane | None, links: Links
 ) -> "Discoveries | None":
     """What finds peers, if any are to be found. Raises StartError."""
-    peers = None if config.replica is None else config.replica.discover
-    if peers is None or plane is None:
+    if not config.replica.discover or plane is None:
         return None
     from lean_selector.process import discovery_plane
 
     finding, _, targets = discovery_plane.discoveries_of(
-        config.finder, links.resolver.resolve, None, peers
+        config.finder, links.resolver.resolve, [], config.replica.discover
     )
-    discovery_plane.find_peers(finding, targets, peers, config.finder, plane, links.allowed)
+    discovery_plane.find_peers(finding, targets, config, plane, links.allowed)
     return finding
 
 

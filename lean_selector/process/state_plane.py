@@ -13,8 +13,7 @@ from lean_selector.core.selection.selector import Selector, restore_booking
 from lean_selector.core.trackers import Trackers
 from lean_selector.process.host import StartError, os_reason
 from lean_selector.process.replica_plane import ReplicaPlane
-from lean_selector.process.service_options import ReplicaConfig
-from lean_selector.process.state_config import StateConfig
+from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.server.state_catalog import (
     OtherService,
     PeersByHttp,
@@ -38,10 +37,9 @@ _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def keep_selector(
-    config: StateConfig,
+    config: ServiceConfig,
     selector: Selector,
     plane: ReplicaPlane | None,
-    replica: ReplicaConfig | None,
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> Persister:
@@ -49,7 +47,7 @@ def keep_selector(
 
     Before anything else is put into the selector, and before the plane starts. Raises StartError.
     """
-    peers = PeersByHttp(plane, replica.peers if replica is not None else [], _found_peers(finding))
+    peers = PeersByHttp(plane, config.replica.peers, _found_peers(finding))
     contents = SelectorCatalog(selector, peers)
     if finding is not None and finding.workers is not None:
         names = [each.name for finds, each in finding.sightings if finds == "workers"]
@@ -64,40 +62,38 @@ def keep_selector(
         lambda: established(selector.catalog, None, None),
         book,
         plane,
-        selector.settings.reservation_expiry_s,
         state,
     )
 
 
 def keep_trackers(
-    config: StateConfig,
+    config: ServiceConfig,
     trackers: Trackers,
     plane: ReplicaPlane | None,
-    replica: ReplicaConfig | None,
     finding: "Discoveries | None",
-    expiry_s: float,
 ) -> Persister:
     """The same of a slot tracker."""
-    peers = PeersByHttp(plane, replica.peers if replica is not None else [], _found_peers(finding))
+    peers = PeersByHttp(plane, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
     def book(live: LiveBooking, router_id: int | None) -> bool:
         target = trackers.lookup(live.model_name, live.tenant_id)
         return target is not None and restore(target, live, router_id)
 
-    return _kept(config, contents, trackers.in_order, book, plane, expiry_s, ServiceState())
+    return _kept(config, contents, trackers.in_order, book, plane, ServiceState())
 
 
 def _kept(
-    config: StateConfig,
+    config: ServiceConfig,
     contents: SelectorCatalog | TrackerCatalog,
     targets: Callable[[], Iterable[ReplicaTarget]],
     book: Callable[[LiveBooking, int | None], bool],
     plane: ReplicaPlane | None,
-    expiry_s: float,
     state: ServiceState,
 ) -> Persister:
-    directory = StateDirectory(config.path)
+    assert config.state.path is not None
+    directory = StateDirectory(config.state.path)
+    expiry_s = config.reservations.reservation_expiry_s
     fault = _taken(directory)
     try:
         restore_catalog(directory, contents, time.monotonic())
@@ -115,7 +111,7 @@ def _kept(
         0 if plane is None else plane.router_id,
         (lambda: 0) if plane is None else (lambda: plane.sync.sequence),
     )
-    persister = Persister(directory, contents, lives, config.interval_s, on_fault)
+    persister = Persister(directory, contents, lives, config.state.interval_s, on_fault)
     persister.restored, persister.dropped = booked, dropped
     persister.begin_with(fault)
     return persister

@@ -1,1 +1,1 @@
-"""What survives the process: written to a directory, and read back at the next start."""
+"""The processes: what they are told, how they start and stop, what survives a restart."""

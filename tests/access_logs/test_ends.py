@@ -22,8 +22,8 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.listener import UnixPath
-from lean_selector.process.access_log_config import AccessLogConfig
 from lean_selector.process.access_log_plane import AccessLogPlane
+from lean_selector.server.selector_flags import AccessLogs
 from loadtest.child_service import free_port
 from tests.gates import NoEngines
 from tests.on_loop import until
@@ -220,7 +220,7 @@ def test_a_queue_that_is_short_is_told_of_at_the_start(
         (tmp_path / "length").write_text(shown)
     monkeypatch.setattr(reader_module, "_QUEUE_LENGTH", tmp_path / "length")
     places = [f"unixgram:{tmp_path}/s", f"syslog:127.0.0.1:{free_port()}"]
-    config = AccessLogConfig(places=places, allowed=[])
+    config = AccessLogs(places=places)
 
     async def story() -> None:
         AccessLogPlane(config, Books().selector, lambda: NOW).close()

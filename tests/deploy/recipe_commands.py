@@ -9,13 +9,9 @@ from typing import Any
 
 import yaml
 
-from lean_selector.process.gateway_config import GATEWAY_OPTIONS, GatewayConfig, gateway_config
-from lean_selector.process.options import OneLineParser, add_options
-from lean_selector.process.selector_config import (
-    SELECTOR_OPTIONS,
-    SelectorConfig,
-    selector_config,
-)
+from lean_selector.server.flags import OneLineParser, add_flags, load
+from lean_selector.server.gateway_flags import GatewayConfig
+from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.tools.recipes import recipes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -79,16 +75,15 @@ def unit_command(flags: str | None = None) -> list[str]:
 def configured_gateway(words: list[str]) -> GatewayConfig:
     """A command of the gateway, read as at its start. A wrong one ends in SystemExit."""
     parser = OneLineParser(prog="lean-selector gateway", allow_abbrev=False)
-    add_options(parser, GATEWAY_OPTIONS)
-    parser.add_argument("workers", nargs="*")
-    return gateway_config(parser, parser.parse_args(words), {})
+    add_flags(parser, GatewayConfig)
+    return load(parser, GatewayConfig, words, {})
 
 
 def configured(words: list[str]) -> SelectorConfig:
     """A command of the selector, read as at its start. A wrong one ends in SystemExit."""
     parser = OneLineParser(prog="lean-selector", allow_abbrev=False)
-    add_options(parser, SELECTOR_OPTIONS)
-    return selector_config(parser, parser.parse_args(words), {})
+    add_flags(parser, SelectorConfig)
+    return load(parser, SelectorConfig, words, {})
 
 
 def flags_of(add: Any) -> set[str]:

@@ -149,7 +149,8 @@ def ports_of(container: dict[str, Any]) -> list[int]:
         selector = config.selector
     else:
         selector = configured(words)
-    replica = [] if selector.replica is None else [selector.replica.bind.rpartition(":")[2]]
+    bound = selector.replica.endpoint
+    replica = [] if bound is None else [bound.rpartition(":")[2]]
     return [*own, selector.listen.port, *map(int, replica)]
 
 

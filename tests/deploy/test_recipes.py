@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import lean_selector
-from lean_selector.process.gateway_config import GATEWAY_OPTIONS
-from lean_selector.process.selector_config import SELECTOR_OPTIONS
-from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
+from lean_selector.server.flags import FILE, fields_of
+from lean_selector.server.gateway_flags import GatewayConfig
+from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
 from lean_selector.tools.recipes import add_arguments, recipes
 from tests.deploy.recipe_commands import (
@@ -137,8 +137,11 @@ def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> No
 
 # -- flags ----------------------------------------------------------------------------------------
 
-OURS = {option.flag for option in (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS, *GATEWAY_OPTIONS)}
-OURS |= flags_of(add_arguments) | flags_of(add_check_arguments) | {"--help", "--version"}
+OURS = {each.flag.name for config in (TrackerConfig, GatewayConfig) for each in fields_of(config)}
+OURS.add(FILE)
+OURS |= (
+    flags_of(add_arguments) | flags_of(add_check_arguments) | {"--help", "--help-all", "--version"}
+)
 # Of docker, pip, apt-get and systemctl, and of engines.
 OTHERS = {
     *("--rm", "--read-only", "--cap-drop", "--security-opt", "--entrypoint", "--from"),

@@ -16,8 +16,9 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest
 from lean_selector.outbound.client import OutboundClient
-from lean_selector.process.discovery_config import FinderConfig, WorkerDiscovery
 from lean_selector.process.discovery_plane import find_workers
+from lean_selector.server.selector_flags import Discover
+from lean_selector.server.service_flags import Finder
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.workers.discoveries import Discoveries, Surroundings
@@ -33,7 +34,7 @@ from tests.running_service import free_port
 
 NAME = "_http._tcp.vllm.svc"
 GRACE_S = 0.05
-FINDER = FinderConfig(interval_s=0.01, grace_s=GRACE_S, api=None, api_token_file="", api_ca_file="")
+FINDER = Finder(interval_s=0.01, grace_s=GRACE_S)
 
 
 class Names:
@@ -74,7 +75,7 @@ class Fleet:
         find_workers(
             self.finding,
             [names.target],
-            WorkerDiscovery(targets=[], defaults="{}", refresh_s=0.02),
+            Discover(refresh_s=0.02),
             FINDER,
             self.selector,
             self.subscriptions,

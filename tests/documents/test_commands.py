@@ -3,15 +3,11 @@
 import argparse
 import re
 import shlex
-import sys
-from subprocess import run
 
 import pytest
 
-from lean_selector.process.gateway_config import GATEWAY_OPTIONS
-from lean_selector.process.options import Option
-from lean_selector.process.selector_config import SELECTOR_OPTIONS
-from lean_selector.process.slot_tracker_config import SLOT_TRACKER_OPTIONS
+from lean_selector.server.flags import FILE, fields_of
+from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
 from tests.documents.pages import OURS, blocks, commands
 from tests.running_service import RunningService, free_port
@@ -30,6 +26,7 @@ STARTS = sorted(
 )
 # Those of other programs, of `demo`, and of the load tests.
 OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
+OTHER_FLAGS |= {"--help-all"}
 OTHER_FLAGS |= {"--cases", "--reference"}  # of loadtest/versus.py
 OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
 OTHER_FLAGS |= {"--long", "--missing", "--show"}  # of the tests, of coverage and of mutation
@@ -67,46 +64,7 @@ def test_every_printed_command_line_starts_a_service(line: str) -> None:
     sorted({flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}),
 )
 def test_flags_named_in_the_documents_exist(flag: str) -> None:
-    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS, *GATEWAY_OPTIONS)
-    assert flag in {option.flag for option in options} | OTHER_FLAGS
-
-
-FLAG_ROWS = {
-    found[1]: found[0]
-    for found in re.finditer(r"^\| `(--[a-z-]+)` \|.*\|$", OURS["docs/reference/flags.md"], re.M)
-}
-
-
-def test_the_page_of_flags_has_every_option_and_no_other() -> None:
-    options = (*SELECTOR_OPTIONS, *SLOT_TRACKER_OPTIONS, *GATEWAY_OPTIONS)
-    assert set(FLAG_ROWS) == {option.flag for option in options}
-
-
-ONLY_OF_THE_GATEWAY = [
-    option
-    for option in GATEWAY_OPTIONS
-    if option.flag not in {each.flag for each in SELECTOR_OPTIONS}
-]
-
-
-@pytest.mark.parametrize(
-    "option", [*SELECTOR_OPTIONS, *ONLY_OF_THE_GATEWAY], ids=lambda option: option.flag
-)
-def test_the_page_of_flags_names_environment_and_default(option: Option) -> None:
-    _, flag, env, default, _, _ = (cell.strip() for cell in FLAG_ROWS[option.flag].split("|"))
-    assert flag == f"`{option.flag}`"
-    assert env == ", ".join(f"`{name}`" for name in option.env)
-    shown = option.default
-    if isinstance(shown, bool):
-        shown = str(shown).lower()
-    assert default == ("" if shown is None or shown == [] else str(shown))
-
-
-@pytest.mark.parametrize("module", sorted(MODULES.values()))
-def test_help_names_every_option(module: str) -> None:
-    options = SELECTOR_OPTIONS if module == "lean_selector" else SLOT_TRACKER_OPTIONS
-    said = run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60)
-    assert [option.flag for option in options if option.flag not in said.stdout] == []
+    assert flag in {FILE, *(each.flag.name for each in fields_of(GatewayConfig))} | OTHER_FLAGS
 
 
 def test_the_options_that_the_page_of_the_check_lists_are_those_that_it_has() -> None:

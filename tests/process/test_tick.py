@@ -13,7 +13,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.response import encode_response
 from lean_selector.process import host
-from lean_selector.process.service_options import Listen
+from lean_selector.server.service_flags import Listen
 from lean_selector.tasks import failures
 
 host.TICK_S = 0.001
@@ -39,10 +39,7 @@ async def serve(log_state):
     print(server._listeners[0]._socket.getsockname()[1], flush=True)
     await server.serve(tick, lambda: print("refuses", flush=True), close)
 
-listen = Listen(
-    host="127.0.0.1", port=0, uds=None, drain_s=0.2, max_connections=10, tls=None,
-    log_level="info", log_format="text", access_log=False, auth_token_file=None,
-)
+listen = Listen(host="127.0.0.1", port=0, drain_s=0.2, max_connections=10)
 host.run(listen, listen, serve)
 """
 

@@ -1,33 +1,26 @@
-"""The rows with which a door is told how prompts become blocks."""
+"""The flags that say how prompts become blocks."""
 
-import argparse
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.process.host import StartError
-from lean_selector.process.options import OneLineParser, add_options, resolve
-from lean_selector.process.prompt_options import prompt_options, prompt_settings_of
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.server.flags import OneLineParser, add_flags, load
+from lean_selector.server.gateway_flags import GatewayConfig
+from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.sockets.resolver import Resolver
 from tests.prompts.test_prompts import Workers
 
-GATEWAY = (Mode.LEARN, *Mode)
-SELECTOR = (None, Mode.TOKENIZE, Mode.LOCAL, Mode.OFF)
 
-
-def settings_of(*args: str, of: tuple[Mode | None, ...] = GATEWAY) -> PromptSettings | None:
-    parser = OneLineParser(prog="door")
-    default, *modes = of
-    rows = prompt_options(default, *(mode for mode in modes if mode is not None))
-    add_options(parser, rows)
-    given: argparse.Namespace = parser.parse_args(args)
-    told = prompt_settings_of(parser, resolve(parser, rows, given, {}))
-    return None if told is None else msgspec.convert(told, PromptSettings)
+def settings_of(*args: str, of: type[SelectorConfig] = GatewayConfig) -> PromptSettings | None:
+    parser = OneLineParser(prog="lean-selector")
+    add_flags(parser, of)
+    workers = ("http://a",) if of is GatewayConfig else ()
+    return load(parser, of, [*workers, *args], {}).prompts.settings
 
 
 def test_each_door_has_its_default() -> None:
@@ -35,8 +28,8 @@ def test_each_door_has_its_default() -> None:
     assert learning is not None
     assert (learning.mode, learning.ask_from_bytes) == (Mode.LEARN, 16_384)
     assert learning.memory_bytes == 128 << 20
-    assert settings_of(of=SELECTOR) is None
-    tokenizing = settings_of("--prompts", "tokenize", of=SELECTOR)
+    assert settings_of(of=SelectorConfig) is None
+    tokenizing = settings_of("--prompts", "tokenize", of=SelectorConfig)
     assert tokenizing is not None
     assert (tokenizing.mode, tokenizing.ask_from_bytes) == (Mode.TOKENIZE, 0)
 
@@ -66,7 +59,7 @@ def test_a_bad_setting_stops_the_start(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        settings_of(*args, of=SELECTOR)
+        settings_of(*args, of=SelectorConfig)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

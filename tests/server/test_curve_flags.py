@@ -11,15 +11,11 @@ import zmq.asyncio
 
 from lean_selector.curve.command import write_pair
 from lean_selector.curve.keys import new_pair
-from lean_selector.process.curve_config import EngineKeys, ReplicaKeys
 from lean_selector.process.curve_plane import engine_client_keys, replica_gate
 from lean_selector.process.host import StartError
-from lean_selector.process.options import add_options
-from lean_selector.process.selector_config import (
-    SELECTOR_OPTIONS,
-    SelectorConfig,
-    selector_config,
-)
+from lean_selector.server.flags import add_flags, load
+from lean_selector.server.selector_flags import EngineKeys, SelectorConfig
+from lean_selector.server.service_flags import ReplicaKeys
 from tests.running_service import free_port
 
 OF_REPLICA = "--replica-sync-curve-secret-key-file"
@@ -40,8 +36,8 @@ class Parser(argparse.ArgumentParser):
 
 def configured(*flags: str) -> SelectorConfig:
     parser = Parser(allow_abbrev=False)
-    add_options(parser, SELECTOR_OPTIONS)
-    return selector_config(parser, parser.parse_args(flags), {})
+    add_flags(parser, SelectorConfig)
+    return load(parser, SelectorConfig, flags, {})
 
 
 @pytest.fixture
@@ -52,9 +48,8 @@ def name(tmp_path: Path) -> str:
 
 def test_without_flags_nothing_is_encrypted() -> None:
     config = configured("--replica-sync-port", "9092")
-    assert config.engine_keys is None
-    assert config.replica is not None
-    assert config.replica.keys is None
+    assert config.engine_keys == EngineKeys()
+    assert config.replica_keys == ReplicaKeys()
 
 
 @pytest.mark.parametrize(

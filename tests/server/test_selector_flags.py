@@ -6,18 +6,14 @@ from typing import Any
 import pytest
 
 from lean_selector.core.selection.settings import RouterSettings
-from lean_selector.process.options import OneLineParser, Option, add_options
-from lean_selector.process.selector_config import (
-    SELECTOR_OPTIONS,
-    SelectorConfig,
-    selector_config,
-)
+from lean_selector.server.flags import OneLineParser, add_flags, fields_of, load
+from lean_selector.server.selector_flags import SelectorConfig
 
 
 def configured(*flags: str, **environ: str) -> SelectorConfig:
     parser = OneLineParser(prog="lean-selector", allow_abbrev=False)
-    add_options(parser, SELECTOR_OPTIONS)
-    return selector_config(parser, parser.parse_args(flags), environ)
+    add_flags(parser, SelectorConfig)
+    return load(parser, SelectorConfig, flags, environ)
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *flags: str, **environ: str) -> str:
@@ -40,10 +36,10 @@ def seen(config: SelectorConfig, path: str) -> Any:
 
 def test_nothing_said_means_the_documented_defaults() -> None:
     config = configured()
-    assert config.router == RouterSettings()
+    assert config.settings == RouterSettings()
     listen = config.listen
     assert (listen.host, listen.port, listen.uds, listen.drain_s) == ("0.0.0.0", 8092, None, 5.0)
-    assert (config.indexer_peers, config.replica, config.warnings) == ([], None, [])
+    assert (config.index.recover_from, config.replica.endpoint, config.warnings) == ([], None, [])
 
 
 # Each option once: flag, what it sets, a value and what becomes of it.
@@ -53,45 +49,45 @@ FLAGS = [
     ("--uds", "listen.uds", "/tmp/x", "/tmp/x"),
     ("--drain-secs", "listen.drain_s", "0", 0.0),
     ("--log-level", "listen.log_level", "DEBUG", "debug"),
-    ("--indexer-peers", "indexer_peers", "http://a:1/, http://b", ["http://a:1", "http://b"]),
-    ("--recovery-timeout-secs", "recovery_timeout_s", "2.5", 2.5),
-    ("--kv-source-grace-secs", "kv_source_grace_s", "0", 0.0),
-    ("--replica-sync-port", "replica.bind", "9092", "tcp://*:9092"),
-    ("--device-blocks-per-rank", "device_blocks_per_rank", "1", 1),
-    ("--lower-tier-blocks-per-rank", "lower_tier_blocks_per_rank", "5", 5),
-    ("--use-kv-events", "router.use_kv_events", "off", False),
-    ("--router-predicted-ttl-secs", "router.predicted_ttl_s", "5", 5.0),
-    ("--api", "router.dialect.name", "1.6", "1.6"),
-    ("--selection-cache-ttl-secs", "router.selection_cache.ttl_s", "5", 5.0),
-    ("--selection-cache-max-entries", "router.selection_cache.max_entries", "0", 0),
-    ("--selection-cache-max-bytes", "router.selection_cache.max_bytes", "99", 99),
-    ("--router-decode-busy-threshold", "router.decode_busy_threshold", "0.5", 0.5),
-    ("--router-prefill-busy-threshold", "router.prefill_busy_threshold", "2", 2.0),
-    ("--router-assume-kv-reuse", "router.assume_kv_reuse", "off", False),
-    ("--router-kv-overlap-score-credit", "router.overlap_score_credit", "0.5", 0.5),
-    ("--router-kv-overlap-score-credit-decay", "router.overlap_score_credit_decay", "2", 2.0),
-    ("--router-prefill-load-scale", "router.prefill_load_scale", "3", 3.0),
-    ("--router-kv-overlap-score-weight", "router.prefill_load_scale", "3", 3.0),
-    ("--router-decode-active-request-weight", "router.active_request_weight", "2.5", 2.5),
-    ("--router-host-cache-hit-weight", "router.host_weight", "1", 1.0),
-    ("--router-disk-cache-hit-weight", "router.disk_weight", "0", 0.0),
-    ("--router-temperature", "router.temperature", "0.7", 0.7),
-    ("--router-track-prefill-tokens", "router.track_prefill_tokens", "No", False),
-    ("--queue-threshold", "router.queue_threshold", "inf", math.inf),
-    ("--queue-policy", "router.queue_policy", "WSPT", "wspt"),
-    ("--queue-max-wait-secs", "router.queue_max_wait_s", "1", 1.0),
-    ("--router-overlap-refresh-after-secs", "router.overlap_refresh_after_s", "3", 3.0),
-    ("--reservation-expiry-secs", "router.reservation_expiry_s", "9", 9.0),
-    ("--active-decode-blocks-threshold", "busy.active_decode_blocks", "0.85", 0.85),
-    ("--active-prefill-tokens-threshold", "busy.active_prefill_tokens", "5", 5),
-    ("--active-prefill-tokens-threshold-frac", "busy.active_prefill_tokens_frac", "2", 2.0),
+    ("--indexer-peers", "index.recover_from", "http://a:1/, http://b", ["http://a:1", "http://b"]),
+    ("--recovery-timeout-secs", "index.recovery_timeout_s", "2.5", 2.5),
+    ("--kv-source-grace-secs", "index.source_grace_s", "0", 0.0),
+    ("--replica-sync-port", "replica.endpoint", "9092", "tcp://*:9092"),
+    ("--device-blocks-per-rank", "index.device_blocks", "1", 1),
+    ("--lower-tier-blocks-per-rank", "index.lower_tier_blocks", "5", 5),
+    ("--use-kv-events", "settings.use_kv_events", "off", False),
+    ("--router-predicted-ttl-secs", "settings.predicted_ttl_s", "5", 5.0),
+    ("--api", "settings.dialect.name", "1.6", "1.6"),
+    ("--selection-cache-ttl-secs", "settings.selection_cache.ttl_s", "5", 5.0),
+    ("--selection-cache-max-entries", "settings.selection_cache.max_entries", "0", 0),
+    ("--selection-cache-max-bytes", "settings.selection_cache.max_bytes", "99", 99),
+    ("--router-decode-busy-threshold", "settings.decode_busy_threshold", "0.5", 0.5),
+    ("--router-prefill-busy-threshold", "settings.prefill_busy_threshold", "2", 2.0),
+    ("--router-assume-kv-reuse", "settings.assume_kv_reuse", "off", False),
+    ("--router-kv-overlap-score-credit", "settings.overlap_score_credit", "0.5", 0.5),
+    ("--router-kv-overlap-score-credit-decay", "settings.overlap_score_credit_decay", "2", 2.0),
+    ("--router-prefill-load-scale", "settings.prefill_load_scale", "3", 3.0),
+    ("--router-kv-overlap-score-weight", "settings.prefill_load_scale", "3", 3.0),
+    ("--router-decode-active-request-weight", "settings.active_request_weight", "2.5", 2.5),
+    ("--router-host-cache-hit-weight", "settings.host_weight", "1", 1.0),
+    ("--router-disk-cache-hit-weight", "settings.disk_weight", "0", 0.0),
+    ("--router-temperature", "settings.temperature", "0.7", 0.7),
+    ("--router-track-prefill-tokens", "settings.track_prefill_tokens", "No", False),
+    ("--queue-threshold", "settings.queue_threshold", "inf", math.inf),
+    ("--queue-policy", "settings.queue_policy", "WSPT", "wspt"),
+    ("--queue-max-wait-secs", "settings.queue_max_wait_s", "1", 1.0),
+    ("--router-overlap-refresh-after-secs", "settings.overlap_refresh_after_s", "3", 3.0),
+    ("--reservation-expiry-secs", "settings.reservation_expiry_s", "9", 9.0),
+    ("--active-decode-blocks-threshold", "thresholds.active_decode_blocks", "0.85", 0.85),
+    ("--active-prefill-tokens-threshold", "thresholds.active_prefill_tokens", "5", 5),
+    ("--active-prefill-tokens-threshold-frac", "thresholds.active_prefill_tokens_frac", "2", 2.0),
     ("--overload-status", "overload_status", "529", 529),
 ]
-OPTION_OF = {option.flag: option for option in SELECTOR_OPTIONS}
+FLAG_OF = {each.flag.name: each.flag for each in fields_of(SelectorConfig)}
 ENVIRONMENT = [
     pytest.param(name, path, text, value, id=name)
     for flag, path, text, value in FLAGS
-    for name in OPTION_OF[flag].env
+    for name in FLAG_OF[flag].env
 ]
 
 
@@ -112,7 +108,7 @@ def test_an_empty_variable_counts_as_unset(name: str, path: str, text: str, valu
 
 
 def test_the_documented_variables_are_all_there() -> None:
-    names = {name for option in SELECTOR_OPTIONS for name in option.env}
+    names = {name for each in FLAG_OF.values() for name in each.env}
     documented = {
         *("DYN_USE_KV_EVENTS", "DYN_ROUTER_USE_KV_EVENTS", "DYN_ROUTER_TEMPERATURE"),
         *("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY"),
@@ -131,14 +127,14 @@ def test_the_documented_variables_are_all_there() -> None:
 
 def test_a_flag_goes_before_the_environment() -> None:
     config = configured("--router-temperature", "1", DYN_ROUTER_TEMPERATURE="x")
-    assert config.router.temperature == 1.0
+    assert config.settings.temperature == 1.0
 
 
 @pytest.mark.parametrize("text", ["true", "1", "YES", "on", " True "])
 @pytest.mark.parametrize("wrong", ["false", "0", "No", "off"])
 def test_booleans_have_many_words(text: str, wrong: str) -> None:
-    assert configured(DYN_USE_KV_EVENTS=text).router.use_kv_events
-    assert not configured(DYN_USE_KV_EVENTS=wrong).router.use_kv_events
+    assert configured(DYN_USE_KV_EVENTS=text).settings.use_kv_events
+    assert not configured(DYN_USE_KV_EVENTS=wrong).settings.use_kv_events
 
 
 # -- the deprecated weight ------------------------------------------------------------------------
@@ -172,7 +168,10 @@ def test_the_old_overlap_weight_sets_two_terms_and_warns(
     environ: dict[str, str], scale: float, credit: float
 ) -> None:
     config = configured(**environ)
-    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (scale, credit)
+    assert (config.settings.prefill_load_scale, config.settings.overlap_score_credit) == (
+        scale,
+        credit,
+    )
     (warning,) = config.warnings
     assert "deprecated" in warning
 
@@ -187,14 +186,14 @@ def test_peers_to_recover_from_are_no_use_without_kv_events_and_that_is_said() -
 def test_what_is_believed_cached_depends_on_whether_there_are_events() -> None:
     off = {"DYN_USE_KV_EVENTS": "false"}
     config = configured(DYN_ROUTER_TTL_SECS="9", **off)
-    assert (config.router.routed_ttl_s, config.warnings) == (9.0, [])
-    assert configured("--router-ttl-secs", "0", **off).router.routed_ttl_s == 0.0
-    assert configured(**off).router.routed_ttl_s == 0.0
+    assert (config.settings.routed_ttl_s, config.warnings) == (9.0, [])
+    assert configured("--router-ttl-secs", "0", **off).settings.routed_ttl_s == 0.0
+    assert configured(**off).settings.routed_ttl_s == 0.0
     config = configured("--router-ttl-secs", "9")
-    assert config.router.routed_ttl_s == 0.0
+    assert config.settings.routed_ttl_s == 0.0
     (warning,) = config.warnings
     assert "--router-ttl-secs" in warning
-    assert configured(DYN_ROUTER_PREDICTED_TTL_SECS="5").router.routed_ttl_s == 5.0
+    assert configured(DYN_ROUTER_PREDICTED_TTL_SECS="5").settings.routed_ttl_s == 5.0
 
 
 def test_lru_is_taken_as_ttl_and_that_is_said() -> None:
@@ -222,15 +221,15 @@ def test_an_approximation_that_needs_the_other_kind_of_index_is_refused(
 def test_the_old_weight_in_the_environment_gives_way_to_a_flag() -> None:
     flags = ("--router-prefill-load-scale", "5", "--router-kv-overlap-score-credit", "0.5")
     config = configured(*flags, DYN_OVERLAP_SCORE_WEIGHT="0")
-    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (5.0, 0.5)
+    assert (config.settings.prefill_load_scale, config.settings.overlap_score_credit) == (5.0, 0.5)
     config = configured(*flags, "--router-kv-overlap-score-weight", "0")
-    assert (config.router.prefill_load_scale, config.router.overlap_score_credit) == (0.0, 0.0)
+    assert (config.settings.prefill_load_scale, config.settings.overlap_score_credit) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "-0.5"])
 def test_no_refresh_at_zero_or_below(text: str) -> None:
     config = configured("--router-overlap-refresh-after-secs", text)
-    assert config.router.overlap_refresh_after_s is None
+    assert config.settings.overlap_refresh_after_s is None
 
 
 def test_what_the_reference_has_without_effect_is_taken() -> None:
@@ -309,7 +308,7 @@ def test_a_bad_value_is_refused_by_one_line_that_names_its_source(
     capsys: pytest.CaptureFixture[str], flag: str, text: str
 ) -> None:
     assert flag in complaint(capsys, f"{flag}={text}")
-    for name in OPTION_OF[flag].env if text else ():
+    for name in FLAG_OF[flag].env if text else ():
         line = complaint(capsys, **{name: text})
         assert name in line
         assert f"`{text}`" in line
@@ -334,7 +333,6 @@ def test_peers_are_kept_once_each() -> None:
     config = configured(
         "--replica-sync-port", "9092", "--replica-sync-peers", "tcp://a:1, tcp://b:1,tcp://a:1"
     )
-    assert config.replica is not None
     assert config.replica.peers == ["tcp://a:1", "tcp://b:1"]
 
 
@@ -347,42 +345,37 @@ def test_a_usage_error_is_one_line(capsys: pytest.CaptureFixture[str], flags: li
     complaint(capsys, *flags)
 
 
-def test_every_option_shows_its_default_and_its_variables() -> None:
+def test_every_flag_shows_its_default_and_its_variables() -> None:
     parser = OneLineParser(prog="lean-selector")
-    add_options(parser, SELECTOR_OPTIONS)
+    add_flags(parser, SelectorConfig)
     text = " ".join(parser.format_help().split())
-    for option in SELECTOR_OPTIONS:
-        assert option.flag in text
-        for name in option.env:
+    for flag in FLAG_OF.values():
+        assert flag.name in text
+        for name in flag.env:
             assert name in text
     assert "(default 8092)" in text
     assert "has no effect: one thread serves everything" in text
-
-
-def test_an_option_is_named_by_its_flag() -> None:
-    option = Option("--a-b-c", str, None, "help")
-    assert option.name == "a_b_c"
 
 
 def test_the_1_6_dialect_brings_its_own_defaults() -> None:
     assert configured().overload_status == 503
     assert configured("--api", "1.6").overload_status == 429
     assert configured("--api", "1.6", "--overload-status", "503").overload_status == 503
-    assert configured().router.ttl_s == 0.0
-    assert configured("--api", "1.6").router.ttl_s == 120.0
+    assert configured().settings.ttl_s == 0.0
+    assert configured("--api", "1.6").settings.ttl_s == 120.0
     assert (
-        configured("--api", "1.6", "--use-kv-events=off", "--router-ttl-secs=0").router.ttl_s == 0
+        configured("--api", "1.6", "--use-kv-events=off", "--router-ttl-secs=0").settings.ttl_s == 0
     )
 
 
 def test_the_overlap_credit_may_be_above_one_where_1_6_is_spoken() -> None:
     flags = ("--api", "1.6", "--router-kv-overlap-score-credit", "2.5")
-    assert configured(*flags).router.overlap_score_credit == 2.5
+    assert configured(*flags).settings.overlap_score_credit == 2.5
 
 
 def test_reuse_is_switched_off_under_either_name_but_not_under_both(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert not configured("--no-router-assume-kv-reuse").router.assume_kv_reuse
+    assert not configured("--no-router-assume-kv-reuse").settings.assume_kv_reuse
     both = complaint(capsys, "--no-router-assume-kv-reuse", "--router-assume-kv-reuse")
     assert "exclude each other" in both

@@ -1,0 +1,270 @@
+"""Flags as fields of frozen dataclasses: `name: type = flag(default, "--name", "VARIABLE", ge=0)`.
+
+A group is a dataclass: the first line of its docstring is its title, and `name: help` stands there
+for each field. A configuration is a dataclass whose fields are groups. The command line, the
+environment, the TOML file, the help and the page of flags are made of these fields alone.
+
+A flag on the command line goes before the environment, that before the file, that before the
+default; an empty variable counts as unset; a bad value ends the start with one line and status 2
+(D15).
+"""
+
+import argparse
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from inspect import cleandoc
+from types import NoneType
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin
+
+T = TypeVar("T")
+FILE: Final = "--config"
+FLAG: Final = "flag"
+_WORDS: Final = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How a field is given. Its type says how a text is read; `each` replaces that."""
+
+    name: str  # with --; without, it is a list of arguments
+    env: tuple[str, ...] = ()
+    ge: float = -math.inf
+    le: float = math.inf
+    infinite: bool = False  # inf is accepted
+    none: bool = False  # the word none is accepted, and means that it is off
+    each: Callable[[str], Any] | None = None  # reads the text, or each item of a list
+    common: bool = False  # in --help; the others are in --help-all
+
+
+def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
+    """A field of a group; `more` are those of Flag."""
+    made: dict[str, Any] = {"metadata": {"flag": Flag(name=name, env=env, **more)}}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, **made)
+    return field(default=default, **made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What a program was told: subclasses have a field for each group."""
+
+    # Where each flag that was given comes from: FLAG, the variable, or the file.
+    given: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One flag of a configuration, and where its value belongs."""
+
+    flag: Flag
+    help: str
+    title: str
+    group: str
+    name: str
+    kind: Any
+    default: Any
+
+    def read(self, text: str) -> Any:
+        """Raises ValueError, saying what was expected."""
+        flag, kind = self.flag, self.kind
+        if flag.none and text.lower() == "none":
+            return None
+        if get_origin(kind) is list:
+            items = (item.strip() for item in text.split(",") if item.strip())
+            return list(dict.fromkeys(map(flag.each, items) if flag.each else items))
+        if flag.each is not None:
+            return flag.each(text)
+        if get_origin(kind) is Literal:
+            allowed = {str(value): value for value in get_args(kind)}
+            if text.lower() not in allowed:
+                raise ValueError(f"expected one of {', '.join(allowed)}")
+            return allowed[text.lower()]
+        if kind is bool:
+            if text.strip().lower() not in _WORDS:
+                raise ValueError("expected true or false (also 1, yes, on, 0, no, off)")
+            return _WORDS[text.strip().lower()]
+        return text if kind is str else self._number(text)
+
+    def _number(self, text: str) -> int | float:
+        flag, is_whole = self.flag, self.kind is int
+        try:
+            value: int | float = int(text) if is_whole else float(text)
+        except ValueError:
+            expected = "a whole number" if is_whole else "a number"
+            raise ValueError(f"expected {expected}") from None
+        if math.isnan(value) or (math.isinf(value) and not flag.infinite):
+            raise ValueError("expected a finite number")
+        if not flag.ge <= value <= flag.le:
+            least, most = (f"{end}" if is_whole else f"{end:g}" for end in (flag.ge, flag.le))
+            is_open = flag.le == math.inf
+            raise ValueError(f"expected {f'at least {least}' if is_open else f'{least} to {most}'}")
+        return value
+
+    @property
+    def metavar(self) -> str:
+        if get_origin(self.kind) is Literal:
+            return "|".join(map(str, get_args(self.kind)))
+        if self.flag.each is not None:
+            return self.flag.each.__name__.strip("_").upper()
+        return {bool: "BOOL", str: "TEXT"}.get(self.kind, "N")
+
+    @property
+    def shown_default(self) -> str:
+        """Empty where nothing is set."""
+        value = self.default
+        if value is None or value == []:
+            return ""
+        return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+    def says(self, *, briefly: bool) -> str:
+        """The line of its help; the brief one ends at the first semicolon."""
+        default = f" (default {self.shown_default})" if self.shown_default else ""
+        env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
+        return self.help.partition(";")[0] + default if briefly else self.help + default + env
+
+
+def fields_of(config: Any) -> Iterator[Field]:
+    """The flags of a configuration, in their order."""
+    for part in fields(config):
+        if not is_dataclass(part.type):
+            continue
+        group: Any = part.type
+        said = dict[str, str]()
+        for each in reversed(group.__mro__[:-1]):
+            title, _, text = cleandoc(each.__doc__ or "").partition("\n")
+            said |= dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", text, re.M))
+        for each in fields(group):
+            if "flag" not in each.metadata:
+                continue
+            kind: Any = each.type
+            if NoneType in get_args(kind):
+                (kind,) = (one for one in get_args(kind) if one is not NoneType)
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            meaning = " ".join(said.get(each.name, "").split())
+            declared: Flag = each.metadata["flag"]
+            yield Field(declared, meaning, title, part.name, each.name, kind, default)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Complains in one line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_flags(parser: argparse.ArgumentParser, config: Any, *, briefly: bool = False) -> None:
+    """`briefly`: only those that are common stand in the help."""
+    parser.formatter_class = _Lines
+    parser.add_argument(
+        FILE, metavar="PATH", help="TOML file of flags, by their names without --; flags and "
+        "environment go before it"
+    )  # fmt: skip
+    found = list(fields_of(config))
+    titles = dict.fromkeys(each.title for each in found)
+    groups = {title: parser if briefly else parser.add_argument_group(title) for title in titles}
+    for each in found:
+        names, is_list = {}, get_origin(each.kind) is list
+        if not each.flag.name.startswith("--"):
+            names = {"nargs": "*"}
+        elif each.kind is bool:
+            names = {"dest": each.flag.name, "nargs": "?", "const": "true"}
+        else:
+            names = {"dest": each.flag.name, "action": "append" if is_list else "store"}
+        is_shown = each.flag.common or not briefly
+        says = each.says(briefly=briefly).replace("%", "%%") if is_shown else argparse.SUPPRESS
+        cast(Any, groups[each.title]).add_argument(
+            each.flag.name, metavar=each.metavar, help=says, **names
+        )
+
+
+class _Lines(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=100)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        words = [each.metavar for each in actions if not each.option_strings]
+        super().add_usage(" ".join(["%(prog)s [FLAG ...]", *(f"[{w} ...]" for w in words)]),
+                          actions, groups, prefix)  # fmt: skip
+
+
+def load(
+    parser: argparse.ArgumentParser,
+    config: Callable[..., T],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+) -> T:
+    """The configuration. A bad one ends the process through `parser.error`."""
+    args = vars(parser.parse_args(argv))
+    found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
+    in_file = _read_file(parser, file, found)
+    given: dict[str, str] = {}
+    values: dict[str, dict[str, Any]] = {each.group: {} for each in found}
+    for each in found:
+        name, text = each.flag.name, args[each.flag.name]
+        source = where = name
+        if text is not None and text != []:
+            text, source = ",".join(text) if isinstance(text, list) else text, FLAG
+        else:
+            variable = next((it for it in each.flag.env if environ.get(it)), None)
+            if variable is not None:
+                source = where = variable
+                text = environ[variable]
+            elif name in in_file:
+                source, where, text = file, f"{file}: {name.removeprefix('--')}", in_file[name]
+            else:
+                continue
+        given[name] = source
+        try:
+            values[each.group][each.name] = each.read(text)
+        except ValueError as error:
+            is_flag = where.startswith("--") or source != FLAG
+            parser.error(f"{where}: invalid value `{text}`: {error}" if is_flag else f"{error}")
+    kinds: dict[str, Any] = {part.name: part.type for part in fields(cast(Any, config))}
+    try:
+        groups = {name: kinds[name](**those) for name, those in values.items()}
+        return config(given=given, **groups)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _read_file(
+    parser: argparse.ArgumentParser, path: str | None, found: Sequence[Field]
+) -> dict[str, str]:
+    """The texts of a TOML file, by flag."""
+    if path is None:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            said = tomllib.load(file)
+    except (OSError, ValueError) as error:
+        parser.error(f"{FILE}: {path}: {getattr(error, 'strerror', None) or error}")
+    by_key = {each.flag.name.removeprefix("--"): each for each in found}
+    texts = dict[str, str]()
+    for key, value in said.items():
+        if key not in by_key:
+            parser.error(f"{path}: {key}: no flag has this name")
+        items = value if isinstance(value, list) else [value]
+        is_list = get_origin(by_key[key].kind) is list
+        if isinstance(value, list) and not is_list:
+            parser.error(f"{path}: {key}: expected one value, not a list")
+        if any(isinstance(item, list | dict) for item in items):
+            parser.error(f"{path}: {key}: expected a value, not a table")
+        texts[by_key[key].flag.name] = ",".join(map(_text, items))
+    return texts
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def made_of(kind: type[T], *groups: object, **more: Any) -> T:
+    """A struct of the fields of groups that have the names of its own, and `more`."""
+    names = cast(Any, kind).__struct_fields__
+    told = {name: value for group in groups for name, value in vars(group).items() if name in names}
+    return kind(**told | more)

@@ -1,0 +1,121 @@
+"""The flags of `lean-selector gateway`: its own, and beside them the selector's."""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+from lean_selector.outbound.url import Url, base_without_version
+from lean_selector.prompts.settings import PromptSettings
+from lean_selector.server.flags import flag
+from lean_selector.server.selector_flags import Health, Prompts, SelectorConfig
+from lean_selector.server.service_flags import Listen
+
+# For workers that say nothing of blocks, as those that publish no events.
+_DEFAULTS = '{"block_size": 16}'
+_TOUCHES = 3.0  # in the life of a reservation
+
+
+def _url(value: str) -> str:
+    """`http://host:port` of a worker, of which nothing else is used; /v1 may be behind it, as in
+    what OpenAI's clients are told."""
+    url = Url(value)
+    if base_without_version(url.target) or "?" in value or "#" in value:
+        raise ValueError(
+            f"`{value}`: expected http://HOST:PORT, perhaps with /v1: workers are asked at the root"
+        )
+    return url.origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayListen(Listen):
+    """Listening, logging and stopping
+
+    drain_s: how long a stop may take; answers that have begun go on for so long
+    """
+
+    port: int = flag(8080, "--port", ge=0, le=65535, common=True)
+    drain_s: float = flag(30.0, "--drain-secs", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayHealth(Health):
+    """Workers that fail
+
+    interval_s: ask every worker this often how it is, over HTTP; `none`: never
+    """
+
+    interval_s: float | None = flag(5.0, "--worker-health-interval-secs", ge=0.01, none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayPrompts(Prompts):
+    """Raw prompts
+
+    mode: where the tokens of raw prompts come from
+    """
+
+    mode: Literal["learn", "tokenize", "local", "off"] = flag("learn", "--prompts", common=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """The gateway
+
+    workers: workers: http://HOST:PORT or .../v1
+    selector_port: HTTP port of the selector's own API, and of the metrics; 0 takes a free one
+    silence_s: a worker that says nothing for so long has failed its request
+    max_body_mb: largest body of a request, in MiB
+    """
+
+    workers: list[str] = flag([], "workers", each=_url, common=True)
+    selector_port: int = flag(8092, "--selector-port", ge=0, le=65535, common=True)
+    silence_s: float = flag(600.0, "--worker-silence-secs", ge=0.001)
+    max_body_mb: int = flag(64, "--max-body-mb", ge=1, le=4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(SelectorConfig):
+    """What `lean-selector gateway` is told."""
+
+    gateway: Gateway
+    listen: GatewayListen
+    health: GatewayHealth
+    prompts: GatewayPrompts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.endpoints.check("", self.gateway.workers)
+        if not self.gateway.workers and not self.discover.targets:
+            raise ValueError("name the workers: lean-selector gateway http://HOST:PORT ...")
+
+    @property
+    def prompt_settings(self) -> PromptSettings:
+        settings = self.prompts.settings
+        assert settings is not None
+        return settings
+
+    @property
+    def most_body_bytes(self) -> int:
+        return self.gateway.max_body_mb << 20
+
+    @property
+    def touch_after_s(self) -> float:
+        """So often a reservation is touched while its answer goes on."""
+        return self.reservations.reservation_expiry_s / _TOUCHES
+
+    @cached_property
+    def selector(self) -> SelectorConfig:
+        """What the selector in this process is told; its port is where its API is."""
+        gateway, discover = self.gateway, self.discover
+        if gateway.workers:
+            defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS
+            targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
+            discover = replace(discover, targets=targets, defaults=defaults)
+        groups = {each.name: getattr(self, each.name) for each in fields(SelectorConfig)}
+        changed = {
+            "listen": replace(self.listen, port=gateway.selector_port, uds=None),
+            "discover": discover,
+            "prompts": Prompts(),
+            "needs_kv_events": False,
+        }
+        return SelectorConfig(**groups | changed)

@@ -1,0 +1,618 @@
+"""The flags of the selector. Names, defaults and variables follow selection.md 7 and
+selection_16.md 10."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NoReturn
+
+from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
+from lean_selector.core.load.shapes import BusyThreshold
+from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.selection.settings import (
+    DISK_WEIGHT,
+    HOST_WEIGHT,
+    RouterSettings,
+    SelectionCacheSettings,
+)
+from lean_selector.core.settings import (
+    DEFAULT_BONUS_BLOCKS,
+    DIALECTS,
+    EjectionSettings,
+    SessionSettings,
+)
+from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.server.flags import FLAG, flag, made_of
+from lean_selector.server.service_flags import Access, ServiceConfig, lazy, path, url
+
+_CACHE = SelectionCacheSettings()
+_EJECTION = EjectionSettings()
+_PROMPTS = PromptSettings(mode=Mode.OFF)
+_ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
+# Of an unknown prompt that was not seen before: some 4 000 tokens, which take an engine longer to
+# compute than to tokenize.
+_ASK_WHEN_LEARNING_BYTES = 16_384
+_NEVER = 1 << 40
+_MEGABYTE = 1 << 20
+
+
+# -- reading one value ----------------------------------------------------------------------------
+
+
+def where(value: str) -> str:
+    """A place where workers are found, as it is given."""
+    lazy("lean_selector.workers.targets", "target_of")(value)
+    return value
+
+
+def _json(value: str) -> str:
+    lazy("lean_selector.workers.particulars", "defaults_of")(value)
+    return value
+
+
+def _address(value: str) -> str:
+    """Where access logs are written to."""
+    lazy("lean_selector.access_logs.places", "place_of")(value)
+    return value
+
+
+def _network(value: str) -> str:
+    network: str = lazy("lean_selector.access_logs.places", "networks_of")(value)[0]
+    return network
+
+
+def _name(value: str) -> str:
+    if value != "public-xxh3-v1":
+        raise ValueError("only public-xxh3-v1 is supported: sequence hashes have no key here")
+    return value
+
+
+def _path(_: str) -> NoReturn:
+    raise ValueError("router policy files are not supported yet")
+
+
+def _url_path(value: str) -> str:
+    if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
+        raise ValueError("expected a path that begins with / and has neither spaces nor controls")
+    return value
+
+
+def _bytes(value: str) -> int:
+    if value.lower() == "none":
+        return _NEVER
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+    if not 0 <= number <= _NEVER:
+        raise ValueError(f"expected 0 to {_NEVER}")
+    return number
+
+
+def _mode(value: str) -> str:
+    modes = ", ".join(mode for mode in Mode if mode is not Mode.LEARN)
+    if value.lower() == Mode.LEARN:
+        raise ValueError(
+            "learning needs the engines' answers, which do not pass here; expected one of " + modes
+        )
+    if value.lower() not in modes.split(", "):
+        raise ValueError(f"expected one of {modes}")
+    return value.lower()
+
+
+# -- the groups -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """Dialect
+
+    name: version of the HTTP API; 1.3 is the source document's, 1.6 that of Dynamo 1.6
+    decode_busy_threshold: answers say decode_busy above this part of a worker's total_kv_blocks
+      (1.6); unset: never
+    prefill_busy_threshold: advisory selects say prefill_busy above this part of a worker's
+      max_num_batched_tokens; unset: never
+    assume_kv_reuse: off: every block of a prompt counts as another than those that are active (1.6)
+    no_assume_kv_reuse: the same as --router-assume-kv-reuse false
+    tracking_hash: only public-xxh3-v1; anything else stops the start
+    """
+
+    name: Literal["1.3", "1.6"] = flag("1.3", "--api", common=True)
+    decode_busy_threshold: float | None = flag(
+        None,
+        "--router-decode-busy-threshold",
+        "DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD",
+        ge=0,
+    )
+    prefill_busy_threshold: float | None = flag(
+        None,
+        "--router-prefill-busy-threshold",
+        "DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD",
+        ge=0,
+    )
+    assume_kv_reuse: bool = flag(True, "--router-assume-kv-reuse", "DYN_ROUTER_ASSUME_KV_REUSE")
+    no_assume_kv_reuse: bool = flag(False, "--no-router-assume-kv-reuse")
+    tracking_hash: str | None = flag(
+        None, "--router-tracking-hash", "DYN_ROUTER_TRACKING_HASH", each=_name
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionCache:
+    """Selections that are booked by their ids
+
+    ttl_s: how long what /select chose under a selection_id can be booked by that id alone
+    max_entries: most selections kept for that; the oldest go first; 0: none
+    max_bytes: most bytes of hashes and names that they may have together; 0: none
+    """
+
+    ttl_s: float = flag(_CACHE.ttl_s, "--selection-cache-ttl-secs", ge=0, le=1e9)
+    max_entries: int = flag(_CACHE.max_entries, "--selection-cache-max-entries", ge=0, le=U64_MAX)
+    max_bytes: int = flag(_CACHE.max_bytes, "--selection-cache-max-bytes", ge=0, le=U64_MAX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Choosing a worker
+
+    use_kv_events: learn from the workers' KV events; off: no event endpoints needed, and overlap is
+      0, or what --router-ttl-secs assumes
+    ttl_s: with KV events off, assume that a routed prompt stays cached this long; 0: assume
+      nothing; unset: 120 with --api 1.6, else nothing
+    predicted_ttl_s: with KV events on, assume so beside them, until they arrive
+    approximate_cache_policy: accepted for compatibility; lru is taken as ttl, and refused while KV
+      events are on
+    overlap_score_credit: blocks of prefill that a cached device block saves in the cost; above 1
+      with --api 1.6 alone
+    overlap_score_credit_decay: how fast that credit falls with a rank's waiting prefill
+    prefill_load_scale: weight of prefill against decode in the cost
+    overlap_score_weight: deprecated: sets the prefill load scale, and at 0 the overlap credit to 0
+    active_request_weight: blocks that each active request of a rank counts for in the cost, beside
+      those it holds
+    host_weight: what a block cached on the host is worth, in device blocks
+    disk_weight: the same for a block on disk or beyond
+    temperature: 0 takes the cheapest rank; above, ranks are drawn by cost
+    track_prefill_tokens: count the prefill tokens of what is placed
+    """
+
+    use_kv_events: bool = flag(
+        True, "--use-kv-events", "DYN_USE_KV_EVENTS", "DYN_ROUTER_USE_KV_EVENTS", common=True
+    )
+    ttl_s: float | None = flag(None, "--router-ttl-secs", "DYN_ROUTER_TTL_SECS", ge=0, common=True)
+    predicted_ttl_s: float | None = flag(
+        None, "--router-predicted-ttl-secs", "DYN_ROUTER_PREDICTED_TTL_SECS", ge=0
+    )
+    approximate_cache_policy: Literal["ttl", "lru"] = flag(
+        "ttl", "--router-approximate-cache-policy", "DYN_ROUTER_APPROXIMATE_CACHE_POLICY"
+    )
+    overlap_score_credit: float = flag(
+        1.0, "--router-kv-overlap-score-credit", "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", ge=0
+    )
+    overlap_score_credit_decay: float = flag(
+        0.0,
+        "--router-kv-overlap-score-credit-decay",
+        "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",
+        ge=0,
+    )
+    prefill_load_scale: float = flag(
+        1.0, "--router-prefill-load-scale", "DYN_ROUTER_PREFILL_LOAD_SCALE", ge=0
+    )
+    overlap_score_weight: float | None = flag(
+        None,
+        "--router-kv-overlap-score-weight",
+        "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+        "DYN_OVERLAP_SCORE_WEIGHT",
+        "DYN_KV_OVERLAP_SCORE_WEIGHT",
+        ge=0,
+    )
+    active_request_weight: float = flag(
+        0.0,
+        "--router-decode-active-request-weight",
+        "DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",
+        ge=0,
+    )
+    host_weight: float = flag(
+        HOST_WEIGHT,
+        "--router-host-cache-hit-weight",
+        "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
+        ge=0,
+        le=1,
+    )
+    disk_weight: float = flag(
+        DISK_WEIGHT,
+        "--router-disk-cache-hit-weight",
+        "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
+        ge=0,
+        le=1,
+    )
+    temperature: float = flag(
+        0.0, "--router-temperature", "DYN_ROUTER_TEMPERATURE", ge=0, common=True
+    )
+    track_prefill_tokens: bool = flag(
+        True, "--router-track-prefill-tokens", "DYN_ROUTER_TRACK_PREFILL_TOKENS"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Requests that wait
+
+    queue_threshold: park requests while every eligible rank has more prefill tokens than this many
+      times its max_num_batched_tokens; unset: never
+    queue_policy: which parked request goes first; fcfs: the first that came, lcfs: the last, wspt:
+      the one with the least prefill left
+    queue_max_wait_s: answer 503 to a request parked this long; unset: it waits
+    overlap_refresh_after_s: look up a parked request's overlap again after this wait; 0 or less:
+      never
+    """
+
+    queue_threshold: float | None = flag(
+        None, "--queue-threshold", "DYN_ROUTER_QUEUE_THRESHOLD", ge=0, infinite=True, common=True
+    )
+    queue_policy: Literal["fcfs", "lcfs", "wspt"] = flag(
+        "fcfs", "--queue-policy", "DYN_ROUTER_QUEUE_POLICY"
+    )
+    queue_max_wait_s: float | None = flag(None, "--queue-max-wait-secs", ge=0.001)
+    overlap_refresh_after_s: float | None = flag(
+        10.0, "--router-overlap-refresh-after-secs", "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """Shedding
+
+    active_decode_blocks: a rank is busy above this part of its total_kv_blocks; unset: never
+    active_prefill_tokens: a rank is busy above this many active prefill tokens; unset: never
+    active_prefill_tokens_frac: a rank is busy above this many times its max_num_batched_tokens;
+      unset: never
+    overload_status: HTTP status of a request that is shed because all workers are busy; unset: 503,
+      and 429 with --api 1.6
+    """
+
+    active_decode_blocks: float | None = flag(
+        None,
+        "--active-decode-blocks-threshold",
+        "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+        ge=0,
+        le=1,
+        none=True,
+        common=True,
+    )
+    active_prefill_tokens: int | None = flag(
+        None,
+        "--active-prefill-tokens-threshold",
+        "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+        ge=0,
+        le=U64_MAX,
+        none=True,
+    )
+    active_prefill_tokens_frac: float | None = flag(
+        None,
+        "--active-prefill-tokens-threshold-frac",
+        "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+        ge=0,
+        none=True,
+    )
+    overload_status: Literal[503, 429, 529] | None = flag(
+        None, "--overload-status", "DYN_HTTP_OVERLOAD_STATUS_CODE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions:
+    """Sessions
+
+    ttl_s: keep the requests of a session on its rank, until so long after its last reservation has
+      ended; unset: sessions count for nothing
+    mode: hard: a session goes to its rank, however busy; soft: its rank is only favoured, and where
+      it goes is its rank from then on (default hard)
+    bonus_blocks: how much dearer than another, in blocks of the cost, the rank of a soft session
+      may be (default 64)
+    """
+
+    ttl_s: float | None = flag(
+        None, "--session-affinity-ttl-secs", ge=1, le=31_536_000, common=True
+    )
+    mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity")
+    bonus_blocks: float | None = flag(None, "--session-affinity-bonus-blocks", ge=0)
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is None and self.mode is not None:
+            raise ValueError("--session-affinity requires --session-affinity-ttl-secs")
+        if self.bonus_blocks is not None and self.mode != "soft":
+            raise ValueError("--session-affinity-bonus-blocks requires --session-affinity soft")
+
+    @property
+    def settings(self) -> SessionSettings | None:
+        """None while they are off."""
+        if self.ttl_s is None:
+            return None
+        bonus = DEFAULT_BONUS_BLOCKS if self.bonus_blocks is None else self.bonus_blocks
+        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.mode == "soft", bonus_blocks=bonus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """The KV index and its events
+
+    recover_from: comma-separated HTTP URLs to recover the KV index from at start, through /dump
+    recovery_timeout_s: longest that start-up recovery may take
+    source_grace_s: how long a worker's KV events may be unreachable, silent or without a replay
+      before that is a warning
+    device_blocks: most device blocks indexed for a rank that does not report total_kv_blocks
+    lower_tier_blocks: most blocks indexed for a rank on each lower tier
+    """
+
+    recover_from: list[str] = flag([], "--indexer-peers", each=url, common=True)
+    recovery_timeout_s: float = flag(10.0, "--recovery-timeout-secs", ge=0.001)
+    source_grace_s: float = flag(60.0, "--kv-source-grace-secs", ge=0)
+    device_blocks: int = flag(DEFAULT_DEVICE_BLOCKS, "--device-blocks-per-rank", ge=1, le=2**40)
+    lower_tier_blocks: int = flag(
+        DEFAULT_LOWER_TIER_BLOCKS, "--lower-tier-blocks-per-rank", ge=1, le=2**40
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKeys:
+    """Encryption of engines' events
+
+    server_keys_file: engines' events and replays are encrypted (CURVE), and this file has the
+      public keys of the engines, one a line
+    secret_key_file: key pair that engines admit, as `lean-selector keys` makes it; unset: one that
+      is made at each start
+    """
+
+    server_keys_file: str | None = flag(None, "--kv-events-curve-server-keys-file", each=path)
+    secret_key_file: str | None = flag(None, "--kv-events-curve-secret-key-file", each=path)
+
+    def __post_init__(self) -> None:
+        if self.server_keys_file is None and self.secret_key_file is not None:
+            raise ValueError(
+                "--kv-events-curve-secret-key-file requires --kv-events-curve-server-keys-file"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discover:
+    """Discovery of workers
+
+    targets: find workers at file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME,
+      kubernetes:NAMESPACE/SERVICE or url:URL; may be repeated
+    defaults: JSON object with fields of a registration for found workers where neither the
+      discovery nor the engine says them; also events_port and replay_port
+    refresh_s: how often engines that were found are asked whether they have changed
+    """
+
+    targets: list[str] = flag([], "--discover", each=where, common=True)
+    defaults: str = flag("{}", "--discover-defaults", each=_json)
+    refresh_s: float = flag(30.0, "--discover-refresh-secs", ge=0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines(Access):
+    """Requests to engines
+
+    token_file: bearer token for every request that we make of an engine; read again when it changes
+    ca_file: certificate authorities (PEM) of engines with https URLs; unset: the system's
+    cert_file: our certificate (PEM) for engines that ask for one; read again when it changes
+    key_file: the key of that certificate (PEM)
+    """
+
+    whose = "worker"
+    token_file: str | None = flag(None, "--worker-token-file", each=path)
+    ca_file: str | None = flag(None, "--worker-ca-file", each=path)
+    cert_file: str | None = flag(None, "--worker-cert-file", each=path)
+    key_file: str | None = flag(None, "--worker-key-file", each=path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """Workers that fail
+
+    failures: eject a rank temporarily after so many requests in a row are reported failed or
+      refused; 0: never
+    base_s: base ejection time; multiplied by consecutive ejections
+    longest_s: longest ejection time
+    most_percent: most ranks of a model that are ejected, in percent; those of one worker always may
+      be
+    interval_s: ask every worker this often how it is, over HTTP; unset: never
+    path: path of the health check, at the worker's endpoint; any 2xx is well
+    timeout_s: longest that its answer may take
+    failed_polls: a worker is given no work after so many of these in a row failed, until one
+      succeeds
+    """
+
+    failures: int = flag(_EJECTION.failures, "--worker-ejection-failures", ge=0, le=2**31)
+    base_s: float = flag(_EJECTION.base_s, "--worker-ejection-secs", ge=0.001)
+    longest_s: float = flag(_EJECTION.longest_s, "--worker-ejection-max-secs", ge=0.001)
+    most_percent: float = flag(
+        _EJECTION.most_percent, "--worker-ejection-max-percent", ge=0, le=100
+    )
+    interval_s: float | None = flag(None, "--worker-health-interval-secs", ge=0.01)
+    path: str = flag("/health", "--worker-health-path", each=_url_path)
+    timeout_s: float = flag(2.0, "--worker-health-timeout-secs", ge=0.001)
+    failed_polls: int = flag(_EJECTION.failed_polls, "--worker-health-failures", ge=1, le=2**31)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Raw prompts
+
+    mode: where the tokens of raw prompts come from: tokenize, local, off; unset: there is no /route
+    tokenizer: folder with tokenizer.json and the chat template, for --prompts local
+    memory_mb: most memory for prompts that were seen before, in MiB
+    ask_from_bytes: tokenize only if at least this many bytes of a prompt are unknown; `none`:
+      never; unset: 0, or 16384 with --prompts learn
+    ask_timeout_s: longest that an engine may take to answer; then what is known decides
+    """
+
+    mode: str | None = flag(None, "--prompts", each=_mode)
+    tokenizer: str | None = flag(None, "--prompts-tokenizer", each=path)
+    memory_mb: int = flag(
+        _PROMPTS.memory_bytes // _MEGABYTE, "--prompts-memory-mb", ge=1, le=1 << 20
+    )
+    ask_from_bytes: int | None = flag(None, "--prompts-tokenize-from", each=_bytes)
+    ask_timeout_s: float = flag(_PROMPTS.ask_timeout_s, "--prompts-tokenize-timeout-secs", ge=0.001)
+
+    def __post_init__(self) -> None:
+        if self.mode == Mode.LOCAL and self.tokenizer is None:
+            raise ValueError(
+                "--prompts local needs --prompts-tokenizer: a folder with tokenizer.json"
+            )
+
+    @property
+    def settings(self) -> PromptSettings | None:
+        """None where raw prompts are not taken."""
+        if self.mode is None:
+            return None
+        from_bytes = self.ask_from_bytes
+        if from_bytes is None:
+            from_bytes = _ASK_WHEN_LEARNING_BYTES if self.mode == Mode.LEARN else 0
+        return made_of(
+            PromptSettings,
+            self,
+            mode=Mode(self.mode),
+            memory_bytes=self.memory_mb * _MEGABYTE,
+            ask_from_bytes=from_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessLogs:
+    """Gateways' access logs
+
+    places: free reservations by the lines of gateways' access logs; syslog:HOST:PORT or
+      unixgram:PATH; may be repeated
+    allowed: networks that may write there besides loopback, such as 10.0.0.0/8; may be repeated
+    """
+
+    places: list[str] = flag([], "--lifecycle-from", each=_address)
+    allowed: list[str] = flag([], "--lifecycle-allow", each=_network)
+
+    def __post_init__(self) -> None:
+        if self.allowed and not self.places:
+            raise ValueError("--lifecycle-allow requires --lifecycle-from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ignored:
+    """For compatibility
+
+    threads: accepted for compatibility, has no effect: one thread serves everything
+    policy_config: not supported yet: stops the start
+    track_active_blocks: accepted, without effect
+    track_output_blocks: accepted, without effect
+    replica_sync: accepted, without effect
+    """
+
+    threads: int = flag(4, "--threads", ge=0, le=2**31)
+    policy_config: str | None = flag(
+        None, "--router-policy-config", "DYN_ROUTER_POLICY_CONFIG", each=_path
+    )
+    track_active_blocks: bool | None = flag(
+        None, "--router-track-active-blocks", "DYN_ROUTER_TRACK_ACTIVE_BLOCKS"
+    )
+    track_output_blocks: bool | None = flag(
+        None, "--router-track-output-blocks", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
+    )
+    replica_sync: bool | None = flag(None, "--router-replica-sync", "DYN_ROUTER_REPLICA_SYNC")
+
+
+# -- the configuration ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectorConfig(ServiceConfig):
+    """What `lean-selector` is told."""
+
+    dialect: Dialect
+    router: Router
+    queue: Queue
+    busy: Busy
+    sessions: Sessions
+    selection_cache: SelectionCache
+    index: Index
+    engine_keys: EngineKeys
+    discover: Discover
+    engines: Engines
+    health: Health
+    prompts: Prompts
+    access_logs: AccessLogs
+    ignored: Ignored = field(compare=False)
+    needs_kv_events: bool = True  # False: a worker without a source of them is served by load alone
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        router = self.router
+        if router.use_kv_events and router.approximate_cache_policy == "lru":
+            raise ValueError("the approximate cache policy lru requires KV events to be off")
+        if not router.use_kv_events and router.predicted_ttl_s is not None:
+            raise ValueError("router_predicted_ttl_secs requires use_kv_events=true")
+        if router.overlap_score_credit > 1.0 and self.dialect.name == "1.3":
+            raise ValueError(
+                "--router-kv-overlap-score-credit, DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT: invalid "
+                f"value `{router.overlap_score_credit:g}`: expected 0 to 1, or --api 1.6"
+            )
+        if self.dialect.no_assume_kv_reuse and self._by_flag("--router-assume-kv-reuse"):
+            raise ValueError(
+                "--router-assume-kv-reuse and --no-router-assume-kv-reuse exclude each other"
+            )
+
+    def _by_flag(self, name: str) -> bool:
+        return self.given.get(name) == FLAG
+
+    @cached_property
+    def settings(self) -> RouterSettings:
+        """What the router is told."""
+        router, dialect, refresh_s = self.router, self.dialect, self.queue.overlap_refresh_after_s
+        scale, credit = router.prefill_load_scale, router.overlap_score_credit
+        weight = router.overlap_score_weight
+        if weight is not None:
+            # From the environment it gives way to a flag, from the command line to nothing (D15).
+            wins = self._by_flag("--router-kv-overlap-score-weight")
+            if wins or not self._by_flag("--router-prefill-load-scale"):
+                scale = weight
+            if weight == 0.0 and (wins or not self._by_flag("--router-kv-overlap-score-credit")):
+                credit = 0.0
+        is_16 = dialect.name == "1.6"
+        ttl_s = (_ROUTED_TTL_S if is_16 else 0.0) if router.ttl_s is None else router.ttl_s
+        return made_of(
+            RouterSettings,
+            *(router, self.queue, self.reservations, dialect),
+            needs_kv_events=self.needs_kv_events,
+            prefill_load_scale=scale,
+            overlap_score_credit=credit,
+            ttl_s=ttl_s,
+            predicted_ttl_s=router.predicted_ttl_s or 0.0,
+            overlap_refresh_after_s=refresh_s if refresh_s and refresh_s > 0.0 else None,
+            assume_kv_reuse=dialect.assume_kv_reuse and not dialect.no_assume_kv_reuse,
+            dialect=DIALECTS[dialect.name],
+            ejection=made_of(EjectionSettings, self.health),
+            selection_cache=made_of(SelectionCacheSettings, self.selection_cache),
+            sessions=self.sessions.settings,
+        )
+
+    @property
+    def thresholds(self) -> BusyThreshold:
+        """Those of every model, until one is given others."""
+        return made_of(BusyThreshold, self.busy)
+
+    @property
+    def overload_status(self) -> int:
+        return self.busy.overload_status or (429 if self.dialect.name == "1.6" else 503)
+
+    @property
+    def warnings(self) -> list[str]:
+        router, found = self.router, list[str]()
+        if router.overlap_score_weight is not None:
+            found.append(
+                "the overlap score weight is deprecated: set the prefill load scale "
+                "and the overlap score credit instead"
+            )
+        if router.use_kv_events and router.ttl_s is not None:
+            found.append("--router-ttl-secs has no effect while KV events are on")
+        if router.approximate_cache_policy == "lru":
+            found.append("the approximate cache policy lru is not supported: ttl is used")
+        if self.index.recover_from and not router.use_kv_events:
+            found.append("--indexer-peers has no effect while KV events are off")
+        return found

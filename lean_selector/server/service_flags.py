@@ -1,0 +1,369 @@
+"""The flags of every service: listening, state, replicas, and what it connects to."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from lean_selector.core.endpoints import check_endpoint
+from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
+from lean_selector.server.flags import Config, flag
+
+_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
+
+
+# -- reading one value ----------------------------------------------------------------------------
+
+
+def path(value: str) -> str:
+    """Of a file. The empty one means to the kernel an address that it chooses."""
+    if not value:
+        raise ValueError("expected a path")
+    return value
+
+
+def url(value: str) -> str:
+    """A base URL, without its trailing slash."""
+    value = value.removesuffix("/")
+    if not value.startswith(("http://", "https://")):
+        raise ValueError(f"`{value}` is not an http:// or https:// URL")
+    if "@" in value.split("/")[2]:  # they would not be sent, and stand in every log line
+        raise ValueError("credentials in a URL are not supported: give --peer-token-file")
+    return value
+
+
+def port(value: str) -> int:
+    """Of a socket that binds to no free one."""
+    if value.strip() == "0":
+        raise ValueError("port must be greater than zero")
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+    if not 1 <= number <= 65535:
+        raise ValueError("expected 1 to 65535")
+    return number
+
+
+def endpoint(value: str) -> str:
+    check_endpoint(value.strip())
+    return value.strip()
+
+
+def _peer(value: str) -> str:
+    try:
+        return endpoint(value)
+    except ValueError as error:
+        raise ValueError(f"invalid replica peer endpoint `{value}`: {error}") from None
+
+
+def pattern(value: str) -> str:
+    """Of endpoints that may be connected to."""
+    _allowed([value])
+    return value
+
+
+def _allowed(patterns: list[str]) -> Any:
+    return lazy("lean_selector.outbound.allowed_endpoints", "AllowedEndpoints")(patterns)
+
+
+def lazy(module: str, name: str) -> Callable[..., Any]:
+    """A callable of a module that is imported when a flag needs it."""
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def where(value: str) -> str:
+    """A place where replicas are found, as it is given."""
+    lazy("lean_selector.workers.targets", "peer_target_of")(value)
+    return value
+
+
+# -- the groups -----------------------------------------------------------------------------------
+
+
+class TlsFiles(NamedTuple):
+    """Paths of PEM files. Without `client_ca` clients need no certificate."""
+
+    cert: str
+    key: str
+    client_ca: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Listening, logging and stopping
+
+    port: HTTP port; 0 takes a free one
+    host: address to bind
+    uds: listen on this UNIX socket too (mode 0660)
+    tls_cert: TLS on the port, with this certificate and its chain (PEM); read again when it
+      changes, and on SIGHUP
+    tls_key: the key of that certificate (PEM)
+    tls_client_ca: accept only clients with a certificate of these authorities (PEM)
+    drain_s: how long a stop may take
+    max_connections: most HTTP connections at a time; one more is answered 503 and closed
+    log_level: least severe lines to log
+    log_format: how a line is written to stderr
+    access_log: log every request
+    auth_token_file: require a bearer token of this file; a line for each token, `ROLE TOKEN`, ROLE
+      one of read, write, admin; for every request but /health and /ready; read again when it
+      changes and on SIGHUP
+    """
+
+    port: int = flag(8092, "--port", ge=0, le=65535, common=True)
+    host: str = flag("0.0.0.0", "--host", common=True)
+    uds: str | None = flag(None, "--uds", each=path)
+    tls_cert: str | None = flag(None, "--tls-cert", each=path, common=True)
+    tls_key: str | None = flag(None, "--tls-key", each=path, common=True)
+    tls_client_ca: str | None = flag(None, "--tls-client-ca", each=path)
+    drain_s: float = flag(5.0, "--drain-secs", ge=0)
+    max_connections: int = flag(16_384, "--max-connections", ge=1, le=2**20)
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "info", "--log-level", common=True
+    )
+    log_format: Literal["text", "json"] = flag("text", "--log-format")
+    access_log: bool = flag(False, "--access-log")
+    auth_token_file: str | None = flag(None, "--auth-token-file", each=path, common=True)
+
+    def __post_init__(self) -> None:
+        pair = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key}
+        if self.tls_client_ca is None and not any(pair.values()):
+            return
+        has = next((name for name, value in pair.items() if value), "--tls-client-ca")
+        for name, value in pair.items():
+            if value is None:
+                raise ValueError(f"{has} requires {name}")
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """None while the port speaks no TLS. The UNIX socket never does."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether a client of the port needs a token or a certificate."""
+        return self.tls_client_ca is not None or self.auth_token_file is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """State over restarts
+
+    path: keep workers, thresholds, peers and live reservations in this directory; it starts from
+      there
+    interval_s: how often live reservations are written there, when something changed
+    """
+
+    path: str | None = flag(None, "--state-dir", each=path, common=True)
+    interval_s: float = flag(1.0, "--state-interval-secs", ge=0.05, le=3600)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Replicas
+
+    port: ZMQ PUB port for load events to other replicas; bound on every IPv4 interface
+    bind: the same as a ZMQ endpoint, such as tcp://*:9092
+    advertise: that endpoint as other replicas reach it; refused as a peer
+    peers: comma-separated ZMQ PUB endpoints of other replicas; may be repeated
+    catch_up: comma-separated HTTP URLs of other replicas to take live reservations over from; from
+      the first that answers at start, and from all of them when events were missed; may be repeated
+    discover: find the other replicas: dns:NAME:PORT or kubernetes:NAMESPACE/SERVICE:PORT; may be
+      repeated
+    discover_http_port: HTTP port of the replicas that are found, to catch up from; unset: as --port
+    """
+
+    port: int | None = flag(None, "--replica-sync-port", each=port, common=True)
+    bind: str | None = flag(None, "--replica-sync-bind", each=endpoint)
+    advertise: str | None = flag(None, "--replica-sync-advertise", each=endpoint)
+    peers: list[str] = flag([], "--replica-sync-peers", each=_peer, common=True)
+    catch_up: list[str] = flag([], "--replica-sync-catch-up", each=url, common=True)
+    discover: list[str] = flag([], "--replica-sync-discover", each=where)
+    discover_http_port: int | None = flag(None, "--replica-sync-discover-http-port", ge=1, le=65535)
+
+    def __post_init__(self) -> None:
+        if self.port is not None and self.bind is not None:
+            raise ValueError(
+                "--replica-sync-port and --replica-sync-bind mean one socket: give only one"
+            )
+        if self.endpoint is None:
+            for values, name in (
+                (self.catch_up, "--replica-sync-catch-up"),
+                (self.discover, "--replica-sync-discover"),
+            ):
+                if values:
+                    raise ValueError(f"{name} requires --replica-sync-port")
+            if self.advertise is not None or self.peers:
+                raise ValueError(
+                    "--replica-sync-advertise and --replica-sync-peers require --replica-sync-bind "
+                    "or --replica-sync-port"
+                )
+        if self.advertise in self.peers:
+            raise ValueError(
+                f"--replica-sync-peers: `{self.advertise}` is this replica's own "
+                "--replica-sync-advertise"
+            )
+
+    @property
+    def endpoint(self) -> str | None:
+        """Of the PUB socket; None while there is no replica sync."""
+        return self.bind if self.port is None else f"tcp://*:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaKeys:
+    """Encryption of replica sync
+
+    secret_key_file: encrypt replica sync (CURVE) with this key pair, as `lean-selector keys` makes
+      it
+    peer_keys_file: public keys of the replicas, one a line: these are admitted and believed;
+      unset: all have the pair of this one
+    """
+
+    secret_key_file: str | None = flag(None, "--replica-sync-curve-secret-key-file", each=path)
+    peer_keys_file: str | None = flag(None, "--replica-sync-curve-peer-keys-file", each=path)
+
+    def __post_init__(self) -> None:
+        if self.secret_key_file is None and self.peer_keys_file is not None:
+            raise ValueError(
+                "--replica-sync-curve-peer-keys-file requires --replica-sync-curve-secret-key-file"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finder:
+    """How discovery looks
+
+    interval_s: how often files and names are looked at again
+    grace_s: how long what is not found any more stays
+    api: URL of the Kubernetes API server; unset: that of the pod's environment
+    api_token_file: token of the service account; read again when it changes
+    api_ca_file: certificate authorities of the API server; read again when they change
+    """
+
+    interval_s: float = flag(2.0, "--discover-interval-secs", ge=0.01)
+    grace_s: float = flag(10.0, "--discover-grace-secs", ge=0)
+    api: str | None = flag(None, "--kubernetes-api")
+    api_token_file: str = flag(f"{_ACCOUNT}token", "--kubernetes-token-file", each=path)
+    api_ca_file: str = flag(f"{_ACCOUNT}ca.crt", "--kubernetes-ca-file", each=path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Files that our requests bring along."""
+
+    whose: ClassVar[str]  # how the flags begin: --WHOSE-token-file
+    token_file: str | None
+    ca_file: str | None
+    cert_file: str | None
+    key_file: str | None
+    tls_name: str | None = None
+
+    def __post_init__(self) -> None:
+        pair = {"cert": self.cert_file, "key": self.key_file}
+        for has, missing in (("cert", "key"), ("key", "cert")):
+            if pair[has] is not None and pair[missing] is None:
+                raise ValueError(
+                    f"--{self.whose}-{has}-file requires --{self.whose}-{missing}-file"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers(Access):
+    """Requests to other services of ours
+
+    token_file: bearer token for every request that we make of another replica or an index peer;
+      read again when it changes
+    ca_file: certificate authorities (PEM) of those with https URLs; unset: the system's
+    cert_file: our certificate (PEM) for those that ask for one; read again when it changes
+    key_file: the key of that certificate (PEM)
+    tls_name: the name that their certificates must have; unset: the host of the URL
+    """
+
+    whose = "peer"
+    token_file: str | None = flag(None, "--peer-token-file", each=path)
+    ca_file: str | None = flag(None, "--peer-ca-file", each=path)
+    cert_file: str | None = flag(None, "--peer-cert-file", each=path)
+    key_file: str | None = flag(None, "--peer-key-file", each=path)
+    tls_name: str | None = flag(None, "--peer-tls-name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoints:
+    """Where it connects to
+
+    allowed: endpoints that may be connected to, of workers, events, replays and peers;
+      SCHEME://HOST:PORT, HOST a name with * in it, a network such as 10.0.0.0/8, or *; may be
+      repeated; unset: all
+    """
+
+    allowed: list[str] = flag([], "--allow-endpoint", each=pattern, common=True)
+
+    def check(self, what: str, endpoints: list[str]) -> None:
+        """Raises ValueError for one that is not allowed; its text begins with `what`."""
+        for each in endpoints if self.allowed else ():
+            refusal = _allowed(self.allowed).refusal(each)
+            if refusal is not None:
+                raise ValueError(what + refusal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservations:
+    """Reservations
+
+    reservation_expiry_s: drop a reservation this long after its last lifecycle call
+    """
+
+    reservation_expiry_s: float = flag(
+        RESERVATION_EXPIRY_S,
+        "--reservation-expiry-secs",
+        "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+        ge=0.001,
+        common=True,
+    )
+
+
+# -- the configurations ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(Config):
+    """What every service is told."""
+
+    listen: Listen
+    state: State
+    replica: Replica
+    replica_keys: ReplicaKeys
+    finder: Finder
+    peers: Peers
+    endpoints: Endpoints
+    reservations: Reservations
+
+    def __post_init__(self) -> None:
+        self.endpoints.check("--replica-sync-peers: ", self.replica.peers)
+        if self.replica_keys.secret_key_file is not None and self.replica.endpoint is None:
+            raise ValueError(
+                "--replica-sync-curve-secret-key-file requires --replica-sync-bind or "
+                "--replica-sync-port"
+            )
+
+    @property
+    def warnings(self) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerListen(Listen):
+    """Listening, logging and stopping"""
+
+    port: int = flag(8091, "--port", ge=0, le=65535, common=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig(ServiceConfig):
+    """What `lean-slot-tracker` is told."""
+
+    listen: TrackerListen
