@@ -59,7 +59,7 @@ ALLOWED = {
     ),
     ("sockets/resolver.py", "Resolver._start", "Thread"): "whatever it raises is its result",
     ("sockets/peer_fetch.py", "PeerFetch.__init__", "Thread"): "whatever it raises is its result",
-    ("workers/srv_records.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
+    ("workers/finders.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),

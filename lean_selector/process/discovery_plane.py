@@ -139,7 +139,7 @@ def _api_client(finder: Finder, resolve: Resolve) -> tuple[str, OutboundClient]:
 
 def _ask_service(target: Target) -> AskService:
     _extra("dns.resolver", target)
-    from lean_selector.workers.srv_records import SrvRecords
+    from lean_selector.workers.finders import SrvRecords
 
     try:
         return SrvRecords().ask

@@ -1,10 +1,10 @@
-"""All discoveries of a process, running: what finds, what is found, and what it is made of."""
+"""All discoveries of a process, running: what finds, what is found, and how it is told."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
 
 from lean_selector.outbound.client import OutboundClient
 from lean_selector.tasks import supervise
@@ -14,38 +14,34 @@ from lean_selector.wire.discovery_states import (
     DiscoveryReport,
     DiscoveryState,
 )
-from lean_selector.workers.finders import AskService, DnsFinder, FileFinder, OnPlaces, Sighting
+from lean_selector.workers.finders import (
+    AskService,
+    DnsFinder,
+    FileFinder,
+    OnPlaces,
+    Resolve,
+    Sighting,
+)
 from lean_selector.workers.kubernetes import KubernetesFinder
 from lean_selector.workers.particulars import Found, Particulars, Place, endpoint_key
 from lean_selector.workers.peer_roster import PeerRoster
-from lean_selector.workers.roster import Asking, KnownWorker, Roster, by_state
+from lean_selector.workers.roster import Asking, Roster, by_state
 from lean_selector.workers.targets import Target
 
-SocketAddress = tuple[int, tuple[Any, ...] | bytes]
-Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
 Run = Callable[[], Coroutine[object, object, None]]
 
-LOOK_S: Final = 0.5
+LOOK_S = 0.5
 
 
+@dataclass(frozen=True)
 class Surroundings:
     """What finders need of the world: names, the API server, how often to look."""
 
-    def __init__(
-        self,
-        resolve: Resolve,
-        interval_s: float,
-        ask_service: AskService | None,
-        api: str,
-        api_client: OutboundClient | None,
-    ) -> None:
-        """`ask_service` may be None where no SRV records are looked up, `api_client` where no
-        service of Kubernetes is followed."""
-        self.resolve: Final = resolve
-        self.interval_s: Final = interval_s
-        self.ask_service: Final = ask_service
-        self.api: Final = api
-        self.api_client: Final = api_client
+    resolve: Resolve
+    interval_s: float
+    ask_service: AskService | None  # None where no SRV records are looked up
+    api: str
+    api_client: OutboundClient | None  # None where no service of Kubernetes is followed
 
 
 class Discoveries:
@@ -64,39 +60,42 @@ class Discoveries:
 
     def find_workers(self, targets: Iterable[Target], roster: Roster, asking: Asking) -> None:
         """Engines that `roster` names are asked by `asking`."""
-        self.workers = roster
-        self._asking = asking
+        self.workers, self._asking = roster, asking
         for target in targets:
-            sighting = Sighting(target.text)
-            self.sightings.append(("workers", sighting))
-            self._add(target, sighting, _Reporter(roster, target.text))
+            self._add("workers", target, partial(_report_workers, roster, target.text))
 
     def find_peers(self, targets: Iterable[Target], roster: PeerRoster) -> None:
         self.peers = roster
-        for target in targets:
-            sighting = Sighting(target.text)
-            self.sightings.append(("peers", sighting))
-            self._follow(target, sighting, _peer_reporter(roster, target.text))
 
-    def _add(self, target: Target, sighting: Sighting, report: "_Reporter") -> None:
+        def report(discovery: str, places: Iterable[Place], leaving: Iterable[Place]) -> None:
+            roster.found(discovery, places, leaving, time.monotonic())
+
+        for target in targets:
+            self._add("peers", target, partial(report, target.text))
+
+    def _add(self, finds: str, target: Target, on_places: OnPlaces) -> None:
+        sighting = Sighting(target.text)
+        self.sightings.append((finds, sighting))
+        self._finders.append((sighting, self._finder(target, sighting, on_places)))
+
+    def _finder(self, target: Target, sighting: Sighting, on_places: OnPlaces) -> Run:
+        world, roster = self._world, self.workers
+
+        def on_found(found: Found) -> None:
+            assert roster is not None, "files and URLs name workers"
+            roster.found(target.text, found, time.monotonic())
+
         if target.kind == "url":
-            entry = Particulars(endpoint=endpoint_key(target.name))
 
             async def once() -> None:
                 sighting.found(1)
-                report.found(Found((entry,)))
+                on_found(Found((Particulars(endpoint=endpoint_key(target.name)),)))
 
-            self._finders.append((sighting, once))
-        elif target.kind == "file":
-            finder = FileFinder(sighting, target.name, self._world.interval_s, report.found)
-            self._finders.append((sighting, finder.run))
-        else:
-            self._follow(target, sighting, report.places)
-
-    def _follow(self, target: Target, sighting: Sighting, on_places: OnPlaces) -> None:
-        world = self._world
+            return once
+        if target.kind == "file":
+            return FileFinder(sighting, target.name, world.interval_s, on_found).run
         if target.kind == "dns":
-            dns = DnsFinder(
+            return DnsFinder(
                 sighting,
                 target.name,
                 None if target.port is None else int(target.port),
@@ -105,20 +104,17 @@ class Discoveries:
                 world.resolve,
                 world.ask_service,
                 on_places,
-            )
-            self._finders.append((sighting, dns.run))
-        else:
-            assert world.api_client is not None
-            kubernetes = KubernetesFinder(
-                sighting,
-                world.api_client,
-                world.api,
-                target.namespace,
-                target.name,
-                target.port,
-                on_places,
-            )
-            self._finders.append((sighting, kubernetes.run))
+            ).run
+        assert world.api_client is not None
+        return KubernetesFinder(
+            sighting,
+            world.api_client,
+            world.api,
+            target.namespace,
+            target.name,
+            target.port,
+            on_places,
+        ).run
 
     # -- running -------------------------------------------------------------------------------
 
@@ -128,7 +124,7 @@ class Discoveries:
             self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
         rosters = (self.workers, self.peers)
         self._tasks += [
-            supervise("discovery looks", partial(self._look, roster.look))
+            supervise("discovery looks", partial(_look, roster.look))
             for roster in rosters
             if roster is not None
         ]
@@ -142,11 +138,6 @@ class Discoveries:
             for known in self.workers:
                 self._asking.end(known)
             await self._asking.close()
-
-    async def _look(self, look: Callable[[float], None]) -> None:
-        while True:
-            look(time.monotonic())
-            await asyncio.sleep(LOOK_S)
 
     # -- seen from outside ---------------------------------------------------------------------
 
@@ -178,7 +169,17 @@ class Discoveries:
                 )
                 for finds, sighting in self.sightings
             ],
-            [_shown(known, now) for known in sorted(self.workers or (), key=_key)],
+            [
+                DiscoveredWorker(
+                    known.key,
+                    known.worker_id,
+                    known.discoveries,
+                    known.state.value,
+                    _left_s(known.leaves_at, now),
+                    known.error,
+                )
+                for known in sorted(self.workers or (), key=lambda known: known.key)
+            ],
             [
                 DiscoveredPeer(each.endpoint, each.state, _left_s(each.leaves_at, now), each.error)
                 for each in (self.peers.known() if self.peers is not None else ())
@@ -195,38 +196,18 @@ async def _seen(sighting: Sighting, run: Run) -> None:
         raise
 
 
-class _Reporter:
-    """Tells the roster of workers what one discovery found."""
-
-    def __init__(self, roster: Roster, discovery: str) -> None:
-        self._roster = roster
-        self._discovery = discovery
-
-    def found(self, found: Found) -> None:
-        self._roster.found(self._discovery, found, time.monotonic())
-
-    def places(self, places: Iterable[Place], leaving: Iterable[Place]) -> None:
-        entries = tuple(Particulars(endpoint=place.url) for place in places)
-        self.found(Found(entries, frozenset(place.url for place in leaving)))
+async def _look(look: Callable[[float], None]) -> None:
+    while True:
+        look(time.monotonic())
+        await asyncio.sleep(LOOK_S)
 
 
-def _peer_reporter(roster: PeerRoster, discovery: str) -> OnPlaces:
-    return lambda places, leaving: roster.found(discovery, places, leaving, time.monotonic())
-
-
-def _key(known: KnownWorker) -> str:
-    return known.key
-
-
-def _shown(known: KnownWorker, now: float) -> DiscoveredWorker:
-    return DiscoveredWorker(
-        known.key,
-        known.worker_id,
-        known.discoveries,
-        known.state.value,
-        _left_s(known.leaves_at, now),
-        known.error,
-    )
+def _report_workers(
+    roster: Roster, discovery: str, places: Iterable[Place], leaving: Iterable[Place]
+) -> None:
+    entries = tuple(Particulars(endpoint=place.url) for place in places)
+    found = Found(entries, frozenset(place.url for place in leaving))
+    roster.found(discovery, found, time.monotonic())
 
 
 def _left_s(leaves_at: float | None, now: float) -> float | None:

@@ -1,12 +1,15 @@
 """Finds workers and peers: files that list them, and names in DNS."""
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
@@ -191,18 +194,20 @@ def _checked(entries: list[Particulars]) -> tuple[Particulars, ...]:
 MOST_BYTES: Final = 16 << 20
 
 
+@dataclass(eq=False)
 class FileFinder:
-    """Names ending in .json are JSON, all others YAML. Replace the file in one step (rename): one
-    that is half written is a failure, or half a fleet."""
+    """Looks at a file again and again, and reads it when it has changed. Names ending in .json are
+    JSON, all others YAML. Replace the file in one step (rename): one that is half written is a
+    failure, or half a fleet."""
 
-    def __init__(
-        self, sighting: Sighting, path: str, interval_s: float, on_found: Callable[[Found], None]
-    ) -> None:
-        self._sighting = sighting
-        self._file = WatchedFile(path, MOST_BYTES)
-        self._is_yaml = not path.lower().endswith(".json")
-        self._interval_s = interval_s
-        self._on_found = on_found
+    sighting: Sighting
+    path: str
+    interval_s: float
+    on_found: Callable[[Found], None]
+
+    def __post_init__(self) -> None:
+        self._file = WatchedFile(self.path, MOST_BYTES)
+        self._is_yaml = not self.path.lower().endswith(".json")
 
     async def run(self) -> None:
         fault: str | None = None
@@ -213,21 +218,21 @@ class FileFinder:
                     fault = None
                     # In a thread: thousands of workers in YAML take a second.
                     found = await asyncio.to_thread(listed_workers, text, self._is_yaml)
-                    self._sighting.found(len(found.entries))
-                    self._on_found(found)
+                    self.sighting.found(len(found.entries))
+                    self.on_found(found)
                 elif fault is not None:
-                    self._sighting.failed(fault)
-                elif self._sighting.error is not None:  # it was away, and is what it was
-                    self._sighting.found(self._sighting.count or 0)
+                    self.sighting.failed(fault)
+                elif self.sighting.error is not None:  # it was away, and is what it was
+                    self.sighting.found(self.sighting.count or 0)
             except OSError as error:
-                self._sighting.failed(os.strerror(error.errno) if error.errno else str(error))
+                self.sighting.failed(os.strerror(error.errno) if error.errno else str(error))
             except ValueError as error:
                 fault = str(error)
-                self._sighting.failed(fault)
+                self.sighting.failed(fault)
             except Exception:
                 self._file.forget()  # what became of it is not known
                 raise
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
 
 
 # -- DNS -------------------------------------------------------------------------------------------
@@ -239,54 +244,45 @@ AskService = Callable[[str], Awaitable[list[tuple[str, int]]]]  # target and por
 MOST_PLACES: Final = 4096
 
 
+@dataclass(eq=False)
 class DnsFinder:
-    """Looks up a name again and again. An answer without addresses is a failure, as a name that
-    is not known is: DNS cannot say that nobody is there."""
+    """Looks up a name again and again: with a `port` its addresses, without one its SRV records.
 
-    def __init__(
-        self,
-        sighting: Sighting,
-        name: str,
-        port: int | None,
-        is_secure: bool,
-        interval_s: float,
-        resolve: Resolve,
-        ask_service: AskService | None,
-        on_places: OnPlaces,
-    ) -> None:
-        """With a `port` addresses are looked up, without one SRV records."""
-        self._sighting = sighting
-        self._name = name
-        self._port = port
-        self._is_secure = is_secure
-        self._interval_s = interval_s
-        self._resolve = resolve
-        self._ask_service = ask_service
-        self._on_places = on_places
+    An answer without addresses is a failure, as an unknown name is: DNS cannot say that there is
+    nothing."""
+
+    sighting: Sighting
+    name: str
+    port: int | None
+    is_secure: bool
+    interval_s: float
+    resolve: Resolve
+    ask_service: AskService | None
+    on_places: OnPlaces
 
     async def run(self) -> None:
         while True:
             try:
                 places = await self._look()
             except OSError as error:
-                self._sighting.failed(error.strerror or str(error))
+                self.sighting.failed(error.strerror or str(error))
             else:
-                self._sighting.found(len(places))
-                self._on_places(places, ())
-            await asyncio.sleep(self._interval_s)
+                self.sighting.found(len(places))
+                self.on_places(places, ())
+            await asyncio.sleep(self.interval_s)
 
     async def _look(self) -> list[Place]:
-        if self._port is None:
-            assert self._ask_service is not None
-            services = await self._ask_service(self._name)
-            found = {Place(host, port, self._is_secure) for host, port in services}
+        if self.port is None:
+            assert self.ask_service is not None
+            services = await self.ask_service(self.name)
+            found = {Place(host, port, self.is_secure) for host, port in services}
         else:
-            addresses = await self._resolve(self._name, self._port)
+            addresses = await self.resolve(self.name, self.port)
             # Of one that has both it is the same worker: the older family stands for it.
             families = {family for family, _ in addresses}
             wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
             found = {
-                Place(str(address[0]), self._port, self._is_secure)
+                Place(str(address[0]), self.port, self.is_secure)
                 for family, address in addresses
                 if family == wanted and isinstance(address, tuple)
             }
@@ -295,3 +291,68 @@ class DnsFinder:
         if len(found) > MOST_PLACES:
             raise OSError(f"the answer names {len(found)}, more than {MOST_PLACES}")
         return sorted(found)
+
+
+_LIFETIME_S: Final = 10.0
+
+
+class SrvRecords:
+    """SRV records, by the name servers of the system or those that it is given.
+
+    The system's resolver does not know them: dnspython asks, in daemon threads that nothing waits
+    for, as other look-ups (D29): its coroutines do not end when they are cancelled.
+    """
+
+    def __init__(self, servers: list[str] | None = None, port: int = 53) -> None:
+        import dns.resolver  # of the extra `discovery`
+
+        self._resolver = dns.resolver.Resolver(configure=servers is None)
+        if servers is not None:
+            self._resolver.nameservers = list(servers)
+            self._resolver.port = port
+
+    async def ask(self, name: str) -> list[tuple[str, int]]:
+        """Target and port of each record. Raises OSError.
+
+        Priorities and weights are for those who send requests; here all are candidates.
+        """
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[list[tuple[str, int]] | OSError] = loop.create_future()
+
+        def run() -> None:
+            result: list[tuple[str, int]] | OSError
+            try:
+                result = self._ask(name)
+            except OSError as error:
+                result = error
+            except Exception as error:  # whatever it is, it is asked again
+                result = OSError(f"SRV of {name}: {type(error).__name__}: {error}")
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
+                loop.call_soon_threadsafe(_answer, answered, result)
+
+        threading.Thread(target=run, name="srv look-up", daemon=True).start()
+        result = await answered
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    def _ask(self, name: str) -> list[tuple[str, int]]:
+        import dns.exception
+
+        try:
+            answer = self._resolver.resolve(name, "SRV", lifetime=_LIFETIME_S)
+        except dns.exception.DNSException as error:
+            raise OSError(f"SRV of {name}: {error}") from None
+        return [
+            (record.target.to_text(omit_final_dot=True).lower(), record.port)
+            for record in answer
+            if record.target.to_text() != "."  # decidedly nobody (RFC 2782)
+        ]
+
+
+def _answer(
+    answered: "asyncio.Future[list[tuple[str, int]] | OSError]",
+    result: list[tuple[str, int]] | OSError,
+) -> None:
+    if not answered.done():
+        answered.set_result(result)

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
@@ -152,57 +153,53 @@ class WatchGone(Exception):
     """The server has forgotten what came after our resource version: list again."""
 
 
+@dataclass(eq=False)
 class KubernetesFinder:
-    """Follows one service. `client` brings the service account's token and authority."""
+    """Follows one service. `client` brings the service account's token and authority; `api` is the
+    server's URL, `port` the name or number of the port that is meant."""
 
-    def __init__(
-        self,
-        sighting: Sighting,
-        client: OutboundClient,
-        api: str,
-        namespace: str,
-        service: str,
-        port: str | None,
-        on_places: OnPlaces,
-        again_first_s: float = AGAIN_FIRST_S,
-    ) -> None:
-        """`api` is the server's URL, `port` the name or number of the port that is meant."""
-        self._sighting = sighting
-        self._client = client
-        selector = quote(f"kubernetes.io/service-name={service}", safe="")
+    sighting: Sighting
+    client: OutboundClient
+    api: str
+    namespace: str
+    service: str
+    port: str | None
+    on_places: OnPlaces
+    again_first_s: float = AGAIN_FIRST_S
+    version: str = ""  # to watch from; empty before a list, and after 410
+
+    def __post_init__(self) -> None:
+        namespace = quote(self.namespace, safe="")
+        selector = quote(f"kubernetes.io/service-name={self.service}", safe="")
         self._url = (
-            f"{api}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace, safe='')}/endpointslices"
+            f"{self.api}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
             f"?labelSelector={selector}"
         )
-        self._port = port
-        self._on_places = on_places
-        self._again_first_s = again_first_s
         self._slices: dict[str, Slice] = {}
         self._count = 0
-        self.version = ""  # to watch from; empty before a list, and after 410
 
     async def run(self) -> None:
-        pause_s = self._again_first_s
+        pause_s = self.again_first_s
         while True:
             try:
                 if not self.version:
                     await self._list()
-                    pause_s = self._again_first_s
+                    pause_s = self.again_first_s
                 began = time.monotonic()
                 await self._watch()
                 if time.monotonic() - began >= AGAIN_LIMIT_S:
-                    pause_s = self._again_first_s
+                    pause_s = self.again_first_s
             except WatchGone:
-                log.info("discovery %s: the watch is too old, listing again", self._sighting.name)
+                log.info("discovery %s: the watch is too old, listing again", self.sighting.name)
                 self.version = ""
             except OutboundFailed as error:
                 if error.status == GONE:
                     self.version = ""
                 else:
-                    self._sighting.failed(error.message)
+                    self.sighting.failed(error.message)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self.version = ""
-                self._sighting.failed(f"an answer in words that we do not know: {error}")
+                self.sighting.failed(f"an answer in words that we do not know: {error}")
             # A server that ends every watch at once must not be asked without a pause.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
@@ -214,7 +211,7 @@ class KubernetesFinder:
             page = f"&limit={PAGE}" + (
                 f"&continue={quote(following, safe='')}" if following else ""
             )
-            body = await self._client.text(
+            body = await self.client.text(
                 self._url + page, timeout_s=LIST_TIMEOUT_S, most_bytes=MOST_LIST_BYTES
             )
             listed = msgspec.json.decode(body, type=SliceList)
@@ -237,8 +234,8 @@ class KubernetesFinder:
             f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
             f"&resourceVersion={quote(self.version, safe='')}"
         )
-        async with self._client.lines(url, silence_s=SILENCE_S) as lines:
-            self._sighting.found(self._count)
+        async with self.client.lines(url, silence_s=SILENCE_S) as lines:
+            self.sighting.found(self._count)
             while (line := await lines.next()) is not None:
                 if line.strip():
                     self._take(msgspec.json.decode(line, type=WatchEvent))
@@ -261,7 +258,7 @@ class KubernetesFinder:
         self._tell()
 
     def _tell(self) -> None:
-        ready, leaving = places_of(self._slices.values(), self._port)
+        ready, leaving = places_of(self._slices.values(), self.port)
         self._count = len(ready)
-        self._sighting.found(self._count)
-        self._on_places(ready, leaving)
+        self.sighting.found(self._count)
+        self.on_places(ready, leaving)

@@ -7,6 +7,7 @@ touched; one that was removed over HTTP stays away until the discoveries let go 
 import logging
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector.core.errors import SelectorError
@@ -33,48 +34,48 @@ class Mesh(Protocol):
     def catch_up_from(self, urls: list[str]) -> None: ...
 
 
+@dataclass(eq=False)
 class KnownPeer:
     """One place, and what it is to us."""
 
-    __slots__ = ("error", "leaves_at", "place", "state")
-
-    def __init__(self, place: Place) -> None:
-        self.place: Final = place
-        self.state = ITSELF
-        self.error: str | None = None  # why it is no peer, or is not caught up from
-        self.leaves_at: float | None = None  # monotonic; while nobody names it
+    place: Final[Place]
+    state: str = ITSELF
+    error: str | None = None  # why it is no peer, or is not caught up from
+    leaves_at: float | None = None  # monotonic; while no discovery names it
 
     @property
     def endpoint(self) -> str:
         return f"tcp://{self.place}"
 
 
-class PeerRoster:
-    """From the loop's thread only."""
+def is_own_address_here(host: str) -> bool:
+    """The address is one of this machine's: only those can be bound. False for a name."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.inet_pton(family, host)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        own_port: int,
-        own_endpoint: str | None,
-        http_port: int,
-        grace_s: float,
-        is_own_address: Callable[[str], bool] | None = None,
-        refusal: Callable[[str], str | None] = lambda endpoint: None,
-        *,
-        is_secure: bool = False,
-    ) -> None:
-        """This replica publishes on `own_port` and is advertised as `own_endpoint`. Others are
-        asked for their snapshots on `http_port`, where no other is found, unless `refusal(url)`
-        has a reason against it; over TLS if that port `is_secure`."""
-        self._scheme = "https" if is_secure else "http"
-        self._refusal = refusal
-        self._mesh = mesh
-        self._own_port = own_port
-        self._own_endpoint = own_endpoint
-        self._http_port = http_port
-        self._grace_s = grace_s
-        self._is_own_address = is_own_address or is_own_address_here
+
+@dataclass(eq=False)
+class PeerRoster:
+    """From the loop's thread only. This replica publishes on `own_port` and is advertised as
+    `own_endpoint`. Others are asked for their snapshots on `http_port`, over TLS if that port
+    `is_secure`, where no other is found, unless `refusal(url)` has a reason against it."""
+
+    mesh: Mesh
+    own_port: int
+    own_endpoint: str | None
+    http_port: int
+    grace_s: float
+    is_own_address: Callable[[str], bool] = is_own_address_here
+    refusal: Callable[[str], str | None] = lambda endpoint: None
+    is_secure: bool = False
+
+    def __post_init__(self) -> None:
         self._found: dict[str, set[Place]] = {}
         self._known: dict[Place, KnownPeer] = {}
         self._urls: list[str] = []
@@ -97,7 +98,7 @@ class PeerRoster:
                 known.leaves_at = None
         for known in self._known.values():
             if known.place not in named and known.leaves_at is None:
-                known.leaves_at = now + self._grace_s
+                known.leaves_at = now + self.grace_s
         for place in leaving:
             if place in self._known and place not in named:
                 self._known[place].leaves_at = now
@@ -105,47 +106,36 @@ class PeerRoster:
 
     def look(self, now: float) -> None:
         """Lets go whose time is over, and sees what was done over HTTP. About every second."""
-        peers = set(self._mesh.peers())
+        peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:
                 known.state = REMOVED
             if known.leaves_at is not None and known.leaves_at <= now:
                 del self._known[known.place]
                 if known.state == REGISTERED:
-                    self._mesh.deregister_peer(known.endpoint)
+                    self.mesh.deregister_peer(known.endpoint)
         urls = [url for known in self.known() if (url := self._url(known)) is not None]
         if urls != self._urls:
             self._urls = urls
-            self._mesh.catch_up_from(urls)
+            self.mesh.catch_up_from(urls)
 
     def _url(self, known: KnownPeer) -> str | None:
         """Where its snapshot is asked for, if it is."""
         if known.state not in (REGISTERED, KNOWN):
             return None
-        url = f"{self._scheme}://{Place(known.place.host, self._http_port)}"
-        known.error = self._refusal(url)
+        scheme = "https" if self.is_secure else "http"
+        url = f"{scheme}://{Place(known.place.host, self.http_port)}"
+        known.error = self.refusal(url)
         return url if known.error is None else None
 
     def _join(self, known: KnownPeer) -> None:
         place, endpoint = known.place, known.endpoint
-        if endpoint == self._own_endpoint:
+        if endpoint == self.own_endpoint:
             return
-        if place.port == self._own_port and self._is_own_address(place.host):
+        if place.port == self.own_port and self.is_own_address(place.host):
             return
         try:
-            known.state = REGISTERED if self._mesh.register_peer(endpoint) else KNOWN
+            known.state = REGISTERED if self.mesh.register_peer(endpoint) else KNOWN
         except SelectorError as error:
             log.warning("discovered peer %s: %s", endpoint, error.message)
             known.state, known.error = REFUSED, error.message
-
-
-def is_own_address_here(host: str) -> bool:
-    """The address is one of this machine's: only those can be bound. False for a name."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.inet_pton(family, host)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True

@@ -9,6 +9,7 @@ import heapq
 import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector.core.selection.catalog import Catalog
@@ -31,30 +32,20 @@ class Asks(Protocol):
     def get(self, url: str, *, timeout_s: float, most_bytes: int) -> Awaitable[OutboundAnswer]: ...
 
 
+@dataclass(eq=False)
 class WorkerPolls:
     """Only from the thread of the loop. `run` until it is cancelled, then `close`."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        health: WorkerHealth,
-        client: Asks,
-        rng: random.Random,
-        *,
-        interval_s: float,
-        path: str,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`timeout_s` is for a whole answer."""
-        self._catalog = catalog
-        self._health = health
-        self._client = client
-        self._interval_s = interval_s
-        self._path = path
-        self._timeout_s = timeout_s
-        self._rng = rng
-        self._clock = clock
+    catalog: Catalog
+    health: WorkerHealth
+    client: Asks
+    rng: random.Random
+    interval_s: float
+    path: str
+    timeout_s: float  # for a whole answer
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._revision = -1  # of the catalog that `_due` knows
         self._due: list[tuple[float, int]] = []  # a heap; of each worker one entry counts
         self._next: dict[int, float] = {}  # the time of that entry
@@ -65,7 +56,7 @@ class WorkerPolls:
         """Something else was heard of it: it is asked at once, not when it is its turn."""
         self._take_in()  # it may just have come
         if worker_id in self._next:
-            self._schedule(worker_id, self._clock())
+            self._schedule(worker_id, self.clock())
             self._wake.set()
 
     async def run(self) -> None:
@@ -89,19 +80,19 @@ class WorkerPolls:
 
     def _take_in(self) -> None:
         """Workers that came get a turn of theirs, those that are gone lose it."""
-        if self._revision == self._catalog.revision:
+        if self._revision == self.catalog.revision:
             return
-        self._revision = self._catalog.revision
+        self._revision = self.catalog.revision
         known = {
             worker_id
-            for worker_id, worker in self._catalog.workers.items()
-            if not worker.reasons and url_at(worker.spec.endpoint, self._path)
+            for worker_id, worker in self.catalog.workers.items()
+            if not worker.reasons and url_at(worker.spec.endpoint, self.path)
         }
         for worker_id in self._next.keys() - known:
             del self._next[worker_id]
-        now = self._clock()
+        now = self.clock()
         for worker_id in sorted(known - self._next.keys()):
-            self._schedule(worker_id, now + self._rng.random() * self._interval_s)
+            self._schedule(worker_id, now + self.rng.random() * self.interval_s)
 
     def _schedule(self, worker_id: int, at: float) -> None:
         self._next[worker_id] = at
@@ -111,16 +102,16 @@ class WorkerPolls:
         """Begins the polls whose time has come; returns how long nothing is due, in seconds."""
         while self._due and len(self._running) < MOST_AT_ONCE:
             at, worker_id = self._due[0]
-            now = self._clock()
+            now = self.clock()
             if self._next.get(worker_id) == at and at > now:
                 return at - now
             heapq.heappop(self._due)
             if self._next.get(worker_id) == at and worker_id not in self._running:
-                part = 1.0 + JITTER * (2.0 * self._rng.random() - 1.0)
-                self._schedule(worker_id, now + part * self._interval_s)
+                part = 1.0 + JITTER * (2.0 * self.rng.random() - 1.0)
+                self._schedule(worker_id, now + part * self.interval_s)
                 self._begin(worker_id)
             elif self._next.get(worker_id) == at:  # the last one still waits for its answer
-                self._schedule(worker_id, now + self._interval_s)
+                self._schedule(worker_id, now + self.interval_s)
         return _LOOKS_EVERY_S
 
     def _begin(self, worker_id: int) -> None:
@@ -136,17 +127,17 @@ class WorkerPolls:
     # -- one poll ------------------------------------------------------------------------------
 
     async def _poll(self, worker_id: int) -> None:
-        worker = self._catalog.workers.get(worker_id)
-        url = None if worker is None else url_at(worker.spec.endpoint, self._path)
+        worker = self.catalog.workers.get(worker_id)
+        url = None if worker is None else url_at(worker.spec.endpoint, self.path)
         if url is None:
             return
         fault: str | None = None
         try:
-            answer = await self._client.get(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
+            answer = await self.client.get(url, timeout_s=self.timeout_s, most_bytes=_MOST_BYTES)
             if not 200 <= answer.status < 300:
                 fault = f"{url}: status {answer.status}"
         except OutboundFailed as error:
             fault = error.message.removeprefix("GET ")
-        if self._catalog.workers.get(worker_id) is worker:  # and not another by now
+        if self.catalog.workers.get(worker_id) is worker:  # and not another by now
             shown = None if fault is None else fault[:_LONGEST_FAULT]
-            self._health.polled(worker_id, shown, self._clock())
+            self.health.polled(worker_id, shown, self.clock())

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
@@ -36,37 +37,25 @@ class State(Enum):
     REFUSED = "refused"  # what was said of it cannot be registered
 
 
+@dataclass(eq=False, slots=True)
 class KnownWorker:
     """One endpoint. `spec` is what we registered, exactly while it is ours."""
 
-    __slots__ = (
-        "asking",
-        "discoveries",
-        "engine",
-        "entry",
-        "error",
-        "is_restored",
-        "key",
-        "leaves_at",
-        "spec",
-        "state",
-        "warnings",
-        "worker_id",
-    )
+    key: Final[str]  # of the endpoint
+    entry: Particulars
+    worker_id: int = field(init=False)
+    discoveries: list[str] = field(default_factory=list)
+    engine: Particulars | None = None  # what it said of itself
+    state: State = State.ASKING
+    error: str | None = None
+    spec: WorkerSpec | None = None
+    leaves_at: float | None = None  # monotonic; while no discovery names it
+    asking: asyncio.Task[None] | None = None
+    warnings: Sequence[str] = ()  # of its last registration, as the log has them
+    is_restored: bool = False  # not named since the process began
 
-    def __init__(self, key: str, entry: Particulars) -> None:
-        self.key: Final = key  # of the endpoint
-        self.discoveries: list[str] = []
-        self.entry = entry
-        self.worker_id = self.id_by(entry)
-        self.engine: Particulars | None = None  # what it said of itself
-        self.state = State.ASKING
-        self.error: str | None = None
-        self.spec: WorkerSpec | None = None
-        self.leaves_at: float | None = None  # monotonic; while nobody names it
-        self.asking: asyncio.Task[None] | None = None
-        self.warnings: Sequence[str] = ()  # of its last registration, as the log has them
-        self.is_restored = False  # nobody has named it since the process began
+    def __post_init__(self) -> None:
+        self.worker_id = self.id_by(self.entry)
 
     def id_by(self, entry: Particulars) -> int:
         """By which it goes if `entry` speaks for it."""
@@ -97,41 +86,29 @@ class Workers(Protocol):
     def workers(self) -> Mapping[int, Registered]: ...
 
 
+@dataclass(eq=False)
 class Roster:
-    """From the loop's thread only."""
+    """From the loop's thread only. `register` and `remove` raise SelectorError; `register` says
+    what is probably wrong with what it registered."""
 
-    def __init__(
-        self,
-        catalog: Workers,
-        register: Callable[[WorkerSpec], Sequence[str]],
-        remove: Callable[[int], object],
-        *,
-        defaults: Particulars,
-        grace_s: float,
-        use_kv_events: bool,
-        on_new: Callable[[KnownWorker], None],
-        on_gone: Callable[[KnownWorker], None],
-        refusal: Callable[[str], str | None] = lambda endpoint: None,
-    ) -> None:
-        """`register` and `remove` raise SelectorError; `register` says what is probably wrong with
-        what it registered. `on_new` hears of workers whose engines are
-        to be asked, `on_gone` of all that are forgotten. `refusal(endpoint)`: why a worker there is
-        neither asked nor registered."""
-        self._refusal = refusal
-        self._catalog = catalog
-        self._register = register
-        self._remove = remove
-        self._defaults: Final = defaults
-        self._grace_s = grace_s
-        self._use_kv_events = use_kv_events
-        self._on_new = on_new
-        self._on_gone = on_gone
+    catalog: Workers
+    register: Callable[[WorkerSpec], Sequence[str]]
+    remove: Callable[[int], object]
+    defaults: Particulars
+    grace_s: float
+    use_kv_events: bool
+    on_new: Callable[[KnownWorker], None]  # of workers whose engines are to be asked
+    on_gone: Callable[[KnownWorker], None]  # of all that are forgotten
+    # Why a worker at this endpoint is neither asked nor registered.
+    refusal: Callable[[str], str | None] = lambda endpoint: None
+    registrations: int = 0
+    removals: int = 0
+
+    def __post_init__(self) -> None:
         self._found: dict[str, dict[str, Particulars]] = {}  # by discovery, by key
         self._known: dict[str, KnownWorker] = {}  # by key
         self._revision = -1  # of the catalog, when it was last compared
         self._others: dict[str, int] = {}  # endpoints of workers that are not ours: their ids
-        self.registrations = 0
-        self.removals = 0
 
     def __iter__(self) -> Iterator[KnownWorker]:
         return iter(self._known.values())
@@ -207,7 +184,7 @@ class Roster:
         if not by:
             if known is not None and known.leaves_at is None:
                 known.discoveries = []
-                known.leaves_at = now + self._grace_s
+                known.leaves_at = now + self.grace_s
             return
         entry = self._found[by[0]][key]
         is_new = known is None
@@ -224,20 +201,20 @@ class Roster:
             known.takes(entry)
         if not is_new and not changed:
             return
-        refusal = self._refusal(key)
+        refusal = self.refusal(key)
         if refusal is not None:
             self._refuse(known, refusal)
             return
         self._settle(known)
         if not self._is_complete(known):
-            self._on_new(known)
+            self.on_new(known)
 
     def _is_complete(self, known: KnownWorker) -> bool:
-        return is_complete(known.entry, self._use_kv_events)
+        return is_complete(known.entry, self.use_kv_events)
 
     def _forget(self, known: KnownWorker) -> None:
         del self._known[known.key]
-        self._on_gone(known)
+        self.on_gone(known)
         self._withdraw(known)
 
     # -- what is registered --------------------------------------------------------------------
@@ -249,12 +226,12 @@ class Roster:
         if known.engine is None and not self._is_complete(known):
             return
         try:
-            spec = spec_of(known.worker_id, known.entry, known.engine, self._defaults)
+            spec = spec_of(known.worker_id, known.entry, known.engine, self.defaults)
             if known.spec is not None and spec == known.spec:
                 return
             if self._is_taken(known):
                 return
-            warnings = self._register(spec)
+            warnings = self.register(spec)
         except (SelectorError, ValueError) as error:
             self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return
@@ -275,7 +252,7 @@ class Roster:
 
     def _is_taken(self, known: KnownWorker) -> bool:
         """Somebody else has its id or its endpoint."""
-        holder = self._catalog.workers.get(known.worker_id)
+        holder = self.catalog.workers.get(known.worker_id)
         if holder is not None and holder.spec is not known.spec:
             ours = [each for each in self._known.values() if each.spec is holder.spec]
             if ours:
@@ -293,9 +270,9 @@ class Roster:
         known.state = State.ASKING
         if spec is None:
             return
-        holder = self._catalog.workers.get(spec.worker_id)
+        holder = self.catalog.workers.get(spec.worker_id)
         if holder is not None and holder.spec is spec:
-            self._remove(spec.worker_id)
+            self.remove(spec.worker_id)
             self.removals += 1
             self._tell("removed", known)
 
@@ -313,9 +290,9 @@ class Roster:
 
     def _compare(self) -> None:
         """What is not as we left it was done over HTTP."""
-        if self._catalog.revision == self._revision:
+        if self.catalog.revision == self._revision:
             return
-        workers = self._catalog.workers
+        workers = self.catalog.workers
         ours = set()
         for known in self._known.values():
             if known.spec is None:
@@ -338,10 +315,10 @@ class Roster:
                 known.state = State.BY_HTTP
             elif known.state in (State.BY_HTTP, State.REMOVED):
                 known.state = State.REMOVED if self._is_away(known) else State.BY_HTTP
-        self._revision = self._catalog.revision
+        self._revision = self.catalog.revision
 
     def _is_away(self, known: KnownWorker) -> bool:
-        return known.worker_id not in self._catalog.workers and known.key not in self._others
+        return known.worker_id not in self.catalog.workers and known.key not in self._others
 
 
 def _named(known: KnownWorker) -> dict[str, object]:
@@ -365,23 +342,17 @@ AGAIN_FIRST_S: Final = 0.5
 AGAIN_LIMIT_S: Final = 15.0
 
 
+@dataclass(eq=False)
 class Asking:
-    """A task for each engine; bounded many ask at a time."""
+    """A task for each engine; bounded many ask at a time. `ask(base_url)` raises OutboundFailed."""
 
-    def __init__(
-        self,
-        ask: Callable[[str], Awaitable[Particulars]],
-        on_heard: Callable[[KnownWorker, Particulars], None],
-        on_failed: Callable[[KnownWorker, str], None],
-        refresh_s: float,
-        again_first_s: float = AGAIN_FIRST_S,
-    ) -> None:
-        """`ask(base_url)` raises OutboundFailed."""
-        self._ask = ask
-        self._on_heard = on_heard
-        self._on_failed = on_failed
-        self._refresh_s = refresh_s
-        self._again_first_s = again_first_s
+    ask: Callable[[str], Awaitable[Particulars]]
+    on_heard: Callable[[KnownWorker, Particulars], None]
+    on_failed: Callable[[KnownWorker, str], None]
+    refresh_s: float
+    again_first_s: float = AGAIN_FIRST_S
+
+    def __post_init__(self) -> None:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -401,20 +372,20 @@ class Asking:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:
-        pause_s = self._again_first_s
+        pause_s = self.again_first_s
         while True:
             if known.state in (State.BY_HTTP, State.REMOVED):  # whoever registers it knows it
-                await asyncio.sleep(self._refresh_s)
+                await asyncio.sleep(self.refresh_s)
                 continue
             try:
                 async with self._turn:
-                    engine = await self._ask(known.key)
+                    engine = await self.ask(known.key)
             except OutboundFailed as error:
-                self._on_failed(known, error.message)
+                self.on_failed(known, error.message)
                 # All engines of a rack come up together.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
                 continue
-            pause_s = self._again_first_s
-            self._on_heard(known, engine)
-            await asyncio.sleep(self._refresh_s * random.uniform(0.8, 1.2))
+            pause_s = self.again_first_s
+            self.on_heard(known, engine)
+            await asyncio.sleep(self.refresh_s * random.uniform(0.8, 1.2))

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import socket
 
-from lean_selector.workers.discoveries import Discoveries, SocketAddress, Surroundings
+from lean_selector.workers.discoveries import Discoveries, Surroundings
+from lean_selector.workers.finders import SocketAddress
 from lean_selector.workers.peer_roster import PeerRoster
 from lean_selector.workers.targets import peer_target_of
 from tests.on_loop import on_loop, until

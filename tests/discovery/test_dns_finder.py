@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from lean_selector.tasks import supervise
-from lean_selector.workers.finders import AskService, DnsFinder, Sighting, SocketAddress
+from lean_selector.workers.finders import AskService, DnsFinder, Sighting, SocketAddress, SrvRecords
 from lean_selector.workers.particulars import Place
-from lean_selector.workers.srv_records import SrvRecords
 from tests.name_server import name_server
 from tests.on_loop import on_loop, until
 
