@@ -1,4 +1,5 @@
-"""docs/reference/fields.md: every field of every body and answer, made of what /openapi.json says.
+"""docs/reference/fields.md: every route, and every field of bodies and answers, made of what
+/openapi.json says.
 
 `python -m tests.documents.fields_page` writes it anew; a test holds it against the description. A
 schema is written once, where it is met first, and one that has most fields of an earlier one as
@@ -21,9 +22,9 @@ _SECTIONS: Final = {
     "slot_tracker": ("The slot tracker", "[its API](slot-tracker-api.md)"),
 }
 _INTRO: Final = """\
-# Fields
+# Routes and fields
 
-Every field of every body and answer, of both services. This page is made of what
+Every route of both services, and every field of every body and answer. This page is made of what
 `GET /openapi.json` says ([for programs](http-api.md#for-programs)) by
 `.venv/bin/python -m tests.documents.fields_page`; a test fails when it is not what that writes.
 
@@ -31,9 +32,11 @@ What is required a body must have, and an answer always has. A field of an answe
 required is absent at times; its meaning tells when. Of bodies, unknown fields are ignored, and
 `null` is the same as absent where the type has it. Errors are [ErrorBody](#errorbody), those of
 requests that are shed [OverloadBody](#overloadbody), and those of `POST /route/{path}`
-[OpenAiErrorBody](#openaierrorbody).
+[OpenAiErrorBody](#openaierrorbody). The role is that of the token, [where tokens are
+required](../guide/access.md).
 """
 _HEAD: Final = "| field | type | required | default | |\n|---|---|---|---|---|"
+_ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _ENOUGH: Final = 4  # as alike are two schemas of which the later refers to the earlier
 
 Schema = dict[str, Any]
@@ -65,7 +68,7 @@ def page() -> str:
     for service, (title, api) in _SECTIONS.items():
         document = json.loads(service_document(service, described_routes(service)))
         parts += [f"## {title}\n", f"What its routes take and give; more in {api}.\n"]
-        parts.append("\n".join(["| route | body | answers |", "|---|---|---|", *_routes(document)]))
+        parts.append("\n".join([*_ROUTES_HEAD, *_routes(document)]))
         parts.append("")
         if parameters := list(_parameters(document)):
             parts += ["\n".join(["| in the query | of | |", "|---|---|---|", *parameters]), ""]
@@ -94,7 +97,8 @@ def _routes(document: Schema) -> Iterator[str]:
             for media in response.get("content", {"": {"schema": {}}}).values()
             for one in [media["schema"]]
         ]
-        yield f"| {route} | {body} | {'; '.join(answers)} |"
+        told = [route, operation["summary"], operation["x-role"], body, "; ".join(answers)]
+        yield f"| {' | '.join(told)} |"
 
 
 def _parameters(document: Schema) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """What the documents and the code refer to is there: laws, sections, pages, routes, figures."""
 
 import configparser
-import http.client
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +8,7 @@ from pathlib import Path
 import pytest
 
 import lean_selector
-from lean_selector.core.trackers import Trackers
-from lean_selector.service.slot_tracker import SlotTrackerService
 from tests.documents.pages import OURS, PAGES, ROOT
-from tests.gates import selection_service
-from tests.running_service import RunningService
 
 PACKAGE = Path(lean_selector.__file__).parent  # an installed one stands elsewhere than its tests
 TEXTS = {
@@ -29,11 +24,6 @@ TEXTS = {
     "tests/data/deviations.json": (ROOT / "tests/data/deviations.json").read_text(encoding="utf-8"),
 }
 SPEC = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/spec").glob("*.md")}
-ROUTE_PAGES = {
-    "README.md": "lean_selector",
-    "docs/reference/http-api.md": "lean_selector",
-    "docs/reference/slot-tracker-api.md": "lean_selector.slot_tracker",
-}
 
 
 # -- extras ---------------------------------------------------------------------------------------
@@ -181,32 +171,7 @@ def test_every_claim_of_the_threat_model_names_its_test() -> None:
     assert bare == [row for row in rows if row.startswith("| the machine's root")]
 
 
-# -- routes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", sorted(ROUTE_PAGES))
-def test_the_methods_of_each_route_are_those_that_are_allowed(page: str) -> None:
-    table = OURS[page].split("| route |")[1].split("\n\n")[0]
-    printed: dict[str, set[str]] = {}
-    for method, path in re.findall(r"`(GET|POST|PATCH|DELETE) (/[^`]*)`", table):
-        printed.setdefault(re.sub(r"{\w+}", "1", path), set()).add(method)
-    with RunningService(module=ROUTE_PAGES[page]) as service:
-        for path, methods in printed.items():
-            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
-            connection.request("TRACE", path)
-            answer = connection.getresponse()
-            assert answer.status == 405, path
-            assert set(answer.headers["allow"].split(",")) - {"HEAD"} == methods, path
-            connection.close()
-
-
-@pytest.mark.parametrize("page", sorted(ROUTE_PAGES))
-def test_no_route_is_missing(page: str) -> None:
-    if ROUTE_PAGES[page] == "lean_selector":
-        routes = selection_service().routes()
-    else:
-        routes = SlotTrackerService(Trackers()).routes()
-    assert [path for method, path, *_ in routes if f"`{method} {path}`" not in OURS[page]] == []
+# -- paths -----------------------------------------------------------------------------------------
 
 
 def test_no_document_names_a_path_of_a_machine() -> None:
