@@ -8,9 +8,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.sockets.resolver import Resolver
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -29,7 +28,7 @@ class Served:
 
 
 def client(token: TokenFile | None = None, trust: Trust | None = None) -> OutboundClient:
-    return OutboundClient(Resolver().resolve, token=token, trust=trust)
+    return OutboundClient(Resolver().resolve, Credentials(token, trust))
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from lean_selector.outbound.watched_file import WatchedFile
+from lean_selector.http.trust import WatchedFile
 
 KEY_CHARACTERS: Final = 40
 MOST_KEYS: Final = 64  # of a list: each that a server may have is tried in turn

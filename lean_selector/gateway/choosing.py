@@ -13,8 +13,8 @@ from lean_selector.core.errors import (
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
-from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.lease import WorkerLease
+from lean_selector.http.client import Upstream
 
 if TYPE_CHECKING:
     from lean_selector.prompts.routed import Routed
@@ -45,7 +45,7 @@ class Chooser:
     def __init__(
         self,
         selector: Selector,
-        endpoint: Callable[[str], Endpoint],
+        endpoint: Callable[[str], Upstream],
         clock: Callable[[], float],
         overload_status: int,
     ) -> None:
@@ -160,7 +160,7 @@ class CoreLease(WorkerLease):
         selector: Selector,
         clock: Callable[[], float],
         reservation_id: str,
-        endpoint: Endpoint,
+        endpoint: Upstream,
         worker_id: int,
         dp_rank: int | None,
         overlap_tokens: int,

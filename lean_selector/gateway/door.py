@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Final
 
 from lean_selector.gateway.counts import Counts
-from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.errand import Errand
 from lean_selector.gateway.header_lines import wants_websocket
 from lean_selector.gateway.lease import WorkerLease
@@ -18,6 +17,7 @@ from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import RequestIds, id_line, id_of
 from lean_selector.gateway.rotation import Rotation
+from lean_selector.http.client import Upstream
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.response import PendingReply
 from lean_selector.service.logs import ACCESS_LOG
@@ -134,7 +134,7 @@ class Door:
                 errand.lease_since = now
                 errand.lease.touch()
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[Upstream]:
         return list(self._rotation.endpoints.values())
 
     async def close(self) -> None:

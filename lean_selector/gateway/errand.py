@@ -15,15 +15,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
-from lean_selector.gateway.answer_head import AnswerHead
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.header_lines import answer_lines, request_lines
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.request_ids import id_line
-from lean_selector.gateway.worker_connection import Receiver, WorkerConnection
+from lean_selector.http.client import AnswerHead, ClientConnection, UnboundedRelay
 from lean_selector.http.head import Request
-from lean_selector.http.passage import UnboundedPassage
 from lean_selector.http.streaming import StreamedReply
 from lean_selector.prompts.answers import UsageReader
 
@@ -38,7 +36,7 @@ _LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
-class Errand(Receiver):
+class Errand:
     """From the request to its end. The app's answer is `reply`."""
 
     __slots__ = (
@@ -101,7 +99,7 @@ class Errand(Receiver):
         self._on_over = on_over
         self._token = token
         self._began = monotonic()
-        self._connection: WorkerConnection | None = None
+        self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
         self._is_chunking = False
         self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
@@ -124,7 +122,7 @@ class Errand(Receiver):
         self.lease = lease
         self.lease_since = monotonic()
 
-    def sent(self, connection: WorkerConnection) -> None:
+    def sent(self, connection: ClientConnection) -> None:
         """Ask the worker, on a connection to it."""
         lease = self.lease
         assert lease is not None
@@ -241,7 +239,7 @@ class Errand(Receiver):
         lease.prefill_complete()
         reads = self._is_reading()
         is_http10 = self.request.is_http10
-        is_unframed = isinstance(head.passage, UnboundedPassage) or (head.is_chunked and is_http10)
+        is_unframed = isinstance(head.relay, UnboundedRelay) or (head.is_chunked and is_http10)
         self._is_chunking = reads and not is_http10
         parts = [
             head.start,

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 
 from lean_selector.gateway.counts import FIRST_BYTE_BOUNDS_S, Counts
-from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.rotation import Rotation
+from lean_selector.http.client import Upstream
 from lean_selector.service.exposition import AnyFamily, Family, HistogramFamily, Sample, labels
 
 
@@ -17,7 +17,7 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
     def gauge(name: str, help: str, samples: Callable[[], Iterable[Sample]]) -> Family:
         return Family(f"lean_selector_gateway_{name}", "gauge", help, samples)
 
-    def of_each(value: Callable[[Endpoint], int]) -> Callable[[], list[Sample]]:
+    def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]
 
     first_byte = counts.first_byte

@@ -1,6 +1,6 @@
 """What a request holds of its worker, from the choice to its end: freed once, whatever happens."""
 
-from lean_selector.gateway.endpoint import Endpoint
+from lean_selector.http.client import Upstream
 
 
 class WorkerLease:
@@ -11,14 +11,14 @@ class WorkerLease:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: Upstream,
         worker_id: int | None = None,
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
         """`dp_rank` where the worker has several; `overlap_tokens` is None where nobody chose."""
         self.endpoint = endpoint
-        endpoint.leases += 1
+        endpoint.users += 1
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.overlap_tokens = overlap_tokens
@@ -39,7 +39,7 @@ class WorkerLease:
         worker; None where the worker is not to be judged by it."""
         if not self.is_over:
             self.is_over = True
-            self.endpoint.leases -= 1
+            self.endpoint.users -= 1
             self._freed(outcome, cached_tokens)
 
     def _begun(self) -> None:

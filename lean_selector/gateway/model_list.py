@@ -11,9 +11,8 @@ import msgspec
 
 from lean_selector.gateway.refusals import refusal
 from lean_selector.gateway.rotation import Rotation
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.failure import OutboundFailed
 from lean_selector.tasks import watched
 
 HOLDS_S: Final = 2.0

@@ -14,14 +14,13 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.choosing import Chooser, NobodyChose, Shed
 from lean_selector.gateway.counts import Counts
 from lean_selector.gateway.directory import Directory
-from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.errand import Errand
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.peeked_model import peeked_model
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.gateway.worker_connection import WorkerConnection
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
-from lean_selector.outbound.connecting import Resolve, connected, reason
+from lean_selector.http.client import ClientConnection, Upstream
+from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.outbound import Resolve, connect, reason
 from lean_selector.prompts.fleet import UnknownModel
 from lean_selector.prompts.prompts import Prompts
 
@@ -35,7 +34,7 @@ RETRY_AFTER: Final = b"retry-after: 1\r\n"
 class RotationLease(WorkerLease):
     """A turn: nothing is booked, and the selector is not told how it went."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Upstream) -> None:
         super().__init__(endpoint)
 
 
@@ -140,14 +139,9 @@ class Placing:
         endpoint = self._rotation.next(errand.tried, among)
         return None if endpoint is None else RotationLease(endpoint)
 
-    async def _connected(self, endpoint: Endpoint) -> WorkerConnection:
+    async def _connected(self, endpoint: Upstream) -> ClientConnection:
         self._counts.connections_made += 1
+        connection = ClientConnection(endpoint)
         context = self._tls() if endpoint.url.is_secure else None
-        return await connected(
-            self._resolve,
-            endpoint.url,
-            context,
-            CONNECT_S,
-            lambda: WorkerConnection(endpoint),
-            self._allowed,
-        )
+        await connect(connection, self._resolve, context, CONNECT_S, self._allowed)
+        return connection

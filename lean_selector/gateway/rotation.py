@@ -9,8 +9,8 @@ from typing import Final
 
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.endpoint import Endpoint
-from lean_selector.outbound.url import Url, url_at
+from lean_selector.http.client import Upstream
+from lean_selector.http.endpoints import Url, url_at
 
 
 class Rotation:
@@ -21,16 +21,16 @@ class Rotation:
         self._now = now
         self._made = 0
         self._turn = 0
-        self.endpoints: dict[str, Endpoint] = {}  # by origin
-        self.in_turn: list[Endpoint] = []
+        self.endpoints: dict[str, Upstream] = {}  # by origin
+        self.in_turn: list[Upstream] = []
 
-    def endpoint(self, text: str) -> Endpoint:
+    def endpoint(self, text: str) -> Upstream:
         """Of a base URL, also of one that is not in turn. Raises ValueError."""
         text = base_of(text)
         known = self.endpoints.get(text)
         if known is None:
             self._made += 1
-            known = self.endpoints[text] = Endpoint(text, self._made, self._now)
+            known = self.endpoints[text] = Upstream(text, self._made, self._now)
         return known
 
     def set(self, urls: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ class Rotation:
             if each not in self.in_turn and not each.is_used:
                 del self.endpoints[text]
 
-    def next(self, avoided: Collection[str], among: Collection[str] | None) -> Endpoint | None:
+    def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
         """The next in turn that is not in `avoided`, and one of `among` if that is given: one that
         is well, or else any."""
         candidates = [
@@ -59,10 +59,10 @@ class Rotation:
         self._turn += 1
         return candidates[self._turn % len(candidates)]
 
-    def is_well(self, endpoint: Endpoint) -> bool:
+    def is_well(self, endpoint: Upstream) -> bool:
         return (endpoint.number, 0) not in self._health.out
 
-    def report(self, endpoint: Endpoint, outcome: str, now: float) -> None:
+    def report(self, endpoint: Upstream, outcome: str, now: float) -> None:
         if endpoint in self.in_turn:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 

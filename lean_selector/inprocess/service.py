@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lean_selector.core.errors import NotFound, SelectorError
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.inprocess.dialect import (
     Done,
     Fields,
@@ -287,7 +288,8 @@ class SelectionService:
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
-        recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s)
+        client = OutboundClient(running.parts.resolve)
+        recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s, client)
         return await running.in_time(recovery.run)
 
     # -- the end -------------------------------------------------------------------------------

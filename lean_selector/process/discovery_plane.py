@@ -7,10 +7,9 @@ from typing import Protocol
 
 from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
-from lean_selector.outbound.client import OutboundClient, Resolve
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
+from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.outbound import OutboundClient, Resolve
+from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.process.host import StartError
 from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.server.selector_flags import Discover
@@ -134,7 +133,7 @@ def _api_client(finder: Finder, resolve: Resolve) -> tuple[str, OutboundClient]:
         trust.context()
     except (OSError, ValueError) as error:
         raise StartError(f"discovery by kubernetes: {error}") from None
-    return api.removesuffix("/"), OutboundClient(resolve, token=token, trust=trust)
+    return api.removesuffix("/"), OutboundClient(resolve, Credentials(token, trust))
 
 
 def _ask_service(target: Target) -> AskService:

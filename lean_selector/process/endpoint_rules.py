@@ -6,7 +6,7 @@ from lean_selector.core.endpoints import replay_endpoint_for
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
+from lean_selector.http.endpoints import AllowedEndpoints
 
 
 def allowed_of(patterns: list[str]) -> AllowedEndpoints | None:

@@ -6,7 +6,7 @@ Imported only where one of them is asked for.
 import time
 from collections.abc import Callable
 
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.access_log_plane import AccessLogPlane
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.prompts.fleet import CatalogFleet

@@ -1,10 +1,8 @@
 """What our requests bring along, of engines and of other services of ours, as the flags say."""
 
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
-from lean_selector.outbound.client import OutboundClient, Resolve
-from lean_selector.outbound.credentials import Credentials
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
+from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.outbound import OutboundClient, Resolve
+from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.process.host import StartError
 from lean_selector.server.service_flags import Access
 
@@ -13,10 +11,7 @@ def engine_client(
     access: Access, resolve: Resolve, allowed: AllowedEndpoints | None
 ) -> OutboundClient:
     """For every request that we make of an engine. Raises StartError."""
-    credentials = credentials_of(access)
-    return OutboundClient(
-        resolve, token=credentials.token, trust=credentials.trust, allowed=allowed
-    )
+    return OutboundClient(resolve, credentials_of(access), allowed)
 
 
 def credentials_of(access: Access) -> Credentials:

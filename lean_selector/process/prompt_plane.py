@@ -2,7 +2,7 @@
 
 import importlib
 
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.host import StartError
 from lean_selector.prompts.fleet import Fleet
 from lean_selector.prompts.prompts import Prompts

@@ -25,13 +25,15 @@ from lean_selector.core.replication.shapes import EventKind, LiveBooking, Replic
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
-from lean_selector.outbound.credentials import Credentials
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.http.trust import Credentials
 from lean_selector.process.host import StartError
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
+from lean_selector.sockets.resolver import Resolver
 from lean_selector.tasks import supervise
 from lean_selector.wire.peer_bodies import CurveState, PeerState, PlaneState, PublisherState
 from lean_selector.wire.replica_snapshot import encode_snapshot
@@ -83,6 +85,7 @@ class ReplicaPlane:
         self._lookup = lookup
         self._credentials = credentials
         self._allowed = None if links is None else links.allowed
+        self._resolve = (Resolver() if links is None else links.resolver).resolve
         self._targets = targets
         self._copies_expire_s = copies_expire_s(config.reservations.reservation_expiry_s)
         replica = config.replica
@@ -163,9 +166,7 @@ class ReplicaPlane:
             self._targets,
             self._on_event,
             self.sessions,
-            self._credentials,
-            # URLs of a flag are the operator's word.
-            lambda url: None if url in self._given_urls else self._allowed,
+            client=self._client,
         )
         self._occasion = Occasion.START
         while True:
@@ -181,6 +182,11 @@ class ReplicaPlane:
             catch_up.begin_again(time.monotonic())  # from here on what ends is noted
             pause_s = max(AGAIN_S, COST_PAUSE * running.took_s)
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+
+    def _client(self, url: str) -> OutboundClient:
+        """URLs of a flag are the operator's word."""
+        allowed = None if url in self._given_urls else self._allowed
+        return OutboundClient(self._resolve, self._credentials, allowed)
 
     def _take_occasion(self) -> Occasion:
         taken, self._occasion = self._occasion, Occasion.MISSED

@@ -21,6 +21,7 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.outbound_access import credentials_of, engine_client
@@ -144,8 +145,9 @@ class SelectorParts:
             *discovery_routes(None if finding is None else finding.report),
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)
+        client = OutboundClient(self.resolve, credentials)
         recovery = Recovery(
-            selector.catalog, subscriptions, peers, config.index.recovery_timeout_s, credentials
+            selector.catalog, subscriptions, peers, config.index.recovery_timeout_s, client
         )
         self._recovering = start_recovery(recovery, self._state) if peers else None
         self._polls: WorkerPolls | None = None

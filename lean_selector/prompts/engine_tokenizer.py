@@ -6,8 +6,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.failure import OutboundFailed, OutboundTimedOut
+from lean_selector.http.outbound import OutboundClient, OutboundFailed, OutboundTimedOut
 from lean_selector.prompts.answers import MOST_ID_BYTES
 from lean_selector.prompts.model_card import TokenizeAnswer
 from lean_selector.prompts.model_request import Kind, ModelRequest

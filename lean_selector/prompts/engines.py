@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.prompts.fleet import Fleet
 from lean_selector.prompts.model_card import ModelCards
 from lean_selector.prompts.served import Served

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lean_selector.core.errors import NotFound
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.outbound.url import url_at
+from lean_selector.http.endpoints import url_at
 from lean_selector.prompts.served import Served
 
 

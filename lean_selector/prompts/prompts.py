@@ -8,7 +8,7 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.prompts.additions import Additions
 from lean_selector.prompts.chain import Chain
 from lean_selector.prompts.engine_tokenizer import EngineTokenizer

@@ -13,8 +13,8 @@ from lean_selector.core.errors import (
     WaitedTooLong,
 )
 from lean_selector.core.selection.shapes import Selection
+from lean_selector.http.endpoints import Url, url_at
 from lean_selector.http.response import encode_response
-from lean_selector.outbound.url import Url, url_at
 from lean_selector.prompts.unknown import Unknown
 from lean_selector.service.access import Refusal
 from lean_selector.wire.openai_errors import openai_error

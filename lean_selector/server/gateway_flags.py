@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
-from lean_selector.outbound.url import Url, base_without_version
+from lean_selector.http.endpoints import Url, base_without_version
 from lean_selector.prompts.settings import PromptSettings
 from lean_selector.server.flags import flag
 from lean_selector.server.selector_flags import Health, Prompts, SelectorConfig

@@ -64,7 +64,7 @@ def pattern(value: str) -> str:
 
 
 def _allowed(patterns: list[str]) -> Any:
-    return lazy("lean_selector.outbound.allowed_endpoints", "AllowedEndpoints")(patterns)
+    return lazy("lean_selector.http.endpoints", "AllowedEndpoints")(patterns)
 
 
 def lazy(module: str, name: str) -> Callable[..., Any]:

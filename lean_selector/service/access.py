@@ -7,7 +7,7 @@ from hmac import compare_digest
 from typing import Final
 
 from lean_selector.http.head import digest_of
-from lean_selector.outbound.watched_file import WatchedFile
+from lean_selector.http.trust import WatchedFile
 
 
 class Role(IntEnum):

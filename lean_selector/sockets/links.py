@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.curve.keys import CurveClient
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
+from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.sockets.resolver import Resolver
 
 # What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a

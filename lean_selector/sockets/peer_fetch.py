@@ -1,31 +1,20 @@
-"""One GET from a peer that helps at start, in a thread, because name look-up and TLS block.
+"""One GET from a peer that helps at start, taken in pieces on the loop.
 
-The thread only waits and copies: what it received is read by the loop's thread, in slices. It is a
-daemon and is never waited for, so that a peer that hangs delays neither the next peer nor the end
-of the process. http.client knows no proxies, which the environment may name for other traffic.
+What was received is taken apart in a thread, as it may be a gigabyte. The thread is a daemon and is
+never waited for, so that a fetch that was given up delays neither the next peer nor the end of the
+process.
 """
 
 import asyncio
 import contextlib
-import http.client
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
+from typing import Generic, TypeVar
 
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
-from lean_selector.outbound.connecting import reason
-from lean_selector.outbound.credentials import Credentials
-
-_READ_BYTES = 256 * 1024
-
-_PORTS = {"http": 80, "https": 443}
+from lean_selector.http.outbound import OutboundClient, OutboundFailed, reason, succeeded
 
 T = TypeVar("T")
-Addresses = list[tuple[int, tuple[Any, ...]]]  # the family, and what is connected to
 
 
 class PeerFailed(Exception):
@@ -37,147 +26,80 @@ class PeerFailed(Exception):
 
 
 class PeerFetch(Generic[T]):
-    """Starts at once. `done` gets what was read, or PeerFailed; it may be dropped at any time."""
+    """Starts at once. `done` gets what was read, or PeerFailed; it may be cancelled at any time."""
 
     def __init__(
         self,
-        peer: str,
-        path: str,
+        client: OutboundClient,
+        url: str,
         timeout_s: float,
         max_bytes: int,
         read: Callable[[bytes], T],
-        credentials: Credentials | None = None,
-        allowed: AllowedEndpoints | None = None,
     ) -> None:
-        """`peer` is a base URL; `timeout_s` bounds each wait of the thread, not their sum. Where
-        that is somebody else's word, `allowed` says which of its addresses may be connected to.
+        """`timeout_s` bounds connecting alone; see `fetched`.
 
         `read` takes the body apart, in the thread: it should be quick, as Python runs one at a
         time.
         """
         self.progress = 0  # grows with whatever arrives
-        self._peer = peer
-        self._path = path
+        self._client = client
+        self._url = url
+        self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._read = read
-        self._timeout_s = timeout_s
-        self._allowed = allowed
-        self._credentials = Credentials() if credentials is None else credentials
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[T] = self._loop.create_future()
-        threading.Thread(target=self._run, name="peer-fetch", daemon=True).start()
+        self.done = asyncio.get_running_loop().create_task(self._run())
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def _run(self) -> None:
-        result: T | Exception
+    async def _run(self) -> T:
         try:
-            result = self._read(self._fetch())
-        except PeerFailed as error:
-            result = error
+            pieces = await self._fetched()
+            return await _in_thread(lambda: self._read(b"".join(pieces)))
+        except OutboundFailed as error:
+            raise PeerFailed(error.message, error.status) from None
+        except PeerFailed:
+            raise
         except Exception as error:  # whatever it is, it is the next peer's turn
-            result = PeerFailed(reason(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
-            self._loop.call_soon_threadsafe(self._finish, result)
+            raise PeerFailed(reason(error)) from None
 
-    def _finish(self, result: T | Exception) -> None:
-        if self.done.done():
+    async def _fetched(self) -> list[bytes]:
+        pieces: list[bytes] = []
+        size = 0
+        async with self._client.exchange("GET", self._url, b"", self._timeout_s) as exchange:
+            self.progress += 1
+            await succeeded(exchange)
+            while (piece := await exchange.piece()) is not None:
+                self.progress += 1
+                pieces.append(piece)
+                size += len(piece)
+                if size > self._max_bytes:
+                    raise PeerFailed(f"more than {self._max_bytes} bytes")
+        return pieces
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """What `work` returns or raises; where it is cancelled, the thread goes on for nothing."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | Exception) -> None:
+        if done.done():
             return
         if isinstance(result, Exception):
-            self.done.set_exception(result)
+            done.set_exception(result)
         else:
-            self.done.set_result(result)
+            done.set_result(result)
 
-    def _fetch(self) -> bytes:
-        url, credentials = urlsplit(self._peer), self._credentials
-        host = url.hostname or ""
-        tls = credentials.trust.context() if url.scheme == "https" else None
-        connection = _Connection(
-            host,
-            url.port or _PORTS[url.scheme],
-            self._timeout_s,
-            (lambda found: found) if self._allowed is None else self._among,
-            tls,
-            credentials.tls_name or host,
-        )
-        headers = {"accept": "application/json"}
-        authorization = credentials.authorization()
-        if authorization is not None:
-            headers["authorization"] = authorization.decode("ascii")
+    def run() -> None:
+        result: T | Exception
         try:
-            connection.request("GET", url.path + self._path, headers=headers)
-            response = connection.getresponse()
-            self.progress += 1
-            if not 200 <= response.status < 300:
-                said = response.read(200).decode(errors="replace")
-                raise PeerFailed(f"status {response.status}: {said}", response.status)
-            return self._body(response)
-        finally:
-            connection.close()
+            result = work()
+        except Exception as error:
+            result = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
+            loop.call_soon_threadsafe(finish, result)
 
-    def _among(self, addresses: Addresses) -> Addresses:
-        assert self._allowed is not None
-        return self._allowed.among(self._peer, addresses)
-
-    def _body(self, response: http.client.HTTPResponse) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while part := response.read1(_READ_BYTES):
-            self.progress += 1
-            parts.append(part)
-            size += len(part)
-            if size > self._max_bytes:
-                raise PeerFailed(f"more than {self._max_bytes} bytes")
-            if self.done.cancelled():
-                raise PeerFailed("given up")
-        if response.length:
-            raise PeerFailed(f"{response.length} bytes short of its content-length")
-        return b"".join(parts)
-
-
-class _Connection(http.client.HTTPConnection):
-    """To one of those addresses of a name that `among` leaves; over TLS with a certificate for
-    `tls_name`, whatever the host is called."""
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        timeout_s: float,
-        among: Callable[[Addresses], Addresses],
-        tls: ssl.SSLContext | None,
-        tls_name: str,
-    ) -> None:
-        super().__init__(host, port, timeout=timeout_s)
-        self.default_port = _PORTS["http" if tls is None else "https"]
-        self._among, self._tls, self._tls_name = among, tls, tls_name
-
-    def connect(self) -> None:
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        connection = _connected(self._among([(each[0], each[4]) for each in found]), self.timeout)
-        if self._tls is None:
-            self.sock = connection
-            return
-        try:
-            self.sock = self._tls.wrap_socket(connection, server_hostname=self._tls_name)
-        except BaseException:
-            connection.close()
-            raise
-
-
-def _connected(addresses: Addresses, timeout_s: float | None) -> socket.socket:
-    """To the first address that takes us. Raises OSError."""
-    failure = OSError("the name has no addresses")
-    for family, where in addresses:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(timeout_s)
-            connection.connect(where)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            connection.close()
-            failure = error
-        else:
-            return connection
-    raise failure
+    threading.Thread(target=run, name="peer-fetch", daemon=True).start()
+    return await done
 
 
 async def fetched(fetch: PeerFetch[T], left_s: float, peers_left: int) -> T:

@@ -18,11 +18,10 @@ from lean_selector.core.index.shapes import StoreResult
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
-from lean_selector.outbound.credentials import Credentials
-from lean_selector.sockets.dump_fetch import fetch_dump
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
-from lean_selector.sockets.peer_fetch import PeerFailed, fetched
-from lean_selector.wire.dump import BadEvent, decode_event
+from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
+from lean_selector.wire.dump import BadEvent, decode_event, split_dump
 from lean_selector.wire.dump_shapes import (
     ClearedRank,
     DumpedPartition,
@@ -41,7 +40,20 @@ MAX_HOLD_S = 10.0
 SLICE_S = 0.001  # as KV events: a request meets at most this pause
 _LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
 
+# 12 million blocks of 86 bytes: more than one process should index, and what memory may hold twice.
+MAX_DUMP_BYTES = 1 << 30
+
 RankEvents = dict[RankKey, list[DumpEvent]]
+Dump = tuple[list[DumpedPartition], list[str]]  # see split_dump
+
+
+def fetch_dump(client: OutboundClient, peer: str, timeout_s: float) -> PeerFetch[Dump]:
+    """`peer` is a base URL.
+
+    One of ours that speaks 1.6 tells names and watermarks only where `detail` is asked for.
+    """
+    url = peer.rstrip("/") + "/dump?detail=true"
+    return PeerFetch(client, url, timeout_s, MAX_DUMP_BYTES, split_dump)
 
 
 class Recovery:
@@ -56,10 +68,10 @@ class Recovery:
         subscriptions: KvSubscriptions,
         peers: Sequence[str],
         timeout_s: float,
-        credentials: Credentials | None = None,
+        client: OutboundClient,
     ) -> None:
         """`timeout_s` bounds the fetching from all peers together."""
-        self._credentials = credentials
+        self._client = client
         self.blocks = 0
         self.skipped_events = 0
         self.skipped_ranks = 0
@@ -89,7 +101,7 @@ class Recovery:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = fetch_dump(peer, left_s, self._credentials)
+                fetch = fetch_dump(self._client, peer, left_s)
                 dump = await fetched(fetch, left_s, len(self._peers) - at)
                 partitions = await self._read(peer, *dump)
             except PeerFailed as error:

@@ -21,8 +21,7 @@ from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhi
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
-from lean_selector.outbound.credentials import Credentials
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
 from lean_selector.wire.replica_snapshot import (
@@ -75,12 +74,11 @@ class CatchingUp:
         targets: Callable[[], Iterable[ReplicaTarget]],
         tell: Callable[[ReplicaEvent, float], object],
         sessions: PeerSessions | None = None,
-        credentials: Credentials | None = None,
-        allowed: Callable[[str], AllowedEndpoints | None] = lambda url: None,
+        *,
+        client: Callable[[str], OutboundClient],
     ) -> None:
-        """`allowed(url)`: what a URL that somebody else named is held against."""
-        self._allowed = allowed
-        self._credentials = credentials
+        """`client(url)` is what asks a peer with this URL."""
+        self._client = client
         self._catch_up = catch_up
         self._sync = sync
         self._urls = urls
@@ -226,15 +224,8 @@ class CatchingUp:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = PeerFetch(
-                    url,
-                    path,
-                    left_s,
-                    MAX_SNAPSHOT_BYTES,
-                    read,
-                    self._credentials,
-                    self._allowed(url),
-                )
+                at_path = url.rstrip("/") + path
+                fetch = PeerFetch(self._client(url), at_path, left_s, MAX_SNAPSHOT_BYTES, read)
                 taken = await fetched(fetch, left_s, len(urls) - at)
             except PeerFailed as error:
                 if error.status == 404:

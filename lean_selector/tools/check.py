@@ -16,12 +16,9 @@ import uvloop
 import zmq.asyncio
 
 from lean_selector.curve.keys import CurveClient, check_curve, new_pair, read_list, read_pair
-from lean_selector.outbound.client import OutboundClient, Resolve
-from lean_selector.outbound.credentials import Credentials
-from lean_selector.outbound.failure import OutboundFailed
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
-from lean_selector.outbound.url import Url, base_without_version
+from lean_selector.http.endpoints import Url, base_without_version
+from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
+from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.tools.check_judgements import (
@@ -305,10 +302,8 @@ async def _check(
 ) -> list[Finding]:
     resolver = Resolver()
     resolve = resolver.resolve
-    selector = Selector(
-        OutboundClient(resolve, token=ours.token, trust=ours.trust), args.url, args.seconds
-    )
-    asked = OutboundClient(resolve, token=engines.token, trust=engines.trust)
+    selector = Selector(OutboundClient(resolve, ours), args.url, args.seconds)
+    asked = OutboundClient(resolve, engines)
     context = zmq.asyncio.Context()
     try:
         replays = Replays(Links(context, resolver, engine_keys=keys))

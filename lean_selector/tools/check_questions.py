@@ -8,9 +8,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from lean_selector.core.index.shapes import BlockStored
-from lean_selector.outbound.client import OutboundClient, Resolve
-from lean_selector.outbound.failure import OutboundFailed
-from lean_selector.outbound.url import base_without_version
+from lean_selector.http.endpoints import base_without_version
+from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_replay import KvReplay, ReplayEnd
 from lean_selector.sockets.kv_sockets import replay_frames

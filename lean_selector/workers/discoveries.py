@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.tasks import supervise
 from lean_selector.wire.discovery_states import (
     DiscoveredPeer,

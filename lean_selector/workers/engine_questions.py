@@ -10,9 +10,8 @@ from typing import Final
 import msgspec
 
 from lean_selector.core.endpoints import replay_endpoint_for
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.failure import OutboundFailed
-from lean_selector.outbound.url import Url
+from lean_selector.http.endpoints import Url
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.workers.particulars import Particulars
 
 # -- what engines answer, as far as it is read -----------------------------------------------------

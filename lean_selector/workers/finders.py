@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lean_selector.outbound.watched_file import WatchedFile
+from lean_selector.http.trust import WatchedFile
 from lean_selector.workers.particulars import Found, Particulars, Place, endpoint_key
 
 # -- the state of a discovery ----------------------------------------------------------------------

@@ -16,8 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.workers.finders import OnPlaces, Sighting
 from lean_selector.workers.particulars import Place
 

@@ -8,7 +8,7 @@ import xxhash
 
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.outbound.url import base_without_version, endpoint_url
+from lean_selector.http.endpoints import base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection import RankText, WorkerFields, WorkerRequest
 

@@ -14,9 +14,8 @@ from typing import Final, Protocol
 
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.selector import WorkerHealth
-from lean_selector.outbound.answer import OutboundAnswer
-from lean_selector.outbound.failure import OutboundFailed
-from lean_selector.outbound.url import url_at
+from lean_selector.http.endpoints import url_at
+from lean_selector.http.outbound import OutboundAnswer, OutboundFailed
 from lean_selector.tasks import watched
 
 MOST_AT_ONCE: Final = 64

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.outbound.failure import OutboundFailed
+from lean_selector.http.outbound import OutboundFailed
 from lean_selector.tasks import supervise
 from lean_selector.wire.discovery_states import KeptWorker
 from lean_selector.workers.particulars import (

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from lean_selector.outbound.url import Url
+from lean_selector.http.endpoints import Url
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.outbound.failure import OutboundFailed
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
+from lean_selector.http.outbound import OutboundFailed
+from lean_selector.http.trust import TokenFile, Trust
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.particulars import Particulars
 from lean_selector.workers.roster import Asking, KnownWorker, State

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
+from lean_selector.http.trust import TokenFile, Trust
 from lean_selector.tasks import supervise
 from lean_selector.workers.finders import Sighting
 from lean_selector.workers.kubernetes import KubernetesFinder, Slice, places_of

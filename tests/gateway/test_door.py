@@ -317,7 +317,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind_and_the_worker_stops(
     for worker in workers:
         worker.wait_until_idle()  # whoever hung up in earlier tests has been noticed
     before = sum(each.seen()["hung_up"] for each in workers)
-    body = chat_body(TEXT, max_tokens=1_000, stream=True, fake={"stall_after": 3})
+    body = chat_body(TEXT, max_tokens=1_000, stream=True, fake={"stall_after": 0})
     for half_closes in (False, True):
         connection = socket.create_connection(("127.0.0.1", gateway.port))
         connection.sendall(request_text("/v1/chat/completions", body))

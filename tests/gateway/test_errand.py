@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lean_selector.gateway.counts import Counts
-from lean_selector.gateway.endpoint import Endpoint
 from lean_selector.gateway.errand import Errand
 from lean_selector.gateway.lease import WorkerLease
-from lean_selector.gateway.worker_connection import WorkerConnection
+from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.response import PendingReply
@@ -48,7 +47,7 @@ class Transport(FakeTransport):
 class BookedLease(WorkerLease):
     """Remembers what it was told."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Upstream) -> None:
         super().__init__(endpoint, 1, None, 0)
         self.told: list[str] = []
 
@@ -80,9 +79,9 @@ class OneRequest(RuleBasedStateMachine):
         self.placing: Placing | None = None
         self.places = 0
         self.over = 0
-        self.worker: WorkerConnection | None = None
+        self.worker: ClientConnection | None = None
         self.worker_transport: Transport | None = None
-        self.endpoints = [Endpoint(f"http://w{n}:1", n, 0.0) for n in range(3)]
+        self.endpoints = [Upstream(f"http://w{n}:1", n, 0.0) for n in range(3)]
         self.client_transport = Transport()
         self.client_is_there = True
         self.client_is_slow = False
@@ -139,7 +138,7 @@ class OneRequest(RuleBasedStateMachine):
             return
         worker = errand.lease.endpoint.kept()
         if worker is None:
-            worker = WorkerConnection(errand.lease.endpoint)
+            worker = ClientConnection(errand.lease.endpoint)
             self.worker_transport = Transport()
             worker.connection_made(self.worker_transport)
         self.worker, self.has_head, self.pieces = worker, False, 0
@@ -160,7 +159,7 @@ class OneRequest(RuleBasedStateMachine):
         )
     )
     def answer(self, piece: bytes) -> None:
-        worker = cast(WorkerConnection, self.worker)
+        worker = cast(ClientConnection, self.worker)
         if worker.is_free or not worker.is_open or self.has_head == (not piece):
             return
         assert self.worker_transport is not None
@@ -178,14 +177,14 @@ class OneRequest(RuleBasedStateMachine):
     @precondition(lambda self: self.worker is not None and self.has_head)
     @rule()
     def end_answer(self) -> None:
-        worker = cast(WorkerConnection, self.worker)
+        worker = cast(ClientConnection, self.worker)
         if not worker.is_free and worker.is_open:
             worker.data_received(b"0\r\n\r\n")
 
     @precondition(lambda self: self.worker is not None)
     @rule(lost=st.booleans())
     def worker_dies(self, lost: bool) -> None:
-        worker = cast(WorkerConnection, self.worker)
+        worker = cast(ClientConnection, self.worker)
         self.worker = None
         worker.connection_lost(OSError("reset") if lost else None)
 
@@ -300,9 +299,9 @@ def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
     client, transport = StreamingProtocol(app, Connections(lambda call: None)), Transport()
     client.connection_made(transport)
     client.data_received(REQUEST)
-    endpoint = Endpoint("http://w:1", 0, 0.0)
+    endpoint = Upstream("http://w:1", 0, 0.0)
     errands[0].takes(BookedLease(endpoint))
-    worker, worker_transport = WorkerConnection(endpoint), Transport()
+    worker, worker_transport = ClientConnection(endpoint), Transport()
     worker.connection_made(worker_transport)
     errands[0].sent(worker)
     assert b"".join(worker_transport.writes).endswith(b"\r\n\r\n{}")

@@ -2,14 +2,19 @@
 
 import pytest
 
-from lean_selector.gateway.answer_head import MalformedAnswer, head_of
 from lean_selector.gateway.header_lines import (
     answer_lines,
     request_id_of,
     request_lines,
     wants_websocket,
 )
-from lean_selector.http.passage import ChunkedPassage, SizedPassage, UnboundedPassage
+from lean_selector.http.client import (
+    ChunkedRelay,
+    MalformedAnswer,
+    SizedRelay,
+    UnboundedRelay,
+    head_of,
+)
 
 
 def section(*lines: str) -> bytes:
@@ -84,14 +89,14 @@ def answer(status: str, *lines: str, version: str = "1.1") -> bytes:
 @pytest.mark.parametrize(
     ("text", "answers_head", "kind", "keeps"),
     [
-        (answer("200 OK", "content-length: 3"), False, SizedPassage, True),
-        (answer("200 OK", "Content-Length: 3", "Connection: Close"), False, SizedPassage, False),
-        (answer("200 OK", "Transfer-Encoding: Chunked"), False, ChunkedPassage, True),
-        (answer("200 OK"), False, UnboundedPassage, False),
-        (answer("204 No"), False, SizedPassage, True),
-        (answer("304 No", "content-length: 9"), False, SizedPassage, True),
-        (answer("200 OK", "content-length: 9"), True, SizedPassage, True),
-        (answer("200 OK", "content-length: 3", version="1.0"), False, SizedPassage, False),
+        (answer("200 OK", "content-length: 3"), False, SizedRelay, True),
+        (answer("200 OK", "Content-Length: 3", "Connection: Close"), False, SizedRelay, False),
+        (answer("200 OK", "Transfer-Encoding: Chunked"), False, ChunkedRelay, True),
+        (answer("200 OK"), False, UnboundedRelay, False),
+        (answer("204 No"), False, SizedRelay, True),
+        (answer("304 No", "content-length: 9"), False, SizedRelay, True),
+        (answer("200 OK", "content-length: 9"), True, SizedRelay, True),
+        (answer("200 OK", "content-length: 3", version="1.0"), False, SizedRelay, False),
     ],
 )
 def test_where_an_answer_s_body_ends(
@@ -99,7 +104,7 @@ def test_where_an_answer_s_body_ends(
 ) -> None:
     head = head_of(text, answers_head)
     assert head is not None
-    assert isinstance(head.passage, kind)
+    assert isinstance(head.relay, kind)
     assert head.keeps == keeps
     assert head.start + head.lines + b"\r\n\r\n" == text
 

@@ -3,7 +3,7 @@
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.lease import WorkerLease
 from lean_selector.gateway.rotation import Rotation
-from lean_selector.gateway.worker_connection import WorkerConnection
+from lean_selector.http.client import ClientConnection
 from tests.gateway.test_errand import Transport
 
 URL = "http://a:1"
@@ -14,7 +14,7 @@ def test_a_connection_that_opens_after_its_worker_has_gone_is_swept() -> None:
     rotation.set([URL])
     lease = WorkerLease(rotation.endpoint(URL))
     rotation.set([])  # while it is being connected to
-    connection, transport = WorkerConnection(lease.endpoint), Transport()
+    connection, transport = ClientConnection(lease.endpoint), Transport()
     connection.connection_made(transport)
     lease.end(None)
     rotation.sweep(1_000.0, 600.0)

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import uvloop
 
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.prompts.chat_template import ChatTemplate
 from lean_selector.prompts.local_tokenizer import MOST_WAITING, LocalTokenizer
 from lean_selector.prompts.model_request import ModelRequest

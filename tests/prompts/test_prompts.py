@@ -12,7 +12,7 @@ import uvloop
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import hash_seed, local_hashes
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.prompts.additions import UNMARKABLE
 from lean_selector.prompts.engines import FRESH_S, Engines
 from lean_selector.prompts.fleet import UnknownModel

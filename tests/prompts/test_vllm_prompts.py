@@ -22,7 +22,7 @@ import pytest
 import uvloop
 
 from lean_selector.core.hashing import local_hashes
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.prompts.local_tokenizer import LocalTokenizer
 from lean_selector.prompts.prompts import Prompts
 from lean_selector.prompts.routed import Routed

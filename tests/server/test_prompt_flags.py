@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.outbound.client import OutboundClient
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.host import StartError
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.prompts.settings import Mode, PromptSettings

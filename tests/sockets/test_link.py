@@ -16,7 +16,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints
+from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.sockets import link as module
 from lean_selector.sockets import links as links_module
 from lean_selector.sockets import zmq_connection

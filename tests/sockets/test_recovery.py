@@ -19,12 +19,14 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.sockets import dump_fetch, recovery
+from lean_selector.sockets import recovery
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.peer_fetch import PeerFetch
 from lean_selector.sockets.recovery import Recovery, log_discarded
+from lean_selector.sockets.resolver import Resolver
 from tests.on_loop import on_loop, until
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -80,10 +82,10 @@ async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     await reader.read()
 
 
-Meanwhile = Callable[[PeerFetch[dump_fetch.Dump]], Awaitable[None]]
+Meanwhile = Callable[[PeerFetch[recovery.Dump]], Awaitable[None]]
 
 
-async def _nothing(fetch: PeerFetch[dump_fetch.Dump]) -> None:
+async def _nothing(fetch: PeerFetch[recovery.Dump]) -> None:
     pass
 
 
@@ -91,11 +93,11 @@ def let_shares_pass(
     monkeypatch: pytest.MonkeyPatch, peer: str, meanwhile: Meanwhile = _nothing
 ) -> None:
     """A share of the time that goes to `peer` is over once `meanwhile` is, and not by the clock."""
-    fetches: dict[asyncio.Future[Any], PeerFetch[dump_fetch.Dump]] = {}
-    wait = asyncio.wait
+    fetches: dict[asyncio.Future[Any], PeerFetch[recovery.Dump]] = {}
+    wait, fetch_dump = asyncio.wait, recovery.fetch_dump
 
-    def noted(asked: str, timeout_s: float, credentials: object) -> PeerFetch[dump_fetch.Dump]:
-        fetch = dump_fetch.fetch_dump(asked, timeout_s)
+    def noted(client: OutboundClient, asked: str, timeout_s: float) -> PeerFetch[recovery.Dump]:
+        fetch = fetch_dump(client, asked, timeout_s)
         if asked == peer:
             fetches[fetch.done] = fetch
         return fetch
@@ -187,7 +189,8 @@ class Service:
         return self.index.blocks(worker_id, dp_rank, tier)
 
     def recovery(self, *peers: str, timeout_s: float = DEADLINE_S) -> Recovery:
-        return Recovery(self.catalog, self.subscriptions, peers, timeout_s)
+        client = OutboundClient(Resolver().resolve)
+        return Recovery(self.catalog, self.subscriptions, peers, timeout_s, client)
 
 
 @asynccontextmanager
@@ -314,7 +317,7 @@ async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
             writer.write(await wanted.get())
             await writer.drain()
 
-    async def one_more_piece(fetch: PeerFetch[dump_fetch.Dump]) -> None:
+    async def one_more_piece(fetch: PeerFetch[recovery.Dump]) -> None:
         nonlocal shares
         seen = fetch.progress
         if shares < len(pieces):
@@ -336,7 +339,7 @@ async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
 async def test_a_dump_beyond_the_limit_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dump_fetch, "MAX_DUMP_BYTES", 100)
+    monkeypatch.setattr(recovery, "MAX_DUMP_BYTES", 100)
     async with serving(dumps(dump_of(stored(1)))) as (peer, _), service() as of:
         assert not await of.recovery(peer).run()
         assert "more than 100 bytes" in caplog.text

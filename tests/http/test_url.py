@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.outbound.url import Url, base_without_version, origin_of
+from lean_selector.http.endpoints import Url, base_without_version
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from lean_selector.outbound.url import Url, base_without_version, origin_of
     ],
 )
 def test_every_spelling_of_an_endpoint_has_the_same_origin(text: str, origin: str) -> None:
-    assert origin_of(text) == origin
+    assert Url(text).origin == origin
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lean_selector.outbound.allowed_endpoints import AllowedEndpoints, NotAllowed
+from lean_selector.http.endpoints import AllowedEndpoints
 
 
 def allows(pattern: str, endpoint: str) -> bool:
@@ -147,7 +147,7 @@ def test_a_name_is_judged_by_what_it_resolves_to_where_only_networks_could_allow
     assert allowed.refusal("tcp://engine:5557") is None
     assert allowed.among("tcp://engine:5557", [inside, *outside]) == [inside]
     assert allowed.among("tcp://engine:5557", [*outside, mapped, six]) == [mapped, six]
-    with pytest.raises(NotAllowed) as told:
+    with pytest.raises(PermissionError) as told:
         allowed.among("tcp://engine:5557", outside)
     assert str(told.value) == (
         "`tcp://engine:5557` is 169.254.169.254, 127.0.0.1, ::1, "
@@ -158,12 +158,12 @@ def test_a_name_is_judged_by_what_it_resolves_to_where_only_networks_could_allow
 def test_a_name_that_is_allowed_by_name_may_be_anywhere() -> None:
     allowed = AllowedEndpoints(["tcp://engine:*", "tcp://10.0.0.0/8:*"])
     assert allowed.among("tcp://engine:5557", [v4("192.168.0.1")]) == [v4("192.168.0.1")]
-    with pytest.raises(NotAllowed):
+    with pytest.raises(PermissionError):
         allowed.among("tcp://other:5557", [v4("192.168.0.1")])
 
 
 def test_a_network_of_another_port_does_not_judge_a_name() -> None:
     allowed = AllowedEndpoints(["tcp://10.0.0.0/8:5557"])
     assert allowed.refusal("tcp://engine:5558") is not None
-    with pytest.raises(NotAllowed):
+    with pytest.raises(PermissionError):
         allowed.among("tcp://engine:5558", [v4("10.0.0.1")])

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.outbound.client import OutboundClient
-from lean_selector.outbound.credentials import Credentials
-from lean_selector.outbound.failure import OutboundFailed
-from lean_selector.outbound.token_file import TokenFile
-from lean_selector.outbound.trust import Trust
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
+from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.resolver import Resolver
 from tests.certificates import HOST, Authority, Files
@@ -27,12 +24,13 @@ Ask = Callable[[str, Credentials], Awaitable[bytes]]
 
 async def of_a_peer(url: str, credentials: Credentials) -> bytes:
     """As catch-up and recovery do."""
-    return await fetched(PeerFetch(url, "/dump", 20.0, 1000, bytes, credentials), 20.0, 1)
+    client = OutboundClient(Resolver().resolve, credentials)
+    return await fetched(PeerFetch(client, f"{url}/dump", 20.0, 1000, bytes), 20.0, 1)
 
 
 async def of_an_engine(url: str, credentials: Credentials) -> bytes:
     """As discovery, polls and doors do."""
-    asked = OutboundClient(Resolver().resolve, token=credentials.token, trust=credentials.trust)
+    asked = OutboundClient(Resolver().resolve, credentials)
     return await asked.text(f"{url}/health", timeout_s=20.0)
 
 
@@ -152,7 +150,7 @@ def test_files_that_cannot_be_used_are_tried_once_for_each_change(
         made.append(make(cafile=cafile))
         return made[-1]
 
-    monkeypatch.setattr("lean_selector.outbound.trust.ssl.create_default_context", making)
+    monkeypatch.setattr("lean_selector.http.trust.ssl.create_default_context", making)
     trust = Trust(str(files.ca), str(files.cert), str(files.key))
     first = trust.context()
     files.key.write_text("nothing")

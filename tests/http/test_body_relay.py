@@ -4,21 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.http.passage import ChunkedPassage, Passage, SizedPassage, UnboundedPassage
+from lean_selector.http.client import BodyRelay, ChunkedRelay, SizedRelay, UnboundedRelay
 
 SIZES = st.lists(st.integers(1, 40), max_size=12)
 
 
-def passed(passage: Passage, data: bytes, cuts: list[int]) -> tuple[int, bytes]:
+def passed(relay: BodyRelay, data: bytes, cuts: list[int]) -> tuple[int, bytes]:
     """How much of `data` belonged to the body, fed in pieces, and its payload."""
     payload: list[bytes] = []
     at = taken = 0
     for cut in [*cuts, len(data)]:
         piece = data[at : at + cut]
         at += len(piece)
-        if not piece or passage.is_done or passage.error is not None:
+        if not piece or relay.is_done or relay.error is not None:
             continue
-        taken += passage.pass_on(piece, payload)
+        taken += relay.relay(piece, payload)
     return taken, b"".join(payload)
 
 
@@ -38,64 +38,64 @@ def test_chunks_end_where_they_say(
     pieces: list[bytes], rest: bytes, cuts: list[int], extension: bytes, trailer: bytes
 ) -> None:
     body = chunked(pieces, extension, trailer)
-    passage = ChunkedPassage()
-    taken, payload = passed(passage, body + rest, cuts)
-    assert passage.is_done
-    assert passage.error is None
+    relay = ChunkedRelay()
+    taken, payload = passed(relay, body + rest, cuts)
+    assert relay.is_done
+    assert relay.error is None
     assert (taken, payload) == (len(body), b"".join(pieces))
 
 
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1), SIZES)
 def test_chunks_that_are_cut_short_have_no_end(pieces: list[bytes], cuts: list[int]) -> None:
-    passage = ChunkedPassage()
-    passed(passage, chunked(pieces)[:-1], cuts)
-    assert not passage.is_done
+    relay = ChunkedRelay()
+    passed(relay, chunked(pieces)[:-1], cuts)
+    assert not relay.is_done
 
 
 @pytest.mark.parametrize("body", [b"x\r\n", b"3\r\nabcd\r\n", b"3\nabc\r\n", b"-1\r\n", b"\r\n"])
 def test_what_are_no_chunks_is_an_error(body: bytes) -> None:
-    passage = ChunkedPassage()
-    passage.pass_on(body, None)
-    assert passage.error is not None
+    relay = ChunkedRelay()
+    relay.relay(body, None)
+    assert relay.error is not None
 
 
 @given(st.binary(max_size=60), st.binary(max_size=9), SIZES)
 def test_a_length_is_where_it_ends(body: bytes, rest: bytes, cuts: list[int]) -> None:
-    passage = SizedPassage(len(body))
-    assert passed(passage, body + rest, cuts) == (len(body), body)
-    assert passage.is_done
+    relay = SizedRelay(len(body))
+    assert passed(relay, body + rest, cuts) == (len(body), body)
+    assert relay.is_done
 
 
 @given(st.binary(max_size=60), SIZES)
 def test_without_either_all_belongs_to_it(body: bytes, cuts: list[int]) -> None:
-    passage = UnboundedPassage()
-    assert passed(passage, body, cuts) == (len(body), body)
-    assert not passage.is_done
+    relay = UnboundedRelay()
+    assert passed(relay, body, cuts) == (len(body), body)
+    assert not relay.is_done
 
 
 def test_a_whole_piece_is_passed_on_as_it_is() -> None:
     data = b"x" * 100
     payload: list[bytes] = []
-    SizedPassage(200).pass_on(data, payload)
+    SizedRelay(200).relay(data, payload)
     assert payload[0] is data
 
 
 @pytest.mark.parametrize(
-    ("passage", "body"),
+    ("relay", "body"),
     [
-        (SizedPassage(5), b"hello"),
-        (SizedPassage(0), b""),
-        (ChunkedPassage(), chunked([b"he", b"llo"])),
-        (UnboundedPassage(), b"hello"),
+        (SizedRelay(5), b"hello"),
+        (SizedRelay(0), b""),
+        (ChunkedRelay(), chunked([b"he", b"llo"])),
+        (UnboundedRelay(), b"hello"),
     ],
     ids=["sized", "empty", "chunked", "unbounded"],
 )
 def test_a_body_whose_payload_nobody_wants_ends_where_it_says(
-    passage: Passage, body: bytes
+    relay: BodyRelay, body: bytes
 ) -> None:
-    assert passage.pass_on(body + b"rest", None) == len(body) + 4 * passage_is_unbounded(passage)
-    assert passage.is_done != passage_is_unbounded(passage)
+    assert relay.relay(body + b"rest", None) == len(body) + 4 * relay_is_unbounded(relay)
+    assert relay.is_done != relay_is_unbounded(relay)
 
 
-def passage_is_unbounded(passage: Passage) -> bool:
-    return isinstance(passage, UnboundedPassage)
+def relay_is_unbounded(relay: BodyRelay) -> bool:
+    return isinstance(relay, UnboundedRelay)

@@ -1,8 +1,8 @@
-"""Which endpoints we connect to: patterns of `--allow-endpoint`, and what they are held against.
+"""Endpoints that we connect to: URLs taken apart, and the patterns of `--allow-endpoint`.
 
 A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/operations.md says
 it for users). An endpoint's host is an address or a name. An address, however it is spelled, is
-judged by the networks among the patterns; a name by the names, and where none of them has it, the
+judged by the networks among the patterns; a name by the names, and where no pattern has it, the
 addresses that it resolves to are judged when we connect, and those that are judged are those that
 are connected to. What cannot be read for sure matches nothing.
 """
@@ -12,14 +12,89 @@ import re
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+_HTTP_PORTS: Final = {"http": 80, "https": 443}
+# What a request line and a host header can carry as it stands.
+_PLAIN: Final = re.compile(r"[!-~]+")
+
+
+class Url:
+    """A URL taken apart. Raises ValueError, saying what is wrong with it."""
+
+    __slots__ = ("authority", "host", "is_secure", "port", "target")
+
+    def __init__(self, text: str) -> None:
+        if _PLAIN.fullmatch(text) is None:
+            raise ValueError(f"`{text}` has characters that a URL has not")
+        parts = urlsplit(text)
+        if parts.scheme not in _HTTP_PORTS:
+            raise ValueError(f"`{text}` is not an http:// or https:// URL")
+        if "@" in parts.netloc:
+            raise ValueError(f"`{parts.hostname}`: credentials in a URL are not supported")
+        if not parts.hostname:
+            raise ValueError(f"`{text}` names no host")
+        try:
+            port = parts.port
+        except ValueError:
+            raise ValueError(f"`{text}` has no valid port") from None
+        self.is_secure: Final = parts.scheme == "https"
+        self.host: Final = parts.hostname  # in lower case, without brackets
+        self.port: Final = _HTTP_PORTS[parts.scheme] if port is None else port
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        self.authority: Final = f"{name}:{self.port}"
+        query = f"?{parts.query}" if parts.query else ""
+        self.target: Final = (parts.path or "/") + query
+
+    @property
+    def origin(self) -> str:
+        """`http://host:port`: the same for every spelling of one endpoint."""
+        return f"{'https' if self.is_secure else 'http'}://{self.authority}"
+
+
+def endpoint_url(endpoint: str) -> Url:
+    """That of a worker's endpoint, which is plain HTTP where it says no scheme. Raises
+    ValueError."""
+    return Url(_with_scheme(endpoint))
+
+
+def base_without_version(endpoint: str) -> str:
+    """What `/v1/...` is put behind, of an endpoint that may end in /v1 itself, as the base URLs of
+    OpenAI's clients do."""
+    scheme, separator, rest = endpoint.rstrip("/").rpartition("://")
+    return scheme + separator + rest.removesuffix("/v1").rstrip("/")
+
+
+def url_at(endpoint: str | None, path: str) -> str | None:
+    """The URL of a path of the worker with this endpoint; None: it is none that speaks HTTP.
+
+    An endpoint is where requests go, with or without a scheme, with or without /v1; the path
+    begins at the root of its host.
+    """
+    if not endpoint:
+        return None
+    try:
+        url = urlsplit(_with_scheme(endpoint))
+        if url.scheme not in ("http", "https") or not url.hostname:
+            return None
+        _ = url.port  # raises for what is none
+    except ValueError:
+        return None
+    return f"{url.scheme}://{url.netloc}{path}"
+
+
+def _with_scheme(endpoint: str) -> str:
+    return endpoint if "://" in endpoint else f"http://{endpoint}"
+
+
+# -- which are allowed ----------------------------------------------------------------------------
 
 FLAG: Final = "--allow-endpoint"
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _LOCAL: Final = ("ipc", "inproc")  # a path or a name, no host
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _GLOB: Final = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
-_PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_PORT_RANGE: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _AUTHORITY: Final = re.compile(r"(?P<host>\[[^\[\]]*\]|[^\[\]:]*)(?::(?P<port>[0-9]{1,5}))?")
 _PORT_MAX: Final = 0xFFFF
 
@@ -27,10 +102,6 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 # Family and socket address, as resolvers give them: (ip, port, ...).
 A = TypeVar("A", bound=tuple[int, tuple[Any, ...] | bytes])
-
-
-class NotAllowed(OSError):
-    """No connection is tried; the message is one clear line."""
 
 
 class _Pattern:
@@ -113,7 +184,7 @@ class _Target:
         found = _AUTHORITY.fullmatch(authority)
         if found is None:
             raise ValueError("no host and port")
-        port = found["port"] or _DEFAULT_PORTS.get(self.scheme)
+        port = found["port"] or _HTTP_PORTS.get(self.scheme)
         if port is None or int(port) > _PORT_MAX:
             raise ValueError("no port")
         self.port = int(port)
@@ -146,14 +217,14 @@ class AllowedEndpoints:
         return f"`{endpoint}` is not allowed by {FLAG}"
 
     def check(self, endpoint: str) -> None:
-        """Raise NotAllowed where `refusal` has a reason."""
+        """Raise PermissionError where `refusal` has a reason."""
         reason = self.refusal(endpoint)
         if reason is not None:
-            raise NotAllowed(reason)
+            raise PermissionError(reason)
 
     def among(self, endpoint: str, addresses: Sequence[A]) -> list[A]:
         """Those of `addresses`, which `endpoint` resolves to, that may be connected to; never
-        empty. Raises NotAllowed."""
+        empty. Raises PermissionError."""
         self.check(endpoint)
         target = _Target(endpoint)
         if target.address is None and self._has_name(target):
@@ -166,7 +237,7 @@ class AllowedEndpoints:
             (allowed if is_allowed else refused).append(each)
         if not allowed:
             found = ", ".join(str(each[1][0]) for each in refused[:3]) or "no address"
-            raise NotAllowed(f"`{endpoint}` is {found}, which is not allowed by {FLAG}")
+            raise PermissionError(f"`{endpoint}` is {found}, which is not allowed by {FLAG}")
         return allowed
 
     def _has_name(self, target: _Target) -> bool:
@@ -199,7 +270,7 @@ def _glob(text: str, star: str) -> re.Pattern[str]:
 def _ports(text: str, port: str) -> range:
     if port == "*":
         return range(_PORT_MAX + 1)
-    found = _PORTS.fullmatch(port)
+    found = _PORT_RANGE.fullmatch(port)
     if found is None:
         raise ValueError(f"`{text}`: the port is a number, a range such as 5557-5564, or *")
     first, last = int(found[1]), int(found[2] or found[1])

@@ -1,0 +1,467 @@
+"""The client half of HTTP/1.1: requests on a connection, their answers, and kept connections.
+
+A connection has one request at a time. It finds where the answer's body ends (RFC 9112 section
+6.3), and hands each piece on as it came; nothing is kept but an unfinished head. There is no
+coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` is the clock.
+"""
+
+import asyncio
+import re
+from typing import Final, Protocol, cast
+
+import httptools
+
+from lean_selector.http.body import _SIZE, ChunkedBody
+from lean_selector.http.endpoints import Url
+from lean_selector.http.head import HttpError, Limits
+
+MOST_HEAD_BYTES: Final = 64 * 1024
+# Less than the five seconds after which uvicorn, under vLLM and SGLang, closes an idle connection:
+# a request on one in that moment has to be sent again.
+IDLE_S: Final = 3.5
+_MOST_IDLE: Final = 256  # connections to one upstream
+# Below, a request goes out as one piece: joining costs less than a second segment.
+_JOINED_BYTES: Final = 64 * 1024
+_WITHOUT_BODY: Final = (204, 304)
+_SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+# What is bounded in answers is the head; a receiver bounds the body.
+_UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
+
+
+class MalformedAnswer(Exception):
+    """What came is no answer that can be used; the message says why."""
+
+
+# -- where a body ends ----------------------------------------------------------------------------
+
+
+class SizedRelay:
+    """A body of `length` bytes."""
+
+    __slots__ = ("error", "is_done", "left")
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+        self.is_done = length == 0
+        self.error: HttpError | None = None
+
+    def relay(self, data: bytes, payload: list[bytes] | None) -> int:
+        """Where in `data` the body ends, or its length. What is not framing is added to `payload`,
+        if that is wanted."""
+        stop = min(len(data), self.left)
+        self.left -= stop
+        self.is_done = self.left == 0
+        if payload is not None and stop:
+            payload.append(data if stop == len(data) else data[:stop])
+        return stop
+
+
+class UnboundedRelay:
+    """All that comes until the connection ends."""
+
+    __slots__ = ("error", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.error: HttpError | None = None
+
+    def relay(self, data: bytes, payload: list[bytes] | None) -> int:
+        if payload is not None:
+            payload.append(data)
+        return len(data)
+
+
+class ChunkedRelay(ChunkedBody):
+    """Chunks as they come. A chunk that is whole, as a token of a stream, takes one look."""
+
+    __slots__ = ("_payload",)
+
+    def __init__(self) -> None:
+        super().__init__(_UNBOUNDED)
+        self._payload: list[bytes] | None = None
+
+    def relay(self, data: bytes, payload: list[bytes] | None) -> int:
+        """As `SizedRelay.relay`. Stops where `error` is set."""
+        self._payload = payload
+        at, size = 0, len(data)
+        while at < size and self._state == _SIZE and not self._line:
+            line = _SIZE_LINE.match(data, at)
+            if line is None:
+                break
+            begin = line.end()
+            stop = begin + int(line[1], 16)
+            if stop == begin or data[stop : stop + 2] != b"\r\n":
+                break
+            if payload is not None:
+                payload.append(data[begin:stop])
+            at = stop + 2
+        if at < size:
+            at = self.feed(data, at)
+        return at
+
+    def _keep(self, piece: bytes) -> None:
+        if self._payload is not None:
+            self._payload.append(piece)
+
+
+BodyRelay = SizedRelay | ChunkedRelay | UnboundedRelay
+
+
+# -- the head of an answer ------------------------------------------------------------------------
+
+
+class AnswerHead:
+    """`lines` are the header lines as they came, each behind its CRLF."""
+
+    __slots__ = ("is_chunked", "keeps", "lines", "relay", "start", "status")
+
+    def __init__(
+        self,
+        status: int,
+        start: bytes,
+        lines: bytes,
+        relay: BodyRelay,
+        is_chunked: bool,
+        keeps: bool,
+    ) -> None:
+        self.status = status
+        self.start = start  # the status line without its CRLF
+        self.lines = lines
+        self.relay = relay
+        self.is_chunked = is_chunked
+        self.keeps = keeps  # the connection can be used again when the body is over
+
+
+class _Collector:
+    """What httptools calls."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self) -> None:
+        self.fields: dict[bytes, bytes] = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        known = self.fields.get(name)
+        self.fields[name] = value if known is None else known + b"," + value
+
+
+def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
+    """`HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer, after which another comes.
+
+    `answers_head`: of a HEAD request, so that no body follows. Raises MalformedAnswer.
+    """
+    collector = _Collector()
+    parser = httptools.HttpResponseParser(collector)
+    try:
+        parser.feed_data(text)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        raise MalformedAnswer(f"what came is not HTTP: {error}") from None
+    status = parser.get_status_code()
+    if status < 200:
+        if status == 101:
+            raise MalformedAnswer("the other side changed the protocol")
+        return None
+    fields = collector.fields
+    options = fields.get(b"connection", b"").lower()
+    is_http11 = parser.get_http_version() == "1.1"
+    keeps = b"close" not in options and (is_http11 or b"keep-alive" in options)
+    start, _, rest = text.partition(b"\r\n")
+    lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
+    relay: BodyRelay
+    coding = fields.get(b"transfer-encoding")
+    is_chunked = False
+    if answers_head or status in _WITHOUT_BODY:
+        relay = SizedRelay(0)
+    elif coding is not None:
+        if coding.strip().lower() != b"chunked":
+            raise MalformedAnswer("the answer has a transfer coding that is not chunked")
+        relay, is_chunked = ChunkedRelay(), True
+    elif (length := fields.get(b"content-length")) is not None:
+        if not length.strip().isdigit():
+            raise MalformedAnswer("the answer has more than one length")
+        relay = SizedRelay(int(length))
+    else:
+        relay, keeps = UnboundedRelay(), False
+    return AnswerHead(status, start, lines, relay, is_chunked, keeps)
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+class Receiver(Protocol):
+    """What waits for an answer. After `on_end` and `on_lost` nothing more is called."""
+
+    def on_head(self, head: AnswerHead) -> bool:
+        """The answer begins. Whether pieces of its body are wanted without their framing."""
+        ...
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body, never empty."""
+        ...
+
+    def on_end(self) -> None:
+        """The answer is complete."""
+        ...
+
+    def on_lost(self, reason: str, is_stale: bool) -> None:
+        """It will not be completed. `is_stale`: the connection had been kept, and ended before the
+        first byte of this answer, as one does that the other side has just closed."""
+        ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """Idle, or at one request."""
+
+    __slots__ = (
+        "_answers_head",
+        "_has_answer",
+        "_head",
+        "_is_paused",
+        "_keeps",
+        "_receiver",
+        "_relay",
+        "_transport",
+        "_unframes",
+        "heard_at",
+        "requests",
+        "upstream",
+    )
+
+    def __init__(self, upstream: "Upstream") -> None:
+        self.upstream = upstream
+        self.requests = 0
+        self.heard_at = upstream.now  # or asked, or put aside; monotonic seconds of the last sweep
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._answers_head = False
+        self._head = bytearray()
+        self._relay: BodyRelay | None = None
+        self._unframes = False
+        self._keeps = False
+        self._has_answer = False
+        self._is_paused = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_free(self) -> bool:
+        """No answer is awaited on it."""
+        return self._receiver is None
+
+    @property
+    def waits(self) -> bool:
+        """For the upstream: neither idle, nor held back because the client does not read."""
+        return self._receiver is not None and not self._is_paused
+
+    def send(
+        self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
+    ) -> None:
+        """Ask; `receiver` hears what comes of it, not before this returns."""
+        transport = self._transport
+        assert transport is not None
+        assert self._receiver is None, "one request at a time"
+        self._receiver = receiver
+        self._answers_head = answers_head
+        self._relay, self._has_answer = None, False
+        self.requests += 1
+        self.heard_at = self.upstream.now
+        if len(body) < _JOINED_BYTES:
+            transport.write(head + body)
+        else:
+            transport.write(head)
+            transport.write(body)
+
+    def pause(self) -> None:
+        """Read nothing until `resume`: what came is not taken."""
+        if not self._is_paused and self.is_open:
+            self._is_paused = True
+            assert self._transport is not None
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self.heard_at = self.upstream.now
+            if self.is_open:
+                assert self._transport is not None
+                self._transport.resume_reading()
+
+    def drop(self) -> None:
+        """End it at once: the answer under way is not wanted, and the upstream is to see that."""
+        self._receiver = None
+        self.upstream.closed(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def fail(self, reason: str) -> None:
+        """End it at once, and tell the receiver why."""
+        receiver = self._receiver
+        self.drop()
+        if receiver is not None:
+            receiver.on_lost(reason, False)
+
+    # -- what the loop tells -------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self.upstream.open.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        receiver, relay = self._receiver, self._relay
+        if receiver is None:
+            self.drop()  # nothing was asked
+            return
+        self.heard_at = self.upstream.now
+        if relay is None:
+            self._has_answer = True
+            rest = self._read_head(data)
+            if rest is None:
+                return
+            data, relay = rest, self._relay
+            if self._receiver is not receiver or relay is None:
+                return  # the receiver gave it up
+        if self._unframes:
+            payload: list[bytes] = []
+            stop = relay.relay(data, payload)
+            if payload:
+                receiver.on_body(payload[0] if len(payload) == 1 else b"".join(payload))
+        else:
+            stop = relay.relay(data, None)
+            if stop:
+                receiver.on_body(data if stop == len(data) else data[:stop])
+        if self._receiver is not receiver:
+            return
+        if relay.error is not None:
+            self.fail(f"what came is not HTTP: {relay.error.text}")
+        elif relay.is_done:
+            self._end(receiver, stop == len(data))
+
+    def eof_received(self) -> None:
+        self._ended(None)  # then the transport closes
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.upstream.closed(self)
+        self._ended(exc)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _ended(self, exc: Exception | None) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        if exc is None and isinstance(self._relay, UnboundedRelay):
+            receiver.on_end()
+            return
+        what = "the connection ended" if exc is None else f"the connection was lost: {exc}"
+        when = "before an answer" if self._relay is None else "amid the answer"
+        receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
+
+    def _read_head(self, data: bytes) -> bytes | None:
+        """What follows the head, once that is here."""
+        receiver = self._receiver
+        assert receiver is not None
+        while True:
+            seen = max(0, len(self._head) - 3)
+            if self._head:
+                self._head += data
+                end = self._head.find(b"\r\n\r\n", seen) + 4
+            else:
+                end = data.find(b"\r\n\r\n") + 4
+            if end == 3:
+                if not self._head:
+                    self._head += data
+                if self._head[:5] != b"HTTP/"[: len(self._head)]:
+                    self.fail("what came is not HTTP")
+                elif len(self._head) > MOST_HEAD_BYTES:
+                    self.fail(f"the head of the answer has more than {MOST_HEAD_BYTES} bytes")
+                return None
+            if self._head:
+                data = bytes(self._head)
+                self._head.clear()
+            try:
+                head = head_of(data[:end], self._answers_head)
+            except MalformedAnswer as error:
+                self.fail(str(error))
+                return None
+            data = data[end:]
+            if head is not None:
+                break
+        self._relay, self._keeps = head.relay, head.keeps
+        self._unframes = receiver.on_head(head)
+        if not data and not head.relay.is_done:
+            return None
+        return data
+
+    def _end(self, receiver: Receiver, is_clean: bool) -> None:
+        """The answer is complete. The connection is kept for another, if it can be."""
+        self._receiver = self._relay = None
+        self.resume()
+        if self._keeps and is_clean and self.is_open:
+            self.upstream.put_aside(self)
+        else:
+            self.drop()
+        receiver.on_end()
+
+
+class Upstream:
+    """A server, by its base URL, and the connections to it. From the loop's thread only."""
+
+    __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
+
+    def __init__(self, text: str, number: int = 0, now: float = 0.0) -> None:
+        """Raises ValueError for what is no URL."""
+        self.text: Final = text.rstrip("/")
+        self.number: Final = number
+        self.url: Final = Url(self.text)
+        self.host_line: Final = b"host: %b" % self.url.authority.encode()
+        self.now = now  # monotonic seconds at the last sweep
+        self.users = 0  # requests that were given it; they may be connecting
+        self.open: set[ClientConnection] = set()
+        self._idle: list[ClientConnection] = []
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.open or self.users)
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
+
+    def kept(self) -> ClientConnection | None:
+        """A connection that may be used at once: the one that was used last."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    def closed(self, connection: ClientConnection) -> None:
+        self.open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def put_aside(self, connection: ClientConnection) -> None:
+        if len(self._idle) >= _MOST_IDLE:
+            connection.drop()
+            return
+        connection.heard_at = self.now
+        self._idle.append(connection)
+
+    def sweep(self, now: float, silence_s: float) -> None:
+        """Closes what is idle for too long, or waits for too long for an answer."""
+        self.now = now
+        for connection in list(self.open):
+            age_s = now - connection.heard_at
+            if connection.is_free:
+                if age_s > IDLE_S:
+                    connection.drop()
+            elif connection.waits and age_s > silence_s:
+                connection.fail(f"nothing came from it in {silence_s:g} s")
+
+    def close(self) -> None:
+        for connection in list(self.open):
+            connection.drop()

@@ -1,0 +1,395 @@
+"""Requests that we make ourselves, on the service's own loop: HTTP/1.1, also over TLS.
+
+Each request has a connection of its own, so that none meets one that the other side has just
+closed. Names are looked up by a resolver that the client is given, beside the loop (D29); a TLS
+handshake costs the loop a millisecond or two. Redirects are answers like others. Proxies of the
+environment are for other traffic.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from lean_selector import __version__
+from lean_selector.http.client import AnswerHead, ClientConnection, Upstream
+from lean_selector.http.endpoints import AllowedEndpoints, Url
+from lean_selector.http.trust import Credentials
+
+TIMEOUT_S: Final = 5.0
+MOST_BODY_BYTES: Final = 4 << 20
+MOST_LINE_BYTES: Final = 4 << 20
+# Of a body, that wait to be taken. What the kernel hands over at once comes on top.
+MOST_WAITING_BYTES: Final = 256 * 1024
+_CITED_CHARACTERS: Final = 200  # of an answer that is an error, in the line that reports it
+
+# (ip, port), or more of IPv6; with the family. As resolvers give them.
+SocketAddress = tuple[int, tuple[Any, ...] | bytes]
+Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
+
+
+class OutboundFailed(Exception):
+    """One clear line, which names what was asked; `status` is that of the answer, if one came."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+class OutboundTimedOut(OutboundFailed):
+    """There was no answer in time."""
+
+
+class OutboundAnswer(msgspec.Struct, frozen=True):
+    """A whole answer, whatever its status."""
+
+    status: int
+    body: bytes
+
+
+# -- connecting -----------------------------------------------------------------------------------
+
+
+async def connect(
+    connection: ClientConnection,
+    resolve: Resolve,
+    context: ssl.SSLContext | None,
+    timeout_s: float,
+    allowed: AllowedEndpoints | None = None,
+    tls_name: str | None = None,
+) -> None:
+    """Connects it to its upstream, if that is `allowed`. One address that is silent leaves some
+    time to the others. `tls_name` is what the certificate must be for, in place of the host.
+    Raises OSError."""
+    to, ends = connection.upstream.url, time.monotonic() + timeout_s
+    if allowed is not None:
+        allowed.check(to.origin)
+    addresses = await resolve(to.host, to.port)
+    if allowed is not None:
+        addresses = allowed.among(to.origin, addresses)
+    failure: Exception = OSError("the name has no addresses")
+    for at, address in enumerate(addresses):
+        share_s = max(0.0, ends - time.monotonic()) / (len(addresses) - at)
+        try:
+            async with asyncio.timeout(share_s):
+                await _connect(connection, address, context, tls_name or to.host)
+            if connection.is_open:
+                return
+            failure = OSError("the connection ended before an answer")
+        except TimeoutError:
+            failure = OSError(f"no connection in {share_s:.1f} s")
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+async def _connect(
+    connection: ClientConnection, address: SocketAddress, context: ssl.SSLContext | None, host: str
+) -> None:
+    loop = asyncio.get_running_loop()
+    family, where = address
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setblocking(False)
+        await loop.sock_connect(opened, where)
+        await loop.create_connection(
+            lambda: connection,
+            sock=opened,
+            ssl=context,
+            server_hostname=host if context is not None else None,
+        )
+    except BaseException:
+        opened.close()
+        raise
+
+
+def reason(error: Exception) -> str:
+    """Why there is no connection, in a few words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError | socket.gaierror):  # numbers of their own
+        return error.strerror or str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """The answer to a request on `connection`, taken in pieces. While too much waits to be taken,
+    nothing more is read. The failures that it raises do not say what was asked."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self.status = 0  # until `head` returns
+        self._connection = connection
+        self._pieces: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._is_over = False
+        self._failure: str | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    async def head(self) -> None:
+        """Returns when the answer has begun. Raises OutboundFailed."""
+        while not self.status:
+            await self._wait()
+
+    async def piece(self) -> bytes | None:
+        """The next bytes of the body, None at its end. Raises OutboundFailed."""
+        while not self._pieces:
+            if self._is_over:
+                return None
+            await self._wait()
+        taken = self._pieces.popleft()
+        self._waiting_bytes -= len(taken)
+        if self._waiting_bytes <= MOST_WAITING_BYTES // 2:
+            self._connection.resume()
+        return taken
+
+    async def body(self, most_bytes: int) -> bytes:
+        """All of it. Raises OutboundFailed, also for more than `most_bytes`."""
+        pieces: list[bytes] = []
+        size = 0
+        while (piece := await self.piece()) is not None:
+            size += len(piece)
+            if size > most_bytes:
+                raise OutboundFailed(f"the answer has more than {most_bytes} bytes", self.status)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise OutboundFailed(self._failure)
+        self._news = asyncio.get_running_loop().create_future()
+        try:
+            await self._news
+        finally:
+            self._news = None
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    # -- what the connection tells -------------------------------------------------------------
+
+    def on_head(self, head: AnswerHead) -> bool:
+        self.status = head.status
+        self._tell()
+        return True
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes > MOST_WAITING_BYTES:
+            self._connection.pause()
+        self._tell()
+
+    def on_end(self) -> None:
+        self._is_over = True
+        self._tell()
+
+    def on_lost(self, reason: str, is_stale: bool) -> None:
+        self._failure = reason
+        self._tell()
+
+
+class Lines:
+    """The lines of one answer, in order. What is not asked for is not read."""
+
+    def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
+        """`silence_s` bounds the wait for more, `most_bytes` a line."""
+        self._exchange: Final = exchange
+        self._silence_s = silence_s
+        self._most_bytes = most_bytes
+        self._ready: deque[bytes] = deque()
+        self._rest = bytearray()
+        self._is_over = False
+
+    async def next(self) -> bytes | None:
+        """A line without its end, None after the last one. Raises OutboundFailed."""
+        while not self._ready:
+            if self._is_over:
+                return None
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    piece = await self._exchange.piece()
+            except TimeoutError:
+                raise OutboundFailed(f"nothing came for {self._silence_s:g} s") from None
+            self._take(piece)
+        return self._ready.popleft()
+
+    def _take(self, piece: bytes | None) -> None:
+        if piece is None:
+            self._is_over = True
+            if self._rest:
+                self._ready.append(bytes(self._rest))
+            return
+        first, newline, others = piece.partition(b"\n")
+        self._rest += first
+        if len(self._rest) > self._most_bytes:
+            raise OutboundFailed(f"a line has more than {self._most_bytes} bytes")
+        if newline:
+            *whole, last = others.split(b"\n")
+            self._ready.append(bytes(self._rest))
+            self._ready.extend(whole)
+            self._rest = bytearray(last)
+
+
+# -- the client -----------------------------------------------------------------------------------
+
+
+class OutboundClient:
+    """From the loop's thread only. Keeps nothing between two requests but its credentials."""
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        credentials: Credentials | None = None,
+        allowed: AllowedEndpoints | None = None,
+    ) -> None:
+        """`credentials` go with every request; `allowed` says where a request may go at all."""
+        self._allowed = allowed
+        self._resolve = resolve
+        self._credentials = Credentials() if credentials is None else credentials
+
+    async def get(
+        self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
+    ) -> OutboundAnswer:
+        """`request` of a GET."""
+        return await self.request("GET", url, timeout_s=timeout_s, most_bytes=most_bytes)
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        most_bytes: int = MOST_BODY_BYTES,
+    ) -> OutboundAnswer:
+        """`request` of a POST of JSON."""
+        return await self.request("POST", url, body, timeout_s=timeout_s, most_bytes=most_bytes)
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        most_bytes: int = MOST_BODY_BYTES,
+    ) -> OutboundAnswer:
+        """The answer, whatever its status. All of it takes `timeout_s` at most. A body is JSON.
+
+        Raises OutboundFailed where there is none, and for a body of more than `most_bytes`.
+        """
+        with _failures_of(f"{method} {url}", timeout_s):
+            async with (
+                asyncio.timeout(timeout_s),
+                self.exchange(method, url, body, timeout_s) as exchange,
+            ):
+                return OutboundAnswer(exchange.status, await exchange.body(most_bytes))
+
+    async def text(
+        self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
+    ) -> bytes:
+        """The body of a 2xx answer to a GET; any other is an OutboundFailed that cites it."""
+        answer = await self.get(url, timeout_s=timeout_s, most_bytes=most_bytes)
+        if not 200 <= answer.status < 300:
+            raise OutboundFailed(f"GET {url}: {_cited(answer.status, answer.body)}", answer.status)
+        return answer.body
+
+    @asynccontextmanager
+    async def lines(
+        self,
+        url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        silence_s: float,
+        most_bytes: int = MOST_LINE_BYTES,
+    ) -> AsyncIterator[Lines]:
+        """A GET whose 2xx answer comes line by line; leaving the context ends it.
+
+        `timeout_s` bounds the wait for its head, `silence_s` that for more of it, `most_bytes` a
+        line. Raises OutboundFailed, and so do the lines.
+        """
+        with _failures_of(f"GET {url}", timeout_s):
+            async with AsyncExitStack() as open_:
+                async with asyncio.timeout(timeout_s):
+                    exchange = await open_.enter_async_context(
+                        self.exchange("GET", url, b"", timeout_s)
+                    )
+                    await succeeded(exchange)
+                yield Lines(exchange, silence_s, most_bytes)
+
+    @asynccontextmanager
+    async def exchange(
+        self, method: str, url: str, body: bytes, timeout_s: float
+    ) -> AsyncIterator[Exchange]:
+        """One whose answer has begun; leaving the context ends it. `timeout_s` bounds connecting
+        alone. Raises OutboundFailed, OSError and ValueError."""
+        to, credentials = Url(url), self._credentials
+        context = credentials.trust.context() if to.is_secure else None
+        connection = ClientConnection(Upstream(to.origin))
+        await connect(
+            connection, self._resolve, context, timeout_s, self._allowed, credentials.tls_name
+        )
+        try:
+            exchange = Exchange(connection)
+            connection.send(self._head(method, to, len(body)), body, exchange)
+            await exchange.head()
+            yield exchange
+        finally:
+            connection.drop()
+
+    def _head(self, method: str, to: Url, body_bytes: int) -> bytes:
+        lines = [
+            f"{method} {to.target} HTTP/1.1",
+            f"host: {to.authority}",
+            f"user-agent: lean-selector/{__version__}",
+            "accept: */*",
+            "accept-encoding: identity",
+            "connection: close",
+        ]
+        if body_bytes or method == "POST":
+            lines += ["content-type: application/json", f"content-length: {body_bytes}"]
+        head = "\r\n".join(lines).encode("latin-1")
+        authorization = self._credentials.authorization()
+        if authorization is not None:
+            head += b"\r\nauthorization: " + authorization
+        return head + b"\r\n\r\n"
+
+
+async def succeeded(exchange: Exchange) -> None:
+    """Raises OutboundFailed, with the beginning of the answer, where its status is not 2xx."""
+    if not 200 <= exchange.status < 300:
+        said = b""
+        while len(said) < _CITED_CHARACTERS and (piece := await exchange.piece()) is not None:
+            said += piece
+        raise OutboundFailed(_cited(exchange.status, said), exchange.status)
+
+
+@contextmanager
+def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
+    """Whatever goes wrong inside becomes an OutboundFailed that begins with what was asked."""
+    try:
+        yield
+    except TimeoutError:
+        raise OutboundTimedOut(f"{asked}: no answer in {timeout_s:g} s") from None
+    except OutboundFailed as error:
+        raise OutboundFailed(f"{asked}: {error.message}", error.status) from None
+    except (OSError, ValueError) as error:
+        raise OutboundFailed(f"{asked}: {reason(error)}") from None
+
+
+def _cited(status: int, body: bytes) -> str:
+    said = body[:_CITED_CHARACTERS].decode(errors="replace").strip()
+    return f"status {status}: {said}" if said else f"status {status}"

@@ -1,0 +1,170 @@
+"""What our own requests bring along, from files that may be replaced while we run.
+
+A bearer token; the authorities that are believed over TLS; a certificate of ours. Files that change
+are read again, and while they cannot be used the last ones are.
+"""
+
+import logging
+import os
+import re
+import ssl
+from typing import Final, NoReturn
+
+log = logging.getLogger("lean_selector.outbound")
+
+MOST_FILE_BYTES: Final = 1 << 20
+_TOKEN: Final = re.compile(rb"[!-~]+")  # what a header can carry; the rest is not for us to judge
+_MOST_TOKEN_BYTES: Final = 64 * 1024
+
+
+class WatchedFile:
+    """Its bytes as they are now. A look costs a stat, which follows links as those of secrets."""
+
+    def __init__(self, path: str, most_bytes: int = MOST_FILE_BYTES, *, keeps: bool = True) -> None:
+        """Not `keeps`: what it holds is not kept here, and read only when it is new."""
+        self.path: Final = path
+        self._keeps = keeps
+        self._most_bytes = most_bytes
+        self._known: tuple[int, int, int] | None = None
+        self._bytes = b""
+
+    def read(self) -> tuple[bytes, bool]:
+        """What it holds, and whether it changed since the last read. Raises OSError.
+
+        Unchanged and not kept: nothing.
+        """
+        status = os.stat(self.path)
+        known = status.st_mtime_ns, status.st_ino, status.st_size
+        if known == self._known:
+            return self._bytes, False
+        with open(self.path, "rb") as file:
+            found = file.read(self._most_bytes + 1)
+        if len(found) > self._most_bytes:
+            raise OSError(f"{self.path} has more than {self._most_bytes} bytes")
+        self._known = known
+        if self._keeps:
+            self._bytes = found
+        return found, True
+
+    def forget(self) -> None:
+        """The next read is of the file, however it looks."""
+        self._known = None
+
+
+class TokenFile:
+    """The token of now. While a file cannot be read, the token that it held last is used."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError or ValueError, in one clear line, where there is no token at first."""
+        self._file = WatchedFile(path, _MOST_TOKEN_BYTES)
+        self._complains = False
+        self._token = _token(path, self._file.read()[0])
+
+    def token(self) -> bytes:
+        try:
+            text, is_new = self._file.read()
+            if is_new:
+                self._token = _token(self._file.path, text)
+            self._complains = False
+        except (OSError, ValueError) as error:
+            if not self._complains:
+                log.warning("the last token is used: %s", error)
+            self._complains = True
+        return self._token
+
+
+def _token(path: str, text: bytes) -> bytes:
+    token = text.strip()
+    if _TOKEN.fullmatch(token) is None:
+        raise ValueError(f"{path} holds no bearer token")
+    return token
+
+
+class Trust:
+    """Makes the TLS context when it is first needed, and anew when a file has changed.
+
+    From any thread: two at once make it twice, which harms nobody.
+    """
+
+    def __init__(
+        self, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+    ) -> None:
+        """`ca_file` holds PEM certificates, which then are the only authorities; `cert_file` our
+        own with its chain, and `key_file` its key, unless that is in there too."""
+        self._ca_file: Final = ca_file
+        self._cert_file: Final = cert_file
+        self._key_file: Final = key_file
+        self._files: Final = [WatchedFile(path) for path in (ca_file, cert_file, key_file) if path]
+        self._context: ssl.SSLContext | None = None
+        self._is_stale = True
+        self._is_unfit = False  # what the files hold since they changed last
+        self._complains = False
+
+    def context(self) -> ssl.SSLContext:
+        """Raises OSError when the files cannot be used, and could not be before."""
+        try:
+            for file in self._files:
+                if file.read()[1]:
+                    self._is_stale = True
+            if self._context is None or self._is_stale:
+                # Once for each change: the system's authorities alone take some 20 ms.
+                self._is_stale, self._is_unfit = False, True
+                self._context = self._made()
+                self._is_unfit = False
+            self._complains = self._is_unfit
+        except OSError as error:
+            if self._context is None:
+                raise
+            if not self._complains:
+                log.warning("the last certificates are used: %s", error)
+            self._complains = True
+        return self._context
+
+    def _made(self) -> ssl.SSLContext:
+        context = _believing(self._ca_file)
+        if self._cert_file is not None:
+            key_file = self._key_file or self._cert_file
+            try:
+                context.load_cert_chain(self._cert_file, key_file, _no_passphrase)
+            except _Locked:
+                raise OSError(f"{key_file}: a key with a passphrase is not supported") from None
+            except ssl.SSLError:
+                raise OSError(
+                    f"{self._cert_file} and {key_file} hold no certificate and its key in PEM"
+                ) from None
+        return context
+
+
+def _believing(ca_file: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except ssl.SSLError as error:
+        raise OSError(f"{ca_file} holds no certificates in PEM: {error}") from None
+
+
+class _Locked(Exception):
+    """The key has a passphrase."""
+
+
+def _no_passphrase() -> NoReturn:
+    """OpenSSL would ask for it on the terminal, and wait."""
+    raise _Locked
+
+
+class Credentials:
+    """Read again when their files change."""
+
+    def __init__(
+        self,
+        token: TokenFile | None = None,
+        trust: Trust | None = None,
+        tls_name: str | None = None,
+    ) -> None:
+        """`tls_name` is what certificates must be for, in place of the host of the URL."""
+        self.token: Final = token
+        self.trust: Final = Trust() if trust is None else trust
+        self.tls_name: Final = tls_name
+
+    def authorization(self) -> bytes | None:
+        """The value of the header, if there is one."""
+        return None if self.token is None else b"Bearer " + self.token.token()

@@ -1,1 +1,0 @@
-"""Requests that we make over HTTP ourselves: of engines, of a Kubernetes API server."""
