@@ -16,8 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final
 
-import msgspec
-
 from lean_selector import __version__
 from lean_selector.http.client import AnswerHead, ClientConnection, Upstream
 from lean_selector.http.endpoints import AllowedEndpoints, Url
@@ -48,11 +46,14 @@ class OutboundTimedOut(OutboundFailed):
     """There was no answer in time."""
 
 
-class OutboundAnswer(msgspec.Struct, frozen=True):
+class OutboundAnswer:
     """A whole answer, whatever its status."""
 
-    status: int
-    body: bytes
+    __slots__ = ("body", "status")
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status = status
+        self.body = body
 
 
 # -- connecting -----------------------------------------------------------------------------------

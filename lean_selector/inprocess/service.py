@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from lean_selector.core.errors import NotFound, SelectorError
-from lean_selector.http.outbound import OutboundClient
 from lean_selector.inprocess.dialect import (
     Done,
     Fields,
@@ -288,7 +287,7 @@ class SelectionService:
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
-        client = OutboundClient(running.parts.resolve)
+        client = running.parts.peer_client
         recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s, client)
         return await running.in_time(recovery.run)
 

@@ -145,9 +145,13 @@ class SelectorParts:
             *discovery_routes(None if finding is None else finding.report),
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)
-        client = OutboundClient(self.resolve, credentials)
+        self.peer_client = OutboundClient(self.resolve, credentials)
         recovery = Recovery(
-            selector.catalog, subscriptions, peers, config.index.recovery_timeout_s, client
+            selector.catalog,
+            subscriptions,
+            peers,
+            config.index.recovery_timeout_s,
+            self.peer_client,
         )
         self._recovering = start_recovery(recovery, self._state) if peers else None
         self._polls: WorkerPolls | None = None
