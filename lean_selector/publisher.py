@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import zmq
 
-from lean_selector.wire.published_events import (
+from lean_selector.wire.kv_event_shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

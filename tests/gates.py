@@ -21,7 +21,7 @@ from lean_selector.service.selection_handlers import BusyThresholdService, Timer
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker import SlotTrackerService
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.wire.worker_details import SourceCondition
+from lean_selector.wire.selection import SourceCondition
 
 NOW = 1000.0
 

@@ -21,7 +21,7 @@ from lean_selector.http.client import Upstream
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.response import PendingReply
 from lean_selector.service.logs import ACCESS_LOG
-from lean_selector.wire.openai_errors import openai_error
+from lean_selector.wire.selection import OpenAiErrorBody
 
 log = logging.getLogger(ACCESS_LOG)
 
@@ -31,7 +31,7 @@ COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 
 def http_refusal(error: HttpError) -> bytes:
     """What is answered to an error of the HTTP level."""
-    return openai_error(error.status, error.text)
+    return OpenAiErrorBody.encoded(error.status, error.text)
 
 
 class Door:

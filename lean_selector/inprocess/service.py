@@ -36,8 +36,7 @@ from lean_selector.service.replies import LaterReply, Reply, Standing
 from lean_selector.sockets.recovery import Recovery
 from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.prompt import binary_form
-from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.selection import OutputBlockRequest
+from lean_selector.wire.selection import OutputBlockRequest, PromptFields
 from lean_selector.wire.selection_16 import (
     ProjectionRequest16,
     ReservationRequest16,

@@ -35,9 +35,8 @@ from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.tasks import supervise
-from lean_selector.wire.peer_bodies import CurveState, PeerState, PlaneState, PublisherState
-from lean_selector.wire.replica_snapshot import encode_snapshot
-from lean_selector.wire.session_frames import encode_session_list
+from lean_selector.wire.replica_shapes import CurveState, PeerState, PlaneState, PublisherState
+from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot
 
 log = logging.getLogger("lean_selector.replica")
 

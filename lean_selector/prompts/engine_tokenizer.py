@@ -13,7 +13,7 @@ from lean_selector.prompts.model_request import Kind, ModelRequest
 from lean_selector.prompts.template_arguments import template_arguments
 from lean_selector.prompts.tokenizing import NotTokenized
 from lean_selector.prompts.unknown import Why
-from lean_selector.wire.integer_text import packed_u32
+from lean_selector.wire.scalars import packed_u32
 
 # Taken by /tokenize as they are; of the rest it takes what goes into the template's arguments.
 _CHAT: Final = (

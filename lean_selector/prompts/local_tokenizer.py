@@ -17,7 +17,7 @@ from lean_selector.prompts.model_request import Kind, ModelRequest
 from lean_selector.prompts.template_arguments import template_arguments
 from lean_selector.prompts.tokenizing import NotTokenized
 from lean_selector.prompts.unknown import Why
-from lean_selector.wire.integer_text import packer
+from lean_selector.wire.scalars import packer
 
 THREADS: Final = 2
 MOST_WAITING: Final = 64  # beyond, load decides

@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.prompts.unknown import Unknown, Why
-from lean_selector.wire.integer_text import packed_u32
+from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
 

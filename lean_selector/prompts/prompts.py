@@ -21,7 +21,7 @@ from lean_selector.prompts.served import Served
 from lean_selector.prompts.settings import Mode, PromptSettings
 from lean_selector.prompts.tokenizing import NotTokenized, Tokenizer
 from lean_selector.prompts.unknown import Unknown, Why
-from lean_selector.wire.integer_text import packed_u32
+from lean_selector.wire.scalars import packed_u32
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
 UNMARKED: Final = Unknown(

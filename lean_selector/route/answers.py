@@ -17,7 +17,7 @@ from lean_selector.http.endpoints import Url, url_at
 from lean_selector.http.response import encode_response
 from lean_selector.prompts.unknown import Unknown
 from lean_selector.service.access import Refusal
-from lean_selector.wire.openai_errors import openai_error
+from lean_selector.wire.selection import OpenAiErrorBody
 
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
 SHED: Final = 429  # some gateways rewrite a 503, or take it for ours being down
@@ -69,10 +69,10 @@ def error_of(error: SelectorError) -> bytes:
 
 def unauthorized(refused: Refusal) -> bytes:
     """To a gateway whose token may not ask."""
-    body = openai_error(refused.status, refused.text, refused.code)
+    body = OpenAiErrorBody.encoded(refused.status, refused.text, refused.code)
     return encode_response(refused.status, body, extra=refused.line)
 
 
 def refusal(status: int, message: str, code: str | None = None) -> bytes:
     extra = RETRY_AFTER if status in (SHED, 503) else b""
-    return encode_response(status, openai_error(status, message, code), extra=extra)
+    return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)

@@ -16,18 +16,16 @@ from lean_selector.http.response import JSON
 from lean_selector.http.router import RepeatedQueryField, parse_query, percent_decode
 from lean_selector.service.replies import is_json, names_msgpack
 from lean_selector.wire.body_text import (
+    LONG_PROMPT_BYTES,
     MOST_COSTLY_NUMBERS,
     has_costly_numbers,
     json_fault,
-    messagepack_fault,
-)
-from lean_selector.wire.long_prompts import (
-    LONG_PROMPT_BYTES,
     long_binary_reader,
     long_json_reader,
+    messagepack_fault,
 )
 from lean_selector.wire.prompt import binary_form, last_lists_reader, short_form
-from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.selection import PromptFields
 
 Query = dict[str, str]
 T = TypeVar("T")

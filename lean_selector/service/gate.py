@@ -32,7 +32,7 @@ from lean_selector.service.replies import (
     sent,
 )
 from lean_selector.wire.busy import OverloadBody
-from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.selection import PromptFields
 
 T = TypeVar("T")
 _NOTHING: Final = frozenset[str]()

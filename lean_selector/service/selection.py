@@ -31,16 +31,16 @@ from lean_selector.service.selection_handlers import SHUTDOWN as SHUTDOWN
 from lean_selector.service.selection_handlers import SelectionHandlers
 from lean_selector.service.worker_handlers import detail_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
-from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.selection import (
     ProjectionRequest,
+    PromptFields,
     ReservationRequest,
     SelectAndReserveRequest,
     SelectRequest,
+    SourceCondition,
     WorkerPatch,
     WorkerRequest,
 )
-from lean_selector.wire.worker_details import SourceCondition
 
 BODIES: Final[dict[str, Any]] = {
     "/workers": WorkerRequest,

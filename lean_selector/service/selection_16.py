@@ -32,8 +32,8 @@ from lean_selector.service.gate import Endpoint, with_query
 from lean_selector.service.selection_handlers import SelectionHandlers
 from lean_selector.service.worker_handlers import health_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
-from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import unpack_signed
+from lean_selector.wire.selection import PromptFields, SourceCondition
 from lean_selector.wire.selection_16 import (
     Booked16,
     KvHint,
@@ -49,7 +49,6 @@ from lean_selector.wire.selection_16 import (
     WorkerRecord16,
     WorkerRequest16,
 )
-from lean_selector.wire.worker_details import SourceCondition
 
 BODIES: Final[dict[str, Any]] = {
     "/workers": WorkerRequest16,

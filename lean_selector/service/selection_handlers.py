@@ -50,11 +50,8 @@ from lean_selector.service.worker_handlers import KvSources, ServiceState, Worke
 from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
-from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.scalars import check_finite
-from lean_selector.wire.scope import DEFAULT_GROUP
-from lean_selector.wire.selection import OutputBlockRequest, SelectFields
-from lean_selector.wire.worker_health import Ending
+from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite
+from lean_selector.wire.selection import Ending, OutputBlockRequest, PromptFields, SelectFields
 
 _SMALL_BLOCKS = 1000  # up to a millisecond
 

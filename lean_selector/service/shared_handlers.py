@@ -12,7 +12,7 @@ from lean_selector.service.bodies import DETAIL, Query, wants_detail
 from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.replies import Answer, Reply, Standing
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.peer_bodies import PeerRequest, PlaneState
+from lean_selector.wire.replica_shapes import PeerRequest, PlaneState
 from lean_selector.wire.selection import Ok
 
 OK: Final = Standing(Ok())

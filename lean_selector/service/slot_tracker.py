@@ -16,7 +16,7 @@ from lean_selector.service.bodies import DETAIL, Query
 from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.replies import Standing
 from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
-from lean_selector.wire.peer_bodies import PeerUrlRequest
+from lean_selector.wire.replica_shapes import PeerUrlRequest
 from lean_selector.wire.slot_tracker import (
     AddRequest,
     LifecycleRequest,

@@ -28,11 +28,13 @@ from lean_selector.service.header_warnings import (
 from lean_selector.service.replies import Reply, Standing
 from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
 from lean_selector.wire.answer_forms import JsonText, json_form
-from lean_selector.wire.selection import Change, Readiness, Registration
-from lean_selector.wire.worker_details import SourceCondition
-from lean_selector.wire.worker_health import (
+from lean_selector.wire.selection import (
+    Change,
     EjectedWorker,
     RankHealthRow,
+    Readiness,
+    Registration,
+    SourceCondition,
     WorkerDetail,
     WorkerHealthDetail,
     WorkerReport,

@@ -21,8 +21,7 @@ from lean_selector.sockets.link import LinkState
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.source_watch import GRACE_S, SourceWatch, condition
 from lean_selector.tasks import supervise
-from lean_selector.wire.kv_sources import SourceStatus
-from lean_selector.wire.worker_details import SourceCondition
+from lean_selector.wire.selection import SourceCondition, SourceStatus
 
 logger = logging.getLogger("lean_selector.kv_events")
 

@@ -23,8 +23,7 @@ from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.source_watch import GRACE_S
-from lean_selector.wire.kv_sources import KvSource, SourceStatus
-from lean_selector.wire.worker_details import SourceCondition
+from lean_selector.wire.selection import KvSource, SourceCondition, SourceStatus
 
 # Replays that run at once. An idle fleet is asked when its selector starts: so many at a time, of
 # which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.

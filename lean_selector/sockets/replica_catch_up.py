@@ -28,9 +28,10 @@ from lean_selector.wire.replica_snapshot import (
     BadSnapshot,
     SnapshotParts,
     decode_line,
+    decode_session_line,
+    split_session_list,
     split_snapshot,
 )
-from lean_selector.wire.session_frames import decode_session_line, split_session_list
 
 log = logging.getLogger("lean_selector.replica")
 

@@ -42,21 +42,19 @@ from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
     MAX_EVENT_BYTES,
+    MAX_SESSION_BYTES,
+    SESSION_TOPIC,
     TOPIC,
     TooBig,
     UndecodableFrames,
     decode_heartbeat,
     decode_in_steps,
     decode_quickly,
+    decode_session,
     encode_event,
     encode_heartbeat,
-    payload_of,
-)
-from lean_selector.wire.session_frames import (
-    MAX_SESSION_BYTES,
-    SESSION_TOPIC,
-    decode_session,
     encode_session,
+    payload_of,
 )
 
 log = logging.getLogger("lean_selector.replica")

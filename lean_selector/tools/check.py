@@ -44,7 +44,7 @@ from lean_selector.tools.check_questions import (
     judge_hashes,
     judge_port,
 )
-from lean_selector.wire.kv_sources import KvSource
+from lean_selector.wire.selection import KvSource
 from lean_selector.workers.engine_questions import ask_engine
 
 # -- the order of questions ------------------------------------------------------------------------

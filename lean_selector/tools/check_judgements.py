@@ -8,8 +8,7 @@ from typing import Final
 import msgspec
 
 from lean_selector.wire.discovery_states import DiscoveredWorker, DiscoveryReport, DiscoveryState
-from lean_selector.wire.kv_sources import KvSource
-from lean_selector.wire.worker_health import RankHealthRow, WorkerHealthDetail
+from lean_selector.wire.selection import KvSource, RankHealthRow, WorkerHealthDetail
 from lean_selector.workers.particulars import Particulars
 
 

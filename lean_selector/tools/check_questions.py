@@ -23,7 +23,7 @@ from lean_selector.tools.check_judgements import (
 )
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.kv_events import NotABatch, batch_slices
-from lean_selector.wire.kv_sources import KvSource
+from lean_selector.wire.selection import KvSource
 
 # -- the selector ----------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.load.shapes import BusyThreshold
-from lean_selector.wire.scalars import NonNegative, check_u64
-from lean_selector.wire.scope import DEFAULT_GROUP, group_of
+from lean_selector.wire.scalars import DEFAULT_GROUP, NonNegative, check_u64, group_of
 
 
 class ThresholdRequest(msgspec.Struct, kw_only=True):

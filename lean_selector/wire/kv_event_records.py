@@ -22,7 +22,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.wire.kv_event_layouts import (
+from lean_selector.wire.kv_event_shapes import (
     ArrayCleared,
     ArrayEvent,
     ArrayRemoved,

@@ -23,7 +23,17 @@ from lean_selector.core.index.shapes import (
     Part,
     SkippedEvent,
 )
-from lean_selector.wire.kv_event_layouts import (
+from lean_selector.wire.kv_event_records import (
+    DETAIL_CHARACTERS,
+    TEXT_FIELDS,
+    UNREADABLE,
+    Skips,
+    rearranged,
+    record_of,
+    stored_record,
+    u64s,
+)
+from lean_selector.wire.kv_event_shapes import (
     ArrayEvent,
     ArrayEvents,
     ArrayRemoved,
@@ -35,16 +45,6 @@ from lean_selector.wire.kv_event_layouts import (
     MapStored,
     MultimodalInfo,
     Token,
-)
-from lean_selector.wire.kv_event_records import (
-    DETAIL_CHARACTERS,
-    TEXT_FIELDS,
-    UNREADABLE,
-    Skips,
-    rearranged,
-    record_of,
-    stored_record,
-    u64s,
 )
 from lean_selector.wire.messagepack import (
     WINDOW_BYTES,

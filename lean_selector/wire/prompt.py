@@ -19,9 +19,8 @@ from lean_selector.core.hashing import (
 )
 from lean_selector.core.numbers import MAX_ISL_TOKENS, U64_MAX
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.wire.hash_lists import ABSENT, check_ignored, is_absent, packed
-from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.scalars import check_u64
+from lean_selector.wire.scalars import ABSENT, check_ignored, check_u64, is_absent, packed
+from lean_selector.wire.selection import PromptFields
 
 T = TypeVar("T")
 

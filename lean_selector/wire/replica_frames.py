@@ -1,4 +1,4 @@
-"""Replica-sync messages: the two frames that selectors and slot trackers publish to each other.
+"""Replica-sync messages: the frames that selectors and slot trackers publish to each other.
 
 Owns the MessagePack layout of slot_tracker.md section 3.2 and the leniency and strictness of its
 section 3.4. Knows nothing of sockets, nor of what an event does. Frames go out with both names of
@@ -9,7 +9,8 @@ drops for not being its own.
 
 The order of keys, unknown keys and missing ones that have a default are all one to the typed
 decoder. A frame of another form (positional arrays, integers for keys, text as bytes) is read
-untyped and put in order first. Of a large frame the hashes are read in steps.
+untyped and put in order first. Of a large frame the hashes are read in steps. The frames of
+sessions are those of selection_16.md section 6.1.
 """
 
 import struct
@@ -20,6 +21,7 @@ import msgspec
 
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
+from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.wire.messagepack import (
     Bytes,
     ListReader,
@@ -38,6 +40,7 @@ from lean_selector.wire.replica_shapes import (
     Heartbeat,
     Hint,
     RequestEvent,
+    SessionEnvelope,
 )
 
 TOPIC = b"dynamo.slot-tracker.v1"
@@ -55,6 +58,10 @@ MAX_UNTYPED_BYTES = 64 << 10  # of a frame of another form; no known sender writ
 _STEP_HASHES = 16_384  # of 9 bytes each
 _STEP_INTEGERS = 4_096  # of any length
 
+SESSION_TOPIC = b"dynamo.session-affinity.v1"
+# An id has 256 bytes at most, the names of a model and a group a few more.
+MAX_SESSION_BYTES = 64 << 10
+
 NANOS = 1_000_000_000
 
 
@@ -70,6 +77,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 _decode_untyped = msgspec.msgpack.Decoder().decode
 _decode_hashes = msgspec.msgpack.Decoder(list[U64]).decode
+_decode_session = msgspec.msgpack.Decoder(SessionEnvelope).decode
 _decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 
 _MANY_HASHES = 1024
@@ -156,6 +164,43 @@ def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
         return _decode_heartbeat(frames[1])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UndecodableFrames(f"heartbeat: {error}") from None
+
+
+def encode_session(event: SessionEvent) -> bytes:
+    """The second frame; the first is always SESSION_TOPIC."""
+    return _encode(
+        SessionEnvelope(
+            model_name=event.model_name,
+            routing_group=event.tenant_id,
+            session_id=event.session_id,
+            worker_id=event.worker_id,
+            dp_rank=event.dp_rank,
+            sequence=event.sequence,
+            writer_id=event.writer_id,
+        )
+    )
+
+
+def decode_session(frames: Sequence[bytes]) -> SessionEvent:
+    """The binding in a received message; raises UndecodableFrames."""
+    if len(frames) != 2:
+        raise UndecodableFrames(f"{len(frames)} frames instead of 2")
+    payload = frames[1]
+    if len(payload) > MAX_SESSION_BYTES:
+        raise TooBig(f"a session of more than {MAX_SESSION_BYTES} bytes")
+    try:
+        envelope = first_value(_decode_session, payload)  # bytes after the map are ignored
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UndecodableFrames(f"session: {error}") from None
+    return SessionEvent(
+        envelope.model_name,
+        envelope.routing_group,
+        envelope.session_id,
+        envelope.worker_id,
+        envelope.dp_rank,
+        envelope.sequence,
+        envelope.writer_id,
+    )
 
 
 def payload_of(frames: Sequence[bytes]) -> bytes:

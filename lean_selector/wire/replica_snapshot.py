@@ -1,11 +1,12 @@
-"""The text of GET /replica_sync/snapshot: the live reservations of a replica, one per line.
+"""What a replica tells when asked: its live reservations (GET /replica_sync/snapshot) and its bound
+sessions (GET /replica_sync/sessions), one per line.
 
-It is JSON as a whole, and each reservation stands on a line of its own, so that a reader can take
-it apart without parsing all of it at once. Ages instead of times: replicas share no clock.
+A text is JSON as a whole, and each item stands on a line of its own, so that a reader can take it
+apart without parsing all of it at once. Ages instead of times: replicas share no clock.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,8 +14,17 @@ from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.replication.catch_up import live_booking
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveBooking
-from lean_selector.wire.replica_shapes import KeptLine, SnapshotHead, SnapshotLine
+from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
+from lean_selector.wire.replica_shapes import (
+    KeptLine,
+    SessionLine,
+    SessionListHead,
+    SnapshotHead,
+    SnapshotLine,
+)
 from lean_selector.wire.scalars import hashes_from_json, unpack_signed
+
+_Head = TypeVar("_Head")
 
 
 class BadSnapshot(ValueError):
@@ -23,6 +33,8 @@ class BadSnapshot(ValueError):
 
 _encode = msgspec.json.Encoder().encode
 _decode_head = msgspec.json.Decoder(SnapshotHead).decode
+_decode_session_head = msgspec.json.Decoder(SessionListHead).decode
+_decode_session_line = msgspec.json.Decoder(SessionLine).decode
 _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 
 
@@ -115,14 +127,20 @@ class SnapshotParts(NamedTuple):
 
 def split_snapshot(text: bytes) -> SnapshotParts:
     """Takes the text apart by lines; raises BadSnapshot."""
+    about, lines = _split(text, _decode_head, "snapshot")
+    return SnapshotParts(about.router_id, about.sequence, lines)
+
+
+def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_Head, list[bytes]]:
+    """The head of a text, and its other lines."""
     head, *lines = text.rstrip().split(b"\n")
     try:
-        about = _decode_head(head + b"]}")
+        about = decode(head + b"]}")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadSnapshot(f"not a snapshot: {error}") from None
+        raise BadSnapshot(f"not a {what}: {error}") from None
     if not lines or lines.pop() != b"]}":
-        raise BadSnapshot("not a snapshot: its end is missing")
-    return SnapshotParts(about.router_id, about.sequence, lines)
+        raise BadSnapshot(f"not a {what}: its end is missing")
+    return about, lines
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:
@@ -150,3 +168,52 @@ def decode_line(line: bytes, clock: float) -> LiveBooking:
         read.prefill_done,
         clock - read.age_s,
     )
+
+
+# Sessions -----------------------------------------------------------------------------------------
+
+
+def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
+    """The text of GET /replica_sync/sessions, in parts."""
+    yield b'{"version":1,"sessions":['
+    end = b"\n"
+    for live in sessions:
+        event = live.event
+        yield end + _encode(
+            SessionLine(
+                event.model_name,
+                event.tenant_id,
+                event.session_id,
+                event.worker_id,
+                event.dp_rank,
+                event.sequence,
+                event.writer_id,
+                round(live.idle_s, 3),
+            )
+        )
+        end = b",\n"
+    yield b"\n]}"
+
+
+def split_session_list(text: bytes) -> list[bytes]:
+    """Takes the text apart by lines; raises BadSnapshot."""
+    _, lines = _split(text, _decode_session_head, "list of sessions")
+    return lines
+
+
+def decode_session_line(line: bytes) -> LiveSession:
+    """One session; raises BadSnapshot."""
+    try:
+        read = _decode_session_line(line.removesuffix(b","))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadSnapshot(str(error)) from None
+    event = SessionEvent(
+        read.model_name,
+        read.tenant_id,
+        read.session_id,
+        read.worker_id,
+        read.dp_rank,
+        read.sequence,
+        read.writer_id,
+    )
+    return LiveSession(event, read.idle_s)

@@ -1,20 +1,145 @@
-"""Scalar types of the wire, and the hash lists that fill most of it.
+"""Scalars of the wire: integers and their lists, hashes, and the names of a partition.
 
 JSON carries hashes as signed 64-bit integers; inside, a list of hashes is `bytes`, 8 per block,
 little-endian (the same bit pattern signed or unsigned). Conversion happens here and nowhere else.
 """
 
+import functools
 import math
 import struct
-from collections.abc import Sequence
-from typing import Annotated
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.numbers import U64_MAX
-from lean_selector.wire.integer_text import packed_signed, packer
+from lean_selector.core.numbers import MAX_RANKS, U64_MAX
+
+DEFAULT_GROUP = "default"
+
+
+def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
+    """The tenant, under either of its names; raises BadRequest when both are given and differ."""
+    if tenant_id is UNSET:
+        return DEFAULT_GROUP if routing_group is UNSET else routing_group
+    if routing_group is not UNSET and routing_group != tenant_id:
+        raise BadRequest(
+            f"tenant_id `{tenant_id}` and routing_group `{routing_group}` are two names "
+            "of one thing and must not differ"
+        )
+    return tenant_id
+
+
+# JSON lists of integers, packed by simdjson, or by msgspec where there is none.
+#
+# Of what is no such list it says only that: the caller has msgspec say what is wrong, so that
+# answers and errors do not depend on what is installed.
+
+# A parser keeps some twelve times as many bytes as its longest text had: longer ones are cut at
+# commas.
+KEPT_BYTES: Final = 128 * 1024
+_BLANKS: Final = b" \t\r\n"
+
+_decode_integers = msgspec.json.Decoder(list[int]).decode
+
+
+def _simdjson_parse() -> Callable[[bytes], Any] | None:
+    """What reads a JSON text; None where there is no simdjson."""
+    try:
+        parse: Callable[[bytes], Any] = import_module("simdjson").Parser().parse
+    except ImportError:
+        return None
+    return parse if sys.byteorder == "little" else None  # it packs in the machine's order
+
+
+_parse = _simdjson_parse()
+HAS_SIMDJSON: Final = _parse is not None
+
+
+def packed_signed(text: bytes) -> bytes | None:
+    """A JSON list of integers from -(2**63) to 2**63 - 1, 8 bytes little-endian each; None for any
+    other text."""
+    if _parse is not None:
+        return packed_with(_parse, text, "i")
+    return packed_by_msgspec(text, "q")
+
+
+def packed_u32(text: bytes) -> bytes | None:
+    """A JSON list of integers from 0 to 2**32 - 1, 4 bytes little-endian each; None likewise."""
+    if _parse is None:
+        return packed_by_msgspec(text, "I")
+    wide = packed_with(_parse, text, "u")
+    return None if wide is None else _halved(wide)
+
+
+@functools.lru_cache(maxsize=8192)  # by length; 8 192 blocks of 16 are 131 072 tokens
+def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
+    """Packs so many integers of a kind that `struct` knows, little-endian."""
+    return struct.Struct(f"<{count}{kind}").pack
+
+
+def packed_by_msgspec(text: bytes, kind: Literal["q", "Q", "I"]) -> bytes | None:
+    """The same of any kind that `struct` knows."""
+    try:
+        integers = _decode_integers(text)
+        return packer(len(integers), kind)(*integers)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, struct.error):
+        return None
+
+
+def packed_with(
+    parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
+) -> bytes | None:
+    """8 bytes each, signed or not, as a parser of simdjson's reads them."""
+    if text[:1] != b"[":  # simdjson takes a byte order mark before it
+        text = text.lstrip(_BLANKS)
+    if text[:1] != b"[" or text.rfind(b"[") > 0:  # and flattens lists in a list
+        return None
+    try:
+        if len(text) <= KEPT_BYTES:
+            return bytes(parse(text).as_buffer(of_type=of_type))
+        return _packed_pieces(parse, text, of_type)
+    except Exception:  # of many kinds, none of them documented
+        return None
+
+
+def _packed_pieces(
+    parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
+) -> bytes | None:
+    """The same in pieces: what is no list of integers as a whole has a piece that is none."""
+    end = text.rfind(b"]")
+    if end < 0 or text[end + 1 :].strip(_BLANKS):
+        return None
+    packed: list[bytes] = []
+    at = 1
+    while at <= end:
+        comma = text.find(b",", at + KEPT_BYTES, end)
+        stop = end if comma < 0 else comma
+        if stop - at > 2 * KEPT_BYTES:  # blanks between two commas, or what is no integer
+            return packed_by_msgspec(text, "q" if of_type == "i" else "Q")
+        piece = bytes(parse(b"[%b]" % text[at:stop]).as_buffer(of_type=of_type))
+        if not piece:  # nothing before or after a comma
+            return None
+        packed.append(piece)
+        at = stop + 1
+    return b"".join(packed)
+
+
+def _halved(wide: bytes) -> bytes | None:
+    """Integers of 8 bytes in 4 bytes each; None when one needs more."""
+    count = len(wide) >> 3
+    narrow = bytearray(count << 2)
+    for byte in range(4):
+        if wide[byte + 4 :: 8].count(0) != count:
+            return None
+        narrow[byte::4] = wide[byte::8]
+    return bytes(narrow)
+
+
+# Integers and hashes ------------------------------------------------------------------------------
 
 _LOOKED_AT_TOGETHER = 4096  # hashes, when one of a long list is at fault
 # msgspec bounds an integer by at most 2**63 - 1: what may be larger is checked by `check_u64`.
@@ -111,3 +236,69 @@ def f32_shortest(value: float) -> float:
         if f32(short) == value:
             return short
     return float(f"{value:.9g}")  # so many tell any two of single precision apart
+
+
+# Lists of hashes in a body ------------------------------------------------------------------------
+
+ABSENT = Raw(b"")
+
+# How a body's form gives a hash list: as JSON text, a JSON list, MessagePack's array, or its bin.
+# A Raw, list[int], tuple[int, ...], bytes or None. No union says so: msgspec's types take a Raw for
+# a kind of bytes, which it is not.
+HashList = object
+
+
+def packed(name: str, hashes: HashList) -> bytes:
+    """The hashes, 8 bytes each; raises msgspec.ValidationError for what is no list of them."""
+    if isinstance(hashes, Raw):
+        return hashes_from_json(name, hashes)
+    if isinstance(hashes, bytes):
+        if len(hashes) % 8:
+            raise msgspec.ValidationError(
+                f"Expected 8 bytes for each hash, got {len(hashes)} bytes - at `$.{name}`"
+            )
+        return hashes
+    if isinstance(hashes, list):
+        return hashes_from_signed(name, hashes)
+    assert isinstance(hashes, tuple)
+    return hashes_from_integers(name, hashes)
+
+
+def is_absent(hashes: HashList) -> bool:
+    if not isinstance(hashes, Raw):
+        return hashes is None
+    return hashes is ABSENT or (len(memoryview(hashes)) == 4 and bytes(hashes) == b"null")
+
+
+def check_ignored(fields: msgspec.Struct, name: str) -> None:
+    """A hash list that another form makes irrelevant must still be one."""
+    hashes: HashList = getattr(fields, name)
+    if not is_absent(hashes):
+        packed(name, hashes)
+
+
+# Sets of workers that requests name ---------------------------------------------------------------
+
+# To look so few up costs as much as to check them. Sets of more workers than can have ranks are
+# not kept: those that are take 6 MB at most.
+_FEW_WORKERS: Final = 8
+_KEPT_SETS: Final = 16
+
+
+def allowed_workers(ids: list[int]) -> frozenset[int]:
+    """The set of these ids. Raises msgspec.ValidationError for one beyond 2**64 - 1."""
+    if _FEW_WORKERS < len(ids) <= MAX_RANKS:
+        return _kept(tuple(ids))
+    return _checked(ids)
+
+
+@functools.lru_cache(maxsize=_KEPT_SETS)
+def _kept(ids: tuple[int, ...]) -> frozenset[int]:
+    """One and the same set each time, which knows its own hash."""
+    return _checked(ids)
+
+
+def _checked(ids: list[int] | tuple[int, ...]) -> frozenset[int]:
+    if ids:
+        check_u64("allowed_worker_ids[...]", max(ids))
+    return frozenset(ids)

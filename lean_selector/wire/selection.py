@@ -1,30 +1,209 @@
-"""Bodies of the selection service: requests (spec selection.md 1.3), and answers that are not rows
-of the core.
+"""Bodies of the selection service in the 1.3 dialect, and answers that are no rows of the core.
 
-Unknown fields are ignored, `null` counts as absent for the optional ones.
+Unknown fields are ignored, `null` counts as absent for optional ones. Which forms of a prompt there
+are, and which decides, is in spec selection.md 1.4; the bodies are in 1.3.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.selection.settings import RouterOverride
-from lean_selector.core.selection.shapes import BY_RANK, AffinityTarget, PinnedWorker, WorkerSpec
+from lean_selector.core.selection.shapes import (
+    BY_RANK,
+    AffinityTarget,
+    PinnedWorker,
+    WorkerRecord,
+    WorkerSpec,
+)
 from lean_selector.wire.answer_forms import JsonText
-from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import (
+    ABSENT,
+    DEFAULT_GROUP,
     U32,
+    HashList,
     NonNegative,
+    allowed_workers,
     check_finite,
+    check_ignored,
     check_u64,
     f32,
     f32_shortest,
+    group_of,
 )
-from lean_selector.wire.scope import DEFAULT_GROUP, group_of
-from lean_selector.wire.worker_health import EjectedWorker
-from lean_selector.wire.worker_sets import allowed_workers
+
+if TYPE_CHECKING:
+    _HashListField = HashList
+    _Tokens = list[int] | bytes  # bytes: those of a long JSON body, 4 each
+else:
+    _HashListField = Raw  # of a long JSON body; the other forms have types of their own
+    _Tokens = list[U32]
+
+
+class Scoped(msgspec.Struct, kw_only=True):
+    """The partition that a body names."""
+
+    model_name: str = DEFAULT_GROUP
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+
+    def group(self) -> str:
+        return group_of(self.tenant_id, self.routing_group)
+
+
+class MmObject(msgspec.Struct, frozen=True):
+    """An image, or another object that a prompt holds."""
+
+    mm_hash: NonNegative
+    offsets: list[Annotated[list[NonNegative], Meta(min_length=2, max_length=2)]]
+
+    def __post_init__(self) -> None:
+        check_u64("mm_hash", self.mm_hash)
+        for offset in self.offsets:
+            check_u64("offsets[...]", max(offset))
+
+
+class BlockMmInfo(msgspec.Struct, frozen=True):
+    """The multimodal objects in one block."""
+
+    mm_objects: list[MmObject]
+
+
+class MmRoutingInfo(msgspec.Struct, frozen=True):
+    """A prompt as it is routed, where it holds multimodal objects."""
+
+    routing_token_ids: list[U32]
+    block_mm_infos: list[BlockMmInfo | None] = []
+
+
+class PromptFields(Scoped, kw_only=True):
+    """The prompt part that the bodies of five routes share. `null` is the same as absent."""
+
+    token_ids: _Tokens | None = None
+    mm_routing_info: MmRoutingInfo | None = None
+    block_mm_infos: list[BlockMmInfo | None] | None = None
+    block_hashes: _HashListField = ABSENT
+    sequence_hashes: _HashListField = ABSENT
+    isl_tokens: NonNegative | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    is_eagle: bool | None = None
+
+    def check_shape(self) -> None:
+        """Raises msgspec.ValidationError for what decoding leaves unchecked, because a request
+        that succeeds meets it anyway: the hash lists, and integers beyond 2**64 - 1."""
+        check_ignored(self, "block_hashes")
+        check_ignored(self, "sequence_hashes")
+        if self.isl_tokens is not None:
+            check_u64("isl_tokens", self.isl_tokens)
+
+
+# Sources of KV events (D22) -----------------------------------------------------------------------
+
+
+class SourceCondition(msgspec.Struct, frozen=True):
+    """One rank's source of KV events; the fields are those of `GET /kv_sources`."""
+
+    dp_rank: int
+    state: str
+    state_age_s: float
+    problem: str | None
+
+
+class SourceStatus(msgspec.Struct, frozen=True):
+    """One source as `GET /kv_sources` shows it."""
+
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    replay_endpoint: str | None
+    # resolving, connecting, replaying, live; or what is wrong: degraded, mismatch, unreachable,
+    # silent, no_replay, partial (D35)
+    state: str
+    state_age_s: float
+    problem: str | None  # what is wrong, in one line
+    connection: str  # resolving, connecting, connected, retrying
+    last_seq: int | None  # of the last live batch
+    lag_batches: int  # known of and not applied, or not to the end
+    lost_batches: int  # in no replay, since the index last was what the engine held
+    gaps: int
+    replayed_batches: int
+    restarts: int
+    backlog_bytes: int  # received and waiting, also for a replay
+    dropped_batches: int  # received and given up, for too much waited; a replay may bring them
+    messages: int
+    skipped: dict[str, int]  # "event_type:reason", and "message:reason" for what held no batch
+    last_message_age_s: float | None
+    last_error: str | None
+
+
+class KvSource(SourceStatus, frozen=True, kw_only=True):
+    """An item of `GET /kv_sources`."""
+
+    model_name: str
+    tenant_id: str
+
+
+# How a worker did ---------------------------------------------------------------------------------
+
+Outcome = Literal["refused", "failed", "ok"]
+TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class WorkerReport(msgspec.Struct, kw_only=True):
+    """POST /workers/{worker_id}/report. Without `dp_rank` the whole worker is meant."""
+
+    outcome: Outcome
+    dp_rank: U32 | None = None
+    ttft_ms: Annotated[float, Meta(ge=0.0, le=86_400_000.0)] | None = None
+    cached_tokens: TokenCount | None = None  # of the prompt, as the engine counted them
+
+
+class Ending(msgspec.Struct, kw_only=True):
+    """The body that DELETE /reservations/{reservation_id} may have."""
+
+    outcome: Outcome | None = None
+    cached_tokens: TokenCount | None = None
+
+
+class RankHealthRow(msgspec.Struct, frozen=True):
+    """A rank that something is held against. Seconds are from now."""
+
+    dp_rank: int
+    state: str  # in_service, probation or ejected
+    reason: str | None  # why it was ejected, if it was
+    since_s: float | None  # ejected or on probation for so long
+    returns_in_s: float | None  # None: when a poll succeeds, or it is not ejected
+    failures: int  # in a row
+    failed_polls: int  # in a row
+    ejections: int  # what the next one grows with
+
+
+class WorkerHealthDetail(msgspec.Struct, frozen=True):
+    """`state` is that of the worst rank; `ranks` those that something is held against."""
+
+    state: str
+    ranks: list[RankHealthRow]
+
+
+class WorkerDetail(WorkerRecord, frozen=True, kw_only=True):
+    """A worker in GET /workers?detail=true: its record, and how it is."""
+
+    health: WorkerHealthDetail
+    kv_sources: list[SourceCondition]  # by rank; none of a worker that is not listened to
+
+
+class EjectedWorker(msgspec.Struct, frozen=True):
+    """In GET /ready, only while there are some."""
+
+    worker_id: int
+    dp_ranks: list[int]
+    reason: str
+
+
+# Requests -----------------------------------------------------------------------------------------
 
 # The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
@@ -287,3 +466,41 @@ class Readiness(msgspec.Struct, frozen=True):
     recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
     ejected: list[EjectedWorker] | UnsetType = UNSET  # only while there are some
     state_fault: str | UnsetType = UNSET  # only while the state directory cannot be written
+
+
+# Ids and errors -----------------------------------------------------------------------------------
+
+
+class BodyIds(msgspec.Struct):
+    """The ids that a body of any request or answer may have, for the access log."""
+
+    request_id: str | UnsetType | None = UNSET
+    selection_id: str | UnsetType | None = UNSET
+    reservation_id: str | UnsetType | None = UNSET
+
+
+class OpenAiError(msgspec.Struct, frozen=True):
+    """`param` is always null: no field is named apart from the message."""
+
+    message: str
+    type: str
+    param: None
+    code: str | None
+
+
+class OpenAiErrorBody(msgspec.Struct, frozen=True):
+    """An error that a gateway may hand to its client."""
+
+    error: OpenAiError
+
+    @classmethod
+    def encoded(cls, status: int, message: str, code: str | None = None) -> bytes:
+        """The body of an error: `{"error": {"message", "type", "param", "code"}}`.
+
+        `code` is a word for programs, such as `model_not_found`.
+        """
+        if status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if status < 500 else "server_error"
+        return msgspec.json.encode(cls(OpenAiError(message, kind, None, code)))

@@ -23,16 +23,16 @@ from lean_selector.core.selection.shapes import (
     SharedCache,
     WorkerLoad,
 )
-from lean_selector.wire.prompt_fields import PromptFields
 from lean_selector.wire.scalars import U32, NonNegative, check_u64
 from lean_selector.wire.selection import (
     Change,
+    PromptFields,
     RankText,
     Registration,
     SelectFields,
+    SourceCondition,
+    WorkerHealthDetail,
 )
-from lean_selector.wire.worker_details import SourceCondition
-from lean_selector.wire.worker_health import WorkerHealthDetail
 
 # -- requests -------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.tracker_rows import WorkerRow
-from lean_selector.wire.scalars import U32, NonNegative, check_u64, hashes_from_json
-from lean_selector.wire.scope import group_of
+from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, hashes_from_json
 
 
 class ScopedBody(msgspec.Struct, kw_only=True):

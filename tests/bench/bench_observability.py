@@ -39,7 +39,7 @@ from lean_selector.service.replies import Answer
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.selector_metrics import selection_families
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.wire.worker_details import SourceCondition
+from lean_selector.wire.selection import SourceCondition
 
 ROUNDS = 40
 REQUESTS = 400

@@ -24,8 +24,7 @@ from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import date_header
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService
-from lean_selector.wire.integer_text import HAS_SIMDJSON
-from lean_selector.wire.scalars import unpack_signed
+from lean_selector.wire.scalars import HAS_SIMDJSON, unpack_signed
 from loadtest.duel.prompts import http
 from tests.bench.bench_http import NullTransport
 from tests.bench.bench_kv_index import Load

@@ -24,7 +24,7 @@ from lean_selector.prompts.chain import Chain
 from lean_selector.prompts.memory import PromptMemory
 from lean_selector.prompts.model_request import ModelRequest
 from lean_selector.prompts.served import Served
-from lean_selector.wire.integer_text import packed_u32
+from lean_selector.wire.scalars import packed_u32
 
 BLOCK_SIZE = 16
 SERVED = Served("m", "default", BLOCK_SIZE, False, {})

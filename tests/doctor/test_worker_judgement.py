@@ -7,7 +7,7 @@ from lean_selector.tools.check_judgements import (
     can_be_chosen,
     judge_workers,
 )
-from lean_selector.wire.worker_health import RankHealthRow, WorkerHealthDetail
+from lean_selector.wire.selection import RankHealthRow, WorkerHealthDetail
 
 from .answers import rank_health
 

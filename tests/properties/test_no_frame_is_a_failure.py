@@ -18,12 +18,13 @@ from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import (
+    SESSION_TOPIC,
     UndecodableFrames,
     decode_heartbeat,
+    decode_session,
     encode_event,
     encode_heartbeat,
 )
-from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session
 from tests.bookings import replica_event
 from tests.damage import messages
 from tests.replica_frames import decode_event

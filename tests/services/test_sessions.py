@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from lean_selector.core.sessions.shapes import SessionEvent
-from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session, encode_session
+from lean_selector.wire.replica_frames import SESSION_TOPIC, decode_session, encode_session
 from tests.prometheus_tools import scrape
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 

@@ -32,7 +32,7 @@ def run_without(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_prompts_are_read_by_msgspec_where_simdjson_is_not_installed() -> None:
     script = """
-from lean_selector.wire.integer_text import HAS_SIMDJSON, packed_signed
+from lean_selector.wire.scalars import HAS_SIMDJSON, packed_signed
 from tests.running_service import RunningService
 
 assert not HAS_SIMDJSON

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lean_selector.wire.integer_text import (
+from lean_selector.wire.scalars import (
     KEPT_BYTES,
     packed_by_msgspec,
     packed_signed,

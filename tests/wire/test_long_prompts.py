@@ -13,14 +13,15 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.http.response import JSON
 from lean_selector.service.bodies import BadBody, body_reader
 from lean_selector.service.replies import MSGPACK
-from lean_selector.wire.body_text import json_fault, messagepack_fault
-from lean_selector.wire.long_prompts import (
+from lean_selector.wire.body_text import (
     LONG_PROMPT_BYTES,
+    json_fault,
     long_binary_reader,
     long_json_reader,
+    messagepack_fault,
 )
 from lean_selector.wire.prompt import binary_form, prompt_to_select
-from lean_selector.wire.prompt_fields import PromptFields
+from lean_selector.wire.selection import PromptFields
 from tests.gates import request
 
 Body = bytes | bytearray

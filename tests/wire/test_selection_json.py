@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.shapes import Overlap, PinnedWorker, Placement, WorkerSpec
-from lean_selector.wire.peer_bodies import PeerRequest
+from lean_selector.wire.replica_shapes import PeerRequest
 from lean_selector.wire.scalars import f32, f32_shortest
 from lean_selector.wire.selection import (
     OutputBlockRequest,

@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
-from lean_selector.wire.replica_frames import TooBig, UndecodableFrames
-from lean_selector.wire.replica_snapshot import BadSnapshot
-from lean_selector.wire.session_frames import (
+from lean_selector.wire.replica_frames import (
     MAX_SESSION_BYTES,
     SESSION_TOPIC,
+    TooBig,
+    UndecodableFrames,
     decode_session,
-    decode_session_line,
     encode_session,
+)
+from lean_selector.wire.replica_snapshot import (
+    BadSnapshot,
+    decode_session_line,
     encode_session_list,
     split_session_list,
 )

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from lean_selector.core.numbers import MAX_RANKS, U64_MAX
-from lean_selector.wire.worker_sets import allowed_workers
+from lean_selector.wire.scalars import allowed_workers
 
 
 def test_a_list_that_is_sent_again_is_the_same_set_and_not_only_an_equal_one() -> None:

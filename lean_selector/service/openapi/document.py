@@ -18,8 +18,7 @@ from lean_selector.service.openapi.routes import (
 from lean_selector.service.openapi.schemas import Schema, components
 from lean_selector.service.openapi.shapes import RouteDescription, Text
 from lean_selector.wire.busy import OverloadBody
-from lean_selector.wire.prompt_fields import PromptFields
-from lean_selector.wire.selection import ErrorBody
+from lean_selector.wire.selection import ErrorBody, PromptFields
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"

@@ -23,12 +23,13 @@ from lean_selector.service.openapi.shapes import (
 )
 from lean_selector.wire.busy import ThresholdRow, Thresholds
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.kv_sources import KvSource
-from lean_selector.wire.openai_error_shapes import OpenAiErrorBody
-from lean_selector.wire.peer_bodies import PlaneState
+from lean_selector.wire.replica_shapes import PlaneState
 from lean_selector.wire.selection import (
+    KvSource,
     Ok,
+    OpenAiErrorBody,
     Readiness,
+    WorkerDetail,
 )
 from lean_selector.wire.selection_16 import (
     Booked16,
@@ -38,7 +39,6 @@ from lean_selector.wire.selection_16 import (
     WorkerDetail16,
     WorkerRecord16,
 )
-from lean_selector.wire.worker_health import WorkerDetail
 
 SWITCHED_OFF: Final = "replica sync is off"
 PEERS: Final = RouteDescription(

@@ -15,8 +15,7 @@ from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Pla
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
-from lean_selector.wire.replica_frames import UndecodableFrames
-from lean_selector.wire.session_frames import SESSION_TOPIC, decode_session
+from lean_selector.wire.replica_frames import SESSION_TOPIC, UndecodableFrames, decode_session
 from tests.driven_selector import DrivenSelector
 
 TTL_S = 10.0

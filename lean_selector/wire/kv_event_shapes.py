@@ -1,4 +1,4 @@
-"""The layouts of KV events on the wire, as msgspec types.
+"""KV events on the wire, as typed structs: each layout of engines, and what the publisher sends.
 
 Only what is read has a field: maps skip other keys, arrays what comes after the last position.
 Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 1.4):
@@ -10,8 +10,10 @@ Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 
     BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 
 Hash = int | bytes  # signed or unsigned; bytes when vLLM is told not to send ints
@@ -112,3 +114,36 @@ class MapEvents(Struct, array_like=True, gc=False):
     ts: float
     events: list[MapEvent]
     dp_rank: int | None = None
+
+
+# What the publisher sends, as the engines themselves would ----------------------------------------
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Sequence[object] | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False, omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
+    pass
+
+
+PublishedEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class PublishedBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    ts: float
+    events: list[PublishedEvent]
+    data_parallel_rank: int
