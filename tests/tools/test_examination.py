@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.api_engine import ApiEngine
 from tests.key_files import KeyFiles
 from tests.running_service import RunningService, free_port, wait_until
+from tests.tools.api_engine import ApiEngine
 
 LIMIT_S = 60.0
 

@@ -31,7 +31,7 @@ from loadtest.replay_trace import (
     prompt_tokens,
     read_trace,
 )
-from tests.demo.conftest import ScriptedService
+from tests.tools.conftest import ScriptedService
 
 DEADLINE_S = 60.0
 

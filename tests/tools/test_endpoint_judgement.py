@@ -3,7 +3,7 @@
 from lean_selector.tools.check_judgements import Level, WorkerRecord, judge_shared_endpoints
 from lean_selector.wire.selection import KvSource
 
-from .answers import source as source_in
+from .selector_answers import source as source_in
 
 
 def worker(worker_id: int, endpoint: str | None = None) -> WorkerRecord:

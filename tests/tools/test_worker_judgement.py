@@ -9,7 +9,7 @@ from lean_selector.tools.check_judgements import (
 )
 from lean_selector.wire.selection import RankHealthRow, WorkerHealthDetail
 
-from .answers import rank_health
+from .selector_answers import rank_health
 
 REFUSED = "3 requests in a row failed, the last: connection refused"
 

@@ -4,7 +4,7 @@ import pytest
 
 from lean_selector.tools.check_judgements import Level, judge_source
 
-from .answers import source
+from .selector_answers import source
 
 
 @pytest.mark.parametrize(

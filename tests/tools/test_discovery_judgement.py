@@ -16,7 +16,7 @@ from lean_selector.wire.discovery_states import (
     DiscoveryState,
 )
 
-from .answers import report
+from .selector_answers import report
 
 REFUSED = "GET http://gpu:8000/v1/models: Connection refused"
 
