@@ -25,27 +25,27 @@ from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.outbound_access import credentials_of, engine_client
-from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.process.routed_expiry import RoutedExpiry
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service.gate import durable
 from lean_selector.service.lifecycle_log import SelectorLog
 from lean_selector.service.selection import SHUTDOWN, SelectionService
-from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.selection_handlers import BusyThresholdService, DumpAnswers
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.sockets.index_sweeps import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.recovery import Recovery, log_discarded
 from lean_selector.tasks import supervise
 
 # Of each model, twice a second: 5 ms at most.
 SESSION_STEPS = 1_000
 
 if TYPE_CHECKING:
+    from lean_selector.process.replica_plane import ReplicaPlane
     from lean_selector.server.state_persister import Persister
+    from lean_selector.service.selection_16 import SelectionService16
+    from lean_selector.sockets.recovery import Recovery
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
@@ -94,7 +94,9 @@ class SelectorParts:
         credentials = credentials_of(config.peers)
         plane: ReplicaPlane | None = None
         if config.replica.endpoint is not None:
-            plane = ReplicaPlane(
+            from lean_selector.process import replica_plane
+
+            plane = replica_plane.ReplicaPlane(
                 context,
                 config,
                 lookup,
@@ -112,7 +114,7 @@ class SelectorParts:
             new_index=new_index,
             events=None if plane is None else plane.events,
             thresholds=config.thresholds,
-            on_discarded=log_discarded,
+            on_discarded=_log_discarded,
             sessions=_session_tables(config, plane),
             check_worker=worker_check(allowed),
         )
@@ -128,8 +130,12 @@ class SelectorParts:
             subscriptions.hold()  # workers that are restored wait for the recovery, too
         self._state = ServiceState(is_recovering=bool(peers))
         self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
-        is_16 = config.settings.dialect == API_1_6
-        self.service = (SelectionService16 if is_16 else SelectionService)(
+        service: type[SelectionService | SelectionService16] = SelectionService
+        if config.settings.dialect == API_1_6:
+            from lean_selector.service import selection_16
+
+            service = selection_16.SelectionService16
+        self.service = service(
             selector,
             dump=self.dumps.answer,
             bare_dump=self.dumps.answer_16,
@@ -146,14 +152,15 @@ class SelectorParts:
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         self.peer_client = OutboundClient(self.resolve, credentials)
-        recovery = Recovery(
-            selector.catalog,
-            subscriptions,
-            peers,
-            config.index.recovery_timeout_s,
-            self.peer_client,
-        )
-        self._recovering = start_recovery(recovery, self._state) if peers else None
+        self._recovering: asyncio.Task[None] | None = None
+        if peers:
+            from lean_selector.sockets import recovery
+
+            timeout_s = config.index.recovery_timeout_s
+            recovering = recovery.Recovery(
+                selector.catalog, subscriptions, peers, timeout_s, self.peer_client
+            )
+            self._recovering = start_recovery(recovering, self._state)
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.health.interval_s is not None:
@@ -228,7 +235,7 @@ class SelectorParts:
             await self.plane.close()
 
 
-def _session_tables(config: SelectorConfig, plane: ReplicaPlane | None) -> SessionTables | None:
+def _session_tables(config: SelectorConfig, plane: "ReplicaPlane | None") -> SessionTables | None:
     settings = config.settings.sessions
     if settings is None:
         return None
@@ -240,7 +247,7 @@ def _session_tables(config: SelectorConfig, plane: ReplicaPlane | None) -> Sessi
 def _persister(
     config: SelectorConfig,
     selector: Selector,
-    plane: ReplicaPlane | None,
+    plane: "ReplicaPlane | None",
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> "Persister | None":
@@ -256,7 +263,7 @@ def _finding(
     config: SelectorConfig,
     selector: Selector,
     subscriptions: KvSubscriptions,
-    plane: ReplicaPlane | None,
+    plane: "ReplicaPlane | None",
     links: Links,
 ) -> "Discoveries | None":
     """What finds workers and peers, if any are to be found. Raises StartError."""
@@ -286,7 +293,13 @@ def _finding(
     return finding
 
 
-def start_recovery(recovery: Recovery, state: ServiceState) -> "asyncio.Task[None]":
+def _log_discarded(partition: Partition) -> None:
+    from lean_selector.sockets.recovery import log_discarded
+
+    log_discarded(partition)
+
+
+def start_recovery(recovery: "Recovery", state: ServiceState) -> "asyncio.Task[None]":
     """Recovers the KV index from a peer beside everything else."""
 
     async def recover() -> None:
