@@ -1,4 +1,10 @@
-"""Block hashes: local hashes of token blocks, and the sequence hashes chained from them."""
+"""Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
+
+Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section
+2): XXH3-64 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8
+per block, little-endian, so that prompts compare at memcmp speed. Knows nothing of workers,
+events or the index.
+"""
 
 import functools
 import struct
@@ -7,14 +13,6 @@ from itertools import repeat
 from types import FunctionType
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
-
-# --------------------------------------------------------------------------------------------------
-# Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
-#
-# Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section
-# 2): XXH3-64 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8
-# per block, little-endian, so that prompts compare at memcmp speed. Knows nothing of workers,
-# events or the index.
 
 BASE_SEED = 1337
 # Marks a salt given to an engine: vLLM's events list it among other keys, as it was given.

@@ -26,8 +26,6 @@ from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 class Tracker:
     """State of one (model_name, tenant_id)."""
 
-    __slots__ = ("block_size", "ledger", "model_name", "slots", "tenant_id", "workers")
-
     def __init__(self, model_name: str, tenant_id: str, block_size: int, ledgers: Ledgers) -> None:
         self.model_name = model_name
         self.tenant_id = tenant_id

@@ -179,7 +179,7 @@ class Errand:
         routed = self.routed
         if routed is not None and routed.answer is not None and head.status == 200:
             return True
-        return self.request.is_http10 and head.is_chunked
+        return self.request.headers.is_http10 and head.is_chunked
 
     def on_body(self, data: bytes) -> None:
         counts = self._counts
@@ -238,7 +238,7 @@ class Errand:
         counts.passed_on_bytes += len(data)
         lease.prefill_complete()
         reads = self._is_reading()
-        is_http10 = self.request.is_http10
+        is_http10 = self.request.headers.is_http10
         is_unframed = isinstance(head.relay, UnboundedRelay) or (head.is_chunked and is_http10)
         self._is_chunking = reads and not is_http10
         parts = [

@@ -1,4 +1,8 @@
-"""The open connections of one server: how many, how much they hold, their time-outs and counts."""
+"""The open connections of one server: how many, how much they hold, their time-outs and counts.
+
+Owns what they share and what they may use together; what is said on one is `protocol`'s. Nothing
+here waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27).
+"""
 
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -20,16 +24,6 @@ REASONS: Final = (
 class TlsCounts:
     """Ever; all 0 while TLS is off."""
 
-    __slots__ = (
-        "completed",
-        "failures",
-        "is_on",
-        "last_failure",
-        "not_after",
-        "reload_failures",
-        "reloads",
-    )
-
     def __init__(self) -> None:
         self.is_on = False
         self.completed = 0
@@ -39,12 +33,6 @@ class TlsCounts:
         self.reload_failures = 0
         self.not_after: int | None = None  # of the certificate, in seconds since 1970
 
-
-# --------------------------------------------------------------------------------------------------
-# The open connections of one server: how many, how much they hold, and their time-outs.
-#
-# Owns what they share and what they may use together; what is said on one is `protocol`'s. Nothing
-# here waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27).
 
 # A gateway opens some hundreds: enough for a fleet of them, and below a descriptor limit of 2**16,
 # of which KV events take two or three for each worker rank.
@@ -66,8 +54,6 @@ def plain_refusal(error: HttpError) -> bytes:
 
 class Timeouts:
     """Seconds, to the precision of the sweep."""
-
-    __slots__ = ("handshake_s", "idle_s", "linger_s", "quiet_s", "read_s", "write_s")
 
     def __init__(
         self,
@@ -100,29 +86,6 @@ class Connection(Protocol):
 
 class Connections:
     """All that is open, and the counts of what was refused. Only for the thread of the loop."""
-
-    __slots__ = (
-        "accept_failures",
-        "accepted",
-        "bodies_refused",
-        "call_soon",
-        "greeting",
-        "header_blocks",
-        "held_bytes",
-        "is_draining",
-        "is_over",
-        "limits",
-        "max_connections",
-        "max_held_bytes",
-        "now",
-        "open",
-        "quiet_from",
-        "refusal",
-        "refused",
-        "timeouts",
-        "tls",
-        "told",
-    )
 
     def __init__(
         self,

@@ -11,9 +11,7 @@ import httptools
 
 # --------------------------------------------------------------------------------------------------
 # The sizes that one request may have, and the error that ends a connection.
-#
-# Owns two records of plain values that the parts of the reader share. Figures: spec selection.md
-# 1.1.
+# Figures: spec selection.md 1.1.
 
 
 class Limits:
@@ -23,8 +21,6 @@ class Limits:
     max_body_bytes is read and dropped, up to max_discard_bytes of it, so that the client gets to
     read why it was refused.
     """
-
-    __slots__ = ("max_body_bytes", "max_discard_bytes", "max_head_bytes")
 
     def __init__(
         self,
@@ -370,23 +366,3 @@ class Request:
         self.credential = credential
         self.keep_alive = headers.keep_alive
         self.body_too_large = False
-
-    @property
-    def content_type(self) -> bytes | None:
-        return self.headers.content_type
-
-    @property
-    def accept(self) -> bytes | None:
-        return self.headers.accept
-
-    @property
-    def traceparent(self) -> bytes | None:
-        return self.headers.traceparent
-
-    @property
-    def reservation_id(self) -> bytes | None:
-        return self.headers.reservation_id
-
-    @property
-    def is_http10(self) -> bool:
-        return self.headers.is_http10

@@ -271,7 +271,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._is_last(request):
             self._holds |= _ANSWERED_LAST
             return with_connection(reply, b"close")
-        if request.is_http10:
+        if request.headers.is_http10:
             return with_connection(reply, b"keep-alive")
         return reply
 

@@ -1,17 +1,15 @@
-"""Responses as bytes: prebuilt heads, one join per answer; and answers that come later."""
+"""Responses as bytes: prebuilt heads, one join per answer; and answers that come later.
+
+Owns status lines, the framing headers and the cached `date`. Knows neither what a body means nor
+when a connection closes: the protocol adds `connection` to a finished response. Header names are
+lower case, as the reference writes them (spec: selection.md section 1.1). No I/O, no clock:
+whoever owns the loop calls `date_header.set` about once a second.
+"""
 
 from collections.abc import Callable
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
-
-# --------------------------------------------------------------------------------------------------
-# Responses as bytes: prebuilt heads, one join per answer.
-#
-# Owns status lines, the framing headers and the cached `date`. Knows neither what a body means nor
-# when a connection closes: the protocol adds `connection` to a finished response. Header names are
-# lower case, as the reference writes them (spec: selection.md section 1.1). No I/O, no clock:
-# whoever owns the loop calls `date_header.set` about once a second.
 
 JSON: Final = b"application/json"
 
@@ -34,8 +32,6 @@ class DateHeader:
     There is no such line until the first `set`. Changing it forgets the heads built with the old
     one.
     """
-
-    __slots__ = ("_json_heads", "_second", "line")
 
     def __init__(self, json_heads: dict[int, bytes]) -> None:
         self.line = b""

@@ -28,8 +28,6 @@ class Match(Generic[T]):
 class MethodNotAllowed:
     """The path exists, the method does not. `allow` is that header's text: b"POST,GET,HEAD"."""
 
-    __slots__ = ("allow",)
-
     def __init__(self, allow: bytes) -> None:
         self.allow = allow
 
@@ -45,8 +43,6 @@ NOT_FOUND: Final = NotFound()
 
 class _Resource(Generic[T]):
     """The routes of one path: what each method leads to, in the order declared."""
-
-    __slots__ = ("by_method", "method_not_allowed")
 
     def __init__(self) -> None:
         self.by_method: dict[bytes, Match[T]] = {}
@@ -68,8 +64,6 @@ class RouteTable(Generic[T]):
     segment and all behind it. HEAD is answered by GET. ValueError for a route declared twice, and
     for a parameter anywhere else.
     """
-
-    __slots__ = ("_literal", "_parametric", "_tails")
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}

@@ -1,4 +1,8 @@
-"""Answers that go out in pieces, as fast as their client takes them, and a connection with such."""
+"""Answers that go out in pieces, as fast as their client takes them, and a connection with such.
+
+Owns what is between the app that passes pieces on and the connection that writes them. Knows
+neither heads nor framing: what is written is the app's, to the byte.
+"""
 
 from collections.abc import Callable
 from typing import Final
@@ -6,12 +10,6 @@ from typing import Final
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import _ANSWERED_LAST, HttpProtocol
 from lean_selector.http.response import PendingReply
-
-# --------------------------------------------------------------------------------------------------
-# An answer that goes out in pieces, as they come and as fast as its client takes them.
-#
-# Owns what is between the app that passes pieces on and the connection that writes them. Knows
-# neither heads nor framing: what is written is the app's, to the byte.
 
 CLOSE_LINE: Final = b"connection: close\r\n"
 
@@ -162,7 +160,7 @@ class StreamingProtocol(HttpProtocol):
         assert request is not None
         if self._is_last(request):
             return CLOSE_LINE
-        return _KEPT_LINE if request.is_http10 else b""
+        return _KEPT_LINE if request.headers.is_http10 else b""
 
     def _finish(self, closes: bool) -> None:
         """A streamed answer is written to its end."""

@@ -1,4 +1,11 @@
-"""TLS between a connection of the loop and the protocol spoken on it. Imported where it is on."""
+"""TLS between a connection of the loop and the protocol spoken on it. Imported where it is on.
+
+The protocol sees a transport that half-closes, reads on and counts what is unwritten as a bare
+one does, which the loop's own TLS does not (D27, D46). Handshakes cost half a millisecond each,
+so that a turn of the loop does a few; whoever is in one has a place among the connections, and
+`Connections.sweep` is its clock. Knows no file and no HTTP but the one answer to who speaks no
+TLS.
+"""
 
 import asyncio
 import binascii
@@ -49,15 +56,6 @@ def text_of(error: ssl.SSLError) -> str:
     words = (error.reason or "the TLS handshake failed").lower().replace("_", " ")
     return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
 
-
-# --------------------------------------------------------------------------------------------------
-# TLS between a connection of the loop and the protocol that is spoken on it.
-#
-# The protocol sees a transport that half-closes, reads on and counts what is unwritten as a bare
-# one does, which the loop's own TLS does not (D27, D46). Handshakes cost half a millisecond each,
-# so that a turn of the loop does a few; whoever is in one has a place among the connections, and
-# `Connections.sweep` is its clock. Knows no file and no HTTP but the one answer to who speaks no
-# TLS.
 
 # OpenSSL takes 0.25 ms for one with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn stays below
 # 5 ms, and who is connected already gets a turn in between.

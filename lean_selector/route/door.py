@@ -62,7 +62,7 @@ class RouteDoor:
         if request.body_too_large:
             return refusal(413, TOO_LARGE)
         try:
-            reservation_id = _reservation_id(request.reservation_id)
+            reservation_id = _reservation_id(request.headers.reservation_id)
         except BadRequest as error:
             return error_of(error)
         pending = LaterReply()

@@ -78,8 +78,8 @@ def _write(
         for body in (request.body, answer):
             fields.update(_ids(body))
         fields.update(_told_in(head))
-    if request.traceparent is not None:
-        fields["traceparent"] = request.traceparent.decode("latin-1")[:MAX_ID_CHARACTERS]
+    if request.headers.traceparent is not None:
+        fields["traceparent"] = request.headers.traceparent.decode("latin-1")[:MAX_ID_CHARACTERS]
     _log.info("request", extra=fields)
 
 

@@ -128,7 +128,7 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
 
 
 def _check_kind(request: Request) -> None:
-    content_type = request.content_type
+    content_type = request.headers.content_type
     if content_type != JSON and not is_json(content_type):
         raise BadBody(415, NOT_JSON)
     if request.body_too_large:
@@ -150,7 +150,7 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
     """What a body of the wrong shape is told: 400 if it is broken as a whole (D8), else 422."""
-    is_binary = names_msgpack(request.content_type)
+    is_binary = names_msgpack(request.headers.content_type)
     form = "MessagePack" if is_binary else "JSON"
     fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
     if fault:

@@ -264,7 +264,7 @@ def with_param_and_optional_body(
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
         parsed = parse(param)
-        if not request.body or not is_json(request.content_type):
+        if not request.body or not is_json(request.headers.content_type):
             return sent(request, 200, handler(parsed, None))
         try:
             body = read(request)

@@ -102,7 +102,12 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
     """Fields of a JSON body that are none of these, and look like one of them that is absent."""
     body = request.body
-    if not body or not fields or len(body) > _LONGEST_BODY or not is_json(request.content_type):
+    if (
+        not body
+        or not fields
+        or len(body) > _LONGEST_BODY
+        or not is_json(request.headers.content_type)
+    ):
         return []
     try:
         given = _read_keys(body)

@@ -130,7 +130,7 @@ def test_a_connection_says_what_each_section_says_alone(kinds: int) -> None:
         alone = read_one(RequestReader(Limits()), data)
         request = read_one(reader, data)
         assert request.credential == alone.credential == (digest_of(token) if token else None)
-        assert (request.body, request.content_type) == (bytes(size), b"a/%d" % kind)
+        assert (request.body, request.headers.content_type) == (bytes(size), b"a/%d" % kind)
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -163,7 +163,10 @@ def test_where_lengths_vary_what_stands_around_them_is_known_with_its_credential
         request = read_one(reader, data)
         (alone,) = RequestReader(Limits()).feed(data)
         assert request.credential == alone.credential == credential
-        assert (request.body, request.content_type) == (alone.body, alone.content_type)
+        assert (request.body, request.headers.content_type) == (
+            alone.body,
+            alone.headers.content_type,
+        )
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,12 @@ def seen(request: Request) -> tuple[object, ...]:
         request.query,
         bytes(request.body),
         request.body_too_large,
-        request.content_type,
-        request.accept,
-        request.traceparent,
-        request.reservation_id,
+        request.headers.content_type,
+        request.headers.accept,
+        request.headers.traceparent,
+        request.headers.reservation_id,
         request.keep_alive,
-        request.is_http10,
+        request.headers.is_http10,
     )
 
 
@@ -79,7 +79,12 @@ def test_a_request_carries_what_the_app_needs() -> None:
 
 def test_absent_parts_are_none() -> None:
     (request,), _ = read(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert (request.query, request.content_type, request.accept, request.traceparent) == (None,) * 4
+    assert (
+        request.query,
+        request.headers.content_type,
+        request.headers.accept,
+        request.headers.traceparent,
+    ) == (None,) * 4
     assert request.body == b""
 
 
@@ -89,7 +94,7 @@ def test_repeated_headers_are_one_list() -> None:
             b"accept: a/b", b"Accept: c/d", b"connection: upgrade", b"connection: x", b"upgrade: y"
         )
     )
-    assert request.accept == b"a/b, c/d"
+    assert request.headers.accept == b"a/b, c/d"
     assert not request.keep_alive
 
 
@@ -135,7 +140,7 @@ def test_keep_alive(version: bytes, connection: bytes | None, keep_alive: bool) 
     lines = b"" if connection is None else b"connection: " + connection + b"\r\n"
     (request,), reader = read(b"GET / HTTP/" + version + b"\r\nhost: x\r\n" + lines + b"\r\n")
     assert request.keep_alive is keep_alive
-    assert request.is_http10 is (version == b"1.0")
+    assert request.headers.is_http10 is (version == b"1.0")
     assert reader.is_finished is not keep_alive
 
 
@@ -281,7 +286,7 @@ def test_chunked_bodies_lose_their_framing_extensions_and_trailers() -> None:
         + GET
     )
     assert bytes(request.body) == b"abc0123456789"
-    assert request.content_type is None
+    assert request.headers.content_type is None
     assert following.path == b"/health"
 
 
@@ -385,8 +390,8 @@ def test_sections_that_differ_in_their_varying_lines_share_one_judgement() -> No
             b"X-Reservation-Id: b-%d" % i,
         )
         (request,) = reader.feed(head(*lines, b"content-length: %d" % i) + b"b" * i)
-        assert (request.traceparent, len(request.body)) == (b"00-%d-2-01" % i, i)
-        assert request.reservation_id == b"b-%d" % i
+        assert (request.headers.traceparent, len(request.body)) == (b"00-%d-2-01" % i, i)
+        assert request.headers.reservation_id == b"b-%d" % i
     assert len(blocks) == 1  # what names one request is not kept
 
 
@@ -539,7 +544,7 @@ def test_a_host_in_any_form_that_a_url_may_have_is_taken(host: bytes) -> None:
 
 def test_http10_needs_no_host() -> None:
     (request,), _ = read(b"GET /a HTTP/1.0\r\n\r\n")
-    assert request.is_http10
+    assert request.headers.is_http10
 
 
 @pytest.mark.parametrize(
@@ -574,7 +579,7 @@ def test_blanks_after_a_value_do_not_count() -> None:
         b"content-type: application/json \r\ntraceparent: 00-1\t\r\n\r\n"
         b"1\r\na\r\n0\r\n\r\n"
     )
-    assert (bytes(request.body), request.content_type, request.traceparent) == (
+    assert (bytes(request.body), request.headers.content_type, request.headers.traceparent) == (
         b"a",
         b"application/json",
         b"00-1",

@@ -1,4 +1,15 @@
-"""Outlier detection: ranks that fail are ejected for a while, and tried again."""
+"""Outlier detection: ranks that fail are ejected for a while, and tried again.
+
+After so many failures in a row a rank is out, for a time that grows with each ejection. Then it
+is on probation: one failure ejects it again, a success heals it, and so does a time without
+failures as long as it was out. Polls of its worker eject it too, until one of them succeeds. Of
+the ranks no more than a share is out, but those of one worker may always be. Where all are out it
+is the caller's to try them all the same; a success of one of them then puts it back at once,
+because otherwise successes of who is out are those of requests that were given to it before.
+
+Pure: the time is an argument, monotonic seconds, and does not go backwards. Knows ranks by their
+keys and nothing of what they do.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +23,6 @@ IN_SERVICE, PROBATION, EJECTED = "in_service", "probation", "ejected"
 
 class RankHealth:
     """Of one rank. Read it anywhere; only Ejections changes it. Times are monotonic seconds."""
-
-    __slots__ = (
-        "ejections",
-        "failed_polls",
-        "failures",
-        "healed_at",
-        "is_down",
-        "is_out",
-        "on_probation",
-        "probation_ends_at",
-        "reason",
-        "returns_at",
-        "since",
-        "was_refused",
-    )
 
     def __init__(self) -> None:
         self.failures = 0  # reported in a row
@@ -49,19 +45,6 @@ class RankHealth:
         return PROBATION if self.on_probation else IN_SERVICE
 
 
-# --------------------------------------------------------------------------------------------------
-# Ranks that fail are ejected for a while, and tried again.
-#
-# After so many failures in a row a rank is out, for a time that grows with each ejection. Then it
-# is on probation: one failure ejects it again, a success heals it, and so does a time without
-# failures as long as it was out. Polls of its worker eject it too, until one of them succeeds. Of
-# the ranks no more than a share is out, but those of one worker may always be. Where all are out it
-# is the caller's to try them all the same; a success of one of them then puts it back at once,
-# because otherwise successes of who is out are those of requests that were given to it before.
-#
-# Pure: the time is an argument, monotonic seconds, and does not go backwards. Knows ranks by their
-# keys and nothing of what they do.
-
 OK: Final = "ok"
 FAILED: Final = "failed"
 REFUSED: Final = "refused"
@@ -71,8 +54,6 @@ _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 class Ejections:
     """The ranks of one partition. Every method returns whether `out` may have changed."""
-
-    __slots__ = ("_looks_at", "_settings", "ejected", "out", "ranks", "spared")
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings

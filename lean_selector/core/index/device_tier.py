@@ -1,4 +1,9 @@
-"""The device tier: the ranks, their blocks in the trie of prompts, and what each calls them."""
+"""The device tier: the ranks, their blocks in the trie of prompts, and what each calls them.
+
+Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
+them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds
+or events. Spec: indexer.md sections 3.1, 3.2 and 7.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -222,13 +227,6 @@ def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> 
     end = start + (blocks << 3)
     return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
 
-
-# --------------------------------------------------------------------------------------------------
-# The device tier: what each rank holds of the trie of prompts, exact to the block.
-#
-# Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
-# them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds
-# or events. Spec: indexer.md sections 3.1, 3.2 and 7.
 
 # A run grows at its end only if few others hold it: each of them becomes a partial holder, which
 # costs every match of that run a step. With more, the new blocks make a run of their own, which

@@ -1,4 +1,15 @@
-"""Names that an engine gives to the blocks of one rank: engine hash -> place, and back."""
+"""Names that an engine gives to the blocks of one rank: engine hash -> place, and back.
+
+A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place
+order (one row of bytes per strand, 0 where nothing is held), and what is rare: second names, and
+names of several blocks. How a name leads to its place is known to the two classes that complete
+this one: `HashesInDicts`, which is quick as plain Python, and `HashesPacked`, which
+takes a fifth of the memory and is quick when compiled. Knows nothing of tokens, tiers or other
+ranks. Spec: indexer.md sections 3.2 and 7.4.
+
+A hash that stands for two blocks names the newer one, and the older one again after that is
+removed; such hashes have lists of places.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -8,19 +19,6 @@ from typing import Final, cast
 from lean_selector.core.hashing import u64s
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, common_prefix
 from lean_selector.core.index.sweeping import emptied
-
-# --------------------------------------------------------------------------------------------------
-# The engine's names of the blocks that one rank holds: engine hash -> place, and back.
-#
-# A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place
-# order (one row of bytes per strand, 0 where nothing is held), and what is rare: second names, and
-# names of several blocks. How a name leads to its place is known to the two classes that complete
-# this one: `hashes_in_dicts.py`, which is quick as plain Python, and `hashes_packed.py`, which
-# takes a fifth of the memory and is quick when compiled. Knows nothing of tokens, tiers or other
-# ranks. Spec: indexer.md sections 3.2 and 7.4.
-#
-# A hash that stands for two blocks names the newer one, and the older one again after that is
-# removed; such hashes have lists of places.
 
 NOWHERE: Final = -1
 NO_NAME: Final = bytes(8)

@@ -1,4 +1,18 @@
-"""Which rank holds which block on which tier, for one partition (model_name, tenant_id)."""
+"""Which rank holds which block on which tier, for one partition (model_name, tenant_id).
+
+Applies KV events, matches prompts, dumps itself. Composes the device tier, where all ranks share
+a trie, and the lower tiers, which each rank has for itself; bounds both. Knows no sockets, no
+tokens and no registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7;
+D16.
+
+Rules where the spec leaves a choice:
+- A block has the first hash that its rank stored it under, and the newest other one as a second
+  name. Removing it by either removes the block.
+- A hash stored again with other tokens names the newer block. The older one stays held; the hash
+  names it again when the newer is removed. Bounds, clear and drop free it like any other.
+- A removed block leaves those behind it known but out of reach: they count again when it comes
+  back.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -70,22 +84,6 @@ def engine_hashes() -> EngineHashes:
 
     return HashesPacked()  # pragma: no cover: in the compiled form, whose coverage nobody counts
 
-
-# --------------------------------------------------------------------------------------------------
-# Which rank holds which block on which tier, for one partition (model_name, tenant_id).
-#
-# Applies KV events, matches prompts, dumps itself. Composes the device tier, where all ranks share
-# a trie, and the lower tiers, which each rank has for itself; bounds both. Knows no sockets, no
-# tokens and no registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7;
-# D16.
-#
-# Rules where the spec leaves a choice:
-# - A block has the first hash that its rank stored it under, and the newest other one as a second
-#   name. Removing it by either removes the block.
-# - A hash stored again with other tokens names the newer block. The older one stays held; the hash
-#   names it again when the newer is removed. Bounds, clear and drop free it like any other.
-# - A removed block leaves those behind it known but out of reach: they count again when it comes
-#   back.
 
 # Of giving back, and one for 32 blocks: more than the event leaves behind when it is dropped.
 _STEPS_PER_EVENT = 2

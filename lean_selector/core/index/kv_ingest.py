@@ -45,8 +45,6 @@ MAX_SALTED_BLOCKS = 1 << 20  # per rank and tier; 16 M tokens of 16-token blocks
 class EventCounts:
     """How many events came to what; only ever grows."""
 
-    __slots__ = ("blocks_removed", "blocks_stored", "cleared", "removed", "skipped", "stored")
-
     def __init__(self) -> None:
         self.stored = 0
         self.removed = 0

@@ -94,8 +94,7 @@ class Continuations:
 #
 # Engines that hash alike call the same blocks the same. Their edges are one here, with the set of
 # the ranks that have it, and as long as they have the same a match takes them along together. What
-# a rank has is told by its own tier alone (`lower_tiers.py`); this is how to find it. Spec:
-# indexer.md section 3.5.
+# a rank has is told by its own `LowerTier` alone. Spec: indexer.md section 3.5.
 
 
 class Edges:
@@ -230,8 +229,7 @@ class Edges:
 #
 # A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child; the
 # parent may live on another tier or nowhere yet. All ranks have theirs in one place
-# (`lower_edges.py`), where a match looks for them. Knows nothing of the device tier's trie. Spec:
-# indexer.md sections 3.3 and 3.5.
+# (`Edges`), where a match looks for them. Spec: indexer.md sections 3.3 and 3.5.
 
 ROOT = b""  # the parent of a prompt's first block
 _BLOCKS_PER_STEP = 64  # some 50 us

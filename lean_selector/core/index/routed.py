@@ -41,8 +41,6 @@ class RankPrompts:
 class RoutedPrompts:
     """Of one partition. `index` shows what is believed; nobody else changes it."""
 
-    __slots__ = ("_bounds", "_is_expiring", "_no_weights", "_ranks", "_ttl_s", "index")
-
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index
         self._ttl_s = ttl_s

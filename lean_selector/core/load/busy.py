@@ -85,19 +85,6 @@ _FEW_FALLS = 64
 class Headroom:
     """Of one partition that has a queue."""
 
-    __slots__ = (
-        "_falling",
-        "_falls",
-        "_limits",
-        "_serial",
-        "_threshold",
-        "avoided",
-        "below",
-        "came_free",
-        "idle",
-        "now",
-    )
-
     def __init__(self, threshold: float) -> None:
         """`threshold` is a fraction of what a worker batches at once; infinity never queues."""
         self._threshold = threshold

@@ -10,8 +10,7 @@ from lean_selector.core.rank_bits import RankKey
 #
 # A rank's decode load is its number of distinct blocks, where some count as a fraction. The
 # reference adds the fractions one block after another in f64, and the rounding errors decide ties:
-# 10 blocks at 0.85 print as 8. This module gives that result without the walk over the blocks.
-# Knows nothing of prompts.
+# 10 blocks at 0.85 print as 8. Here is that result without the walk over the blocks.
 
 
 class BlockWeights:
@@ -177,20 +176,6 @@ class PrefillDecay:
 
 class RankCounts:
     """Of one rank, since it was registered."""
-
-    __slots__ = (
-        "cached_tokens",
-        "compared_overlap_tokens",
-        "compared_tokens",
-        "failed",
-        "ok",
-        "overlap_tokens",
-        "prompt_tokens",
-        "refused",
-        "selections",
-        "ttft_count",
-        "ttft_s",
-    )
 
     def __init__(self) -> None:
         self.selections = 0  # requests that were given it

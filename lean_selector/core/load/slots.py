@@ -35,26 +35,6 @@ class Slots:
     hold.
     """
 
-    __slots__ = (
-        "_backdated",
-        "_copies_by_touch",
-        "_local_by_touch",
-        "_trie",
-        "bits",
-        "booked",
-        "copied",
-        "decaying_ranks",
-        "dropped",
-        "expired",
-        "freed",
-        "heard_at",
-        "on_ended",
-        "on_load_change",
-        "ranks",
-        "reservations",
-        "revision",
-    )
-
     def __init__(
         self,
         on_load_change: Callable[[RankLoad], None] | None = None,

@@ -93,8 +93,6 @@ class Ledger:
     if it was admitted here, for whoever admitted a copy sees to that one.
     """
 
-    __slots__ = ("_events", "_republish_after_s", "block_size", "model_name", "slots", "tenant_id")
-
     def __init__(
         self, model_name: str, tenant_id: str, block_size: int, slots: Slots, shared: Ledgers
     ) -> None:

@@ -32,8 +32,6 @@ class _Entry:
 class SelectionCache:
     """Of all partitions of one process."""
 
-    __slots__ = ("_entries", "_settings", "evicted", "expired", "size_bytes", "stored", "used")
-
     def __init__(self, settings: SelectionCacheSettings) -> None:
         self._settings = settings
         self._entries: OrderedDict[tuple[PartitionKey, str], _Entry] = OrderedDict()  # oldest first
@@ -111,8 +109,6 @@ def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -
 
 class Bookings:
     """Of all partitions of one process."""
-
-    __slots__ = ("_booked", "_dialect", "_partitions", "claimed")
 
     def __init__(
         self, partitions: Mapping[PartitionKey, Partition], dialect: Dialect = API_1_3

@@ -1,4 +1,11 @@
-"""The worker catalog: who is registered, in which partition, and whether it may be scheduled."""
+"""The worker catalog: who is registered, in which partition, and whether it may be scheduled.
+
+A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
+is `schedulable` when nothing in its record is missing and it agrees with its partition; a change
+that breaks that makes it `incomplete`, with its reasons, and is not an error of the request (spec
+selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the sources a worker's
+events come from are handed to an injected `SourceSink`.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -207,15 +214,6 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
         return None
 
 
-# --------------------------------------------------------------------------------------------------
-# The worker catalog: who is registered, in which partition, and whether it may be scheduled.
-#
-# A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
-# is `schedulable` when nothing in its record is missing and it agrees with its partition; a change
-# that breaks that makes it `incomplete`, with its reasons, and is not an error of the request (spec
-# selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the sources a worker's
-# events come from are handed to an injected `SourceSink`.
-
 MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
 
 # Of a record, beside the maps from ranks: what is left out where it is absent.
@@ -236,8 +234,6 @@ class SourceSink(Protocol):
 
 class Worker:
     """A registered worker. `reasons` is empty exactly when it is schedulable."""
-
-    __slots__ = ("lifecycle", "reasons", "sources", "spec")
 
     def __init__(self, spec: WorkerSpec, reasons: list[str], sources: dict[int, Source]) -> None:
         self.spec = spec
@@ -489,8 +485,6 @@ _NAMED: Final = 4  # tenants of a model, which may have thousands
 
 class Refusals:
     """Of one selector. A model is known once it had a worker."""
-
-    __slots__ = ("_catalog", "_dialect", "known", "misplaced", "unknown", "unnamed")
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog

@@ -16,7 +16,7 @@ max(0, active_blocks + new_blocks - credit).
 Wh is 0.75, Wd 0.25 and Wr 0 where nothing else is said. All in f64. The lowest cost wins, equal
 ones are drawn uniformly over ranks; with a temperature the draw is a softmax over the costs scaled
 to 0..1. Each line stands once, for the choice and for its explanation: the last one in
-`cells.Pricing`, the others here.
+`choice.Pricing`, the others here.
 """
 
 import math

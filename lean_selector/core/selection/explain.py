@@ -1,4 +1,7 @@
-"""What a placement says beside the choice, for a request that asks: why, its load, and hints."""
+"""What a placement says beside the choice, for a request that asks: why, its load, and hints.
+
+Never part of the choice itself. Spec selection_16.md 4 and 8.
+"""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -141,13 +144,6 @@ def _why_not(
     if load.mask & partition.busy or partition.room is None:
         return "busy"
     return "queue" if not partition.room.below & load.mask else "busy"
-
-
-# --------------------------------------------------------------------------------------------------
-# What a placement says beside the choice, for a request that asks: its figures, the rank's load
-# before the booking, and who else could give the prompt's blocks.
-#
-# Never part of the choice itself. Spec selection_16.md 4 and 8.
 
 
 def with_more(

@@ -1,4 +1,9 @@
-"""One partition, the pair (model_name, tenant_id): index, slots, schedulable workers and queue."""
+"""One partition, the pair (model_name, tenant_id): index, slots, schedulable workers and queue.
+
+Nothing is shared between partitions. The first complete worker fixes `block_size` and `is_eagle`
+(spec selection.md section 0); before that a partition may exist only because recovered blocks
+wait in its index (`established` is False), and then it schedules nothing.
+"""
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,21 +38,6 @@ STATE_AGENT = "state_agent_v2"
 
 class SchedulableWorker:
     """What the scheduler needs of a worker, and nothing more."""
-
-    __slots__ = (
-        "endpoint",
-        "hint_sources",
-        "hint_type",
-        "loads",
-        "mask",
-        "max_num_batched_tokens",
-        "no_overlap",
-        "rank_name",
-        "ranks",
-        "taints",
-        "total_kv_blocks",
-        "worker_id",
-    )
 
     def __init__(self, spec: WorkerSpec, loads: list[RankLoad]) -> None:
         self.worker_id = spec.worker_id
@@ -155,19 +145,6 @@ class Line:
 class ParkedQueue:
     """The parked requests of one partition."""
 
-    __slots__ = (
-        "_lines",
-        "_policy",
-        "_serial",
-        "_size",
-        "_workers",
-        "admitted",
-        "hopeless",
-        "is_moving",
-        "isl_tokens",
-        "waited_s",
-    )
-
     def __init__(
         self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
     ) -> None:
@@ -262,13 +239,6 @@ class ParkedQueue:
                 self.hopeless.add(line)
 
 
-# --------------------------------------------------------------------------------------------------
-# One partition, the pair (model_name, tenant_id): its index, its slots, its schedulable workers.
-#
-# Nothing is shared between partitions. The first complete worker fixes `block_size` and `is_eagle`
-# (spec selection.md section 0); before that a partition may exist only because recovered blocks
-# wait in its index (`established` is False), and then it schedules nothing.
-
 # A set of allowed workers is looked up whole if it is not this small; as many sets are kept, none
 # of more workers than can have ranks, which is 6 MB of ids at most.
 _FEW_WORKERS = 8
@@ -283,37 +253,6 @@ class Partition:
     `busy` those above the threshold by what is booked on them; `tainted` the ranks of the workers
     with a taint. `room` is there if requests may have to wait.
     """
-
-    __slots__ = (
-        "_allowed",
-        "_gone",
-        "_limits",
-        "block_size",
-        "busy",
-        "candidates",
-        "established",
-        "everyone",
-        "health",
-        "index",
-        "is_eagle",
-        "ledger",
-        "members",
-        "model_name",
-        "order",
-        "parked",
-        "predicted",
-        "room",
-        "routed",
-        "sessions",
-        "shed_bookings",
-        "shed_selects",
-        "slots",
-        "tainted",
-        "tenant_id",
-        "threshold",
-        "watermarks",
-        "workers",
-    )
 
     def __init__(
         self,

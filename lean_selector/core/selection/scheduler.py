@@ -1,4 +1,9 @@
-"""Which rank: who is eligible, where a request would rather go, and what the answer says of it."""
+"""Which rank: who is eligible, where a request would rather go, and what the answer says of it.
+
+Who is eligible is a set of ranks, put together of the sets that the partition keeps. The choice
+among them is made by `choice`. Pure: the random source and the time are arguments.
+Spec selection.md 3.1, 3.3 and 4.
+"""
 
 import random
 
@@ -23,13 +28,6 @@ from lean_selector.core.selection.shapes import (
     SelectionRequest,
     SessionExplanation,
 )
-
-# --------------------------------------------------------------------------------------------------
-# Which rank: who is eligible, which of them is taken, and what the answer says of it.
-#
-# Who is eligible is a set of ranks, put together of the sets that the partition keeps. The choice
-# among them is made of `cells` by `choice`. Pure: the random source and the time are arguments.
-# Spec selection.md 3.1, 3.3 and 4.
 
 NO_ENDPOINTS = "no endpoints available to route work"
 

@@ -1,4 +1,10 @@
-"""The selector: one process's catalog, partitions, reservations and queues, and their changes."""
+"""The selector: one process's catalog, partitions, reservations and queues, and their changes.
+
+Everything here completes before it returns, so choosing a rank and booking it is one step that
+nothing can come between. A request that must wait is parked and answered through its callback by
+whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
+`events`. Time is an argument: monotonic seconds.
+"""
 
 import heapq
 import random
@@ -223,14 +229,6 @@ class WorkerHealth:
             return partition, [(worker_id, dp_rank)]
         return partition, [load.key for load in known.loads]
 
-
-# --------------------------------------------------------------------------------------------------
-# The selector: one process's catalog, partitions, reservations and queues, and their changes.
-#
-# Everything here completes before it returns, so choosing a rank and booking it is one step that
-# nothing can come between. A request that must wait is parked and answered through its callback by
-# whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
-# `events`. Time is an argument: monotonic seconds.
 
 # A request that nobody can serve is parked like others while others are, and a worker for it may
 # register meanwhile: without any event it is answered this late. The reference does so every 60 s.

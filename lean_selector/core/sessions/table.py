@@ -43,8 +43,6 @@ def check_session_id(session_id: str) -> None:
 class SessionCounts:
     """What ever became of the bookings of sessions, and of bindings."""
 
-    __slots__ = ("bound", "expired", "followed", "moved", "refused", "unbound")
-
     def __init__(self) -> None:
         self.followed = 0  # bookings on the rank that the session was bound to
         self.bound = 0  # of sessions that were not bound
@@ -56,8 +54,6 @@ class SessionCounts:
 
 class SessionTables:
     """What the tables of one process share: the settings, and whom they tell."""
-
-    __slots__ = ("first_sequence", "settings", "tell", "writer_id")
 
     def __init__(
         self,
@@ -79,21 +75,6 @@ class SessionTables:
 
 class SessionTable:
     """Of one (model_name, tenant_id). A method that raises has changed nothing but what it says."""
-
-    __slots__ = (
-        "_bindings",
-        "_held",
-        "_idle",
-        "_leases",
-        "_model_name",
-        "_next_sequence",
-        "_shared",
-        "_tenant_id",
-        "bonus_blocks",
-        "counts",
-        "is_soft",
-        "ttl_s",
-    )
 
     def __init__(self, model_name: str, tenant_id: str, shared: SessionTables) -> None:
         self._model_name = model_name
