@@ -164,11 +164,11 @@ class StateDirectory:
         self._fd: int | None = None
         self._token = b""  # what we wrote into the lock file when we last took it
         self._is_missing = False  # it could not be made
-        self._is_wanted = False  # nobody is to take it for us after we let go
+        self._is_wanted = False  # it is not to be taken again after we let go
         self._taking = threading.Lock()
         self.generation = 0  # another one: what was written before may not be here
 
-    # -- who writes here -------------------------------------------------------------------------
+    # -- the lock --------------------------------------------------------------------------------
 
     def create(self) -> None:
         """Makes the directory where there is none. Raises OSError; a `write` tries again then."""
@@ -206,7 +206,7 @@ class StateDirectory:
             self._fd = None
 
     def take_again(self) -> bool:
-        """Takes it once more if nobody has held it since we let go; else leaves all as it is."""
+        """Takes it once more if no other has held it since we let go; else leaves all as it is."""
         if self._fd is not None or not self._token:
             return self._fd is not None
         try:
@@ -246,13 +246,13 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
-        """Nobody else takes it meanwhile. Raises OSError."""
+        """No other process takes it meanwhile. Raises OSError."""
         with self._taking:
             try:
                 self._hold()
                 yield
             finally:
-                if not self._is_wanted:  # whoever let go of it meanwhile could not wait
+                if not self._is_wanted:  # it was let go of meanwhile, without waiting
                     self._close()
 
     def _hold(self) -> None:
@@ -332,8 +332,8 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Open for writing, and nobody else's: whoever held the directory before may not have ended
-    what it wrote under that name."""
+    """Open for writing, and ours alone: the process that held the directory before may still write
+    under that name."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -364,7 +364,7 @@ T = TypeVar("T")
 
 
 class _Dropped(Exception):
-    """Whoever made the parts gave up."""
+    """No more parts will come."""
 
 
 class _Job:
@@ -465,7 +465,7 @@ class FileWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 self._work(job)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: nothing waits any more
                 return
 
     def _work(self, job: _Job) -> None:

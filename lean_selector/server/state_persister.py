@@ -29,7 +29,7 @@ Revision = list[tuple[Slots, int]]
 
 
 class LiveBookings:
-    """Of all partitions that `targets` gives."""
+    """Live reservations of all partitions that `targets` gives."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ STEPS: Final = 32  # reservations between looks at the clock: 50 us
 # one comes later.
 SHARE: Final = 0.03
 RETRY_S: Final = 1.0  # after a failure
-# A disk that has not answered for so long has failed, as far as anybody who waits is concerned.
+# A disk that has not answered for so long has failed, for calls that wait.
 HANGS_AFTER_S: Final = 5.0
 # At the end of the process the disk has so long for each slice: it must end, and what is lost
 # expires.
@@ -136,7 +136,7 @@ class Persister:
         return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
 
     def age_s(self) -> float:
-        """Of what lives: what a crash now would lose. 0 while nothing has changed."""
+        """The age of what is on disk: what a crash now would lose. 0 while nothing has changed."""
         if self._bookings.revision() == self._saved_revision:
             return 0.0
         return time.monotonic() - self._saved_at
@@ -273,7 +273,7 @@ class Persister:
 
     def look(self, now: float) -> None:
         """About every second: what changed without a call that was noted, as by a discovery. And a
-        disk may hang: nobody waits for it longer than HANGS_AFTER_S."""
+        disk may hang: no call waits for it longer than HANGS_AFTER_S."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -325,7 +325,7 @@ class Persister:
             self._limit = None
 
     async def _take_again(self) -> bool:
-        """The directory is ours once more. Not where the disk hangs, nor somebody has held it."""
+        """The directory is ours once more. Not where the disk hangs, nor another has held it."""
         file = self._files[CATALOG]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):

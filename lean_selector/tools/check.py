@@ -53,7 +53,7 @@ MOST_AT_ONCE: Final = 16  # engines that are asked
 
 
 class Examination:
-    """Of one selector. `patience_s`: for each answer, and for events after a completion."""
+    """A check of one selector. `patience_s`: for each answer, and for events after a completion."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ def _seconds(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 without errors (warnings are none), 1 with errors, 2 when there is nobody to ask."""
+    """0 without errors (warnings are none), 1 with errors, 2 when no selector answers."""
     parser = argparse.ArgumentParser(
         prog="lean-selector check",
         description="Ask a running selector and its engines, and tell what mends what is wrong.",

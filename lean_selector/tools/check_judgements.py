@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class WorkerRecord(msgspec.Struct):
-    """Of GET /workers?detail=true; of the reference's, what it has of these."""
+    """A row of GET /workers?detail=true; the reference has some of these fields."""
 
     worker_id: int
     model_name: str
@@ -54,7 +54,7 @@ class WorkerRecord(msgspec.Struct):
 
 
 class Readiness(msgspec.Struct):
-    """Of GET /ready, whose status says whether it is."""
+    """The body of GET /ready, beside its status."""
 
     recovering: bool = False
     state_fault: str | None = None  # why the state directory cannot be written
@@ -167,7 +167,7 @@ _NAMED: Final = 4  # of those that share one
 
 
 class _Use(msgspec.Struct):
-    """Of an endpoint, in a field of a rank. `publisher`: what alone may publish there."""
+    """An endpoint in a field of a rank. `publisher`: the engine and rank that may publish there."""
 
     subject: str
     field: str

@@ -47,7 +47,7 @@ _NOT_SERVED: Final = (404, 405)
 
 
 class NotASelector(Exception):
-    """Who answers there is no selection service, or nobody answers; the message says which."""
+    """Nothing answers there, or no selection service; the message says which."""
 
 
 class Selector:
@@ -104,7 +104,7 @@ class Selector:
     async def cached_blocks(
         self, worker: WorkerRecord, token_ids: list[int]
     ) -> dict[tuple[int, int], int]:
-        """Of this prompt, by (worker_id, dp_rank), as the selector's index has it.
+        """Cached blocks of this prompt by (worker_id, dp_rank), as the selector's index has it.
 
         Raises OutboundFailed, and DecodeError of msgspec.
         """
@@ -278,7 +278,7 @@ _SAID_CHARACTERS: Final = 200
 
 
 class Probe:
-    """Of all engines whose blocks have `block_size` tokens."""
+    """A probe of all engines whose blocks have `block_size` tokens."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from lean_selector.workers.particulars import Particulars
 
 
 class Model(msgspec.Struct):
-    """Of /v1/models. An adapter (LoRA) has the model that it adapts as its parent."""
+    """A row of /v1/models. An adapter (LoRA) has the model that it adapts as its parent."""
 
     id: str
     owned_by: str | None = None
@@ -40,7 +40,7 @@ class EventSource(msgspec.Struct):
 
 
 class EventSources(msgspec.Struct):
-    """The same in an object, as an earlier form of it had them."""
+    """An earlier form of /kv_event_sources: the list in an object."""
 
     sources: list[EventSource] = []
 
@@ -94,7 +94,7 @@ _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """Of /v1/models: the first model that is no adapter, and by its own word whose it is."""
+    """From /v1/models: the first model that is no adapter, and its owner."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -126,7 +126,7 @@ def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
 
 
 def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
-    """Of /kv_event_sources: where each rank tells its events, and answers for what is missed."""
+    """From /kv_event_sources: where each rank tells its events, and answers for what is missed."""
     sources = list(_vllm_sources(body))
     if not sources:
         return
@@ -168,7 +168,7 @@ def _line(body: bytes, at: int) -> bytes:
 
 
 def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
-    """Of /server_info."""
+    """From /server_info."""
     info = msgspec.json.decode(body, type=ServerInfo)
     into.block_size = info.page_size
     into.max_num_batched_tokens = info.max_prefill_tokens

@@ -314,7 +314,7 @@ class SrvRecords:
     async def ask(self, name: str) -> list[tuple[str, int]]:
         """Target and port of each record. Raises OSError.
 
-        Priorities and weights are for those who send requests; here all are candidates.
+        Priorities and weights are for clients that send requests; here all are candidates.
         """
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[list[tuple[str, int]] | OSError] = loop.create_future()
@@ -346,7 +346,7 @@ class SrvRecords:
         return [
             (record.target.to_text(omit_final_dot=True).lower(), record.port)
             for record in answer
-            if record.target.to_text() != "."  # decidedly nobody (RFC 2782)
+            if record.target.to_text() != "."  # RFC 2782: the service is decidedly not there
         ]
 
 

@@ -140,8 +140,8 @@ LIST_TIMEOUT_S: Final = 30.0
 PAGE: Final = 500  # slices; each has up to a hundred endpoints, or a thousand if so configured
 MOST_LIST_BYTES: Final = 64 << 20
 MOST_SLICES: Final = 10_000
-# The server is asked to end a watch after this time. Bookmarks come every minute; who is silent for
-# longer than all of it is gone, whatever the connection says.
+# The server is asked to end a watch after this time. Bookmarks come every minute; a server
+# that is silent for longer than all of it is gone, whatever the connection says.
 WATCH_S: Final = 240
 SILENCE_S: Final = 300.0
 AGAIN_FIRST_S: Final = 0.2

@@ -50,7 +50,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
-    """Where somebody listens."""
+    """Where a worker or a peer listens."""
 
     host: str  # a name or an address, without brackets
     port: int
@@ -79,7 +79,7 @@ _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """The same for every spelling of one endpoint, also without a scheme: `http://host:port`, and a
+    """One key for all spellings of an endpoint, also without a scheme: `http://host:port`, and a
     path if it has one, without the /v1 at its end.
 
     Whatever is no URL stands for itself.
@@ -100,7 +100,7 @@ def worker_id_of(key: str) -> int:
 
 
 def defaults_of(text: str) -> Particulars:
-    """Of a JSON object. Raises ValueError, saying what was wrong."""
+    """Read from a JSON object. Raises ValueError, saying what was wrong."""
     defaults = msgspec.json.decode(text, type=Particulars)
     for name in ("worker_id", "endpoint"):
         if getattr(defaults, name) is not None:

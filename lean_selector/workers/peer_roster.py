@@ -105,7 +105,7 @@ class PeerRoster:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Lets go whose time is over, and sees what was done over HTTP. About every second."""
+        """Lets go of peers whose time is over, and sees what HTTP did. About every second."""
         peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:

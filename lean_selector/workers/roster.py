@@ -143,7 +143,7 @@ class Roster:
         known.error = reason
 
     def look(self, now: float) -> None:
-        """Lets go whose time is over, and sees what was done over HTTP. About every second."""
+        """Lets go of workers whose time is over, and sees what HTTP did. About every second."""
         self._compare()
         for known in [each for each in self._known.values() if each.leaves_at is not None]:
             if known.leaves_at is not None and known.leaves_at <= now:
@@ -152,7 +152,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Whose workers are whose at this moment, for `take_back` after a restart."""
+        """Which discoveries name which workers at this moment, for `take_back` after a restart."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -175,7 +175,7 @@ class Roster:
         for discovery in kept.discoveries:
             self._found.setdefault(discovery, {})[kept.key] = entry
 
-    # -- who is named --------------------------------------------------------------------------
+    # -- what is named -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
         """A discovery names it, or does so no more. The first that does has the word."""
@@ -251,7 +251,7 @@ class Roster:
             known.state = State.REFUSED
 
     def _is_taken(self, known: KnownWorker) -> bool:
-        """Somebody else has its id or its endpoint."""
+        """Another worker has its id or its endpoint."""
         holder = self.catalog.workers.get(known.worker_id)
         if holder is not None and holder.spec is not known.spec:
             ours = [each for each in self._known.values() if each.spec is holder.spec]
@@ -280,7 +280,7 @@ class Roster:
         log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
 
     def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
-        """Whoever registers over HTTP reads them in the answer: here is the log, once."""
+        """A client that registers over HTTP reads them in the answer: here they are logged."""
         if warnings and warnings != known.warnings:
             text = "; ".join(warnings)
             log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
@@ -374,7 +374,7 @@ class Asking:
     async def _run(self, known: KnownWorker) -> None:
         pause_s = self.again_first_s
         while True:
-            if known.state in (State.BY_HTTP, State.REMOVED):  # whoever registers it knows it
+            if known.state in (State.BY_HTTP, State.REMOVED):  # known without asking
                 await asyncio.sleep(self.refresh_s)
                 continue
             try:

@@ -48,7 +48,7 @@ def target_of(text: str) -> Target:
 
 
 def peer_target_of(text: str) -> Target:
-    """Of those that find peers. Raises ValueError."""
+    """A target that finds peers. Raises ValueError."""
     target = target_of(text)
     if target.kind not in ("dns", "kubernetes") or target.is_secure:
         raise ValueError(
