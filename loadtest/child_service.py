@@ -22,8 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from lean_selector.tools.http_client import ServiceError
-from lean_selector.tools.service_process import HOST, check_port
+from lean_selector.tools.service_process import HOST, ServiceError, check_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER_TIMEOUT_S = 60.0

@@ -33,8 +33,9 @@ from lean_selector.tools.engines import (
     hit_rate,
     make_request,
 )
-from lean_selector.tools.http_client import HttpClient, ServiceError
 from lean_selector.tools.service_process import (
+    HttpClient,
+    ServiceError,
     ServiceProcess,
     answering_service,
     check_port,

@@ -35,9 +35,10 @@ from lean_selector.tools.engines import (
     hit_rate,
     imbalance,
 )
-from lean_selector.tools.http_client import HttpClient, ServiceError
 from lean_selector.tools.service_process import (
     HOST,
+    HttpClient,
+    ServiceError,
     answering_service,
     check_port,
 )

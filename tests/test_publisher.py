@@ -20,9 +20,9 @@ from lean_selector.publisher import (
     rank_endpoint,
     signed_hashes,
 )
-from lean_selector.tools.http_client import HttpClient
 from lean_selector.tools.service_process import (
     HOST,
+    HttpClient,
     check_port,
     running_service,
     service_command,

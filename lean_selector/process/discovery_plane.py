@@ -18,10 +18,9 @@ from lean_selector.service.header_warnings import Sources, registration_warnings
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.finders import AskService
-from lean_selector.workers.particulars import defaults_of
+from lean_selector.workers.particulars import Target, defaults_of, peer_target_of, target_of
 from lean_selector.workers.peer_roster import PeerRoster
 from lean_selector.workers.roster import Asking, Roster
-from lean_selector.workers.targets import Target, peer_target_of, target_of
 
 
 class Registry(Protocol):

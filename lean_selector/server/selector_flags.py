@@ -40,7 +40,7 @@ _MEGABYTE = 1 << 20
 
 def where(value: str) -> str:
     """A place where workers are found, as it is given."""
-    lazy("lean_selector.workers.targets", "target_of")(value)
+    lazy("lean_selector.workers.particulars", "target_of")(value)
     return value
 
 

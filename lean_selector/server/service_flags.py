@@ -75,7 +75,7 @@ def lazy(module: str, name: str) -> Callable[..., Any]:
 
 def where(value: str) -> str:
     """A place where replicas are found, as it is given."""
-    lazy("lean_selector.workers.targets", "peer_target_of")(value)
+    lazy("lean_selector.workers.particulars", "peer_target_of")(value)
     return value
 
 

@@ -17,8 +17,12 @@ import msgspec
 import uvloop
 
 from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, hit_rate
-from lean_selector.tools.http_client import ServiceError
-from lean_selector.tools.service_process import ServiceProcess, answering_service, check_port
+from lean_selector.tools.service_process import (
+    ServiceError,
+    ServiceProcess,
+    answering_service,
+    check_port,
+)
 from lean_selector.tools.traffic import (
     BLOCK_SIZE,
     Player,

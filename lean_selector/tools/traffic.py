@@ -22,7 +22,7 @@ from lean_selector.tools.engines import (
     imbalance,
     make_request,
 )
-from lean_selector.tools.http_client import HttpClient, ServiceError
+from lean_selector.tools.service_process import HttpClient, ServiceError
 
 # -- made-up multi-turn conversations --------------------------------------------------------------
 # A turn's prompt is the whole conversation so far: the engine that had the turn before computed its

@@ -23,10 +23,9 @@ from lean_selector.workers.finders import (
     Sighting,
 )
 from lean_selector.workers.kubernetes import KubernetesFinder
-from lean_selector.workers.particulars import Found, Particulars, Place, endpoint_key
+from lean_selector.workers.particulars import Found, Particulars, Place, Target, endpoint_key
 from lean_selector.workers.peer_roster import PeerRoster
 from lean_selector.workers.roster import Asking, Roster, by_state
-from lean_selector.workers.targets import Target
 
 Run = Callable[[], Coroutine[object, object, None]]
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.tools.http_client import HttpClient, ServiceError
 from lean_selector.tools.service_process import (
     HOST,
+    HttpClient,
+    ServiceError,
     check_port,
     running_service,
     service_command,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.selection.shapes import RankLoadRow
-from lean_selector.tools.http_client import ServiceError
+from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.traffic import PartitionLoad
 from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Options, Truth, main, runs, spread
 from tests.running_service import wait_until

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools import service_process
-from lean_selector.tools.http_client import HttpClient, ServiceError
-from lean_selector.tools.service_process import check_port, running_service, wait_until_healthy
+from lean_selector.tools.service_process import (
+    HttpClient,
+    ServiceError,
+    check_port,
+    running_service,
+    wait_until_healthy,
+)
 from tests.running_service import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -6,8 +6,8 @@ import socket
 
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.finders import SocketAddress
+from lean_selector.workers.particulars import peer_target_of
 from lean_selector.workers.peer_roster import PeerRoster
-from lean_selector.workers.targets import peer_target_of
 from tests.on_loop import on_loop, until
 
 

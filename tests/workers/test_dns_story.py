@@ -23,8 +23,7 @@ from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.finders import SocketAddress, SrvRecords
-from lean_selector.workers.particulars import worker_id_of
-from lean_selector.workers.targets import target_of
+from lean_selector.workers.particulars import target_of, worker_id_of
 from tests.driven_selector import prompt_of
 from tests.fake_engine import FakeEngine
 from tests.name_server import NameServer, name_server

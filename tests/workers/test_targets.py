@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.workers.targets import Target, peer_target_of, target_of
+from lean_selector.workers.particulars import Target, peer_target_of, target_of
 
 
 @pytest.mark.parametrize(

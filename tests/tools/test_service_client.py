@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from lean_selector.tools import http_client
-from lean_selector.tools.http_client import HttpClient, ServiceError
+from lean_selector.tools import service_process
+from lean_selector.tools.service_process import HttpClient, ServiceError
 
 from .conftest import ScriptedService
 
@@ -93,7 +93,7 @@ def test_a_connection_that_the_service_closes_is_not_used_again(scripted: Script
 def test_an_answer_that_does_not_come_in_time_is_an_error(
     scripted: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_client, "ANSWER_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(service_process, "ANSWER_TIMEOUT_S", 0.02)
 
     scripted.silent = {"GET /x"}
 
