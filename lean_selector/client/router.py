@@ -15,7 +15,6 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from lean_selector.client import calls
@@ -33,7 +32,7 @@ from lean_selector.client.settings import (
     Token,
     Verify,
 )
-from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened
+from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened, described_by
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -329,7 +328,7 @@ Reserved = tuple[Selected, Reservation]
 
 
 def _awaited(flow: Flows[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    @wraps(flow)
+    @described_by(flow)
     async def method(router: "KvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await router._driver.drive(flow(router._calls, *args, **kwargs))
 
@@ -339,7 +338,7 @@ def _awaited(flow: Flows[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, 
 def _streamed(
     flow: Flows[P, Generated],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, TokenStream]]:
-    @wraps(flow)
+    @described_by(flow)
     async def method(router: "KvRouter", /, *args: P.args, **kwargs: P.kwargs) -> TokenStream:
         placed = await router._driver.drive(flow(router._calls, *args, **kwargs))
         return TokenStream(router._driver, *placed)
@@ -350,7 +349,7 @@ def _streamed(
 def _reserved(
     flow: Flows[P, Reserved],
 ) -> Callable[Concatenate[Any, P], AbstractAsyncContextManager[Placement]]:
-    @wraps(flow)
+    @described_by(flow)
     @asynccontextmanager
     async def method(
         router: "KvRouter", /, *args: P.args, **kwargs: P.kwargs
@@ -454,7 +453,7 @@ class SyncPlacement(Placed):
 
 
 def _done(flow: Flows[P, T]) -> Callable[Concatenate[Any, P], T]:
-    @wraps(flow)
+    @described_by(flow)
     def method(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return router._driver.drive(flow(router._calls, *args, **kwargs))
 
@@ -464,7 +463,7 @@ def _done(flow: Flows[P, T]) -> Callable[Concatenate[Any, P], T]:
 def _sync_streamed(
     flow: Flows[P, Generated],
 ) -> Callable[Concatenate[Any, P], SyncTokenStream]:
-    @wraps(flow)
+    @described_by(flow)
     def method(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> SyncTokenStream:
         placed = router._driver.drive(flow(router._calls, *args, **kwargs))
         return SyncTokenStream(router._driver, *placed)
@@ -475,7 +474,7 @@ def _sync_streamed(
 def _sync_reserved(
     flow: Flows[P, Reserved],
 ) -> Callable[Concatenate[Any, P], AbstractContextManager[SyncPlacement]]:
-    @wraps(flow)
+    @described_by(flow)
     @contextmanager
     def method(
         router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs

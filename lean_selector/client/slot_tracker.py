@@ -5,7 +5,6 @@ Routes and fields are those of its document, "Topology API", "Lifecycle API", "L
 """
 
 from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import urlencode
 
@@ -18,6 +17,7 @@ from lean_selector.client.transport import (
     Closing,
     ServiceConnection,
     SyncServiceConnection,
+    described_by,
 )
 
 Row = dict[str, str | int]
@@ -122,7 +122,7 @@ Made = Callable[Concatenate[SlotTrackerCalls, P], Call[T]]
 def _awaited(made: Made[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """The method of SlotTracker that sends what `made` returns."""
 
-    @wraps(made)
+    @described_by(made)
     async def method(tracker: "SlotTracker", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await tracker._service.exchange(made(tracker._calls, *args, **kwargs))
 
@@ -132,7 +132,7 @@ def _awaited(made: Made[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, A
 def _done(made: Made[P, T]) -> Callable[Concatenate[Any, P], T]:
     """The method of SyncSlotTracker that sends what `made` returns."""
 
-    @wraps(made)
+    @described_by(made)
     def method(tracker: "SyncSlotTracker", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return tracker._service.exchange(made(tracker._calls, *args, **kwargs))
 

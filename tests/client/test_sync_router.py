@@ -1,16 +1,20 @@
 """SyncKvRouter: the same behaviour without an event loop."""
 
 import gc
+from inspect import signature
 from typing import Any
 
 import pytest
 
 from lean_selector.client import (
     Backoff,
+    KvRouter,
     KvRouterConfig,
     NotFound,
     ServiceUnreachable,
+    SlotTracker,
     SyncKvRouter,
+    SyncSlotTracker,
     SyncTokenStream,
     WorkerRefused,
     WorkerStreamBroken,
@@ -20,6 +24,31 @@ from tests.client.fleet import MODEL, Fleet
 from tests.running_service import free_port
 
 TOKENS = list(range(1, 11))
+
+
+def methods(kind: type) -> dict[str, Any]:
+    ends = {"aclose", "close"}
+    return {n: f for n, f in vars(kind).items() if not n.startswith("_") and n not in ends}
+
+
+@pytest.mark.parametrize(
+    ("with_a_loop", "without"), [(KvRouter, SyncKvRouter), (SlotTracker, SyncSlotTracker)]
+)
+def test_both_kinds_have_the_same_methods_with_the_same_arguments_and_text(
+    with_a_loop: type, without: type
+) -> None:
+    ours = methods(with_a_loop)
+    assert len(ours) >= 9
+    for name, method in methods(without).items():
+        other = ours.pop(name)
+        assert method.__doc__ == other.__doc__
+        assert signature(method).parameters == signature(other).parameters
+    assert not ours
+
+
+def test_a_method_says_what_it_returns_and_not_how() -> None:
+    assert signature(KvRouter.best_worker).return_annotation == tuple[int, int, int]
+    assert signature(SyncKvRouter.generate).return_annotation is SyncTokenStream
 
 
 def test_generate_streams_tokens_and_leaves_no_load(fleet: Fleet) -> None:
