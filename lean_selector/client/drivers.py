@@ -10,8 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from functools import cached_property, wraps
+from inspect import signature
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
 
 import httpx
 
@@ -41,7 +42,9 @@ from lean_selector.client.transport import (
     worker_refused,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", Opened, SyncOpened)
 
 # A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
@@ -281,9 +284,6 @@ class SyncDriver(_Driver[SyncOpened]):
         super().__init__(endpoint, routing, timeouts)
         self._sleep = time.sleep if sleep is None else sleep
         self._service = SyncServiceConnection(endpoint, timeouts, access)
-        self._workers = httpx.Client(
-            transport=httpx.HTTPTransport(limits=WORKER_LIMITS), trust_env=False
-        )
         # Streams that were collected while this thread was inside httpx, whose locks it must not
         # take a second time; released when the thread is out. One for each stream at most.
         self._dropped: deque[Reservation] = deque()
@@ -293,6 +293,11 @@ class SyncDriver(_Driver[SyncOpened]):
         self._flow_ended = threading.Condition()
         self._flows = 0
         self._closes_with_last_flow = False
+
+    @cached_property
+    def _workers(self) -> httpx.Client:
+        transport = httpx.HTTPTransport(limits=WORKER_LIMITS)
+        return httpx.Client(transport=transport, trust_env=False)
 
     # -- flows ---------------------------------------------------------------------------------
 
@@ -430,9 +435,54 @@ class SyncDriver(_Driver[SyncOpened]):
             self.release(reservation)
         with self._flow_ended:
             self._flow_ended.wait_for(lambda: not self._flows, BOOKING_GRACE_S)
-        self._workers.close()
+        if "_workers" in vars(self):
+            self._workers.close()
         with self._flow_ended:
             self._closes_with_last_flow = True
             is_last = not self._flows
         if is_last:
             self._service.close()
+
+
+# -- methods of both kinds of client, from the flow that both have in common ----------------------
+
+
+def described_by(made: Callable[..., object]) -> Callable[[F], F]:
+    """Give a method the name, the arguments and the text of `made`, which it calls.
+
+    What it returns is what its own annotation says, or what comes out of the flow or call.
+    """
+
+    def described(method: F) -> F:
+        arguments, own = signature(made), signature(method).return_annotation
+        if isinstance(own, TypeVar):
+            own = get_args(arguments.return_annotation)[-1]
+        wraps(made)(method)
+        vars(method)["__signature__"] = arguments.replace(return_annotation=own)
+        return method
+
+    return described
+
+
+def awaited(
+    flow: Callable[Concatenate[Any, P], Flow[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A method of a client with a Driver, which awaits what its `_calls` have for it."""
+
+    @described_by(flow)
+    async def method(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        driver: Driver = client._driver
+        return await driver.drive(flow(client._calls, *args, **kwargs))
+
+    return method
+
+
+def done(flow: Callable[Concatenate[Any, P], Flow[T]]) -> Callable[Concatenate[Any, P], T]:
+    """A method of a client with a SyncDriver, which returns what its `_calls` have for it."""
+
+    @described_by(flow)
+    def method(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        driver: SyncDriver = client._driver
+        return driver.drive(flow(client._calls, *args, **kwargs))
+
+    return method

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from lean_selector.client import calls
 from lean_selector.client.calls import Selected
 from lean_selector.client.completions import Chunk, Option
-from lean_selector.client.drivers import Driver, SyncDriver
+from lean_selector.client.drivers import Driver, SyncDriver, awaited, described_by, done
 from lean_selector.client.reservation import ChunkIntake, Outcome, Placed, Reservation
 from lean_selector.client.routing import Flow, Generation, Prompt, Routing, Terms, ask
 from lean_selector.client.settings import (
@@ -32,7 +32,7 @@ from lean_selector.client.settings import (
     Token,
     Verify,
 )
-from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened, described_by
+from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -327,14 +327,6 @@ Generated = tuple[Selected, Reservation, Any]
 Reserved = tuple[Selected, Reservation]
 
 
-def _awaited(flow: Flows[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    @described_by(flow)
-    async def method(router: "KvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await router._driver.drive(flow(router._calls, *args, **kwargs))
-
-    return method
-
-
 def _streamed(
     flow: Flows[P, Generated],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, TokenStream]]:
@@ -369,13 +361,13 @@ class KvRouter(_Router[Driver], AsyncClosing):
 
     _kind = Driver
     generate = _streamed(RouterCalls.generate)
-    best_worker = _awaited(RouterCalls.best_worker)
-    get_potential_loads = _awaited(RouterCalls.get_potential_loads)
-    get_overlap_scores = _awaited(RouterCalls.get_overlap_scores)
-    mark_prefill_complete = _awaited(RouterCalls.mark_prefill_complete)
-    free = _awaited(RouterCalls.free)
-    report = _awaited(RouterCalls.report)
-    dump_events = _awaited(RouterCalls.dump_events)
+    best_worker = awaited(RouterCalls.best_worker)
+    get_potential_loads = awaited(RouterCalls.get_potential_loads)
+    get_overlap_scores = awaited(RouterCalls.get_overlap_scores)
+    mark_prefill_complete = awaited(RouterCalls.mark_prefill_complete)
+    free = awaited(RouterCalls.free)
+    report = awaited(RouterCalls.report)
+    dump_events = awaited(RouterCalls.dump_events)
     reserve = _reserved(RouterCalls.reserve)
 
     async def aclose(self) -> None:
@@ -452,14 +444,6 @@ class SyncPlacement(Placed):
         self._driver.drive(ask(call))
 
 
-def _done(flow: Flows[P, T]) -> Callable[Concatenate[Any, P], T]:
-    @described_by(flow)
-    def method(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return router._driver.drive(flow(router._calls, *args, **kwargs))
-
-    return method
-
-
 def _sync_streamed(
     flow: Flows[P, Generated],
 ) -> Callable[Concatenate[Any, P], SyncTokenStream]:
@@ -494,13 +478,13 @@ class SyncKvRouter(_Router[SyncDriver], Closing):
 
     _kind = SyncDriver
     generate = _sync_streamed(RouterCalls.generate)
-    best_worker = _done(RouterCalls.best_worker)
-    get_potential_loads = _done(RouterCalls.get_potential_loads)
-    get_overlap_scores = _done(RouterCalls.get_overlap_scores)
-    mark_prefill_complete = _done(RouterCalls.mark_prefill_complete)
-    free = _done(RouterCalls.free)
-    report = _done(RouterCalls.report)
-    dump_events = _done(RouterCalls.dump_events)
+    best_worker = done(RouterCalls.best_worker)
+    get_potential_loads = done(RouterCalls.get_potential_loads)
+    get_overlap_scores = done(RouterCalls.get_overlap_scores)
+    mark_prefill_complete = done(RouterCalls.mark_prefill_complete)
+    free = done(RouterCalls.free)
+    report = done(RouterCalls.report)
+    dump_events = done(RouterCalls.dump_events)
     reserve = _sync_reserved(RouterCalls.reserve)
 
     def close(self) -> None:

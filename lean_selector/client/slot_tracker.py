@@ -4,26 +4,20 @@ Routes and fields are those of its document, "Topology API", "Lifecycle API", "L
 "Replica Synchronization". Nothing is retried: an /add whose answer is lost may have been counted.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 
 from lean_selector.client.calls import Call, nothing, post
+from lean_selector.client.drivers import Driver, SyncDriver, awaited, done
+from lean_selector.client.routing import Flow, Routing, ask
 from lean_selector.client.settings import Access, Cert, Timeouts, Token, Verify
-from lean_selector.client.transport import (
-    AsyncClosing,
-    Closing,
-    ServiceConnection,
-    SyncServiceConnection,
-    described_by,
-)
+from lean_selector.client.transport import AsyncClosing, Closing
 
 Row = dict[str, str | int]
-P = ParamSpec("P")
-T = TypeVar("T")
-C = TypeVar("C", ServiceConnection, SyncServiceConnection)
+D = TypeVar("D", Driver, SyncDriver)
 
 _read_rows = msgspec.json.Decoder(list[Row]).decode
 _read_projection = msgspec.json.Decoder(list[dict[str, int]]).decode
@@ -31,7 +25,7 @@ _read_peers = msgspec.json.Decoder(list[str]).decode
 
 
 class SlotTrackerCalls:
-    """The methods of both clients: each returns the Call that a client sends and reads.
+    """The methods of both clients: each is a flow that a client runs.
 
     `sequence_hashes` are signed or unsigned, one for each block of the prompt, in order.
     """
@@ -41,18 +35,18 @@ class SlotTrackerCalls:
 
     def register(
         self, worker_id: int, block_size: int, dp_start: int = 0, dp_size: int = 1
-    ) -> Call[None]:
+    ) -> Flow[None]:
         """Make ranks dp_start to dp_start + dp_size - 1 known."""
         ranks = {"block_size": block_size, "dp_start": dp_start, "dp_size": dp_size}
-        return post("/register", {**self._scope, "worker_id": worker_id, **ranks}, nothing)
+        return ask(post("/register", {**self._scope, "worker_id": worker_id, **ranks}, nothing))
 
-    def unregister(self, worker_id: int) -> Call[None]:
+    def unregister(self, worker_id: int) -> Flow[None]:
         """Forget a worker and its requests. Raises NotFound."""
-        return post("/unregister", {**self._scope, "worker_id": worker_id}, nothing)
+        return ask(post("/unregister", {**self._scope, "worker_id": worker_id}, nothing))
 
-    def workers(self) -> Call[list[Row]]:
+    def workers(self) -> Flow[list[Row]]:
         """The registered workers of this model."""
-        return Call("GET", "/workers?" + urlencode(self._scope), _read_rows)
+        return ask(Call("GET", "/workers?" + urlencode(self._scope), _read_rows))
 
     def add(
         self,
@@ -61,7 +55,7 @@ class SlotTrackerCalls:
         sequence_hashes: Sequence[int],
         new_isl_tokens: int = 0,
         dp_rank: int = 0,
-    ) -> Call[None]:
+    ) -> Flow[None]:
         """Count a request on a rank: its blocks, and the tokens still to be computed.
 
         Raises AlreadyExists and NotFound. On ServiceUnreachable it may have been counted: free it.
@@ -74,39 +68,39 @@ class SlotTrackerCalls:
             "sequence_hashes": _signed(sequence_hashes),
             "new_isl_tokens": new_isl_tokens,
         }
-        return post("/add", body, nothing)
+        return ask(post("/add", body, nothing))
 
-    def prefill_complete(self, request_id: str) -> Call[None]:
+    def prefill_complete(self, request_id: str) -> Flow[None]:
         """Raises NotFound for an unknown request."""
-        return post("/prefill_complete", {**self._scope, "request_id": request_id}, nothing)
+        return ask(post("/prefill_complete", {**self._scope, "request_id": request_id}, nothing))
 
-    def free(self, request_id: str) -> Call[None]:
+    def free(self, request_id: str) -> Flow[None]:
         """Forget a request; an unknown one is fine."""
-        return post("/free", {**self._scope, "request_id": request_id}, nothing)
+        return ask(post("/free", {**self._scope, "request_id": request_id}, nothing))
 
-    def loads(self) -> Call[list[Row]]:
+    def loads(self) -> Flow[list[Row]]:
         """A row for each rank: active_prefill_tokens and active_decode_blocks."""
-        return Call("GET", "/loads?" + urlencode(self._scope), _read_rows)
+        return ask(Call("GET", "/loads?" + urlencode(self._scope), _read_rows))
 
     def potential_loads(
         self, sequence_hashes: Sequence[int], new_isl_tokens: int = 0
-    ) -> Call[list[dict[str, int]]]:
+    ) -> Flow[list[dict[str, int]]]:
         """A row for each rank, as it would be with this prompt."""
         hashes = _signed(sequence_hashes)
         prompt = {"sequence_hashes": hashes, "new_isl_tokens": new_isl_tokens}
-        return post("/potential_loads", {**self._scope, **prompt}, _read_projection)
+        return ask(post("/potential_loads", {**self._scope, **prompt}, _read_projection))
 
-    def register_peer(self, url: str) -> Call[None]:
+    def register_peer(self, url: str) -> Flow[None]:
         """Listen to a replica, by its published endpoint."""
-        return post("/register_peer", {"url": url}, nothing)
+        return ask(post("/register_peer", {"url": url}, nothing))
 
-    def deregister_peer(self, url: str) -> Call[None]:
+    def deregister_peer(self, url: str) -> Flow[None]:
         """Stop listening to a replica. Raises NotFound."""
-        return post("/deregister_peer", {"url": url}, nothing)
+        return ask(post("/deregister_peer", {"url": url}, nothing))
 
-    def peers(self) -> Call[list[str]]:
+    def peers(self) -> Flow[list[str]]:
         """The endpoints of the replicas that it listens to."""
-        return Call("GET", "/peers", _read_peers)
+        return ask(Call("GET", "/peers", _read_peers))
 
 
 def _signed(hashes: Sequence[int]) -> list[int]:
@@ -116,31 +110,8 @@ def _signed(hashes: Sequence[int]) -> list[int]:
     return [value - 2**64 if value >= 2**63 else value for value in hashes]
 
 
-Made = Callable[Concatenate[SlotTrackerCalls, P], Call[T]]
-
-
-def _awaited(made: Made[P, T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """The method of SlotTracker that sends what `made` returns."""
-
-    @described_by(made)
-    async def method(tracker: "SlotTracker", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await tracker._service.exchange(made(tracker._calls, *args, **kwargs))
-
-    return method
-
-
-def _done(made: Made[P, T]) -> Callable[Concatenate[Any, P], T]:
-    """The method of SyncSlotTracker that sends what `made` returns."""
-
-    @described_by(made)
-    def method(tracker: "SyncSlotTracker", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return tracker._service.exchange(made(tracker._calls, *args, **kwargs))
-
-    return method
-
-
-class _Tracker(Generic[C]):
-    _kind: type[C]
+class _Tracker(Generic[D]):
+    _kind: type[D]
 
     def __init__(
         self,
@@ -156,47 +127,47 @@ class _Tracker(Generic[C]):
         """endpoint: URL or unix:PATH. verify, cert, token: as of KvRouter. Raises ValueError for
         anything else, and OSError for files that cannot be used."""
         access = Access(verify, cert, token)
-        self._service: C = self._kind(endpoint, timeouts or Timeouts(), access)
+        self._driver: D = self._kind(endpoint, Routing(), timeouts or Timeouts(), None, access)
         self._calls = SlotTrackerCalls(model_name, tenant_id)
 
 
-class SlotTracker(_Tracker[ServiceConnection], AsyncClosing):
+class SlotTracker(_Tracker[Driver], AsyncClosing):
     """On an event loop. Use as `async with`, or aclose()."""
 
-    _kind = ServiceConnection
-    register = _awaited(SlotTrackerCalls.register)
-    unregister = _awaited(SlotTrackerCalls.unregister)
-    workers = _awaited(SlotTrackerCalls.workers)
-    add = _awaited(SlotTrackerCalls.add)
-    prefill_complete = _awaited(SlotTrackerCalls.prefill_complete)
-    free = _awaited(SlotTrackerCalls.free)
-    loads = _awaited(SlotTrackerCalls.loads)
-    potential_loads = _awaited(SlotTrackerCalls.potential_loads)
-    register_peer = _awaited(SlotTrackerCalls.register_peer)
-    deregister_peer = _awaited(SlotTrackerCalls.deregister_peer)
-    peers = _awaited(SlotTrackerCalls.peers)
+    _kind = Driver
+    register = awaited(SlotTrackerCalls.register)
+    unregister = awaited(SlotTrackerCalls.unregister)
+    workers = awaited(SlotTrackerCalls.workers)
+    add = awaited(SlotTrackerCalls.add)
+    prefill_complete = awaited(SlotTrackerCalls.prefill_complete)
+    free = awaited(SlotTrackerCalls.free)
+    loads = awaited(SlotTrackerCalls.loads)
+    potential_loads = awaited(SlotTrackerCalls.potential_loads)
+    register_peer = awaited(SlotTrackerCalls.register_peer)
+    deregister_peer = awaited(SlotTrackerCalls.deregister_peer)
+    peers = awaited(SlotTrackerCalls.peers)
 
     async def aclose(self) -> None:
         """Close all connections; what was counted stays counted."""
-        await self._service.close()
+        await self._driver.close()
 
 
-class SyncSlotTracker(_Tracker[SyncServiceConnection], Closing):
+class SyncSlotTracker(_Tracker[SyncDriver], Closing):
     """Without an event loop. Use as `with`, or close()."""
 
-    _kind = SyncServiceConnection
-    register = _done(SlotTrackerCalls.register)
-    unregister = _done(SlotTrackerCalls.unregister)
-    workers = _done(SlotTrackerCalls.workers)
-    add = _done(SlotTrackerCalls.add)
-    prefill_complete = _done(SlotTrackerCalls.prefill_complete)
-    free = _done(SlotTrackerCalls.free)
-    loads = _done(SlotTrackerCalls.loads)
-    potential_loads = _done(SlotTrackerCalls.potential_loads)
-    register_peer = _done(SlotTrackerCalls.register_peer)
-    deregister_peer = _done(SlotTrackerCalls.deregister_peer)
-    peers = _done(SlotTrackerCalls.peers)
+    _kind = SyncDriver
+    register = done(SlotTrackerCalls.register)
+    unregister = done(SlotTrackerCalls.unregister)
+    workers = done(SlotTrackerCalls.workers)
+    add = done(SlotTrackerCalls.add)
+    prefill_complete = done(SlotTrackerCalls.prefill_complete)
+    free = done(SlotTrackerCalls.free)
+    loads = done(SlotTrackerCalls.loads)
+    potential_loads = done(SlotTrackerCalls.potential_loads)
+    register_peer = done(SlotTrackerCalls.register_peer)
+    deregister_peer = done(SlotTrackerCalls.deregister_peer)
+    peers = done(SlotTrackerCalls.peers)
 
     def close(self) -> None:
         """Close all connections; what was counted stays counted."""
-        self._service.close()
+        self._driver.close()

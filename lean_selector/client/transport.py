@@ -8,10 +8,8 @@ import asyncio
 import contextlib
 import ssl
 import threading
-from collections.abc import Callable, Iterator
-from functools import wraps
-from inspect import signature
-from typing import Any, Self, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -32,7 +30,6 @@ from lean_selector.client.routing import OpenStream
 from lean_selector.client.settings import Access, Timeouts
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Connections to the service. A selection that waits in the service's queue holds one.
 SERVICE_LIMITS = httpx.Limits(max_connections=512, max_keepalive_connections=64)
@@ -314,23 +311,6 @@ class SyncServiceConnection:
 
     def close(self) -> None:
         self._http.close()
-
-
-def described_by(made: Callable[..., object]) -> Callable[[F], F]:
-    """Give a method the name, the arguments and the text of `made`, which it calls.
-
-    What it returns is what its own annotation says, or what comes out of the flow or call.
-    """
-
-    def described(method: F) -> F:
-        arguments, own = signature(made), signature(method).return_annotation
-        if isinstance(own, TypeVar):
-            own = get_args(arguments.return_annotation)[-1]
-        wraps(made)(method)
-        vars(method)["__signature__"] = arguments.replace(return_annotation=own)
-        return method
-
-    return described
 
 
 class AsyncClosing:
