@@ -286,7 +286,7 @@ class SelectionService:
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
-        client = running.parts.peer_client
+        client = running.parts.peer_client()
         recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s, client)
         return await running.in_time(recovery.run)
 

@@ -2,19 +2,24 @@
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from lean_selector.core.selection.catalog import Catalog, Worker
+from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.process.host import StartError
+from lean_selector.process.outbound_access import engine_client
 from lean_selector.process.replica_plane import ReplicaPlane
-from lean_selector.server.selector_flags import Discover
-from lean_selector.server.service_flags import Finder, ServiceConfig
+from lean_selector.server.selector_flags import Discover, SelectorConfig
+from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
 from lean_selector.service.header_warnings import Sources, registration_warnings
+from lean_selector.sockets.kv_subscriptions import KvSubscriptions
+from lean_selector.sockets.links import Links
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.finders import AskService
@@ -34,7 +39,45 @@ class Registry(Protocol):
     def remove_worker(self, worker_id: int, now: float) -> object: ...
 
 
-def discoveries_of(
+def selector_discoveries(
+    config: SelectorConfig,
+    selector: Selector,
+    subscriptions: KvSubscriptions,
+    plane: ReplicaPlane | None,
+    links: Links,
+) -> Discoveries:
+    """What finds workers and peers. Raises StartError."""
+    finding, workers, others = _discoveries_of(
+        config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
+    )
+    if workers:
+        find_workers(
+            finding,
+            workers,
+            config.discover,
+            config.finder,
+            selector,
+            subscriptions,
+            time.monotonic,
+            engine_client(config.engines, links.resolver.resolve, links.allowed),
+            config.router.use_kv_events,
+            links.allowed,
+        )
+    if others and plane is not None:
+        _find_peers(finding, others, config, plane, links.allowed)
+    return finding
+
+
+def tracker_discoveries(config: TrackerConfig, plane: ReplicaPlane, links: Links) -> Discoveries:
+    """What finds peers. Raises StartError."""
+    finding, _, targets = _discoveries_of(
+        config.finder, links.resolver.resolve, [], config.replica.discover
+    )
+    _find_peers(finding, targets, config, plane, links.allowed)
+    return finding
+
+
+def _discoveries_of(
     finder: Finder, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
     """What will run, and what is to be found: workers, and peers. Raises StartError."""
@@ -88,7 +131,7 @@ def find_workers(
     discoveries.find_workers(targets, roster, asking)
 
 
-def find_peers(
+def _find_peers(
     discoveries: Discoveries,
     targets: list[Target],
     config: ServiceConfig,

@@ -9,15 +9,8 @@ from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.endpoints import AllowedEndpoints
 
 
-def allowed_of(patterns: list[str]) -> AllowedEndpoints | None:
-    """None where everything is allowed."""
-    return AllowedEndpoints(patterns) if patterns else None
-
-
-def worker_check(allowed: AllowedEndpoints | None) -> Callable[[WorkerSpec], None]:
+def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
     """Raises BadRequest for a worker with an endpoint that is not allowed, naming its field."""
-    if allowed is None:
-        return lambda spec: None
 
     def check(spec: WorkerSpec) -> None:
         for field, endpoint in _endpoints(spec):

@@ -20,7 +20,6 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.process.access import tokens_of
-from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, run
 from lean_selector.process.outbound_access import credentials_of, engine_client
@@ -56,8 +55,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     chooser = Chooser(parts.selector, rotation.endpoint, time.monotonic, config.overload_status)
     credentials = credentials_of(config.engines)
     counts = Counts()
-    allowed = allowed_of(config.endpoints.allowed)
-    client = engine_client(config.engines, parts.resolve, allowed)
+    client = engine_client(config.engines, parts.resolve, parts.allowed)
     prompts = prompts_of(config.prompt_settings, CatalogFleet(catalog), client)
     placing = Placing(
         prompts,
@@ -67,7 +65,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         counts,
         parts.resolve,
         credentials.trust.context,
-        allowed,
+        parts.allowed,
     )
     door = Door(
         placing,

@@ -26,8 +26,8 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.http.trust import Credentials
 from lean_selector.process.host import StartError
+from lean_selector.process.outbound_access import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
@@ -73,16 +73,14 @@ class ReplicaPlane:
         links: Links | None = None,
         *,
         tells_sessions: bool = False,
-        credentials: Credentials | None = None,
     ) -> None:
         """`targets` are all partitions that `lookup` finds; `links` those of the process.
-        `tells_sessions`: then `sessions` must be set before the start. `credentials` are for the
-        peers that are asked over HTTP.
+        `tells_sessions`: then `sessions` must be set before the start.
 
         No callable is called in here, so what is behind it may be made with `events`.
         """
         self._lookup = lookup
-        self._credentials = credentials
+        self._credentials = credentials_of(config.peers)  # for the peers that are asked over HTTP
         self._allowed = None if links is None else links.allowed
         self._resolve = (Resolver() if links is None else links.resolver).resolve
         self._targets = targets

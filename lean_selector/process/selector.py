@@ -15,7 +15,6 @@ from lean_selector.http.protocol import App
 from lean_selector.process.access import tokens_of
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
-from lean_selector.process.outbound_access import engine_client
 from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service import logs
@@ -83,6 +82,7 @@ def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | No
     if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.process.gateway_doors import GatewayDoors
+    from lean_selector.process.outbound_access import engine_client
 
     # What gateways are told is the same in every dialect.
     service = SelectionService(

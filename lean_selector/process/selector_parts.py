@@ -7,7 +7,7 @@ hands each the two or three others that it uses (decision D14).
 import asyncio
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -17,14 +17,10 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
-from lean_selector.http.outbound import OutboundClient
-from lean_selector.process.endpoint_rules import allowed_of, worker_check
 from lean_selector.process.expiry_sweep import ExpirySweep
-from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.routed_expiry import RoutedExpiry
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service.gate import durable
@@ -42,6 +38,9 @@ from lean_selector.tasks import supervise
 SESSION_STEPS = 1_000
 
 if TYPE_CHECKING:
+    from lean_selector.core.selection.peer_sessions import PeerSessions
+    from lean_selector.core.selection.shapes import WorkerSpec
+    from lean_selector.http.outbound import OutboundClient
     from lean_selector.process.replica_plane import ReplicaPlane
     from lean_selector.server.state_persister import Persister
     from lean_selector.service.selection_16 import SelectionService16
@@ -61,7 +60,7 @@ class SelectorParts:
     def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
         """`context` has no socket yet."""
         loop = asyncio.get_running_loop()
-        allowed = self.allowed = allowed_of(config.endpoints.allowed)
+        allowed = self.allowed = config.endpoints.rules
         engine_keys = None
         if config.engine_keys.server_keys_file is not None:
             from lean_selector.process.curve_plane import engine_client_keys
@@ -91,8 +90,8 @@ class SelectorParts:
             request_id = event.booking.request_id
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
-        credentials = credentials_of(config.peers)
         plane: ReplicaPlane | None = None
+        tables: SessionTables | None = None  # None: of no replica
         if config.replica.endpoint is not None:
             from lean_selector.process import replica_plane
 
@@ -104,9 +103,16 @@ class SelectorParts:
                 on_applied,
                 links,
                 tells_sessions=config.settings.sessions is not None,
-                credentials=credentials,
             )
+            if (sessions := config.settings.sessions) is not None:
+                publish = plane.publish_session
+                tables = SessionTables(sessions, plane.router_id, time.time_ns, publish)
         self.plane = plane
+        check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
+        if allowed is not None:
+            from lean_selector.process.endpoint_rules import worker_check
+
+            check_worker = worker_check(allowed)
         self.selector = selector = Selector(
             config.settings,
             subscriptions,
@@ -115,16 +121,22 @@ class SelectorParts:
             events=None if plane is None else plane.events,
             thresholds=config.thresholds,
             on_discarded=_log_discarded,
-            sessions=_session_tables(config, plane),
-            check_worker=worker_check(allowed),
+            sessions=tables,
+            check_worker=check_worker,
         )
         self.sessions: PeerSessions | None = None
         if config.settings.sessions is not None:
+            from lean_selector.core.selection import peer_sessions
+
             writer_id = 0 if plane is None else plane.router_id
-            self.sessions = PeerSessions(selector.catalog, writer_id)
+            self.sessions = peer_sessions.PeerSessions(selector.catalog, writer_id)
             if plane is not None:
                 plane.sessions = self.sessions
-        self.finding = finding = _finding(config, selector, subscriptions, plane, links)
+        self.finding: Discoveries | None = None
+        if config.discover.targets or config.replica.discover:
+            from lean_selector.process.discovery_plane import selector_discoveries
+
+            self.finding = selector_discoveries(config, selector, subscriptions, plane, links)
         peers = config.index.recover_from if config.settings.use_kv_events else []
         if peers:
             subscriptions.hold()  # workers that are restored wait for the recovery, too
@@ -144,26 +156,31 @@ class SelectorParts:
             plane=plane,
             call_later=loop.call_later,
         )
-        self.persister = _persister(config, selector, plane, finding, self._state)
+        self.persister: Persister | None = None
+        if config.state.path is not None:
+            from lean_selector.process.state_plane import keep_selector
+
+            self.persister = keep_selector(config, selector, plane, self.finding, self._state)
         routes = (
             *self.service.routes(),
             *BusyThresholdService(selector).routes(),
-            *discovery_routes(None if finding is None else finding.report),
+            *discovery_routes(None if self.finding is None else self.finding.report),
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)
-        self.peer_client = OutboundClient(self.resolve, credentials)
+        self._config = config
         self._recovering: asyncio.Task[None] | None = None
         if peers:
             from lean_selector.sockets import recovery
 
             timeout_s = config.index.recovery_timeout_s
             recovering = recovery.Recovery(
-                selector.catalog, subscriptions, peers, timeout_s, self.peer_client
+                selector.catalog, subscriptions, peers, timeout_s, self.peer_client()
             )
             self._recovering = start_recovery(recovering, self._state)
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.health.interval_s is not None:
+            from lean_selector.process.outbound_access import engine_client
             from lean_selector.workers import polls
 
             client = engine_client(config.engines, links.resolver.resolve, allowed)
@@ -184,6 +201,13 @@ class SelectorParts:
         if (ttl_s := config.settings.routed_ttl_s) > 0.0:
             self._forgetting = RoutedExpiry(selector.catalog.partitions, ttl_s, loop.call_later)
             self._forgetting.start()
+
+    def peer_client(self) -> "OutboundClient":
+        """For requests to peers. Raises StartError."""
+        from lean_selector.http.outbound import OutboundClient
+        from lean_selector.process.outbound_access import credentials_of
+
+        return OutboundClient(self.resolve, credentials_of(self._config.peers))
 
     def start(self) -> None:
         if self.plane is not None:
@@ -233,64 +257,6 @@ class SelectorParts:
         await self.subscriptions.close()
         if self.plane is not None:
             await self.plane.close()
-
-
-def _session_tables(config: SelectorConfig, plane: "ReplicaPlane | None") -> SessionTables | None:
-    settings = config.settings.sessions
-    if settings is None:
-        return None
-    if plane is None:
-        return SessionTables(settings)
-    return SessionTables(settings, plane.router_id, time.time_ns, plane.publish_session)
-
-
-def _persister(
-    config: SelectorConfig,
-    selector: Selector,
-    plane: "ReplicaPlane | None",
-    finding: "Discoveries | None",
-    state: ServiceState,
-) -> "Persister | None":
-    """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
-    if config.state.path is None:
-        return None
-    from lean_selector.process.state_plane import keep_selector
-
-    return keep_selector(config, selector, plane, finding, state)
-
-
-def _finding(
-    config: SelectorConfig,
-    selector: Selector,
-    subscriptions: KvSubscriptions,
-    plane: "ReplicaPlane | None",
-    links: Links,
-) -> "Discoveries | None":
-    """What finds workers and peers, if any are to be found. Raises StartError."""
-    if not config.discover.targets and not config.replica.discover:
-        return None
-    from lean_selector.process import discovery_plane
-
-    resolve = links.resolver.resolve
-    finding, workers, others = discovery_plane.discoveries_of(
-        config.finder, resolve, config.discover.targets, config.replica.discover
-    )
-    if workers:
-        discovery_plane.find_workers(
-            finding,
-            workers,
-            config.discover,
-            config.finder,
-            selector,
-            subscriptions,
-            time.monotonic,
-            engine_client(config.engines, resolve, links.allowed),
-            config.settings.use_kv_events,
-            links.allowed,
-        )
-    if others and plane is not None:
-        discovery_plane.find_peers(finding, others, config, plane, links.allowed)
-    return finding
 
 
 def _log_discarded(partition: Partition) -> None:

@@ -8,12 +8,9 @@ from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.process.access import tokens_of
-from lean_selector.process.endpoint_rules import allowed_of
 from lean_selector.process.expiry_sweep import ExpirySweep
 from lean_selector.process.exposure import exposure_warnings
 from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
-from lean_selector.process.outbound_access import credentials_of
-from lean_selector.process.replica_plane import ReplicaPlane
 from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.service import logs
 from lean_selector.service.application import observed
@@ -31,6 +28,7 @@ from lean_selector.service.slot_tracker import SlotTrackerService
 from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:
+    from lean_selector.process.replica_plane import ReplicaPlane
     from lean_selector.server.state_persister import Persister
     from lean_selector.workers.discoveries import Discoveries
 
@@ -54,8 +52,7 @@ def run_slot_tracker(config: TrackerConfig) -> None:
 async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None:
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
-    allowed = allowed_of(config.endpoints.allowed)
-    links = Links(context, allowed=allowed)
+    links = Links(context, allowed=config.endpoints.rules)
 
     # What the plane asks; it does so only once all is made, the trackers below too.
     def lookup(model_name: str, tenant_id: str) -> Tracker | None:
@@ -64,24 +61,33 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     def every_tracker() -> list[Tracker]:
         return trackers.in_order()
 
-    plane = None
+    plane: ReplicaPlane | None = None
     if config.replica.endpoint is not None:
-        plane = ReplicaPlane(
+        from lean_selector.process import replica_plane
+
+        plane = replica_plane.ReplicaPlane(
             context,
             config,
             lookup,
             every_tracker,
             _nobody_waits,
             links,
-            credentials=credentials_of(config.peers),
         )
     trackers = Trackers(
         None if plane is None else plane.events,
         reservation_expiry_s=config.reservations.reservation_expiry_s,
     )
-    finding = _finding(config, plane, links)
+    finding: Discoveries | None = None
+    if config.replica.discover and plane is not None:
+        from lean_selector.process.discovery_plane import tracker_discoveries
+
+        finding = tracker_discoveries(config, plane, links)
     service = SlotTrackerService(trackers, plane=plane)
-    persister = _persister(config, trackers, plane, finding)
+    persister: Persister | None = None
+    if config.state.path is not None:
+        from lean_selector.process.state_plane import keep_trackers
+
+        persister = keep_trackers(config, trackers, plane, finding)
     routes = (
         *service.routes(),
         *discovery_routes(None if finding is None else finding.report),
@@ -148,35 +154,6 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
 
     await server.serve(tick, refuse_new, close)
     context.destroy(linger=0)
-
-
-def _persister(
-    config: TrackerConfig,
-    trackers: Trackers,
-    plane: ReplicaPlane | None,
-    finding: "Discoveries | None",
-) -> "Persister | None":
-    """What keeps the state, if it is to be kept; what there was is restored. Raises StartError."""
-    if config.state.path is None:
-        return None
-    from lean_selector.process.state_plane import keep_trackers
-
-    return keep_trackers(config, trackers, plane, finding)
-
-
-def _finding(
-    config: TrackerConfig, plane: ReplicaPlane | None, links: Links
-) -> "Discoveries | None":
-    """What finds peers, if any are to be found. Raises StartError."""
-    if not config.replica.discover or plane is None:
-        return None
-    from lean_selector.process import discovery_plane
-
-    finding, _, targets = discovery_plane.discoveries_of(
-        config.finder, links.resolver.resolve, [], config.replica.discover
-    )
-    discovery_plane.find_peers(finding, targets, config, plane, links.allowed)
-    return finding
 
 
 def _nobody_waits(event: ReplicaEvent, now: float) -> None:

@@ -3,11 +3,14 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.server.flags import Config, flag
+
+if TYPE_CHECKING:
+    from lean_selector.http.endpoints import AllowedEndpoints
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
@@ -63,8 +66,10 @@ def pattern(value: str) -> str:
     return value
 
 
-def _allowed(patterns: list[str]) -> Any:
-    return lazy("lean_selector.http.endpoints", "AllowedEndpoints")(patterns)
+def _allowed(patterns: list[str]) -> "AllowedEndpoints":
+    from lean_selector.http.endpoints import AllowedEndpoints
+
+    return AllowedEndpoints(patterns)
 
 
 def lazy(module: str, name: str) -> Callable[..., Any]:
@@ -302,10 +307,16 @@ class Endpoints:
 
     allowed: list[str] = flag([], "--allow-endpoint", each=pattern, common=True)
 
+    @property
+    def rules(self) -> "AllowedEndpoints | None":
+        """None where everything is allowed."""
+        return _allowed(self.allowed) if self.allowed else None
+
     def check(self, what: str, endpoints: list[str]) -> None:
         """Raises ValueError for one that is not allowed; its text begins with `what`."""
-        for each in endpoints if self.allowed else ():
-            refusal = _allowed(self.allowed).refusal(each)
+        rules = self.rules
+        for each in endpoints:
+            refusal = None if rules is None else rules.refusal(each)
             if refusal is not None:
                 raise ValueError(what + refusal)
 
