@@ -29,7 +29,7 @@ from lean_selector.service.selection import SHUTDOWN, SelectionService
 from lean_selector.service.selection_handlers import BusyThresholdService, DumpAnswers
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.sockets.index_sweeps import IndexSweeps
+from lean_selector.sockets.ingest_turns import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.tasks import supervise

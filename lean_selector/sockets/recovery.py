@@ -19,6 +19,7 @@ from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.sockets.ingest_turns import Pauses
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.wire.dump import BadEvent, decode_event, split_dump
@@ -37,7 +38,6 @@ logger = logging.getLogger("lean_selector.recovery")
 RECOVERED_LIFE_S = 600.0
 # So long sources wait for it to end: the usual --recovery-timeout-secs.
 MAX_HOLD_S = 10.0
-SLICE_S = 0.001  # as KV events: a request meets at most this pause
 _LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
 
 # 12 million blocks of 86 bytes: more than one process should index, and what memory may hold twice.
@@ -79,7 +79,7 @@ class Recovery:
         self._subscriptions = subscriptions
         self._peers = peers
         self._timeout_s = timeout_s
-        self._slice_ends = 0.0  # perf_counter
+        self._pause = Pauses()
         self._ended: Set[RankKey] = frozenset()  # ranks whose source ended while this runs
 
     async def run(self) -> bool:
@@ -132,12 +132,6 @@ class Recovery:
         if workers:
             text = "dropped %d recovered blocks of %d workers that did not register in %g s"
             logger.info(text, dropped, workers, after_s)
-
-    async def _pause(self) -> None:
-        """Give way if this slice is over. State may have changed whenever it did."""
-        if time.perf_counter() >= self._slice_ends:
-            await asyncio.sleep(0)
-            self._slice_ends = time.perf_counter() + SLICE_S
 
     # Reading
 
@@ -205,7 +199,9 @@ class Recovery:
             if not isinstance(event, StoredBlocks):
                 _forget(partition.index, event)
                 continue
-            result = self._store(partition.index, event)
+            result = partition.index.store(
+                *rank, event.tier, event.parent_hash, event.block_hashes, event.local_hashes
+            )
             if result is StoreResult.STORED:
                 self.blocks += len(event.block_hashes)
                 if waiting:
@@ -221,16 +217,6 @@ class Recovery:
     def _is_ahead(self, rank: RankKey) -> bool:
         """What its source told, or tells no more, is newer than any dump."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
-
-    def _store(self, index: KvIndex, event: StoredBlocks) -> StoreResult:
-        return index.store(
-            event.worker_id,
-            event.dp_rank,
-            event.tier,
-            event.parent_hash,
-            event.block_hashes,
-            event.local_hashes,
-        )
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
         """Where the blocks go, as things stand now."""

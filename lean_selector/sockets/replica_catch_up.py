@@ -22,6 +22,7 @@ from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.sockets.ingest_turns import Pauses
 from lean_selector.sockets.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.sockets.replica_mesh import HEARTBEAT_S, ReplicaSync
 from lean_selector.wire.replica_snapshot import (
@@ -43,7 +44,6 @@ CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not hold up t
 # After the last handshake: the subscription is on its way then, and libzmq looks at arrivals about
 # every millisecond.
 SETTLE_S = 0.25
-SLICE_S = 0.001
 STEPS = 16  # bookings between looks at the clock
 LOOK_AGAIN_S = 0.1
 AGAIN_S = 2.0  # at least between two: a peer that comes and goes must not cost more than that
@@ -100,7 +100,8 @@ class CatchingUp:
         late for this one. `on_taken` hears when the snapshots were taken, and whether they closed
         a gap in what was heard of the peers.
         """
-        is_restored = self._holds_copies()
+        self._failed = False
+        is_restored = any(target.slots.live_counts()[1] for target in self._targets())
         try:
             await _connected(self._sync)
             occasion = take_occasion()
@@ -131,12 +132,9 @@ class CatchingUp:
         if dropped := self._catch_up.counts[Fate.NOT_REGISTERED]:
             log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
 
-    def _holds_copies(self) -> bool:
-        return any(target.slots.live_counts()[1] for target in self._targets())
-
     async def _admit_waiting(self) -> None:
         now = time.monotonic()
-        pause = _Pauses()
+        pause = Pauses()
         while self._catch_up.admit_waiting(now, STEPS):
             await pause()
         while self._sessions is not None and self._sessions.admit_waiting(now, STEPS):
@@ -144,7 +142,7 @@ class CatchingUp:
 
     async def _take_from_first(self) -> None:
         """All that the first peer knows which has a snapshot: nothing is known here yet."""
-        async for url, asked_at, snapshot in self._snapshots():
+        async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
             await self._take(live)
             self._log(url, snapshot)
@@ -164,7 +162,7 @@ class CatchingUp:
         told: list[tuple[int, int]] = []  # who answered, and how far
         unasked: list[LiveBooking] = []
         answered = set()
-        async for url, asked_at, snapshot in self._snapshots():
+        async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             router_id = snapshot.router_id
             live, whole = await self._read(url, asked_at, snapshot)
             await self._take(booking for booking in live if booking.router_id == router_id)
@@ -195,28 +193,18 @@ class CatchingUp:
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
-            pause = _Pauses()
-            problems = 0
-            for line in lines:
-                try:
-                    sessions.take(decode_session_line(line), time.monotonic())
-                except BadSnapshot as error:
-                    problems += 1
-                    if problems <= _LOGGED_PROBLEMS:
-                        log.warning("catch-up: a session of %s skipped: %s", url, error)
-                await pause()
+            await self._each(
+                "session",
+                url,
+                lines,
+                lambda line: sessions.take(decode_session_line(line), time.monotonic()),
+            )
             log.info("catch-up: %d sessions at %s", len(lines), url)
-
-    async def _snapshots(self) -> AsyncIterator[tuple[str, float, SnapshotParts]]:
-        """Of each peer that has one: its URL, when it was asked, and the snapshot."""
-        self._failed = False
-        async for answer in self._answers("snapshot", PATH, split_snapshot):
-            yield answer
 
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
     ) -> AsyncIterator[tuple[str, float, T]]:
-        """The same of any path, `read`."""
+        """Of each peer that answers: its URL, when it was asked, and what it says."""
         ends = time.monotonic() + TIMEOUT_S
         urls = list(self._urls)  # peers may come and go meanwhile
         for at, url in enumerate(urls):
@@ -244,19 +232,15 @@ class CatchingUp:
         that the peer admitted is acted on.
         """
         fetched_at = time.monotonic()
-        pause = _Pauses()
         live: list[LiveBooking] = []
-        problems = 0
-        for line in snapshot.lines:
-            try:
-                live.append(decode_line(line, fetched_at))
-            except BadSnapshot as error:
-                problems += 1
-                if problems <= _LOGGED_PROBLEMS:
-                    log.warning("catch-up: a reservation of %s skipped: %s", url, error)
-            await pause()
-        if problems:
+        if await self._each(
+            "reservation",
+            url,
+            snapshot.lines,
+            lambda line: live.append(decode_line(line, fetched_at)),
+        ):
             return live, False  # what could not be read may be what seems to be missing
+        pause = Pauses()
         ended = 0
         for event in ended_meanwhile(self._targets(), snapshot.router_id, live, asked_at):
             if event is not None:
@@ -267,8 +251,24 @@ class CatchingUp:
             log.info("catch-up: %d reservations of %s had changed unheard", ended, url)
         return live, True
 
+    async def _each(
+        self, what: str, url: str, lines: list[bytes], take: Callable[[bytes], object]
+    ) -> int:
+        """Take each line of an answer; how many could not be read."""
+        pause = Pauses()
+        problems = 0
+        for line in lines:
+            try:
+                take(line)
+            except BadSnapshot as error:
+                problems += 1
+                if problems <= _LOGGED_PROBLEMS:
+                    log.warning("catch-up: a %s of %s skipped: %s", what, url, error)
+            await pause()
+        return problems
+
     async def _take(self, bookings: Iterable[LiveBooking]) -> None:
-        pause = _Pauses()
+        pause = Pauses()
         for booking in bookings:
             self._catch_up.take(booking, time.monotonic())
             await pause()
@@ -276,18 +276,6 @@ class CatchingUp:
     def _log(self, url: str, snapshot: SnapshotParts) -> None:
         counts = {fate.name.lower(): count for fate, count in self._catch_up.fates()}
         log.info("catch-up: %d reservations at %s: %s", len(snapshot.lines), url, counts)
-
-
-class _Pauses:
-    """Gives way when a slice of the loop's turn is over."""
-
-    def __init__(self) -> None:
-        self._slice_ends = time.monotonic() + SLICE_S
-
-    async def __call__(self) -> None:
-        if time.monotonic() >= self._slice_ends:
-            await asyncio.sleep(0)
-            self._slice_ends = time.monotonic() + SLICE_S
 
 
 async def _connected(sync: ReplicaSync) -> None:

@@ -37,7 +37,6 @@ from lean_selector.sockets.replica_links import (
 )
 from lean_selector.sockets.replica_peer import Peer
 from lean_selector.sockets.replica_pub import ReplicaPub
-from lean_selector.sockets.replica_warnings import DropWarnings, name_of
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
@@ -71,6 +70,22 @@ MAX_DUE_PER_TURN = 1_024
 MAX_PEERS = 256
 # A loss at the end of a burst is seen that much later; costs a message of 60 bytes.
 HEARTBEAT_S = 1.0
+
+WARN_EVERY_S = 10.0
+# Verdicts that speak of a configuration fault: a worker or model that one replica was not told of.
+_WORTH_A_WARNING = (
+    Verdict.UNKNOWN_PARTITION,
+    Verdict.BLOCK_SIZE,
+    Verdict.RANK,
+    Verdict.WORKER_MISMATCH,
+)
+_SESSION_WORTH_A_WARNING = (
+    SessionVerdict.UNKNOWN_PARTITION,
+    SessionVerdict.UNKNOWN_WORKER,
+    SessionVerdict.TOO_LONG,
+    SessionVerdict.SEQUENCE,
+    SessionVerdict.FULL,
+)
 
 
 class ReplicaSyncError(Exception):
@@ -379,3 +394,44 @@ def _check(endpoint: str) -> None:
         raise BadRequest(str(error)) from None
     if endpoint.startswith("tcp://") and int(endpoint.rpartition(":")[2]) == 0:
         raise BadRequest(f"invalid ZMQ endpoint `{endpoint}`: port must be greater than zero")
+
+
+class DropWarnings:
+    """What the log says of dropped events: at most one line per reason in WARN_EVERY_S."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
+
+    def judge(
+        self, event: ReplicaEvent | SessionEvent, verdict: Verdict | SessionVerdict, now: float
+    ) -> None:
+        """Warns where what became of an event speaks of a fault."""
+        is_session = isinstance(event, SessionEvent)
+        if verdict in (_SESSION_WORTH_A_WARNING if is_session else _WORTH_A_WARNING):
+            self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
+
+    def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
+        """So many were dropped; `detail` is of the last."""
+        last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
+        count += events
+        if now - last < WARN_EVERY_S:
+            self._said[reason] = last, count
+            return
+        self._said[reason] = now, 0
+        log.warning("replica events dropped (%s): %d; the last: %s", reason, count, detail)
+
+
+def name_of(event: ReplicaEvent | SessionEvent) -> str:
+    """An event for a log line, peers' text quoted."""
+    if isinstance(event, SessionEvent):
+        return (
+            f"session {event.session_id!r} of model={event.model_name!r} "
+            f"tenant={event.tenant_id!r} worker={event.worker_id} dp_rank={event.dp_rank} "
+            f"from router {event.writer_id}"
+        )
+    booking = event.booking
+    return (
+        f"{event.kind.name} {booking.request_id!r} of model={event.model_name!r} "
+        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={booking.worker_id} "
+        f"dp_rank={booking.dp_rank} from router {event.router_id}"
+    )

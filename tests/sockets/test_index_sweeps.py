@@ -7,8 +7,7 @@ import uvloop
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
-from lean_selector.sockets import index_sweeps
-from lean_selector.sockets.index_sweeps import IndexSweeps
+from lean_selector.sockets.ingest_turns import SWEEP_SLICE_S, IndexSweeps
 from tests.running_service import DEADLINE_S
 
 
@@ -30,4 +29,4 @@ def test_an_index_is_taken_apart_while_the_loop_serves_though_its_owner_let_go_o
 
     # Some 50 000 steps of a few microseconds each, in slices of half a millisecond.
     assert uvloop.run(story()) > 10
-    assert index_sweeps.SLICE_S < 0.001
+    assert SWEEP_SLICE_S < 0.001

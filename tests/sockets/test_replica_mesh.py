@@ -317,7 +317,7 @@ def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count
                 a.sync.publish(EVENT)
             await until(lambda: len(b.heard) == 5)
             assert len(caplog.records) == 1
-            monkeypatch.setattr("lean_selector.sockets.replica_warnings.WARN_EVERY_S", 0.0)
+            monkeypatch.setattr("lean_selector.sockets.replica_mesh.WARN_EVERY_S", 0.0)
             a.sync.publish(EVENT)
             await until(lambda: len(caplog.records) == 2)
             b.verdict = Verdict.DUPLICATE
