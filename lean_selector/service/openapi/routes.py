@@ -1,4 +1,6 @@
-"""What both services answer: replicas, discovery, metrics, and this document."""
+"""The words of each route, its answers, its own errors and an example of its body, by method and
+path; what a route takes is in its row.
+"""
 
 from types import GenericAlias
 from typing import Any, Final
@@ -13,7 +15,6 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.service.openapi.shapes import (
-    Dialect,
     DumpEntry,
     DumpEntry16,
     RouteDescription,
@@ -40,92 +41,17 @@ from lean_selector.wire.selection_16 import (
     WorkerRecord16,
 )
 
-SWITCHED_OFF: Final = "replica sync is off"
-PEERS: Final = RouteDescription(
-    summary="The replicas that this one speaks to",
-    group="replicas",
-    answers={200: [list[str], PlaneState, dict[str, Any]]},
-)
+Descriptions = dict[tuple[str, str], RouteDescription]
 
-
-def joining(example: Any) -> RouteDescription:
-    return RouteDescription(
-        summary="Speak to a replica; 201 if it was none of ours yet",
-        group="replicas",
-        example=example,
-        answers={200: Ok, 201: Ok},
-        errors={400: "the endpoint cannot be one", 409: SWITCHED_OFF},
-    )
-
-
-def leaving(example: Any) -> RouteDescription:
-    return RouteDescription(
-        summary="Speak to a replica no more",
-        group="replicas",
-        example=example,
-        answers={200: Ok},
-        errors={404: "it is none of ours", 409: SWITCHED_OFF},
-    )
-
-
-_ENDPOINT: Final = {"endpoint": "tcp://127.0.0.1:9092"}
-
-SHARED_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
-    ("GET", "/replica_sync/peers"): PEERS,
-    ("POST", "/replica_sync/register_peer"): joining(_ENDPOINT),
-    ("POST", "/replica_sync/deregister_peer"): leaving(_ENDPOINT),
-    ("GET", "/replica_sync/snapshot"): RouteDescription(
-        summary="What is live, for a replica that catches up",
-        group="replicas",
-        answers={200: Snapshot},
-        errors={409: SWITCHED_OFF},
-    ),
-    ("GET", "/discovery"): RouteDescription(
-        summary="What is looked for, what was found, and what became of it",
-        group="discovery",
-        answers={200: DiscoveryReport},
-    ),
-    ("GET", "/metrics"): RouteDescription(
-        summary="Metrics for Prometheus",
-        group="service",
-        answers={200: Text("text/plain; version=0.0.4; charset=utf-8")},
-    ),
-    ("GET", "/openapi.json"): RouteDescription(
-        summary="This document",
-        group="service",
-        answers={200: dict[str, Any]},
-    ),
-}
-
-
-# -- selector routes -----------------------------------------------------------------------------
-#
-# The routes of the selector, described, in each dialect that it speaks (`--api`).
-
-API_1_3: Final = Dialect(
-    record=WorkerRecord,
-    detail=WorkerDetail,
-    selection=Selection,
-    booked=Booked,
-    loads=PartitionLoads,
-    scores=OverlapScores,
-    dump=DumpEntry,
-    id="reservation_id",
-)
-API_1_6: Final = Dialect(
-    record=WorkerRecord16,
-    detail=WorkerDetail16,
-    selection=Selection16,
-    booked=Booked16,
-    loads=PartitionLoads16,
-    scores=OverlapScores16,
-    dump=DumpEntry16,
-    id="selection_id",
-)
-
+_OFF: Final = "replica sync is off"
 _PROMPT_FAULT: Final = "the prompt makes no sense, or two names of the tenant differ"
 _NO_WORKERS: Final = "no worker of this model and tenant can take it"
+_NONE_READY: Final = "the model and tenant have no schedulable worker"
 _BUSY: Final = "all workers are busy, where --overload-status says so"
+_NO_WORKER: Final = "there is no such worker"
+_NEVER: Final = "there never was such a reservation"
+_TWO_NAMES: Final = "two names of the tenant differ"
+_NO_TRACKER: Final = "the model and tenant have no workers"
 _PROMPT: Final[dict[str, Any]] = {"model_name": "llama", "token_ids": list(range(1, 33))}
 _HASHES: Final[dict[str, Any]] = {
     **{"model_name": "llama", "isl_tokens": 40},
@@ -133,19 +59,48 @@ _HASHES: Final[dict[str, Any]] = {
 }
 
 
-def _projection(summary: str, group: str, answer: Any) -> RouteDescription:
+def _described(summary: str, group: str, answer: Any, **more: Any) -> RouteDescription:
+    """One whose only answer is a 200."""
+    return RouteDescription(summary, group, {200: answer}, **more)
+
+
+def _joining(example: Any) -> RouteDescription:
     return RouteDescription(
-        summary=summary,
-        group=group,
-        example=_PROMPT,
-        answers={200: answer},
-        errors={400: _PROMPT_FAULT, 503: "the model and tenant have no schedulable worker"},
+        "Speak to a replica; 201 if it was none of ours yet",
+        "replicas",
+        {200: Ok, 201: Ok},
+        {400: "the endpoint cannot be one", 409: _OFF},
+        example,
     )
 
 
-def _named(kind: Any) -> Any:
-    """Them by name, as msgspec knows it."""
-    return GenericAlias(dict, (str, kind))
+def _leaving(example: Any) -> RouteDescription:
+    errors = {404: "it is none of ours", 409: _OFF}
+    return RouteDescription("Speak to a replica no more", "replicas", {200: Ok}, errors, example)
+
+
+_PEERS: Final = _described(
+    "The replicas that this one speaks to", "replicas", [list[str], PlaneState, dict[str, Any]]
+)
+_ENDPOINT: Final = {"endpoint": "tcp://127.0.0.1:9092"}
+_SHARED: Final[Descriptions] = {
+    ("GET", "/replica_sync/peers"): _PEERS,
+    ("POST", "/replica_sync/register_peer"): _joining(_ENDPOINT),
+    ("POST", "/replica_sync/deregister_peer"): _leaving(_ENDPOINT),
+    ("GET", "/replica_sync/snapshot"): _described(
+        "What is live, for a replica that catches up", "replicas", Snapshot, errors={409: _OFF}
+    ),
+    ("GET", "/discovery"): _described(
+        "What is looked for, what was found, and what became of it", "discovery", DiscoveryReport
+    ),
+    ("GET", "/metrics"): _described(
+        "Metrics for Prometheus", "service", Text("text/plain; version=0.0.4; charset=utf-8")
+    ),
+    ("GET", "/openapi.json"): _described("This document", "service", dict[str, Any]),
+}
+
+
+# -- the selector ---------------------------------------------------------------------------------
 
 
 def _many(kind: Any) -> Any:
@@ -153,263 +108,259 @@ def _many(kind: Any) -> Any:
     return GenericAlias(list, (kind,))
 
 
-def _routes(says: Dialect) -> dict[tuple[str, str], RouteDescription]:
+def _selector(
+    record: Any,
+    detail: Any,
+    selection: Any,
+    booked: Any,
+    loads: Any,
+    scores: Any,
+    dump: Any,
+    id: str,
+) -> Descriptions:
+    """The routes of one dialect, by the structs that it answers with; `id` is the field that names
+    a reservation."""
+    live = f"the {id} is live already"
     return {
-        ("GET", "/health"): RouteDescription(
-            summary="The process lives", group="service", answers={200: Ok}
-        ),
+        ("GET", "/health"): _described("The process lives", "service", Ok),
         ("GET", "/ready"): RouteDescription(
-            summary="At least one worker can be chosen",
-            group="service",
-            answers={200: Readiness, 503: Readiness},
+            "At least one worker can be chosen", "service", {200: Readiness, 503: Readiness}
         ),
-        # -- workers
         ("POST", "/workers"): RouteDescription(
-            summary="Register a worker, or replace its record",
-            group="workers",
-            example={
+            "Register a worker, or replace its record",
+            "workers",
+            {201: record},
+            {400: "a size or an endpoint that there cannot be, or two names that differ"},
+            {
                 **{"worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000"},
                 **{"block_size": 16, "total_kv_blocks": 20000, "max_num_batched_tokens": 8192},
                 **{"kv_events_endpoint": "tcp://127.0.0.1:5557"},
                 "replay_endpoint": "tcp://127.0.0.1:5558",
             },
-            answers={201: says.record},
-            errors={400: "a size or an endpoint that there cannot be, or two names that differ"},
         ),
-        ("GET", "/workers"): RouteDescription(
-            summary="The workers; with `detail` their health and event sources too",
-            group="workers",
-            answers={200: [_many(says.record), _many(says.detail)]},
+        ("GET", "/workers"): _described(
+            "The workers; with `detail` their health and event sources too",
+            "workers",
+            [_many(record), _many(detail)],
         ),
-        ("PATCH", "/workers/{worker_id}"): RouteDescription(
-            summary="Change fields of a worker; what is absent or null stays",
-            group="workers",
+        ("PATCH", "/workers/{worker_id}"): _described(
+            "Change fields of a worker; what is absent or null stays",
+            "workers",
+            record,
             example={"max_num_batched_tokens": 4096, "taints": ["spot"]},
-            answers={200: says.record},
-            errors={
-                400: "a size or an endpoint that there cannot be",
-                404: "there is no such worker",
-            },
+            errors={400: "a size or an endpoint that there cannot be", 404: _NO_WORKER},
         ),
-        ("DELETE", "/workers/{worker_id}"): RouteDescription(
-            summary="Remove a worker, its index and its reservations",
-            group="workers",
-            answers={200: says.record},
-            errors={404: "there is no such worker"},
+        ("DELETE", "/workers/{worker_id}"): _described(
+            "Remove a worker, its index and its reservations",
+            "workers",
+            record,
+            errors={404: _NO_WORKER},
         ),
-        ("POST", "/workers/{worker_id}/report"): RouteDescription(
-            summary="Tell how a request to a worker went",
-            group="workers",
+        ("POST", "/workers/{worker_id}/report"): _described(
+            "Tell how a request to a worker went",
+            "workers",
+            Ok,
             example={"outcome": "ok", "dp_rank": 0, "ttft_ms": 35.5, "cached_tokens": 16},
-            answers={200: Ok},
             errors={404: "there is no such worker or rank"},
         ),
-        # -- selections
-        ("POST", "/select"): RouteDescription(
-            summary="Choose a rank for a prompt; nothing is booked",
-            group="selections",
+        ("POST", "/select"): _described(
+            "Choose a rank for a prompt; nothing is booked",
+            "selections",
+            selection,
             example={**_HASHES, "selection_id": "s-1", "allowed_worker_ids": [1]},
-            answers={200: says.selection},
             errors={400: _PROMPT_FAULT, 429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
         ),
-        ("POST", "/select_and_reserve"): RouteDescription(
-            summary="Choose a rank for a prompt, and book it",
-            group="selections",
-            example={**_PROMPT, says.id: "request-1"},
-            answers={200: says.selection},
-            errors={
-                **{400: _PROMPT_FAULT, 409: f"the {says.id} is live already"},
-                **{429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
-            },
+        ("POST", "/select_and_reserve"): _described(
+            "Choose a rank for a prompt, and book it",
+            "selections",
+            selection,
+            example={**_PROMPT, id: "request-1"},
+            errors={400: _PROMPT_FAULT, 409: live, 429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
         ),
-        # -- reservations
         ("POST", "/reservations"): RouteDescription(
-            summary="Book a rank that was chosen elsewhere, or what was selected under an id",
-            group="reservations",
-            example={
-                **{says.id: "request-2", "model_name": "llama", "worker_id": 1, "dp_rank": 0},
-                **{"sequence_hashes": [21, 22], "isl_tokens": 40, "effective_prefill_tokens": 40},
-            },
-            answers={201: says.booked},
-            errors={
+            "Book a rank that was chosen elsewhere, or what was selected under an id",
+            "reservations",
+            {201: booked},
+            {
                 400: _PROMPT_FAULT,
                 404: "there is no such worker or rank, or nothing was selected under that id",
-                409: f"the {says.id} is live already",
-                503: "the model and tenant have no schedulable worker",
+                409: live,
+                503: _NONE_READY,
+            },
+            {
+                **{id: "request-2", "model_name": "llama", "worker_id": 1, "dp_rank": 0},
+                **{"sequence_hashes": [21, 22], "isl_tokens": 40, "effective_prefill_tokens": 40},
             },
         ),
-        ("POST", "/reservations/{reservation_id}/prefill_complete"): RouteDescription(
-            summary="The first token of a request came",
-            group="reservations",
-            answers={200: Ok},
-            errors={404: "there never was such a reservation"},
+        ("POST", "/reservations/{reservation_id}/prefill_complete"): _described(
+            "The first token of a request came", "reservations", Ok, errors={404: _NEVER}
         ),
-        ("POST", "/reservations/{reservation_id}/output_block"): RouteDescription(
-            summary="A request fills one more block",
-            group="reservations",
+        ("POST", "/reservations/{reservation_id}/output_block"): _described(
+            "A request fills one more block",
+            "reservations",
+            Ok,
             example={"decay_fraction": 0.5},
-            answers={200: Ok},
             errors={400: "decay_fraction is not within 0.0 and 1.0", 404: "it is not live"},
         ),
-        ("DELETE", "/reservations/{reservation_id}"): RouteDescription(
-            summary="A request has ended, and how",
-            group="reservations",
+        ("DELETE", "/reservations/{reservation_id}"): _described(
+            "A request has ended, and how",
+            "reservations",
+            Ok,
             example={"outcome": "ok", "cached_tokens": 16},
-            answers={200: Ok},
-            errors={404: "there never was such a reservation"},
+            errors={404: _NEVER},
         ),
-        # -- loads
-        ("GET", "/loads"): RouteDescription(
-            summary="The load of each rank",
-            group="loads",
-            answers={200: _many(says.loads)},
-        ),
-        ("POST", "/potential_loads"): _projection(
+        ("GET", "/loads"): _described("The load of each rank", "loads", _many(loads)),
+        ("POST", "/potential_loads"): _described(
             "The load of each rank if this prompt ran there",
             "loads",
             list[RankLoadRow],
+            example=_PROMPT,
+            errors={400: _PROMPT_FAULT, 503: _NONE_READY},
         ),
-        ("POST", "/overlap_scores"): _projection(
-            "How much of a prompt each rank has cached", "index", says.scores
+        ("POST", "/overlap_scores"): _described(
+            "How much of a prompt each rank has cached",
+            "index",
+            scores,
+            example=_PROMPT,
+            errors={400: _PROMPT_FAULT, 503: _NONE_READY},
         ),
-        # -- the index
-        ("GET", "/dump"): RouteDescription(
-            summary="The index, in the form that --indexer-peers reads",
-            group="index",
-            answers={200: _named(says.dump)},
+        ("GET", "/dump"): _described(
+            "The index, in the form that --indexer-peers reads",
+            "index",
+            GenericAlias(dict, (str, dump)),
             errors={503: "start-up recovery is under way"},
         ),
-        ("GET", "/kv_sources"): RouteDescription(
-            summary="Each engine's events: state, last batch, gaps, what was lost or skipped",
-            group="index",
-            answers={200: list[KvSource]},
+        ("GET", "/kv_sources"): _described(
+            "Each engine's events: state, last batch, gaps, what was lost or skipped",
+            "index",
+            list[KvSource],
         ),
-        # -- load shedding
-        ("POST", "/busy_threshold"): RouteDescription(
-            summary="From which load on a model's workers are busy; what is absent or null stays",
-            group="load shedding",
+        ("POST", "/busy_threshold"): _described(
+            "From which load on a model's workers are busy; what is absent or null stays",
+            "load shedding",
+            ThresholdRow,
             example={"model": "llama", "active_decode_blocks_threshold": 0.85},
-            answers={200: ThresholdRow},
             errors={400: "a threshold that there cannot be", 404: "the model has no workers"},
         ),
-        ("GET", "/busy_threshold"): RouteDescription(
-            summary="The thresholds in force", group="load shedding", answers={200: Thresholds}
+        ("GET", "/busy_threshold"): _described(
+            "The thresholds in force", "load shedding", Thresholds
         ),
-        ("DELETE", "/busy_threshold"): RouteDescription(
-            summary="Switch a model's thresholds off",
-            group="load shedding",
-            answers={200: ThresholdRow},
+        ("DELETE", "/busy_threshold"): _described(
+            "Switch a model's thresholds off",
+            "load shedding",
+            ThresholdRow,
             errors={400: "`model` is missing", 404: "the model has no workers"},
         ),
-        # -- sessions
-        ("GET", "/replica_sync/sessions"): RouteDescription(
-            summary="Which rank each session is bound to, for a replica that catches up",
-            group="replicas",
-            answers={200: SessionList},
-            errors={409: SWITCHED_OFF},
+        ("GET", "/replica_sync/sessions"): _described(
+            "Which rank each session is bound to, for a replica that catches up",
+            "replicas",
+            SessionList,
+            errors={409: _OFF},
         ),
-        **SHARED_ROUTES,
+        **_SHARED,
     }
 
 
-SELECTOR_ROUTES: Final = _routes(API_1_3)
-SELECTOR_16_ROUTES: Final = _routes(API_1_6)
+SELECTOR_ROUTES: Final = _selector(
+    WorkerRecord,
+    WorkerDetail,
+    Selection,
+    Booked,
+    PartitionLoads,
+    OverlapScores,
+    DumpEntry,
+    "reservation_id",
+)
+SELECTOR_16_ROUTES: Final = _selector(
+    WorkerRecord16,
+    WorkerDetail16,
+    Selection16,
+    Booked16,
+    PartitionLoads16,
+    OverlapScores16,
+    DumpEntry16,
+    "selection_id",
+)
 # Only where the selector is told --prompts.
-DOOR_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
+DOOR_ROUTES: Final[Descriptions] = {
     ("POST", "/route/{path*}"): RouteDescription(
-        summary="Choose and book a worker for a raw OpenAI request, and name it in headers",
-        group="gateways",
-        answers={
-            200: None,
-            **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody),
-        },
+        "Choose and book a worker for a raw OpenAI request, and name it in headers",
+        "gateways",
+        {200: None, **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody)},
         refusal=OpenAiErrorBody,
     ),
 }
 
+# -- the slot tracker -----------------------------------------------------------------------------
 
-# -- slot tracker routes -------------------------------------------------------------------------
-#
-# The routes of the slot tracker, described.
-
-_NO_TRACKER: Final = "the model and tenant have no workers"
 _URL: Final = {"url": "tcp://127.0.0.1:9092"}
 _REQUEST: Final = {"model_name": "llama", "request_id": "req-1"}
 
-
-def _lifecycle(summary: str, unknown: str) -> RouteDescription:
-    return RouteDescription(
-        summary=summary,
-        group="requests",
-        example=_REQUEST,
-        answers={200: Ok},
-        errors={400: "two names of the tenant differ", 404: unknown},
-    )
-
-
-SLOT_TRACKER_ROUTES: Final[dict[tuple[str, str], RouteDescription]] = {
-    ("GET", "/health"): RouteDescription(
-        summary="The process lives", group="service", answers={200: None}
-    ),
+SLOT_TRACKER_ROUTES: Final[Descriptions] = {
+    ("GET", "/health"): _described("The process lives", "service", None),
     ("POST", "/register"): RouteDescription(
-        summary="Register a worker's ranks",
-        group="workers",
-        example={
-            **{"worker_id": 7, "model_name": "llama", "block_size": 16},
-            **{"dp_start": 0, "dp_size": 1},
-        },
-        answers={201: Ok},
-        errors={
+        "Register a worker's ranks",
+        "workers",
+        {201: Ok},
+        {
             400: "a size of 0, or ranks that there cannot be",
             409: "it is registered, or with another block size than its model",
         },
+        {
+            **{"worker_id": 7, "model_name": "llama", "block_size": 16},
+            **{"dp_start": 0, "dp_size": 1},
+        },
     ),
-    ("POST", "/unregister"): RouteDescription(
-        summary="Remove a worker, and drop its requests",
-        group="workers",
+    ("POST", "/unregister"): _described(
+        "Remove a worker, and drop its requests",
+        "workers",
+        Ok,
         example={"worker_id": 7, "model_name": "llama"},
-        answers={200: Ok},
-        errors={400: "two names of the tenant differ", 404: "it is not registered"},
+        errors={400: _TWO_NAMES, 404: "it is not registered"},
     ),
-    ("GET", "/workers"): RouteDescription(
-        summary="The workers", group="workers", answers={200: list[WorkerRow]}
-    ),
+    ("GET", "/workers"): _described("The workers", "workers", list[WorkerRow]),
     ("POST", "/add"): RouteDescription(
-        summary="A request begins on a rank",
-        group="requests",
-        example={
+        "A request begins on a rank",
+        "requests",
+        {201: Ok},
+        {
+            400: f"{_TWO_NAMES}, or too many tokens",
+            404: "there is no such rank",
+            409: "the id is live already",
+        },
+        {
             **_REQUEST,
             **{"worker_id": 7, "dp_rank": 0},
             **{"sequence_hashes": [101, -22, 303], "new_isl_tokens": 48},
         },
-        answers={201: Ok},
-        errors={
-            400: "two names of the tenant differ, or too many tokens",
-            404: "there is no such rank",
-            409: "the id is live already",
-        },
     ),
-    ("POST", "/prefill_complete"): _lifecycle(
-        "The first token of a request came", "there is no such request, model or tenant"
+    ("POST", "/prefill_complete"): _described(
+        "The first token of a request came",
+        "requests",
+        Ok,
+        example=_REQUEST,
+        errors={400: _TWO_NAMES, 404: "there is no such request, model or tenant"},
     ),
-    ("POST", "/free"): _lifecycle("A request has ended; of an unknown id no error", _NO_TRACKER),
-    ("GET", "/loads"): RouteDescription(
-        summary="The load of each rank",
-        group="loads",
-        answers={200: list[LoadRow]},
+    ("POST", "/free"): _described(
+        "A request has ended; of an unknown id no error",
+        "requests",
+        Ok,
+        example=_REQUEST,
+        errors={400: _TWO_NAMES, 404: _NO_TRACKER},
     ),
-    ("POST", "/potential_loads"): RouteDescription(
-        summary="The load of each rank if this prompt ran there",
-        group="loads",
+    ("GET", "/loads"): _described("The load of each rank", "loads", list[LoadRow]),
+    ("POST", "/potential_loads"): _described(
+        "The load of each rank if this prompt ran there",
+        "loads",
+        list[PotentialLoadRow],
         example={
             **{"model_name": "llama", "sequence_hashes": [101, -22, 303, 404]},
             **{"new_isl_tokens": 64},
         },
-        answers={200: list[PotentialLoadRow]},
-        errors={400: "two names of the tenant differ, or too many tokens", 404: _NO_TRACKER},
+        errors={400: f"{_TWO_NAMES}, or too many tokens", 404: _NO_TRACKER},
     ),
-    ("POST", "/register_peer"): joining(_URL),
-    ("POST", "/deregister_peer"): leaving(_URL),
-    ("GET", "/peers"): PEERS,
-    **SHARED_ROUTES,
+    ("POST", "/register_peer"): _joining(_URL),
+    ("POST", "/deregister_peer"): _leaving(_URL),
+    ("GET", "/peers"): _PEERS,
+    **_SHARED,
 }

@@ -15,7 +15,7 @@ class Text(msgspec.Struct, frozen=True):
     media_type: str
 
 
-class RouteDescription(msgspec.Struct, frozen=True, kw_only=True):
+class RouteDescription(msgspec.Struct, frozen=True):
     """One route.
 
     `answers` are those that the handler gives, by status: a type that msgspec knows, a list of such
@@ -29,21 +29,8 @@ class RouteDescription(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     answers: dict[int, Any]
     errors: dict[int, str] = {}
-    refusal: Any = ErrorBody
     example: Any = None  # of a body, as it decodes from JSON: there whenever a body is
-
-
-class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """What the selector's routes answer in one of its dialects: structs."""
-
-    record: Any
-    detail: Any
-    selection: Any
-    booked: Any
-    loads: Any
-    scores: Any
-    dump: Any  # an entry
-    id: str  # the field that names a reservation
+    refusal: Any = ErrorBody
 
 
 class DumpEntry(msgspec.Struct):
