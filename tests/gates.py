@@ -15,9 +15,8 @@ from lean_selector.http.response import JSON, PendingReply, encode_response
 from lean_selector.route.door import RouteDoor
 from lean_selector.service.application import MetricsAnswers, OpenApiRoutes
 from lean_selector.service.gate import Gate, Route
-from lean_selector.service.selection import SelectionService
+from lean_selector.service.selection import SelectionService, Timer
 from lean_selector.service.selection_16 import SelectionService16
-from lean_selector.service.selection_handlers import BusyThresholdService, Timer
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker import SlotTrackerService
 from lean_selector.service.worker_handlers import ServiceState
@@ -86,10 +85,9 @@ def selection_gate(
     lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     service: SelectionService | None = None,
 ) -> Gate:
-    """The routes of that service, or of a new one, and those of its busy thresholds."""
+    """The routes of that service, or of a new one."""
     service = selection_service() if service is None else service
-    thresholds = BusyThresholdService(service.selector, lambda: NOW)
-    return Gate((*service.routes(), *thresholds.routes()), lines=lines)
+    return Gate(service.routes(), lines=lines)
 
 
 def selection_service_16() -> SelectionService16:
@@ -107,8 +105,7 @@ def selection_service_16() -> SelectionService16:
 
 def selection_gate_16() -> Gate:
     service = selection_service_16()
-    thresholds = BusyThresholdService(service.selector, lambda: NOW)
-    return Gate((*service.routes(), *thresholds.routes()))
+    return Gate(service.routes())
 
 
 def slot_tracker_gate() -> Gate:
@@ -130,8 +127,7 @@ def routes_of(service: str) -> list[Route]:
         return [*SlotTrackerService(Trackers()).routes(), *shared]
     selection = selection_service_16() if service == "selector_16" else selection_service()
     door = RouteDoor(NoPrompts(), lambda body: None, lambda name: None, lambda name: False)  # type: ignore[arg-type] # nothing is asked
-    thresholds = BusyThresholdService(selection.selector)
-    return [*selection.routes(), *thresholds.routes(), *door.routes(), *shared]
+    return [*selection.routes(), *door.routes(), *shared]
 
 
 def request(

@@ -25,8 +25,7 @@ from lean_selector.process.routed_expiry import RoutedExpiry
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service.gate import durable
 from lean_selector.service.lifecycle_log import SelectorLog
-from lean_selector.service.selection import SHUTDOWN, SelectionService
-from lean_selector.service.selection_handlers import BusyThresholdService, DumpAnswers
+from lean_selector.service.selection import SHUTDOWN, DumpAnswers, SelectionService
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.sockets.ingest_turns import IndexSweeps
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from lean_selector.http.outbound import OutboundClient
     from lean_selector.process.replica_plane import ReplicaPlane
     from lean_selector.server.state_persister import Persister
-    from lean_selector.service.selection_16 import SelectionService16
     from lean_selector.sockets.recovery import Recovery
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
@@ -142,7 +140,7 @@ class SelectorParts:
             subscriptions.hold()  # workers that are restored wait for the recovery, too
         self._state = ServiceState(is_recovering=bool(peers))
         self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
-        service: type[SelectionService | SelectionService16] = SelectionService
+        service = SelectionService
         if config.settings.dialect == API_1_6:
             from lean_selector.service import selection_16
 
@@ -163,7 +161,6 @@ class SelectorParts:
             self.persister = keep_selector(config, selector, plane, self.finding, self._state)
         routes = (
             *self.service.routes(),
-            *BusyThresholdService(selector).routes(),
             *discovery_routes(None if self.finding is None else self.finding.report),
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)

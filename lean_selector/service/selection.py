@@ -1,47 +1,124 @@
-"""The selection service as the source document has it (`--api 1.3`): its routes, and the handlers
-that are its own.
+"""The selection service: its routes and handlers, as the source document has them (`--api 1.3`).
 
-API: the source document and spec selection.md. The others are in `selection_handlers`.
+Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
+that all routes share in `bodies`. What 1.6 has otherwise is in `selection_16`, workers are
+`worker_handlers`'. Spec: selection.md.
 """
 
+import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
 from msgspec import UNSET, UnsetType
 
+from lean_selector.core.errors import BadRequest, NotFound, Unavailable, WaitedTooLong
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.selection.cost import overridden
+from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.settings import RouterOverride, Terms
 from lean_selector.core.selection.shapes import (
+    EXPLANATION,
     OUTLOOK,
     Booked,
+    CachedSelection,
     OverlapScores,
-    PartitionLoads,
+    PartitionKey,
     Placement,
     RankLoadRow,
+    RankOutlook,
     Selection,
     SelectionRequest,
+    WorkerLoad,
 )
-from lean_selector.service.bodies import Query
-from lean_selector.service.gate import Endpoint, plain
-from lean_selector.service.selection_handlers import SHUTDOWN as SHUTDOWN
-from lean_selector.service.selection_handlers import SelectionHandlers
-from lean_selector.service.worker_handlers import detail_of
+from lean_selector.core.sessions.table import check_session_id
+from lean_selector.service.access import ADMIN, READ, WRITE
+from lean_selector.service.bodies import BadQuery, Query, reservation_id_param, worker_id_param
+from lean_selector.service.gate import (
+    Endpoint,
+    Route,
+    plain,
+    with_body,
+    with_param,
+    with_param_and_body,
+    with_param_and_optional_body,
+    with_query,
+)
+from lean_selector.service.header_warnings import with_warnings
+from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
+from lean_selector.service.shared_handlers import OK, Plane
+from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
+from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
+from lean_selector.wire.dump import encode_dump
+from lean_selector.wire.dump_shapes import PartitionDump
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
+from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite
 from lean_selector.wire.selection import (
+    Ending,
+    OutputBlockRequest,
     ProjectionRequest,
     PromptFields,
     ReservationRequest,
     SelectAndReserveRequest,
+    SelectFields,
     SelectRequest,
-    SourceCondition,
     WorkerPatch,
     WorkerRequest,
 )
 
+_SMALL_BLOCKS = 1000  # up to a millisecond
+
+Watermarks = Callable[[Partition], dict[RankKey, int]]
+
+
+class DumpAnswers:
+    """Only from the thread of the loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        watermarks: Watermarks,
+        call_soon: CallSoon,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`call_soon` is the loop's."""
+        self._catalog = catalog
+        self._watermarks = watermarks
+        self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
+        self._sliced_16 = SlicedAnswers(
+            "a dump", lambda: self.parts(as_1_6=True), call_soon, clock=clock
+        )
+
+    def answer(self) -> Answer:
+        return self._sliced.answer(at_once=self._is_small())
+
+    def answer_16(self) -> Answer:
+        """As 1.6 has it, without what only our own replicas read."""
+        return self._sliced_16.answer(at_once=self._is_small())
+
+    def _is_small(self) -> bool:
+        partitions = self._catalog.partitions.values()
+        return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
+
+    def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
+        """The body, to be joined; each part is small. `as_1_6`: as 1.6 has it."""
+        return encode_dump(
+            [
+                PartitionDump(*key, partition.block_size, partition.index.dump(), watermarks)
+                for key, partition in sorted(self._catalog.partitions.items())
+                if (watermarks := self._watermarks(partition))
+                or partition.established
+                or not partition.index.is_empty
+            ],
+            as_1_6=as_1_6,
+        )
+
+
+_THRESHOLD_FIELDS: Final = frozenset({"model", "tenant_id", "routing_group"})
 BODIES: Final[dict[str, Any]] = {
     "/workers": WorkerRequest,
     "/workers/{worker_id}": WorkerPatch,
@@ -51,26 +128,89 @@ BODIES: Final[dict[str, Any]] = {
     "/potential_loads": ProjectionRequest,
     "/overlap_scores": ProjectionRequest,
 }
+SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
+
+# What a placement is told as.
+Shape = Callable[[Placement], object]
 
 
-class SelectionService(SelectionHandlers):
-    """The routes and handlers of the 1.3 dialect."""
+class Timer(Protocol):
+    """What is to happen later, and can be called off."""
+
+    def cancel(self) -> None: ...
+
+
+class SelectionService(WorkerHandlers):
+    """The handlers of the 1.3 dialect, and what they act on."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        *,
+        dump: Callable[[], Answer],
+        sources: KvSources,
+        state: ServiceState,
+        plane: Plane | None = None,
+        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        bare_dump: Callable[[], Answer] | None = None,
+    ) -> None:
+        """`call_later` is needed only when waiting in the queue is limited. `bare_dump` is the dump
+        as 1.6 has it."""
+        super().__init__(selector, sources, state, plane, clock)
+        self._dump = dump
+        self._bare_dump = dump if bare_dump is None else bare_dump
+        self._call_later = call_later
+        self._default_terms: Terms = selector.terms
+
+    def routes(self) -> tuple[Route, ...]:
+        """All that the selector serves in a dialect."""
+        bodies = self.bodies()
+        patch = with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
+        return (
+            ("POST", "/workers", ADMIN,
+                with_warnings(with_body(bodies["/workers"], self.register, 201))),
+            ("PATCH", "/workers/{worker_id}", ADMIN, with_warnings(patch)),
+            ("POST", "/select", WRITE, with_body(bodies["/select"], self.select)),
+            ("POST", "/select_and_reserve", WRITE,
+                with_body(bodies["/select_and_reserve"], self.select_and_reserve)),
+            ("POST", "/reservations", WRITE, with_body(bodies["/reservations"], self.reserve, 201)),
+            ("GET", "/loads", READ, with_query(self.loads)),
+            ("POST", "/potential_loads", READ,
+                with_body(bodies["/potential_loads"], self.potential_loads)),
+            ("POST", "/overlap_scores", READ,
+                with_body(bodies["/overlap_scores"], self.overlap_scores)),
+            ("GET", "/dump", READ, self.dump_endpoint()),
+            ("POST", "/busy_threshold", ADMIN, with_body(ThresholdRequest, self.change_threshold)),
+            ("GET", "/busy_threshold", READ, plain(self.list_thresholds)),
+            ("DELETE", "/busy_threshold", ADMIN,
+                with_query(self.switch_threshold_off, _THRESHOLD_FIELDS)),
+            *self.worker_routes(),
+            ("DELETE", "/reservations/{reservation_id}", WRITE,
+                with_param_and_optional_body(reservation_id_param, Ending, self.free)),
+            ("POST", "/reservations/{reservation_id}/prefill_complete", WRITE,
+                with_param(reservation_id_param, self.prefill_complete)),
+            ("POST", "/reservations/{reservation_id}/output_block", WRITE,
+                with_param_and_body(reservation_id_param, OutputBlockRequest, self.output_block)),
+            ("GET", "/kv_sources", READ, with_query(self.kv_sources)),
+            *self.replica_routes(),
+            ("GET", "/replica_sync/sessions", READ,
+                plain(lambda: self._switched_on().session_list())),
+        )  # fmt: skip
+
+    # -- what the 1.6 dialect says otherwise, beside `record` and `detail` ---------------------
 
     def bodies(self) -> dict[str, Any]:
+        """The structs of the bodies that a dialect has of its own, by path."""
         return BODIES
 
     def dump_endpoint(self) -> Endpoint:
         return plain(self.dump)
 
-    def record(self, worker: Worker) -> object:
-        return worker.record()
-
-    def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        return detail_of(worker, self.selector.catalog, now, sources)
-
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
     ) -> Prompt:
+        """The prompt of a route that matches it against the index."""
         return prompt_to_select(body, partition.block_size, partition.is_eagle)
 
     # -- selection -----------------------------------------------------------------------------
@@ -141,9 +281,165 @@ class SelectionService(SelectionHandlers):
             placement.explain,
         )
 
+    # -- requests that choose ------------------------------------------------------------------
+
+    def _placed_or_parked(
+        self, partition: Partition, request: SelectionRequest, shape: Shape
+    ) -> object:
+        """The answer to a request that may have to wait: `shape` of what was chosen, now or later.
+
+        What shapes it also does what is to be done with the choice; it is called once, or not at
+        all where there is none.
+        """
+        pending: LaterReply | None = None
+
+        def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
+            assert pending is not None
+            self._unclaim(request)
+            if isinstance(outcome, Placement):
+                pending.answer_with(shape, outcome)
+            else:
+                pending.refuse(outcome)
+
+        outcome = self.selector.select(partition, request, self._clock(), on_answer)
+        if not isinstance(outcome, Parked):
+            return shape(outcome)
+        pending = LaterReply()
+        parked = outcome
+
+        def on_disconnect() -> None:
+            self._unclaim(request)
+            self.selector.hung_up(partition, parked, self._clock())
+
+        if request.books and self.selector.settings.dialect.claims_ids:
+            self.selector.bookings.claimed.add(request.reservation_id)
+        pending.on_disconnect = on_disconnect
+        self._limit_wait(partition, parked, on_answer, pending)
+        return pending
+
+    def _unclaim(self, request: SelectionRequest) -> None:
+        """It waits no more."""
+        if request.books:
+            self.selector.bookings.claimed.discard(request.reservation_id)
+
+    def _limit_wait(
+        self,
+        partition: Partition,
+        parked: Parked,
+        on_answer: Callable[[Parked, Placement | Exception], None],
+        pending: LaterReply,
+    ) -> None:
+        limit = self.selector.settings.queue_max_wait_s
+        if limit is None:
+            return
+        assert self._call_later is not None
+
+        def give_up() -> None:
+            if partition.parked.leave(parked):
+                on_answer(parked, WaitedTooLong(limit))
+
+        timer = self._call_later(limit, give_up)
+        # Or the request, and its prompt, would be kept until the limit has passed.
+        pending.observe(lambda _: timer.cancel(), timer.cancel)
+
+    def _request(self, partition: Partition, body: SelectFields) -> SelectionRequest:
+        session_id = None
+        if partition.sessions is not None:
+            session_id = body.session()
+            if session_id is not None:
+                if body.pinned_worker is not None or body.affinity_target is not None:
+                    session_id = None  # they leave the session alone
+                else:
+                    check_session_id(session_id)
+        override = body.router_config_override
+        prompt = self.prompt(body, partition, override)
+        request = SelectionRequest(
+            prompt, self._default_terms if override is None else self._terms(override)
+        )
+        request.expected_output_tokens = body.expected_output_tokens
+        if body.explain:
+            request.adds = EXPLANATION
+        if body.affinity_target is not None:
+            request.target = body.affinity_target.target()
+        if body.pinned_worker is not None:
+            request.pinned = body.pinned_worker.pinned()
+        if session_id is not None:
+            request.session_id = session_id
+        if body.allowed_worker_ids is not None:
+            request.allowed_worker_ids = body.allowed()
+        constraints = body.routing_constraints
+        if not isinstance(constraints, UnsetType):
+            request.required_taints = frozenset(constraints.required_taints)
+            request.preferred_taints = constraints.weights()
+        if body.priority_jump is not None:
+            check_finite("priority_jump", body.priority_jump)
+            request.priority_jump = body.priority_jump
+        if body.strict_priority is not None:
+            request.strict_priority = body.strict_priority
+        return request
+
+    def _terms(self, override: RouterOverride | None) -> Terms:
+        return (
+            self._default_terms if override is None else overridden(self._default_terms, override)
+        )
+
+    def _worker_load(self, outlook: RankOutlook) -> WorkerLoad:
+        threshold, capacity = (
+            self.selector.settings.prefill_busy_threshold,
+            outlook.prefill_token_capacity,
+        )
+        tokens, blocks = outlook.active_prefill_tokens, outlook.total_kv_blocks
+        return WorkerLoad(
+            tokens,
+            capacity,
+            UNSET if blocks is None else blocks,
+            UNSET if threshold is None else tokens > threshold * capacity,
+        )
+
+    # -- selections that are booked later ------------------------------------------------------
+
+    def _remember(
+        self,
+        partition: Partition,
+        selection_id: str,
+        request: SelectionRequest,
+        placement: Placement,
+    ) -> None:
+        """What `/select` chose can be booked by its id from now on."""
+        cached = CachedSelection(
+            placement.worker_id,
+            placement.dp_rank,
+            request.prompt.to_book(keeps_blocks=partition.routed is not None),
+            placement.effective_prefill_tokens,
+            request.expected_output_tokens,
+            request.terms.track_prefill,
+            request.session_id,
+        )
+        key = partition.model_name, partition.tenant_id
+        self.selector.selections.put(key, selection_id, cached, self._clock())
+
+    def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
+        """Books what was chosen under an id; what cannot be booked now may be later."""
+        selections, now = self.selector.selections, self._clock()
+        cached = selections.get(key, selection_id, now)
+        if cached is None:
+            where = self.selector.settings.dialect.scope(*key)
+            raise NotFound(
+                f"no pending selection {selection_id} for {where} "
+                "(expired, already used, or never selected)"
+            )
+        partition = self.selector.ready_partition(*key)
+        try:
+            booked = self.selector.bookings.replay(partition, cached, reservation_id, now)
+        except BadRequest:  # its session is bound elsewhere
+            selections.use_up(key, selection_id)
+            raise
+        selections.use_up(key, selection_id)
+        return booked
+
     # -- reservations --------------------------------------------------------------------------
 
-    def reserve(self, body: ReservationRequest) -> Booked:
+    def reserve(self, body: ReservationRequest) -> object:
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id, reservation_id = body.worker_id, body.reservation_id
         if selection_id is not None:
@@ -171,14 +467,64 @@ class SelectionService(SelectionHandlers):
             self._terms(body.router_config_override).track_prefill,
         )
 
+    def prefill_complete(self, reservation_id: str) -> Standing:
+        self.selector.prefill_complete(reservation_id, self._clock())
+        return OK
+
+    def output_block(self, reservation_id: str, body: OutputBlockRequest) -> Standing:
+        self.selector.output_block(reservation_id, body.decay_fraction, self._clock())
+        return OK
+
+    def free(self, reservation_id: str, ending: Ending | None) -> Standing:
+        now = self._clock()
+        if ending is None:
+            self.selector.free(reservation_id, now)
+        else:
+            self.selector.end(reservation_id, ending.outcome, ending.cached_tokens, now)
+        return OK
+
     # -- inspection ----------------------------------------------------------------------------
 
-    def loads(self, query: Query) -> list[PartitionLoads]:
+    def loads(self, query: Query) -> Any:
         model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
         return inspection.loads(self.selector.catalog, model_name, tenant_id, self._clock())
 
-    def potential_loads(self, body: ProjectionRequest) -> list[RankLoadRow]:
-        return self.potential_rows(body, body.router_config_override)
+    def potential_loads(self, body: Any) -> list[RankLoadRow]:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        override: RouterOverride | None = body.router_config_override
+        prompt = self.prompt(body, partition, override)
+        return inspection.potential_loads(partition, prompt, self._terms(override), self._clock())
 
-    def overlap_scores(self, body: ProjectionRequest) -> OverlapScores:
+    def overlap_scores(self, body: Any) -> Any:
         return self.overlap_rows(body, body.router_config_override)
+
+    def overlap_rows(self, body: PromptFields, override: RouterOverride | None) -> OverlapScores:
+        partition = self.selector.ready_partition(body.model_name, body.group())
+        prompt = self.prompt(body, partition, override)
+        return inspection.overlap_scores(partition, prompt.local_hashes, self._terms(override))
+
+    def dump(self, *, detail: bool = True) -> Answer:
+        if self._state.is_recovering:
+            # What a peer would recover of it is not all; peers that start together ask each other.
+            raise Unavailable("start-up recovery is under way")
+        return self._dump() if detail else self._bare_dump()
+
+    def kv_sources(self, query: Query) -> Sequence[object]:
+        return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
+
+    # -- busy thresholds: what is shed, read and changed while the service runs ----------------
+    # Shapes of the request-rejection document and slot_tracker.md 4.2; DELETE is ours.
+
+    def list_thresholds(self) -> Thresholds:
+        return Thresholds([ThresholdRow.of(*each) for each in self.selector.thresholds()])
+
+    def change_threshold(self, body: ThresholdRequest) -> ThresholdRow:
+        scope = body.scope()
+        now = self._clock()
+        return ThresholdRow.of(scope, self.selector.change_threshold(scope, body.given(), now))
+
+    def switch_threshold_off(self, query: Query) -> ThresholdRow:
+        if "model" not in query:
+            raise BadQuery("missing field `model`")
+        scope = query["model"], query.get("tenant_id") or DEFAULT_GROUP
+        return ThresholdRow.of(scope, self.selector.switch_threshold_off(scope, self._clock()))

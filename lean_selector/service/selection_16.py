@@ -3,7 +3,7 @@ are its own.
 
 What differs from 1.3: a booking's id is `selection_id`, claimed from the moment its request
 arrives; a prompt may be empty, and its last, partial block is counted; the answers say more. Spec
-selection_16.md. The other handlers are in `selection_handlers`.
+selection_16.md. All else is as in `selection`.
 """
 
 import secrets
@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -22,14 +21,13 @@ from lean_selector.core.selection.shapes import (
     HINT,
     OUTLOOK,
     Placement,
-    RankLoadRow,
     RankOutlook,
     SelectionRequest,
     WorkerLoad,
 )
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
 from lean_selector.service.gate import Endpoint, with_query
-from lean_selector.service.selection_handlers import SelectionHandlers
+from lean_selector.service.selection import SelectionService
 from lean_selector.service.worker_handlers import health_of
 from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import unpack_signed
@@ -61,8 +59,8 @@ BODIES: Final[dict[str, Any]] = {
 }
 
 
-class SelectionService16(SelectionHandlers):
-    """The routes and handlers of the 1.6 dialect."""
+class SelectionService16(SelectionService):
+    """The handlers of the 1.6 dialect."""
 
     def bodies(self) -> dict[str, Any]:
         return BODIES
@@ -98,7 +96,8 @@ class SelectionService16(SelectionHandlers):
 
     # -- selection -----------------------------------------------------------------------------
 
-    def select(self, body: SelectRequest16) -> object:
+    def select(self, body: Any) -> object:
+        assert isinstance(body, SelectRequest16)
         partition = self.selector.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         request.adds |= OUTLOOK
@@ -110,13 +109,14 @@ class SelectionService16(SelectionHandlers):
             load: WorkerLoad | UnsetType = UNSET
             if advisory:
                 load = self._worker_load(_outlook_of(placement))
-            return self._answer(partition, selection_id, placement, load)
+            return self._answer_16(partition, selection_id, placement, load)
 
         if self.selector.parks and not advisory:
             return self._placed_or_parked(partition, request, shape)
         return shape(self.selector.select_now(partition, request, self._clock()))
 
-    def select_and_reserve(self, body: SelectAndReserveRequest16) -> object:
+    def select_and_reserve(self, body: Any) -> object:
+        assert isinstance(body, SelectAndReserveRequest16)
         selection_id = str(uuid.uuid4()) if body.selection_id is None else body.selection_id
         partition = self.selector.ready_partition(body.model_name, body.group())
         self.selector.bookings.check_unclaimed(selection_id, partition)
@@ -128,13 +128,13 @@ class SelectionService16(SelectionHandlers):
         def shape(placement: Placement) -> Selection16:
             key = partition.model_name, partition.tenant_id
             self.selector.selections.drop(key, selection_id)
-            return self._answer(partition, selection_id, placement, UNSET, request)
+            return self._answer_16(partition, selection_id, placement, UNSET, request)
 
         if self.selector.parks:
             return self._placed_or_parked(partition, request, shape)
         return shape(self.selector.select_now(partition, request, self._clock()))
 
-    def _answer(
+    def _answer_16(
         self,
         partition: Partition,
         selection_id: str | None,
@@ -182,7 +182,8 @@ class SelectionService16(SelectionHandlers):
 
     # -- reservations --------------------------------------------------------------------------
 
-    def reserve(self, body: ReservationRequest16) -> Booked16:
+    def reserve(self, body: Any) -> Booked16:
+        assert isinstance(body, ReservationRequest16)
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id = body.worker_id
         if worker_id is None:
@@ -211,15 +212,10 @@ class SelectionService16(SelectionHandlers):
     # -- inspection ----------------------------------------------------------------------------
 
     def loads(self, query: Query) -> list[PartitionLoads16]:
-        model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
-        rows = inspection.loads(self.selector.catalog, model_name, tenant_id, self._clock())
-        return [PartitionLoads16.of(row) for row in rows]
+        return [PartitionLoads16.of(row) for row in super().loads(query)]
 
-    def potential_loads(self, body: ProjectionRequest16) -> list[RankLoadRow]:
-        return self.potential_rows(body, body.router_config_override)
-
-    def overlap_scores(self, body: ProjectionRequest16) -> OverlapScores16:
-        return OverlapScores16.of(self.overlap_rows(body, body.router_config_override))
+    def overlap_scores(self, body: Any) -> OverlapScores16:
+        return OverlapScores16.of(super().overlap_scores(body))
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:

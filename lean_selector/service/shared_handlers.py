@@ -42,21 +42,13 @@ class ReplicaHandlers:
 
     def replica_routes(self) -> tuple[Route, ...]:
         return (
-            (
-                "POST",
-                "/replica_sync/register_peer",
-                ADMIN,
-                with_body(PeerRequest, self.register_peer),
-            ),
-            (
-                "POST",
-                "/replica_sync/deregister_peer",
-                ADMIN,
-                with_body(PeerRequest, self.deregister_peer),
-            ),
+            ("POST", "/replica_sync/register_peer", ADMIN,
+                with_body(PeerRequest, self.register_peer)),
+            ("POST", "/replica_sync/deregister_peer", ADMIN,
+                with_body(PeerRequest, self.deregister_peer)),
             ("GET", "/replica_sync/peers", READ, with_query(self.list_peers, DETAIL)),
             ("GET", "/replica_sync/snapshot", READ, plain(lambda: self._switched_on().snapshot())),
-        )
+        )  # fmt: skip
 
     def register_peer(self, body: PeerRequest) -> Reply:
         new = self._switched_on().register_peer(body.endpoint)

@@ -47,25 +47,17 @@ class SlotTrackerService(ReplicaHandlers):
             ("POST", "/unregister", ADMIN, with_body(UnregisterRequest, self.unregister)),
             ("GET", "/workers", READ, with_query(self.workers)),
             ("POST", "/add", WRITE, with_body(AddRequest, self.add, 201)),
-            (
-                "POST",
-                "/prefill_complete",
-                WRITE,
-                with_body(LifecycleRequest, self.prefill_complete),
-            ),
+            ("POST", "/prefill_complete", WRITE,
+                with_body(LifecycleRequest, self.prefill_complete)),
             ("POST", "/free", WRITE, with_body(LifecycleRequest, self.free)),
             ("GET", "/loads", READ, with_query(self.loads)),
-            (
-                "POST",
-                "/potential_loads",
-                READ,
-                with_body(PotentialLoadsRequest, self.potential_loads),
-            ),
+            ("POST", "/potential_loads", READ,
+                with_body(PotentialLoadsRequest, self.potential_loads)),
             *self.replica_routes(),
             ("POST", "/register_peer", ADMIN, with_body(PeerUrlRequest, self.register_peer)),
             ("POST", "/deregister_peer", ADMIN, with_body(PeerUrlRequest, self.deregister_peer)),
             ("GET", "/peers", READ, with_query(self.list_peers, DETAIL)),
-        )
+        )  # fmt: skip
 
     def register(self, body: RegisterRequest) -> Standing:
         self.trackers.register(body.row())

@@ -128,14 +128,6 @@ class WorkerRecords:
 WORKERS_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
-def detail_of(
-    worker: Worker, catalog: Catalog, now: float, sources: Sequence[SourceCondition]
-) -> WorkerDetail:
-    """A worker's record, and how it and the sources of its events are at this moment."""
-    fields = worker.shown(WorkerRecord.__struct_fields__)
-    return WorkerDetail(**fields, health=health_of(worker, catalog, now), kv_sources=[*sources])
-
-
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
     """What is held against a worker's ranks at this moment."""
     partition = catalog.partitions.get(worker.spec.key)
@@ -222,17 +214,19 @@ class WorkerHandlers(ReplicaHandlers):
             ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
             ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
             ("POST", "/workers/{worker_id}/report", WRITE, report),
-        )
+        )  # fmt: skip
 
-    # -- what a dialect says otherwise ---------------------------------------------------------
+    # -- what the 1.6 dialect says otherwise -----------------------------------------------------
 
     def record(self, worker: Worker) -> object:
         """A worker as the API shows it."""
-        raise NotImplementedError
+        return worker.record()
 
     def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        """The same with how it is at this moment."""
-        raise NotImplementedError
+        """The same with its state at this moment."""
+        fields = worker.shown(WorkerRecord.__struct_fields__)
+        health = health_of(worker, self.selector.catalog, now)
+        return WorkerDetail(**fields, health=health, kv_sources=[*sources])
 
     # -- the handlers --------------------------------------------------------------------------
 
