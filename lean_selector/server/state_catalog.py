@@ -6,8 +6,9 @@ aside, and never stops a start.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +34,9 @@ from lean_selector.server.state_files import (
 )
 from lean_selector.wire.discovery_states import KeptWorker
 from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
+
+if TYPE_CHECKING:
+    from lean_selector.workers.roster import Roster
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -94,30 +98,26 @@ class Mesh(Protocol):
     def peers(self) -> list[str]: ...
 
 
+@dataclass
 class PeersByHttp:
     """What was said over HTTP holds, also against a flag."""
 
-    def __init__(
-        self, mesh: Mesh | None, given: Collection[str], found: Callable[[], Collection[str]]
-    ) -> None:
-        """`given` are those of the flags, `found` those that discoveries added. Without a mesh what
-        was restored is kept as it is."""
-        self._mesh: Final = mesh
-        self._given: Final = given
-        self._found: Final = found
-        self._restored: tuple[list[str], list[str]] = [], []
+    mesh: Mesh | None  # without one what was restored is kept as it is
+    given: Collection[str]  # by flags
+    found: Callable[[], Collection[str]]  # by discoveries
+    restored: tuple[list[str], list[str]] = ([], [])
 
     def changes(self) -> tuple[list[str], list[str]]:
         """Those added, and those removed, each sorted."""
-        if self._mesh is None:
-            return self._restored
-        peers = set(self._mesh.peers())
-        return sorted(peers - {*self._given, *self._found()}), sorted({*self._given} - peers)
+        if self.mesh is None:
+            return self.restored
+        peers = set(self.mesh.peers())
+        return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
 
     def restore(self, added: list[str], removed: list[str]) -> list[str]:
         """Before the mesh is started. Returns what could not be added, with the reason."""
-        self._restored = added, removed
-        mesh, problems = self._mesh, list[str]()
+        self.restored = added, removed
+        mesh, problems = self.mesh, list[str]()
         if mesh is None:
             return problems
         for endpoint in added:
@@ -126,7 +126,7 @@ class PeersByHttp:
             except SelectorError as error:
                 problems.append(f"peer {endpoint}: {error.message}")
         for endpoint in removed:
-            if endpoint in self._given:
+            if endpoint in self.given:
                 mesh.deregister_peer(endpoint)
         return problems
 
@@ -137,59 +137,32 @@ class PeersByHttp:
 _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
 
-class Roster(Protocol):
-    """The workers of discoveries, as far as they outlive the process."""
-
-    def kept(self) -> list[KeptWorker]: ...
-
-    def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None: ...
-
-
-class _Line:
-    """A worker, encoded."""
-
-    __slots__ = ("spec", "text")
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.spec = spec
-        self.text = _encode(spec)
-
-
+@dataclass
 class SelectorCatalog:
-    """What is written of a selector."""
+    """What is written of a selector. `discoveries`: those that run now, and tell the `roster`."""
 
-    service: Final = "selector"
-
-    def __init__(
-        self,
-        selector: Selector,
-        peers: PeersByHttp,
-        roster: Roster | None = None,
-        discoveries: Collection[str] = (),
-    ) -> None:
-        """`discoveries` are those that run now, and tell the `roster`."""
-        self._selector = selector
-        self._peers = peers
-        self._roster = roster
-        self._discoveries = discoveries
-        self._lines: dict[int, _Line] = {}
+    selector: Selector
+    peers: PeersByHttp
+    roster: "Roster | None" = None
+    discoveries: Collection[str] = ()
+    lines: dict[int, tuple[WorkerSpec, bytes]] = field(default_factory=dict)  # as encoded last
+    service: ClassVar[Literal["selector"]] = "selector"
 
     @property
     def revision(self) -> int:
         """Grows with each change of a worker."""
-        return self._selector.catalog.revision
+        return self.selector.catalog.revision
 
     def text(self) -> bytes:
         """The file as it should be now. A worker is encoded when it has changed."""
-        found = [] if self._roster is None else self._roster.kept()
-        selector, kept = self._selector, dict[int, _Line]()
+        found = [] if self.roster is None else self.roster.kept()
+        selector, before, self.lines = self.selector, self.lines, {}
         for worker_id, worker in selector.catalog.workers.items():
-            line = self._lines.get(worker_id)
-            kept[worker_id] = (
-                _Line(worker.spec) if line is None or line.spec is not worker.spec else line
-            )
-        self._lines = kept
-        added, removed = self._peers.changes()
+            line = before.get(worker_id)
+            if line is None or line[0] is not worker.spec:
+                line = worker.spec, _encode(worker.spec)
+            self.lines[worker_id] = line
+        added, removed = self.peers.changes()
         head = CatalogFile(
             version=1,
             service=self.service,
@@ -203,12 +176,12 @@ class SelectorCatalog:
             peers_added=added,
             peers_removed=removed,
         )
-        return catalog_text(head, [line.text for line in kept.values()])
+        return catalog_text(head, [text for _, text in self.lines.values()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
         """Puts it back into a selector that has just been made. Returns what did not fit."""
-        problems = self._peers.restore(file.peers_added, file.peers_removed)
-        selector = self._selector
+        problems = self.peers.restore(file.peers_added, file.peers_removed)
+        selector = self.selector
         for row in file.thresholds:
             try:
                 selector.limits.restore((row.model_name, row.tenant_id), row.threshold)
@@ -216,7 +189,7 @@ class SelectorCatalog:
                 problems.append(f"threshold of {row.model_name}: {error.message}")
         sought = dict[int, KeptWorker]()
         for kept in file.found:
-            names = [name for name in kept.discoveries if name in self._discoveries]
+            names = [name for name in kept.discoveries if name in self.discoveries]
             if names:
                 sought[kept.worker_id] = msgspec.structs.replace(kept, discoveries=names)
         specs = read_rows(file.workers, _decode_spec, problems)
@@ -239,27 +212,22 @@ class SelectorCatalog:
             except SelectorError as error:
                 problems.append(f"worker {spec.worker_id}: {error.message}")
                 self._not_a_member(spec)
-        self._hand_back(sought.values())
+        if self.roster is not None:  # the discoveries named them, as if they had just done so
+            for kept in sought.values():
+                worker = selector.catalog.workers.get(kept.worker_id)
+                if kept.is_removed:
+                    self.roster.take_back(kept, None)
+                elif worker is not None:
+                    self.roster.take_back(kept, worker.spec)
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
         """It could not be registered: it holds no block size, nor the partition."""
-        partitions = self._selector.catalog.partitions
+        partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
             if not partition.members:
                 del partitions[spec.key]
-
-    def _hand_back(self, sought: Iterable[KeptWorker]) -> None:
-        """To the discoveries that named them, as if they had just done so."""
-        if self._roster is None:
-            return
-        for kept in sought:
-            worker = self._selector.catalog.workers.get(kept.worker_id)
-            if kept.is_removed:
-                self._roster.take_back(kept, None)
-            elif worker is not None:
-                self._roster.take_back(kept, worker.spec)
 
 
 # -- the slot tracker's ----------------------------------------------------------------------------
@@ -267,34 +235,33 @@ class SelectorCatalog:
 _decode_row = msgspec.json.Decoder(WorkerRow).decode
 
 
+@dataclass
 class TrackerCatalog:
     """What is written of a slot tracker."""
 
-    service: Final = "slot_tracker"
-
-    def __init__(self, trackers: Trackers, peers: PeersByHttp) -> None:
-        self._trackers = trackers
-        self._peers = peers
+    trackers: Trackers
+    peers: PeersByHttp
+    service: ClassVar[Literal["slot_tracker"]] = "slot_tracker"
 
     @property
     def revision(self) -> int:
         """Grows with each change of a worker."""
-        return self._trackers.revision
+        return self.trackers.revision
 
     def text(self) -> bytes:
         """The file as it should be now."""
-        added, removed = self._peers.changes()
+        added, removed = self.peers.changes()
         head = CatalogFile(
             version=1, service=self.service, peers_added=added, peers_removed=removed
         )
-        return catalog_text(head, [_encode(row) for row in self._trackers.workers()])
+        return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
         """Puts it back into trackers that have just been made. Returns what did not fit."""
-        problems = self._peers.restore(file.peers_added, file.peers_removed)
+        problems = self.peers.restore(file.peers_added, file.peers_removed)
         for row in read_rows(file.workers, _decode_row, problems):
             try:
-                self._trackers.register(row)
+                self.trackers.register(row)
             except SelectorError as error:
                 problems.append(f"worker {row.worker_id}: {error.message}")
         return problems
@@ -308,26 +275,15 @@ log = logging.getLogger("lean_selector.state")
 _MOST_LOGGED = 10
 
 
-class Restored(Protocol):
-    """The catalog of a service, out of a file."""
-
-    @property
-    def service(self) -> str: ...
-
-    def restore(self, file: CatalogFile, now: float) -> list[str]: ...
-
-
 class OtherService(Exception):
     """The directory is whole, and that of the other service."""
 
 
-def restore_catalog(directory: StateDirectory, contents: Restored, now: float) -> None:
+def restore_catalog(
+    directory: StateDirectory, contents: SelectorCatalog | TrackerCatalog, now: float
+) -> None:
     """Raises OtherService, with nothing restored."""
-
-    def read(text: bytes, _: Stamp) -> CatalogFile:
-        return read_catalog(text)
-
-    file = _read(directory, CATALOG, read)
+    file = _read(directory, CATALOG, lambda text, _: read_catalog(text))
     if file is None:
         return
     if file.service != contents.service:
@@ -382,7 +338,7 @@ def restore_reservations(
         return 0, 0
     _log_problems("reservations", problems)
     own_id, found = taken
-    found.sort(key=_touched_at)
+    found.sort(key=lambda live: live.touched_at)
     booked = 0
     for live in found:
         is_own = live.router_id == own_id
@@ -392,10 +348,6 @@ def restore_reservations(
     fields = {"file": RESERVATIONS, "reservations": booked, "dropped": dropped}
     log.info("state restored", extra=fields)
     return booked, dropped
-
-
-def _touched_at(live: LiveBooking) -> float:
-    return live.touched_at
 
 
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:

@@ -182,7 +182,7 @@ def test_the_directory_of_a_slot_tracker_is_refused_and_left_as_it_is(tmp_path: 
     kept.save(30.0)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     after = Kept(tmp_path)
-    after.contents.service = "slot_tracker"  # type: ignore[misc]
+    after.contents.service = "slot_tracker"  # type: ignore[assignment,misc]
     with pytest.raises(OtherService, match="has the state of a selector"):
         restore_catalog(after.directory, after.contents, 0.0)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
