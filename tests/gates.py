@@ -10,9 +10,9 @@ from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import Source
 from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
+from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.route.door import RouteDoor
 from lean_selector.service.application import MetricsAnswers, OpenApiRoutes
 from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
@@ -126,7 +126,7 @@ def routes_of(service: str) -> list[Route]:
     if service == "slot_tracker":
         return [*SlotTrackerService(Trackers()).routes(), *shared]
     selection = selection_service_16() if service == "selector_16" else selection_service()
-    door = RouteDoor(NoPrompts(), lambda body: None, lambda name: None, lambda name: False)  # type: ignore[arg-type] # nothing is asked
+    door = RouteHandler(NoPrompts(), lambda body: None, lambda name: None, lambda name: False)  # type: ignore[arg-type] # nothing is asked
     return [*selection.routes(), *door.routes(), *shared]
 
 

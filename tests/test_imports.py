@@ -114,7 +114,6 @@ CORE: dict[str, set[str]] = {
 BECOMES = {
     **dict.fromkeys(("outbound",), "http"),
     **dict.fromkeys(("sockets", "curve"), "events"),
-    **dict.fromkeys(("prompts", "route", "access_logs"), "gateway"),
     **dict.fromkeys(("process",), "server"),
     **dict.fromkeys(("compat",), "inprocess"),
     **{"publisher": "client", "form": "build_info"},

@@ -31,7 +31,7 @@ ALLOWED = {
         "the tick: serve waits for its end, which stops the service, and raises what it raised"
     ),
     ("gateway/placing.py", "Placing.begin", "create_task"): (
-        "whatever it raises is logged in _place, and answered with 500; the errand cancels it"
+        "whatever it raises is logged in _place, and answered with 500; the request cancels it"
     ),
     ("http/listener.py", "Listener._accept_some", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
@@ -70,10 +70,10 @@ ALLOWED = {
     ("service/application.py", "OpenApiRoutes._answer", "run_in_executor"): (
         "_tell logs what it raised, and answers 500"
     ),
-    ("prompts/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (
+    ("gateway/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (
         "its work is begun in `tokens`"
     ),
-    ("prompts/local_tokenizer.py", "LocalTokenizer.tokens", "run_in_executor"): (
+    ("gateway/local_tokenizer.py", "LocalTokenizer.tokens", "run_in_executor"): (
         "awaited; whatever it raises is made a NotTokenized"
     ),
 }

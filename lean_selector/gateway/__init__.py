@@ -1,1 +1,1 @@
-"""The OpenAI-compatible door in front of the workers: `lean-selector gateway`."""
+"""What takes raw OpenAI requests: the gateway, POST /route, and what both know of prompts."""

@@ -1,28 +1,216 @@
 """From a request to a worker that is asked: its prompt, the choice, the connection.
 
 The one part of a request's way that waits. One task for each request, and one more for each worker
-that fails it; a client who hangs up cancels it, and what was leased by then is the errand's to end.
+that fails it; a client that hangs up cancels it, and what was leased by then is ended with the
+request.
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from lean_selector.core.errors import BadRequest
-from lean_selector.gateway.choosing import Chooser, NobodyChose, Shed
-from lean_selector.gateway.counts import Counts
-from lean_selector.gateway.directory import Directory
-from lean_selector.gateway.errand import Errand
-from lean_selector.gateway.lease import WorkerLease
-from lean_selector.gateway.peeked_model import peeked_model
-from lean_selector.gateway.rotation import Rotation
+import msgspec
+
+from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound, SelectorError
+from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.shapes import Placement, SelectionRequest
+from lean_selector.gateway.engines import UnknownModel
+from lean_selector.gateway.metrics import Counts
+from lean_selector.gateway.prompt_shapes import NamesModel
+from lean_selector.gateway.prompts import Prompts
+from lean_selector.gateway.proxied_request import ProxiedRequest
+from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import Resolve, connect, reason
-from lean_selector.prompts.fleet import UnknownModel
-from lean_selector.prompts.prompts import Prompts
+
+if TYPE_CHECKING:
+    from lean_selector.gateway.prompts import Routed
+
+
+class NobodyChose(Exception):
+    """The selector has no worker for the request: it goes to the workers in turn.
+
+    `why` is a word for the metrics."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Shed(Exception):
+    """All workers are busy: the client is to come again."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Chooser:
+    """`clock` is monotonic seconds; `endpoint` gives the one of a base URL."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        endpoint: Callable[[str], Upstream],
+        clock: Callable[[], float],
+        overload_status: int,
+    ) -> None:
+        self._selector = selector
+        self._endpoint = endpoint
+        self._clock = clock
+        self._overload_status = overload_status
+
+    async def choose(
+        self, routed: "Routed", reservation_id: str, avoided: frozenset[int]
+    ) -> WorkerLease:
+        """Chooses a worker that is not in `avoided`, and books it. Raises NobodyChose and Shed.
+
+        A caller that cancels it holds nothing.
+        """
+        selector = self._selector
+        try:
+            partition = selector.ready_partition(routed.model_name, routed.tenant_id)
+            request = SelectionRequest(routed.prompt, selector.terms)
+            request.books = True
+            request.reservation_id = reservation_id
+            request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided)
+            if selector.parks:
+                placement = await self._parked(partition, request)
+            else:
+                placement = selector.select_now(partition, request, self._clock())
+        except AllWorkersBusy as error:
+            raise Shed(self._overload_status, error.message) from None
+        except SelectorError as error:
+            if error.status == 503:
+                raise NobodyChose("no_worker") from None
+            raise NobodyChose("refused") from None
+        try:
+            endpoint = self._endpoint(placement.endpoint)
+        except ValueError:
+            selector.free(reservation_id, self._clock())
+            raise NobodyChose("no_url") from None
+        worker = partition.workers.get(placement.worker_id)
+        has_ranks = worker is not None and len(worker.loads) > 1
+        return CoreLease(
+            selector,
+            self._clock,
+            reservation_id,
+            endpoint,
+            placement.worker_id,
+            placement.dp_rank if has_ranks else None,
+            routed.prompt.isl_tokens - placement.effective_prefill_tokens,
+        )
+
+    async def _parked(self, partition: Partition, request: SelectionRequest) -> Placement:
+        """Waits for room, if need be."""
+        answer: asyncio.Future[Placement | Exception] = asyncio.get_running_loop().create_future()
+
+        def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
+            if not answer.done():
+                answer.set_result(outcome)
+            elif isinstance(outcome, Placement):  # cancelled a moment ago
+                self._selector.free(request.reservation_id, self._clock())
+
+        selector = self._selector
+        outcome = selector.select(partition, request, self._clock(), on_answer)
+        if not isinstance(outcome, Parked):
+            return outcome
+        limit_s = selector.settings.queue_max_wait_s
+        try:
+            async with asyncio.timeout(limit_s):
+                given = await answer
+        except TimeoutError:
+            self._leave(partition, outcome, request, answer)
+            raise Shed(
+                self._overload_status, f"no worker became free within {limit_s:g} seconds"
+            ) from None
+        except asyncio.CancelledError:
+            self._leave(partition, outcome, request, answer)
+            raise
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    def _leave(
+        self,
+        partition: Partition,
+        parked: Parked,
+        request: SelectionRequest,
+        answer: "asyncio.Future[Placement | Exception]",
+    ) -> None:
+        """Nobody waits any more; what was booked in the same moment is freed."""
+        now = self._clock()
+        if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
+            self._selector.free(request.reservation_id, now)
+        else:
+            self._selector.hung_up(partition, parked, now)
+
+
+def _allowed(
+    partition: Partition, allowed: frozenset[int] | None, avoided: frozenset[int]
+) -> frozenset[int] | None:
+    """Whom a request may go to; None: anybody."""
+    if not avoided:
+        return allowed
+    left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
+    if not left & partition.workers.keys():
+        raise NobodyChose("all_failed")
+    return left
+
+
+class CoreLease(WorkerLease):
+    """A reservation in this process."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        clock: Callable[[], float],
+        reservation_id: str,
+        endpoint: Upstream,
+        worker_id: int,
+        dp_rank: int | None,
+        overlap_tokens: int,
+    ) -> None:
+        super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
+        self._selector = selector
+        self._clock = clock
+        self._id = reservation_id
+
+    def _begun(self) -> None:
+        with contextlib.suppress(NotFound):  # it went with its worker's registration
+            self._selector.prefill_complete(self._id, self._clock())
+
+    def _touched(self) -> None:
+        with contextlib.suppress(NotFound):
+            self._selector.output_block(self._id, None, self._clock())
+
+    def _freed(self, outcome: str | None, cached_tokens: int | None) -> None:
+        now = self._clock()
+        try:
+            self._selector.end(self._id, outcome, cached_tokens, now)
+        except NotFound:
+            if outcome is not None and self.worker_id in self._selector.catalog.workers:
+                self._selector.health.report(self.worker_id, None, outcome, now)
+
+
+_decode = msgspec.json.Decoder(NamesModel).decode
+
+
+def peeked_model(body: bytes | bytearray) -> str | None:
+    """None where it is no JSON object that names one."""
+    if not body.startswith(b"{"):
+        return None
+    try:
+        return _decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -63,49 +251,51 @@ class Placing:
         self._resolve = resolve
         self._tls = tls
 
-    def begin(self, errand: Errand, is_completion: bool) -> "asyncio.Task[None]":
-        return asyncio.get_running_loop().create_task(self._place(errand, is_completion))
+    def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None]":
+        return asyncio.get_running_loop().create_task(self._place(proxied, is_completion))
 
-    async def _place(self, errand: Errand, is_completion: bool) -> None:
+    async def _place(self, proxied: ProxiedRequest, is_completion: bool) -> None:
         try:
-            await self._try(errand, is_completion)
+            await self._try(proxied, is_completion)
         except Exception:
             log.exception("a request could not be placed")
-            if not errand.is_over:
-                errand.fail(500, "internal error")
+            if not proxied.is_over:
+                proxied.fail(500, "internal error")
 
-    async def _try(self, errand: Errand, is_completion: bool) -> None:
+    async def _try(self, proxied: ProxiedRequest, is_completion: bool) -> None:
         self._directory.look()
-        if is_completion and errand.routed is None and not errand.tried:
-            request = errand.request
+        if is_completion and proxied.routed is None and not proxied.tried:
+            request = proxied.request
             try:
-                errand.routed = await self._prompts.of(request.path.decode(), bytes(request.body))
+                proxied.routed = await self._prompts.of(request.path.decode(), bytes(request.body))
             except BadRequest as error:
-                errand.fail(400, error.message, "invalid_request")
+                proxied.fail(400, error.message, "invalid_request")
                 return
             except UnknownModel as error:
                 if self._directory.is_complete:
-                    errand.fail(404, error.message, "model_not_found")
+                    proxied.fail(404, error.message, "model_not_found")
                     return
                 self._counts.unrouted["not_known_yet"] += 1
-        if errand.attempts >= MOST_ATTEMPTS:
-            errand.fail(502, f"no worker served the request; the last: {errand.why}", "bad_gateway")
+        if proxied.attempts >= MOST_ATTEMPTS:
+            proxied.fail(
+                502, f"no worker served the request; the last: {proxied.why}", "bad_gateway"
+            )
             return
-        lease = errand.lease  # of a connection that had gone stale: it is the worker's turn again
+        lease = proxied.lease  # of a connection that had gone stale: it is the worker's turn again
         if lease is None:
             try:
-                lease = await self._lease(errand, is_completion)
+                lease = await self._lease(proxied, is_completion)
             except Shed as shed:
-                errand.fail(shed.status, shed.message, "overloaded", RETRY_AFTER)
+                proxied.fail(shed.status, shed.message, "overloaded", RETRY_AFTER)
                 return
             if lease is None:
-                if errand.why:
-                    message = f"no worker served the request; the last: {errand.why}"
-                    errand.fail(502, message, "bad_gateway")
+                if proxied.why:
+                    message = f"no worker served the request; the last: {proxied.why}"
+                    proxied.fail(502, message, "bad_gateway")
                 else:
-                    errand.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
+                    proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
-            errand.takes(lease)
+            proxied.takes(lease)
             connection = lease.endpoint.kept()
         else:
             connection = None
@@ -113,18 +303,18 @@ class Placing:
             try:
                 connection = await self._connected(lease.endpoint)
             except (OSError, ValueError) as error:
-                errand.refused(reason(error))
+                proxied.refused(reason(error))
                 return
-        errand.sent(connection)
+        proxied.sent(connection)
 
-    async def _lease(self, errand: Errand, is_completion: bool) -> WorkerLease | None:
+    async def _lease(self, proxied: ProxiedRequest, is_completion: bool) -> WorkerLease | None:
         """A worker that did not fail this request yet; None: there is none."""
-        routed, directory = errand.routed, self._directory
+        routed, directory = proxied.routed, self._directory
         if routed is not None:
-            avoided = frozenset(directory.ids_of(errand.tried))
+            avoided = frozenset(directory.ids_of(proxied.tried))
             try:
                 return await self._chooser.choose(
-                    routed, f"{errand.lease_id}.{errand.attempts}", avoided
+                    routed, f"{proxied.lease_id}.{proxied.attempts}", avoided
                 )
             except NobodyChose as nobody:
                 self._counts.unrouted[nobody.why] += 1
@@ -134,9 +324,9 @@ class Placing:
                 else directory.bases_of(routed.worker_ids)  # nobody else has the adapter
             )
         else:
-            is_post = errand.request.method == b"POST"
-            among = directory.may_serve(peeked_model(errand.request.body) if is_post else None)
-        endpoint = self._rotation.next(errand.tried, among)
+            is_post = proxied.request.method == b"POST"
+            among = directory.may_serve(peeked_model(proxied.request.body) if is_post else None)
+        endpoint = self._rotation.next(proxied.tried, among)
         return None if endpoint is None else RotationLease(endpoint)
 
     async def _connected(self, endpoint: Upstream) -> ClientConnection:

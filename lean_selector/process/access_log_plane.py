@@ -3,11 +3,17 @@
 import socket
 from collections.abc import Callable
 
-from lean_selector.access_logs.ends import LogEnds
-from lean_selector.access_logs.metrics import access_log_families
-from lean_selector.access_logs.places import Senders, is_loopback, place_of
-from lean_selector.access_logs.reader import LineReader, udp_socket, warn_of_a_short_queue
 from lean_selector.core.selection.selector import Selector
+from lean_selector.gateway.access_logs import (
+    LineReader,
+    LogEnds,
+    Senders,
+    access_log_families,
+    is_loopback,
+    place_of,
+    udp_socket,
+    warn_of_a_short_queue,
+)
 from lean_selector.http.listener import UnixPath
 from lean_selector.process.host import StartError, os_reason
 from lean_selector.server.selector_flags import AccessLogs

@@ -7,15 +7,11 @@ selector's API, which answers until the door has drained.
 import asyncio
 import time
 
-from lean_selector.gateway.choosing import Chooser
-from lean_selector.gateway.counts import Counts
-from lean_selector.gateway.directory import Directory
-from lean_selector.gateway.door import Door, http_refusal
-from lean_selector.gateway.door_guard import guarded
-from lean_selector.gateway.families import gateway_families
-from lean_selector.gateway.model_list import ModelList
-from lean_selector.gateway.placing import Placing
-from lean_selector.gateway.rotation import Rotation
+from lean_selector.gateway.engines import CatalogFleet
+from lean_selector.gateway.handler import GatewayHandler, ModelList, guarded, http_refusal
+from lean_selector.gateway.metrics import Counts, gateway_families
+from lean_selector.gateway.placing import Chooser, Placing
+from lean_selector.gateway.upstreams import Directory, Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.streaming import StreamingProtocol
@@ -26,7 +22,6 @@ from lean_selector.process.outbound_access import credentials_of, engine_client
 from lean_selector.process.prompt_plane import prompts_of
 from lean_selector.process.selector import doors_of, selector_app
 from lean_selector.process.selector_parts import SelectorParts
-from lean_selector.prompts.fleet import CatalogFleet
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
@@ -67,7 +62,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         credentials.trust.context,
         parts.allowed,
     )
-    door = Door(
+    door = GatewayHandler(
         placing,
         rotation,
         ModelList(rotation, client, time.monotonic),

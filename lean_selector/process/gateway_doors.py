@@ -6,13 +6,13 @@ Imported only where one of them is asked for.
 import time
 from collections.abc import Callable
 
+from lean_selector.gateway.engines import CatalogFleet
+from lean_selector.gateway.prompt_shapes import PromptSettings
+from lean_selector.gateway.prompts import Prompts
+from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.access_log_plane import AccessLogPlane
 from lean_selector.process.prompt_plane import prompts_of
-from lean_selector.prompts.fleet import CatalogFleet
-from lean_selector.prompts.prompts import Prompts
-from lean_selector.prompts.settings import PromptSettings
-from lean_selector.route.door import RouteDoor
 from lean_selector.server.selector_flags import AccessLogs
 from lean_selector.service.exposition import Families
 from lean_selector.service.gate import Route
@@ -38,9 +38,9 @@ class GatewayDoors:
         self._logs: AccessLogPlane | None = None
         if access_logs.places:
             self._logs = AccessLogPlane(access_logs, selector, time.monotonic)
-        self._route: RouteDoor | None = None
+        self._route: RouteHandler | None = None
         if self._prompts is not None:
-            self._route = RouteDoor(
+            self._route = RouteHandler(
                 self._prompts,
                 service.select_and_reserve,
                 lambda reservation_id: selector.free(reservation_id, time.monotonic()),

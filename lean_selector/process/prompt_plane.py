@@ -2,12 +2,11 @@
 
 import importlib
 
+from lean_selector.gateway.engines import Fleet, Tokenizer
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
+from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.process.host import StartError
-from lean_selector.prompts.fleet import Fleet
-from lean_selector.prompts.prompts import Prompts
-from lean_selector.prompts.settings import Mode, PromptSettings
-from lean_selector.prompts.tokenizing import Tokenizer
 
 
 def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
@@ -16,7 +15,7 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
         return Prompts(settings, fleet, client)
     assert settings.tokenizer is not None
     try:
-        module = importlib.import_module("lean_selector.prompts.local_tokenizer")
+        module = importlib.import_module("lean_selector.gateway.local_tokenizer")
         local: Tokenizer = module.LocalTokenizer(settings.tokenizer, settings.ask_timeout_s)
     except ModuleNotFoundError as error:
         raise StartError(

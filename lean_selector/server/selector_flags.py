@@ -20,7 +20,7 @@ from lean_selector.core.settings import (
     EjectionSettings,
     SessionSettings,
 )
-from lean_selector.prompts.settings import Mode, PromptSettings
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.server.flags import FLAG, flag, made_of
 from lean_selector.server.service_flags import Access, ServiceConfig, lazy, path, url
 
@@ -51,12 +51,12 @@ def _json(value: str) -> str:
 
 def _address(value: str) -> str:
     """Where access logs are written to."""
-    lazy("lean_selector.access_logs.places", "place_of")(value)
+    lazy("lean_selector.gateway.access_logs", "place_of")(value)
     return value
 
 
 def _network(value: str) -> str:
-    network: str = lazy("lean_selector.access_logs.places", "networks_of")(value)[0]
+    network: str = lazy("lean_selector.gateway.access_logs", "networks_of")(value)[0]
     return network
 
 

@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 import uvloop
 
-from lean_selector.access_logs import ends as module
-from lean_selector.access_logs import reader as reader_module
-from lean_selector.access_logs.ends import LogEnds
-from lean_selector.access_logs.places import Senders
-from lean_selector.access_logs.reader import LINES_PER_TURN, LineReader, udp_socket
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.gateway import access_logs
+from lean_selector.gateway.access_logs import (
+    EARLY_MEMORY_S,
+    LINES_PER_TURN,
+    LineReader,
+    LogEnds,
+    Senders,
+    udp_socket,
+)
 from lean_selector.http.listener import UnixPath
 from lean_selector.process.access_log_plane import AccessLogPlane
 from lean_selector.server.selector_flags import AccessLogs
@@ -80,12 +84,12 @@ def test_an_end_that_overtakes_its_beginning_is_remembered_for_a_while() -> None
     assert books.ends.has_ended("a")
     assert not books.ends.has_ended("a")  # it may be booked again, by an id that is used twice
     assert not books.ends.has_ended("c")
-    books.now += module.EARLY_MEMORY_S + 1
+    books.now += EARLY_MEMORY_S + 1
     assert not books.ends.has_ended("b")
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_EARLY", 3)
+    monkeypatch.setattr(access_logs, "MAX_EARLY", 3)
     books = Books()
     for n in range(5):
         books.ends.take(b"lean-end reservation=r%d" % n)
@@ -218,7 +222,7 @@ def test_a_queue_that_is_short_is_told_of_at_the_start(
 ) -> None:
     if shown is not None:
         (tmp_path / "length").write_text(shown)
-    monkeypatch.setattr(reader_module, "_QUEUE_LENGTH", tmp_path / "length")
+    monkeypatch.setattr(access_logs, "_QUEUE_LENGTH", tmp_path / "length")
     places = [f"unixgram:{tmp_path}/s", f"syslog:127.0.0.1:{free_port()}"]
     config = AccessLogs(places=places)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.access_logs.lines import LONGEST_LINE, BadLine, ended_of
+from lean_selector.gateway.access_logs import LONGEST_LINE, BadLine, ended_of
 
 NGINX = b"<190>Nov 22 08:30:00 lean_selector: lean-end reservation=%b worker=7 rank=1"
 HAPROXY = b"<134>Nov 22 08:30:00 haproxy[812]: lean-end reservation=%b worker=7 rank=1"

@@ -2,8 +2,14 @@
 
 import pytest
 
-from lean_selector.access_logs.place_shapes import Place
-from lean_selector.access_logs.places import Senders, is_loopback, networks_of, place_of, places_of
+from lean_selector.gateway.access_logs import (
+    Place,
+    Senders,
+    is_loopback,
+    networks_of,
+    place_of,
+    places_of,
+)
 
 
 def test_places_are_addresses_or_paths() -> None:

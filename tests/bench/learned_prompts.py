@@ -19,11 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lean_selector.core.hashing import local_hashes
-from lean_selector.prompts.answers import AnswerReader
-from lean_selector.prompts.chain import Chain
-from lean_selector.prompts.memory import PromptMemory
-from lean_selector.prompts.model_request import ModelRequest
-from lean_selector.prompts.served import Served
+from lean_selector.gateway.learned_prompts import Chain, PromptMemory
+from lean_selector.gateway.model_request import ModelRequest
+from lean_selector.gateway.prompt_shapes import Served
+from lean_selector.gateway.prompts import AnswerReader
 from lean_selector.wire.scalars import packed_u32
 
 BLOCK_SIZE = 16

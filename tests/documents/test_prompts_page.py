@@ -2,7 +2,7 @@
 
 import re
 
-from lean_selector.prompts.unknown import Why
+from lean_selector.gateway.prompt_shapes import Why
 from tests.documents.pages import OURS
 
 PAGE = OURS["docs/guide/prompts.md"]

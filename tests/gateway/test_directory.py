@@ -1,8 +1,7 @@
 """Who is asked when nobody chooses, and when a model is known not to be there."""
 
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.directory import Directory
-from lean_selector.gateway.rotation import Rotation
+from lean_selector.gateway.upstreams import Directory, Rotation
 from tests.driven_selector import DrivenSelector
 
 ONE, TWO = "http://a:1", "http://b:1"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.gateway.header_lines import (
+from lean_selector.gateway.headers import (
     answer_lines,
     request_id_of,
     request_lines,

@@ -1,10 +1,9 @@
 """Whose turn it is, and what stays of a worker that is no more."""
 
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.lease import WorkerLease
-from lean_selector.gateway.rotation import Rotation
+from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
-from tests.gateway.test_errand import Transport
+from tests.gateway.test_proxied_request import Transport
 
 URL = "http://a:1"
 

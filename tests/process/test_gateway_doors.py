@@ -138,8 +138,8 @@ def test_without_its_flags_there_is_no_door_and_nothing_of_it_is_imported() -> N
         assert service.post("/route/v1/completions", {"model": "m", "prompt": "hello"})[0] == 404
     script = (
         "import sys, lean_selector.cli, lean_selector.process.selector;"
-        "print([n for n in sys.modules if n.startswith(('lean_selector.route', "
-        "'lean_selector.access_logs', 'lean_selector.process.gateway_doors'))])"
+        "print([n for n in sys.modules if n.startswith(('lean_selector.gateway.', "
+        "'lean_selector.process.gateway_doors')) and not n.endswith('.prompt_shapes')])"
     )
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True

@@ -15,14 +15,12 @@ from unittest.mock import Mock
 import pytest
 import uvloop
 
+from lean_selector.gateway.engines import NotTokenized
+from lean_selector.gateway.local_tokenizer import MOST_WAITING, ChatTemplate, LocalTokenizer
+from lean_selector.gateway.model_request import ModelRequest
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
+from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.prompts.chat_template import ChatTemplate
-from lean_selector.prompts.local_tokenizer import MOST_WAITING, LocalTokenizer
-from lean_selector.prompts.model_request import ModelRequest
-from lean_selector.prompts.prompts import Prompts
-from lean_selector.prompts.settings import Mode, PromptSettings
-from lean_selector.prompts.tokenizing import NotTokenized
-from lean_selector.prompts.unknown import Unknown, Why
 from lean_selector.sockets.resolver import Resolver
 from tests.prompts.test_prompts import CHAT, TEXT, Workers, hashes
 

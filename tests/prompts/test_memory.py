@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.hashing import local_hashes
-from lean_selector.prompts.chain import Chain
-from lean_selector.prompts.memory import Known, PromptMemory
-from lean_selector.prompts.model_request import ModelRequest
-from lean_selector.prompts.served import Served
+from lean_selector.gateway.learned_prompts import Chain, Known, PromptMemory
+from lean_selector.gateway.model_request import ModelRequest
+from lean_selector.gateway.prompt_shapes import Served
 from tests.prompts.talking_engine import chat_tokens, tokens_of
 
 BLOCK_SIZE, CHAT = 4, "/v1/chat/completions"

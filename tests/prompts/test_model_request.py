@@ -10,13 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.prompts.additions import Additions
-from lean_selector.prompts.chain import LINK_BYTES, Chain
-from lean_selector.prompts.engine_tokenizer import tokenize_body
-from lean_selector.prompts.memory import PromptMemory
-from lean_selector.prompts.model_request import Kind, ModelRequest
-from lean_selector.prompts.served import Served
-from lean_selector.prompts.template_arguments import template_arguments
+from lean_selector.gateway.engines import tokenize_body
+from lean_selector.gateway.learned_prompts import LINK_BYTES, Chain, PromptMemory
+from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
+from lean_selector.gateway.prompt_shapes import Served
+from lean_selector.gateway.prompts import Additions
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SERVED = Served("m", "default", 4, False, {})

@@ -6,8 +6,8 @@ import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from lean_selector.access_logs.ends import LogEnds
 from lean_selector.core.errors import NotFound
+from lean_selector.gateway.access_logs import LogEnds
 from tests.openai_worker import OpenAiWorker
 from tests.recipes.gateways import HaProxy, Places
 from tests.recipes.test_recipes import CHAT, chat

@@ -13,12 +13,12 @@ from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.gateway.engines import UnknownModel
+from lean_selector.gateway.model_request import MEDIA
+from lean_selector.gateway.prompt_shapes import Unknown
+from lean_selector.gateway.prompts import Routed
+from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
-from lean_selector.prompts.fleet import UnknownModel
-from lean_selector.prompts.model_request import MEDIA
-from lean_selector.prompts.routed import Routed
-from lean_selector.prompts.unknown import Unknown
-from lean_selector.route.door import RouteDoor
 from lean_selector.service.gate import Gate
 from lean_selector.service.replies import LaterReply
 from tests.gates import NOW, selection_service
@@ -59,7 +59,7 @@ class Scripted:
         )
 
 
-class Door:
+class GatewayHandler:
     """The door of a selector, and a gateway's side of it."""
 
     def __init__(self, **settings: Any) -> None:
@@ -68,7 +68,7 @@ class Door:
         self.selector = self.service.selector
         self.prompts = Scripted()
         self.ended: set[str] = set()
-        self.door = RouteDoor(
+        self.door = RouteHandler(
             self.prompts,
             self.service.select_and_reserve,
             lambda reservation_id: self.selector.free(reservation_id, NOW),
@@ -146,7 +146,7 @@ def told(story: Story) -> Callable[[], None]:
 
 @told
 async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7, data_parallel_start_rank=3)
     status, headers, body = await door.ask(body=b'{"a": 1}', x_reservation_id="gw-1")
     assert (status, body) == (200, b"")
@@ -165,7 +165,7 @@ async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id()
 
 @told
 async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7)
     door.prompts.why_not = MEDIA
     assert (await door.ask())[1]["x-lean-prompt"] == "media"
@@ -173,7 +173,7 @@ async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason()
 
 @told
 async def test_without_an_id_of_the_gateway_there_is_one_of_ours() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7)
     _, headers, _ = await door.ask()
     assert door.live == {headers["x-reservation-id"]}
@@ -182,21 +182,21 @@ async def test_without_an_id_of_the_gateway_there_is_one_of_ours() -> None:
 @told
 async def test_an_endpoint_without_a_port_has_that_of_its_scheme() -> None:
     for endpoint, where in (("http://[fd00::7]", "[fd00::7]:80"), ("https://h/", "h:443")):
-        door = Door()
+        door = GatewayHandler()
         door.worker(7, endpoint)
         assert (await door.ask())[1]["x-gateway-destination-endpoint"] == where
 
 
 @told
 async def test_an_endpoint_without_a_scheme_is_where_requests_go_too() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7, "worker-1:8000")
     assert (await door.ask())[1]["x-gateway-destination-endpoint"] == "worker-1:8000"
 
 
 @told
 async def test_a_worker_that_speaks_no_http_is_told_so_and_not_booked() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7, "grpc://w:1")
     status, headers, body = await door.ask(x_reservation_id="a")
     assert (status, headers["retry-after"]) == (503, "1")
@@ -206,7 +206,7 @@ async def test_a_worker_that_speaks_no_http_is_told_so_and_not_booked() -> None:
 
 @told
 async def test_only_workers_that_have_the_adapter_are_asked() -> None:
-    door = Door()
+    door = GatewayHandler()
     for worker_id in (1, 2, 3):
         door.worker(worker_id)
     door.prompts.worker_ids = frozenset({2})
@@ -215,7 +215,7 @@ async def test_only_workers_that_have_the_adapter_are_asked() -> None:
 
 @told
 async def test_what_is_shed_is_told_to_come_back_in_a_form_that_clients_of_openai_read() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7, total_kv_blocks=1)
     assert (await door.ask())[0] == 200
     door.selector.change_threshold(("m", "default"), BusyThreshold(active_decode_blocks=0.1), NOW)
@@ -247,7 +247,7 @@ async def test_who_is_shed_from_the_queue_is_told_to_come_back_as_who_is_shed_at
 
 @told
 async def test_errors_say_whose_they_are_and_book_nothing() -> None:
-    door = Door()
+    door = GatewayHandler()
     status, headers, body = await door.ask()
     assert (status, headers["retry-after"], error(body)["type"]) == (503, "1", "server_error")
     door.worker(7)
@@ -267,7 +267,7 @@ async def test_errors_say_whose_they_are_and_book_nothing() -> None:
 
 @told
 async def test_a_body_that_is_too_large_and_a_bad_id_are_refused_at_once() -> None:
-    door = Door()
+    door = GatewayHandler()
     large = asked(PATH, b"", {})
     large.body_too_large = True
     answer = door.gate(large)
@@ -283,7 +283,7 @@ async def test_a_body_that_is_too_large_and_a_bad_id_are_refused_at_once() -> No
 
 @told
 async def test_whoever_hangs_up_while_the_tokens_are_asked_for_books_nothing() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7)
     door.prompts.gate.clear()
     pending = door.begin(x_reservation_id="gone")
@@ -297,7 +297,7 @@ async def test_whoever_hangs_up_while_the_tokens_are_asked_for_books_nothing() -
 
 @told
 async def test_an_end_that_the_log_tells_before_the_booking_is_not_booked() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7)
     door.ended.add("over")
     status, _, body = await door.ask(x_reservation_id="over")
@@ -307,9 +307,9 @@ async def test_an_end_that_the_log_tells_before_the_booking_is_not_booked() -> N
     assert (await door.ask(x_reservation_id="over"))[0] == 409
 
 
-def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> Door:
+def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> GatewayHandler:
     """One rank that is full after one request: who comes then is parked."""
-    door = Door(queue_threshold=0.1, **settings)
+    door = GatewayHandler(queue_threshold=0.1, **settings)
     door.worker(7, endpoint, max_num_batched_tokens=16)
     return door
 
@@ -401,7 +401,7 @@ async def test_what_is_parked_at_the_stop_is_told_so() -> None:
 
 @told
 async def test_closing_gives_up_what_is_under_way() -> None:
-    door = Door()
+    door = GatewayHandler()
     door.worker(7)
     door.prompts.gate.clear()
     pending = door.begin()
@@ -412,7 +412,7 @@ async def test_closing_gives_up_what_is_under_way() -> None:
 
 @told
 async def test_other_methods_are_told_which_one_there_is() -> None:
-    door = Door()
+    door = GatewayHandler()
     request = asked(PATH, b"", {})
     request.method = b"GET"
     answer = door.gate(request)
@@ -424,7 +424,7 @@ async def test_other_methods_are_told_which_one_there_is() -> None:
 @pytest.mark.parametrize("path", ["/route/v1/completions", "/route/x", "/route/"])
 def test_every_path_behind_it_is_the_original_one(path: str) -> None:
     async def story() -> None:
-        door = Door()
+        door = GatewayHandler()
         door.worker(7)
         assert (await door.ask(path=path))[0] == 200
         assert door.prompts.asked[0][0] == path.removeprefix("/route")

@@ -11,10 +11,13 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.prompts.unknown import Unknown, Why
+from lean_selector.gateway.prompt_shapes import Unknown, Why
 from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
+
+# What holds 2 million ids, the longest prompt that we know of.
+MOST_ID_BYTES: Final = 16 << 20
 
 MEDIA: Final = Unknown(Why.MEDIA, "an image, a recording or a file in a message")
 SEVERAL: Final = Unknown(Why.SEVERAL, "several prompts in one request")
@@ -172,3 +175,22 @@ def _text_bytes_of(message: Raw) -> int:
     """Of a message's parts that are text."""
     texts = (part.get("text") for part in _parts_of(message))
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+_ARGUMENTS: Final = ("documents", "reasoning_effort")
+
+
+def template_arguments(request: ModelRequest) -> dict[str, object]:
+    """`chat_template_kwargs`, and the fields that are arguments too, as JSON; by name."""
+    given: dict[str, object] = {}
+    if request.has("chat_template_kwargs"):
+        try:
+            given.update(
+                msgspec.json.decode(request.fields["chat_template_kwargs"], type=dict[str, Raw])
+            )
+        except msgspec.DecodeError:
+            return {}
+    more = {name: request.fields[name] for name in _ARGUMENTS if request.has(name)}
+    if "reasoning_effort" in more:
+        given.setdefault("enable_thinking", bytes(more["reasoning_effort"]) != b'"none"')
+    return {**given, **more}

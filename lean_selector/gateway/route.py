@@ -1,7 +1,8 @@
 """POST /route/<original path>: the worker for a raw OpenAI request, booked.
 
-The prompt may have to be asked of an engine, so the answer comes later. Whoever hangs up meanwhile
-books nothing; an end that the access log tells before the booking undoes it.
+The answer is a worker in headers, or an error in OpenAI's shape, as a gateway may hand it to its
+client. The prompt may have to be asked of an engine, so the answer comes later. A client that hangs
+up meanwhile books nothing; an end that the access log tells before the booking undoes it.
 """
 
 import asyncio
@@ -11,18 +12,85 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-from lean_selector.core.errors import BadRequest, Conflict, SelectorError
+from lean_selector.core.errors import (
+    AllWorkersBusy,
+    BadRequest,
+    Conflict,
+    NotFound,
+    SelectorError,
+    Unavailable,
+    WaitedTooLong,
+)
 from lean_selector.core.selection.shapes import Selection
+from lean_selector.gateway.prompt_shapes import Unknown
+from lean_selector.gateway.prompts import Routed
+from lean_selector.http.endpoints import Url, url_at
 from lean_selector.http.head import Request
-from lean_selector.http.response import Response
-from lean_selector.prompts.routed import Routed
-from lean_selector.prompts.unknown import Unknown
-from lean_selector.route.answers import error_of, refusal, unauthorized, worker_headers
-from lean_selector.service.access import WRITE
+from lean_selector.http.response import Response, encode_response
+from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.replies import Answer, LaterReply
 from lean_selector.tasks import watched
-from lean_selector.wire.selection import SelectAndReserveRequest
+from lean_selector.wire.selection import OpenAiErrorBody, SelectAndReserveRequest
+
+RETRY_AFTER: Final = b"retry-after: 1\r\n"
+SHED: Final = 429  # some gateways rewrite a 503, or take it for ours being down
+# No worker is known for a model: a gateway that balances by itself then may know one.
+UNKNOWN: Final = 503
+_MAX_KNOWN: Final = 4096
+
+_authorities: dict[str, bytes] = {}  # of endpoints
+
+
+def worker_headers(selection: Selection, why_not: Unknown | None) -> bytes:
+    """An empty 200 that names the worker, and says `why_not` all blocks of the prompt are known.
+    Raises Unavailable for a worker that speaks no HTTP."""
+    overlap = selection.overlap.longest_matched
+    lines = (
+        b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
+        b"x-reservation-id: %b\r\nx-overlap-tokens: %d\r\n"
+    )
+    assert isinstance(selection.reservation_id, str)
+    reservation_id = selection.reservation_id.encode("ascii")
+    where = _authority_of(selection.endpoint)
+    extra = lines % (where, selection.worker_id, selection.dp_rank, reservation_id, overlap)
+    if why_not is not None:
+        extra += b"x-lean-prompt: %b\r\n" % why_not.why.encode("ascii")
+    return encode_response(200, b"", b"", extra)
+
+
+def _authority_of(endpoint: str) -> bytes:
+    known = _authorities.get(endpoint)
+    if known is None:
+        if len(_authorities) >= _MAX_KNOWN:
+            _authorities.clear()
+        try:
+            authority = Url(url_at(endpoint, "") or endpoint).authority
+        except ValueError as error:
+            raise Unavailable(f"the worker that was chosen takes no HTTP: {error}") from None
+        known = _authorities[endpoint] = authority.encode("ascii")
+    return known
+
+
+def error_of(error: SelectorError) -> bytes:
+    """The answer that tells of it."""
+    if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
+        return refusal(SHED, error.message)
+    if isinstance(error, NotFound):
+        return refusal(UNKNOWN, error.message, "model_not_found")
+    return refusal(error.status, error.message)
+
+
+def unauthorized(refused: Refusal) -> bytes:
+    """To a gateway whose token may not ask."""
+    body = OpenAiErrorBody.encoded(refused.status, refused.text, refused.code)
+    return encode_response(refused.status, body, extra=refused.line)
+
+
+def refusal(status: int, message: str, code: str | None = None) -> bytes:
+    extra = RETRY_AFTER if status in (SHED, 503) else b""
+    return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)
+
 
 _ID: Final = re.compile(rb"[!#-~]{1,256}")  # what a line of an access log can name
 TOO_LARGE: Final = "the request body is larger than 8 MiB"
@@ -36,7 +104,7 @@ class Prompts(Protocol):
     def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
 
 
-class RouteDoor:
+class RouteHandler:
     """The route, and the requests under way on it."""
 
     def __init__(

@@ -15,19 +15,17 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
-from lean_selector.gateway.counts import Counts
-from lean_selector.gateway.header_lines import answer_lines, request_lines
-from lean_selector.gateway.lease import WorkerLease
-from lean_selector.gateway.refusals import refusal
-from lean_selector.gateway.request_ids import id_line
+from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
+from lean_selector.gateway.metrics import Counts
+from lean_selector.gateway.prompts import UsageReader
+from lean_selector.gateway.upstreams import WorkerLease
 from lean_selector.http.client import AnswerHead, ClientConnection, UnboundedRelay
 from lean_selector.http.head import Request
 from lean_selector.http.streaming import StreamedReply
-from lean_selector.prompts.answers import UsageReader
 
 if TYPE_CHECKING:
-    from lean_selector.prompts.routed import Routed
-    from lean_selector.prompts.unknown import Unknown
+    from lean_selector.gateway.prompt_shapes import Unknown
+    from lean_selector.gateway.prompts import Routed
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -36,7 +34,7 @@ _LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
-class Errand:
+class ProxiedRequest:
     """From the request to its end. The app's answer is `reply`."""
 
     __slots__ = (
@@ -72,9 +70,9 @@ class Errand:
         request_id: bytes,
         lease_id: str,
         counts: Counts,
-        place: "Callable[[Errand], asyncio.Task[None]]",
+        place: "Callable[[ProxiedRequest], asyncio.Task[None]]",
         on_failed: Callable[[WorkerLease, str], None],
-        on_over: "Callable[[Errand], None]",
+        on_over: "Callable[[ProxiedRequest], None]",
         token: Callable[[], bytes] | None = None,
     ) -> None:
         """`place` begins to look for a worker, and calls `refused`, `fail` or `sent`;

@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lean_selector.gateway.counts import Counts
-from lean_selector.gateway.errand import Errand
-from lean_selector.gateway.lease import WorkerLease
+from lean_selector.gateway.metrics import Counts
+from lean_selector.gateway.prompts import Routed
+from lean_selector.gateway.proxied_request import ProxiedRequest
+from lean_selector.gateway.upstreams import WorkerLease
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.response import PendingReply
 from lean_selector.http.streaming import StreamingProtocol
-from lean_selector.prompts.routed import Routed
 from tests.http.test_protocol import FakeTransport
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
@@ -94,7 +94,7 @@ class OneRequest(RuleBasedStateMachine):
         self.client.data_received(REQUEST)
 
     def app(self, request: Request) -> bytes | PendingReply:
-        self.errand = Errand(
+        self.errand = ProxiedRequest(
             request,
             b"id",
             "lease",
@@ -105,12 +105,12 @@ class OneRequest(RuleBasedStateMachine):
         )
         return self.errand.reply
 
-    def place(self, errand: Errand) -> Any:
+    def place(self, errand: ProxiedRequest) -> Any:
         self.places += 1
         self.placing = Placing()
         return self.placing
 
-    def ended(self, errand: Errand) -> None:
+    def ended(self, errand: ProxiedRequest) -> None:
         self.over += 1
 
     @property
@@ -285,15 +285,15 @@ TestOneRequest = OneRequest.TestCase
 
 def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
     sent = Routed("m", "default", cast(Any, None), b"{}", why_not=None, streams=True)
-    errands: list[Errand] = []
+    errands: list[ProxiedRequest] = []
 
     def app(request: Request) -> PendingReply:
-        def place(errand: Errand) -> Any:
+        def place(errand: ProxiedRequest) -> Any:
             errand.routed = sent
             return Placing()
 
         ignore: Any = lambda *_: None  # noqa: E731
-        errands.append(Errand(request, b"id", "lease", Counts(), place, ignore, ignore))
+        errands.append(ProxiedRequest(request, b"id", "lease", Counts(), place, ignore, ignore))
         return errands[0].reply
 
     client, transport = StreamingProtocol(app, Connections(lambda call: None)), Transport()

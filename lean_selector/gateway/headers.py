@@ -1,11 +1,16 @@
-"""Header lines on their way through: what belongs to one connection only is taken out.
+"""Header lines on their way through, the ids of requests, and answers of the gateway itself.
 
-Hop-by-hop fields are those of RFC 9110 section 7.6.1 and those that `connection` names. Sections
-were judged before: a line break is CRLF, and nothing is folded.
+What belongs to one connection is taken out: the hop-by-hop fields of RFC 9110 section 7.6.1, and
+those that `connection` names. Sections were judged before: a line break is CRLF, and nothing is
+folded.
 """
 
+import os
 import re
 from typing import Final
+
+from lean_selector.http.response import encode_response
+from lean_selector.wire.selection import OpenAiErrorBody
 
 _HOP: Final = (
     rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer|"
@@ -83,3 +88,30 @@ def _without(lines: bytes, names: list[bytes]) -> bytes:
             line = rb"\r\n" + re.escape(name) + rb"[ \t]*:[^\r]*+(?=\r\n|\Z)"
             lines = re.sub(line, b"", lines, flags=re.IGNORECASE)
     return lines
+
+
+class RequestIds:
+    """Ids of ours: each is given once, and no other process gives it."""
+
+    def __init__(self) -> None:
+        self._prefix: Final = os.urandom(8).hex()
+        self._given = 0
+
+    def new(self) -> str:
+        self._given += 1
+        return f"{self._prefix}-{self._given:x}"
+
+
+def id_of(section: bytes, own_id: str) -> bytes:
+    """Of the request with this section: its client's, or else ours."""
+    return request_id_of(section) or own_id.encode()
+
+
+def id_line(request_id: bytes) -> bytes:
+    """The header line that every answer has."""
+    return b"x-request-id: %b\r\n" % request_id
+
+
+def refusal(status: int, message: str, code: str | None = None, extra: bytes = b"") -> bytes:
+    """A whole response; `extra` is header lines, each ended by CRLF."""
+    return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)

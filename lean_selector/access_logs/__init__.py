@@ -1,1 +1,0 @@
-"""Lines that gateways write to their access logs at the end of each request, read as ends."""

@@ -1,0 +1,487 @@
+"""Lines that gateways write to their access logs at the end of each request, read as ends.
+
+A line has the word `lean-end` and behind it fields, `name=value` or `name="value"`, in any order;
+whatever stands before the word, such as a syslog header, is not looked at, and fields that are
+not known are ignored, so that a gateway's other figures may stand there too. A value of `-`, or
+none, is absent. A line frees a reservation, and its worker's health hears how the request went.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import re
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from lean_selector.core.errors import NotFound
+from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
+from lean_selector.core.numbers import U64_MAX
+from lean_selector.service.exposition import Families, Family, Sample, labels
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Of lines that are read."""
+
+    host: str = ""
+    port: int = 0
+    path: str | None = None
+
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+LOOPBACK: Final[tuple[Network, ...]] = (
+    ipaddress.ip_network("127.0.0.0/8"),
+    ipaddress.ip_network("::1/128"),
+)
+_MAX_KNOWN: Final = 4096  # senders whose permission is remembered
+
+
+def place_of(text: str) -> Place:
+    """`syslog:HOST:PORT` or `unixgram:PATH`; raises ValueError."""
+    kind, colon, rest = text.partition(":")
+    if kind == "unixgram" and rest:
+        return Place(path=rest)
+    if kind != "syslog" or not colon:
+        raise ValueError(f"expected syslog:HOST:PORT or unixgram:PATH, not `{text}`")
+    host, colon, port = rest.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"`{text}`: an IPv6 address stands in brackets")
+    if not host or not colon:
+        raise ValueError(f"`{text}` lacks a host or a port: syslog:HOST:PORT")
+    if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
+        raise ValueError(f"`{text}` has no port from 1 to 65535")
+    return Place(host=host, port=int(port))
+
+
+def places_of(text: str) -> list[str]:
+    """Comma-separated places, as they are given, each once; raises ValueError."""
+    items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
+    for item in items:
+        place_of(item)
+    return items
+
+
+def networks_of(text: str) -> list[str]:
+    """Comma-separated networks, `10.0.0.0/8`, or addresses, each once; raises ValueError."""
+    items = (item.strip() for item in text.split(",") if item.strip())
+    return [str(ipaddress.ip_network(item)) for item in dict.fromkeys(items)]
+
+
+class Senders:
+    """Who may write: the loopback addresses, and networks besides."""
+
+    def __init__(self, networks: list[str]) -> None:
+        self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
+        self._known: dict[str, bool] = {}
+
+    def may_write(self, host: str) -> bool:
+        """`host` is an address, as a socket gives that of a sender."""
+        known = self._known.get(host)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[host] = self._judged(host)
+        return known
+
+    def _judged(self, host: str) -> bool:
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or address
+        return any(address in network for network in self._networks)
+
+
+def is_loopback(host: str) -> bool:
+    """Of an address."""
+    return Senders([]).may_write(host)
+
+
+_GAVE_UP: Final = 499  # nginx's word for a client that left
+_LIST: Final = re.compile(r" ?[,:] ")  # between the tries of one request, in nginx's variables
+_TERMINATION: Final = re.compile(r"[-A-Za-z]{2,4}")
+_FLAGS: Final = re.compile(r"[A-Za-z]+(?:,[A-Za-z]+)*")
+# Of envoy's flags, in the order in which one decides.
+_OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
+    ("DC", None),
+    ("UF", REFUSED),
+    ("UC", FAILED),
+    ("UT", FAILED),
+    ("UR", FAILED),
+    ("UPE", FAILED),
+)
+
+
+def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
+    """`fields` are those of a line, absent ones left out. Raises ValueError."""
+    if "upstream" in fields:
+        return _of_nginx(fields)
+    if "termination" in fields or "retries" in fields:
+        return _of_haproxy(fields, status)
+    if "flags" in fields or "attempts" in fields:
+        return _of_envoy(fields, status)
+    return _of_status(status)
+
+
+def _of_status(status: int | None) -> str | None:
+    if status is None or status < 100 or status == _GAVE_UP:
+        return None
+    return outcome_of_status(status)
+
+
+def _of_nginx(fields: Mapping[str, str]) -> str | None:
+    tries = _LIST.split(fields["upstream"])
+    first = tries[0]
+    if first == "-":
+        return None
+    if not (first.isascii() and first.isdigit() and len(first) == 3):
+        raise ValueError("its upstream is no list of statuses")
+    connects = _LIST.split(fields.get("connect", "-"))
+    if first in ("502", "504") and connects[0] == "-":
+        return REFUSED
+    outcome = _of_status(int(first))
+    # An answer that broke off: whether by the client or by the worker, nginx does not say.
+    return None if outcome == OK and fields.get("done") != "OK" else outcome
+
+
+def _of_haproxy(fields: Mapping[str, str], status: int | None) -> str | None:
+    state = fields.get("termination", "--")
+    if _TERMINATION.fullmatch(state) is None:
+        raise ValueError("its termination is none of HAProxy's")
+    cause, phase = state[0], state[1]
+    if cause in "sS":
+        return REFUSED if phase == "C" else None if phase == "Q" else FAILED
+    if fields.get("retries", "").startswith("+"):
+        # It was sent to another server: the first took no connection, or ended one that was kept,
+        # which tells of no more than its own request.
+        return FAILED
+    return _of_status(status) if cause == "-" else None
+
+
+def _of_envoy(fields: Mapping[str, str], status: int | None) -> str | None:
+    attempts = fields.get("attempts", "1")
+    if not (attempts.isascii() and attempts.isdigit()):
+        raise ValueError("its attempts are not a number")
+    flags = fields.get("flags", "")
+    if flags and _FLAGS.fullmatch(flags) is None:
+        raise ValueError("its flags are none of envoy's")
+    if len(attempts) > 1 or attempts > "1":
+        return FAILED
+    if not flags:
+        return _of_status(status)
+    said = set(flags.split(","))
+    return next((outcome for flag, outcome in _OF_ENVOY if flag in said), None)
+
+
+LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy cut theirs earlier
+LONGEST_ID: Final = 256
+_WORD: Final = re.compile(rb"(?:^|[ :])lean-end(?= )")
+_FIELD: Final = re.compile(rb' ([a-z_]+)=(?:"([^"]*)"|([^" ]*))')
+_STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy's -1 and envoy's 0: there was no answer
+
+
+class Ended:
+    """A request that is over. What a line does not say is None."""
+
+    __slots__ = ("dp_rank", "outcome", "reservation_id", "worker_id")
+
+    def __init__(
+        self,
+        reservation_id: str | None,
+        worker_id: int | None,
+        dp_rank: int | None,
+        outcome: str | None,
+    ) -> None:
+        """`outcome` is that of the worker which was asked first: refused, failed or ok."""
+        self.reservation_id = reservation_id
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+        self.outcome = outcome
+
+
+class BadLine(ValueError):
+    """A datagram that is no such line. The message says why."""
+
+
+class OtherLine(BadLine):
+    """One without the word: gateways write notices of their own to the same target."""
+
+
+def ended_of(line: bytes) -> Ended:
+    """Raises BadLine, or OtherLine."""
+    if len(line) > LONGEST_LINE:
+        raise BadLine(f"it is longer than {LONGEST_LINE} bytes")
+    found = _WORD.search(line)
+    if found is None:
+        raise OtherLine("it has no word lean-end")
+    fields = _fields(line[found.end() :].rstrip(b"\r\n\0 "))
+    reservation_id = fields.get("reservation")
+    if reservation_id is not None and len(reservation_id) > LONGEST_ID:
+        raise BadLine(f"its reservation is longer than {LONGEST_ID} characters")
+    worker_id = _number(fields, "worker", U64_MAX)
+    text = fields.get("status")
+    if text is not None and _STATUS.fullmatch(text) is None:
+        raise BadLine("its status is none")
+    try:
+        outcome = outcome_of(fields, None if text is None else int(text))
+    except ValueError as error:
+        raise BadLine(str(error)) from None
+    return Ended(reservation_id, worker_id, _number(fields, "rank", 2**32 - 1), outcome)
+
+
+def _fields(text: bytes) -> dict[str, str]:
+    """Those that are there, by name. Raises BadLine."""
+    fields: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        found = _FIELD.match(text, at)
+        if found is None:
+            raise BadLine(f"byte {at} behind lean-end begins no name=value")
+        at = found.end()
+        name, quoted, plain = found.groups()
+        value = plain if quoted is None else quoted
+        if value in (b"", b"-"):
+            continue
+        key = name.decode("ascii")
+        if key in fields:
+            raise BadLine(f"it has {key} twice")
+        try:
+            fields[key] = value.decode()
+        except UnicodeDecodeError:
+            raise BadLine(f"its {key} is not UTF-8") from None
+    return fields
+
+
+def _number(fields: dict[str, str], name: str, most: int) -> int | None:
+    text = fields.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= most):
+        raise BadLine(f"its {name} is not a number from 0 to {most}")
+    return int(text)
+
+
+# How long an end is remembered that came before its beginning: when a client hangs up while its
+# request waits for a worker, the line of the log may overtake the request.
+EARLY_MEMORY_S: Final = 30.0
+MAX_EARLY: Final = 10_000
+
+# What became of a line, or of a datagram that was none.
+FREED: Final = "freed"
+EARLY: Final = "unknown"
+REPORTED: Final = "reported"  # it names no reservation, only a worker
+EMPTY: Final = "empty"  # it names neither: a request that nobody was asked about
+OTHER: Final = "other"  # it has no word lean-end: a notice of the gateway's own
+MALFORMED: Final = "malformed"
+NOT_ALLOWED: Final = "not_allowed"
+RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
+
+_MOST_SHOWN: Final = 200  # characters of a line that is logged
+_log = logging.getLogger("lean_selector.access_logs")
+
+
+class Reports(Protocol):
+    """Who hears how workers do."""
+
+    def report(self, worker_id: int, dp_rank: int | None, outcome: str, now: float) -> None: ...
+
+
+class LogEnds:
+    """All lines of a process pass here."""
+
+    def __init__(
+        self,
+        free: Callable[[str, float], None],
+        health: Reports,
+        clock: Callable[[], float],
+    ) -> None:
+        """`free` ends a reservation, and raises NotFound."""
+        self._free = free
+        self._health = health
+        self._clock = clock
+        self._early: dict[str, float] = {}  # when an end came, by reservation, the oldest first
+        self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
+        self.unknown_workers = 0  # lines whose worker is not registered
+
+    def take(self, line: bytes) -> None:
+        """A datagram of somebody who may write; never raises."""
+        now = self._clock()
+        try:
+            ended = ended_of(line)
+        except OtherLine:
+            self.results[OTHER] += 1
+            return
+        except BadLine as error:
+            self.results[MALFORMED] += 1
+            shown = line[:_MOST_SHOWN].decode("utf-8", "replace")
+            _log.warning(
+                "a line of an access log was not understood",
+                extra={"reason": str(error), "line": shown},
+            )
+            return
+        if ended.reservation_id is None:
+            self.results[EMPTY if ended.worker_id is None else REPORTED] += 1
+        else:
+            self._end(ended.reservation_id, now)
+        if ended.worker_id is not None and ended.outcome is not None:
+            # A connection that nobody took tells of the whole worker.
+            dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
+            try:
+                self._health.report(ended.worker_id, dp_rank, ended.outcome, now)
+            except NotFound:
+                self.unknown_workers += 1
+
+    def refuse(self, host: str) -> None:
+        """A datagram of somebody who may not."""
+        self.results[NOT_ALLOWED] += 1
+        _log.warning(
+            "a line of an access log came from an address that --lifecycle-allow does not name",
+            extra={"address": host},
+        )
+
+    def has_ended(self, reservation_id: str) -> bool:
+        """Whether the end of a reservation that is not booked yet has been heard; asked once."""
+        at = self._early.pop(reservation_id, None)
+        return at is not None and self._clock() - at <= EARLY_MEMORY_S
+
+    def _end(self, reservation_id: str, now: float) -> None:
+        try:
+            self._free(reservation_id, now)
+        except NotFound:
+            self.results[EARLY] += 1
+            self._remember(reservation_id, now)
+        else:
+            self.results[FREED] += 1
+
+    def _remember(self, reservation_id: str, now: float) -> None:
+        early = self._early
+        early.pop(reservation_id, None)
+        early[reservation_id] = now
+        while len(early) > MAX_EARLY or now - next(iter(early.values())) > EARLY_MEMORY_S:
+            del early[next(iter(early))]
+
+
+LINES_PER_TURN: Final = 64  # some 10 us each
+RECEIVE_BUFFER_BYTES: Final = 4 * 1024 * 1024  # as far as net.core.rmem_max lets us
+ENOUGH_QUEUED: Final = 512  # lines, for what may end between two turns of the loop
+_QUEUE_LENGTH: Final = Path("/proc/sys/net/unix/max_dgram_qlen")
+_SO_RXQ_OVFL: Final = 40  # Linux: each datagram says how many were dropped before it
+_DROPS: Final = struct.Struct("I")
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
+
+_log = logging.getLogger("lean_selector.access_logs")
+
+
+def udp_socket(host: str, port: int) -> socket.socket:
+    """Bound; raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, proto)
+    try:
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def warn_of_a_short_queue(place: str) -> None:
+    """For a UNIX socket: it keeps what the sysctl says when the socket is made."""
+    try:
+        length = int(_QUEUE_LENGTH.read_text())
+    except (OSError, ValueError):
+        return  # no Linux, or it shows nothing
+    if length < ENOUGH_QUEUED:
+        _log.warning(
+            "lines of access logs that come in a burst will be lost: net.unix.max_dgram_qlen is %d;"
+            " set it to %d or more before the selector starts, or read lines over UDP",
+            length,
+            ENOUGH_QUEUED,
+            extra={"place": place},
+        )
+
+
+class LineReader:
+    """One socket. Begins to read when it is made."""
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        take: Callable[[bytes], None],
+        refuse: Callable[[str], None],
+        senders: Senders,
+    ) -> None:
+        """`take` gets the lines of `senders`, or all that came over a UNIX socket, whose path has
+        permissions; `refuse` hears of the others' addresses."""
+        self._socket = bound
+        self._take = take
+        self._refuse = refuse
+        self._senders = None if bound.family == socket.AF_UNIX else senders
+        self.dropped = 0  # datagrams that the kernel had no room for
+        bound.setblocking(False)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        if self._senders is not None:
+            bound.setsockopt(socket.SOL_SOCKET, _SO_RXQ_OVFL, 1)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(bound.fileno(), self._read)
+
+    def _read(self) -> None:
+        for _ in range(LINES_PER_TURN):
+            try:
+                # One byte more than a line may have, so that a longer one is seen to be.
+                line, ancillary, _, sender = self._socket.recvmsg(
+                    LONGEST_LINE + 1, _ANCILLARY_BYTES
+                )
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                _log.warning("lines of access logs cannot be read", extra={"error": str(error)})
+                return
+            for _, kind, data in ancillary:
+                if kind == _SO_RXQ_OVFL and len(data) == _DROPS.size:
+                    self.dropped = _DROPS.unpack(data)[0]
+            if self._senders is None or self._senders.may_write(sender[0]):
+                self._take(line)
+            else:
+                self._refuse(sender[0])
+
+    def close(self) -> None:
+        """Takes what has come already."""
+        self._read()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+
+
+def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
+    """As many series as there are results."""
+
+    def lines() -> Iterator[Sample]:
+        for result, count in sorted(ends.results.items()):
+            yield labels(result=result), count
+
+    return [
+        Family(
+            "lean_selector_lifecycle_lines_total",
+            "counter",
+            "Lines of gateways' access logs by what became of them.",
+            lines,
+        ),
+        Family(
+            "lean_selector_lifecycle_lines_dropped_total",
+            "counter",
+            "Lines that came over UDP while the socket had no room: their reservations expire.",
+            lambda: [("", sum(reader.dropped for reader in readers()))],
+        ),
+        Family(
+            "lean_selector_lifecycle_unknown_workers_total",
+            "counter",
+            "Lines whose worker is not registered.",
+            lambda: [("", ends.unknown_workers)],
+        ),
+    ]

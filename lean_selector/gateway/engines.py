@@ -1,0 +1,304 @@
+"""What the engines of a model say: their make, their adapters, and the tokens of a prompt.
+
+They are asked over HTTP when a request needs it, a few of them for their make, all for adapters
+when a request names a model that is not registered. Answers hold for a while, and are refreshed in
+the background.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec import Raw
+
+from lean_selector.core.errors import NotFound
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.gateway.model_request import (
+    MOST_ID_BYTES,
+    Kind,
+    ModelRequest,
+    template_arguments,
+)
+from lean_selector.gateway.prompt_shapes import ModelCards, Served, TokenizeAnswer, Unknown, Why
+from lean_selector.http.endpoints import url_at
+from lean_selector.http.outbound import OutboundClient, OutboundFailed, OutboundTimedOut
+from lean_selector.tasks import supervise
+from lean_selector.wire.scalars import packed_u32
+
+
+class Fleet(Protocol):
+    """What a door knows of its workers; only those that can be chosen count."""
+
+    def model(self, model_name: str, tenant_id: str) -> Served | None: ...
+
+    def models(self, tenant_id: str) -> Sequence[str]:
+        """Names of all that `model` knows of this tenant, sorted."""
+        ...
+
+
+class UnknownModel(NotFound):
+    """Nobody serves it, neither as a model nor as an adapter of one."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model}` does not exist.")
+        self.model = model
+
+
+class CatalogFleet:
+    """The workers of a selector in this process."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._known: dict[tuple[str, str], Served] = {}
+        self._revision = -1
+
+    def model(self, model_name: str, tenant_id: str) -> Served | None:
+        self._look()
+        return self._known.get((model_name, tenant_id))
+
+    def models(self, tenant_id: str) -> list[str]:
+        self._look()
+        return sorted(name for name, tenant in self._known if tenant == tenant_id)
+
+    def _look(self) -> None:
+        if self._revision == self._catalog.revision:
+            return
+        self._revision = self._catalog.revision
+        self._known = {
+            key: Served(
+                partition.model_name,
+                partition.tenant_id,
+                partition.block_size,
+                partition.is_eagle,
+                {
+                    worker.worker_id: base
+                    for worker in partition.workers.values()
+                    if (base := url_at(worker.endpoint, ""))
+                },
+            )
+            for key, partition in self._catalog.partitions.items()
+            if partition.workers
+        }
+
+
+TIMEOUT_S: Final = 2.0  # of each question
+FRESH_S: Final = 10.0  # after this a name that is unknown, or an adapter, is looked for again
+MOST_AT_ONCE: Final = 32
+_MAKE_FRESH_S: Final = 60.0
+_ASKED_FOR_MAKE: Final = 3  # of a model's workers; one that answers is enough
+_FROM: Final = 4096  # workers whose answers are kept
+
+
+class _Told:
+    """What a worker said, and when."""
+
+    __slots__ = ("adapters", "at", "make")
+
+    def __init__(self, at: float, make: str | None, adapters: dict[str, str]) -> None:
+        self.at = at
+        self.make = make
+        self.adapters = adapters  # the model that each adapts
+
+
+class Engines:
+    """From the loop's thread only."""
+
+    def __init__(
+        self, fleet: Fleet, client: OutboundClient, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._clock = clock
+        self._told: dict[str, _Told] = {}  # by base URL
+        self._under_way: dict[object, asyncio.Task[None]] = {}
+
+    async def make(self, served: Served) -> str | None:
+        """`vllm`, `sglang`, ...; None where nobody says."""
+        told = self._any_told(served)
+        key = ("make", served.model_name, served.tenant_id)
+        if told is None:
+            await self._once(key, partial(self._ask_some, served))
+            told = self._any_told(served)
+        elif self._clock() - told.at > (FRESH_S if told.make is None else _MAKE_FRESH_S):
+            self._beside(key, partial(self._ask_some, served))
+        return None if told is None else told.make
+
+    async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
+        """The model that an adapter of this name adapts, and the workers that have it."""
+        found = self._adapted(name, tenant_id)
+        if found is None:
+            await self._refresh(tenant_id)
+            return self._adapted(name, tenant_id)
+        if any(self._is_old(base) for base in found[0].workers.values()):
+            self._beside(("adapters", tenant_id), partial(self._ask_all, tenant_id))
+        return found
+
+    async def close(self) -> None:
+        tasks = list(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- what was said -------------------------------------------------------------------------
+
+    def _any_told(self, served: Served) -> _Told | None:
+        for base in served.workers.values():
+            told = self._told.get(base)
+            if told is not None and told.make is not None:
+                return told
+        return next((t for b in served.workers.values() if (t := self._told.get(b))), None)
+
+    def _adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
+        for model in self._fleet.models(tenant_id):
+            served = self._fleet.model(model, tenant_id)
+            if served is None:
+                continue
+            workers = frozenset(
+                worker_id
+                for worker_id, base in served.workers.items()
+                if (told := self._told.get(base)) is not None and name in told.adapters
+            )
+            if workers:
+                return served, workers
+        return None
+
+    def _is_old(self, base: str) -> bool:
+        told = self._told.get(base)
+        return told is None or self._clock() - told.at > FRESH_S
+
+    # -- asking --------------------------------------------------------------------------------
+
+    async def _refresh(self, tenant_id: str) -> None:
+        bases = self._bases(tenant_id)
+        if any(self._is_old(base) for base in bases):
+            await self._once(("adapters", tenant_id), partial(self._ask_all, tenant_id))
+
+    def _bases(self, tenant_id: str) -> list[str]:
+        models = (self._fleet.model(name, tenant_id) for name in self._fleet.models(tenant_id))
+        return [base for served in models if served for base in served.workers.values()]
+
+    async def _ask_all(self, tenant_id: str) -> None:
+        bases = [base for base in self._bases(tenant_id) if self._is_old(base)]
+        for at in range(0, len(bases), MOST_AT_ONCE):
+            await asyncio.gather(*map(self._ask, bases[at : at + MOST_AT_ONCE]))
+
+    async def _ask_some(self, served: Served) -> None:
+        bases = list(served.workers.values())
+        await asyncio.gather(*map(self._ask, bases[:_ASKED_FOR_MAKE]))
+
+    async def _ask(self, base: str) -> None:
+        make, adapters = None, dict[str, str]()
+        try:
+            body = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
+            cards = msgspec.json.decode(body, type=ModelCards).data
+            adapters = {card.id: card.parent for card in cards if card.parent is not None}
+            make = next((card.owned_by for card in cards if card.owned_by), None)
+        except (OutboundFailed, msgspec.DecodeError, ValueError):
+            old = self._told.get(base)  # it is asked again when this is old, too
+            if old is not None:
+                make, adapters = old.make, old.adapters
+        self._told.pop(base, None)
+        self._told[base] = _Told(self._clock(), make, adapters)
+        if len(self._told) > _FROM:
+            del self._told[next(iter(self._told))]
+
+    async def _once(self, key: object, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Waits for what is asked, by whoever asked first."""
+        await asyncio.shield(self._beside(key, work))
+
+    def _beside(
+        self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> "asyncio.Task[None]":
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = supervise("model lists", work, again=False)
+            task.add_done_callback(lambda _: self._under_way.pop(key, None))
+        return task
+
+
+class NotTokenized(Exception):
+    """Nobody said what the tokens are."""
+
+    def __init__(self, why: Why, text: str) -> None:
+        super().__init__(text)
+        self.unknown = Unknown(why, text)
+
+
+class Tokenizer(Protocol):
+    async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
+        """The tokens of a prompt, 4 bytes each; `model` as the engine knows it, adapters too, and
+        `workers` the base URLs of who has it. Raises NotTokenized."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# Taken by /tokenize as they are; of the rest it takes what goes into the template's arguments.
+_CHAT: Final = (
+    *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("add_special_tokens", "chat_template"),
+)
+_TEXT: Final = ("prompt", "add_special_tokens")
+
+
+class EngineTokenizer:
+    """Asks over HTTP; two workers at most."""
+
+    def __init__(self, client: OutboundClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._turn = 0
+
+    async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
+        """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
+        bases = list(workers.values())
+        if not bases:
+            raise NotTokenized(Why.FAILED, "no worker has a URL to ask for tokens")
+        self._turn += 1
+        body = tokenize_body(request, model)
+        failures: list[OutboundFailed] = []
+        for attempt in range(min(2, len(bases))):
+            base = bases[(self._turn + attempt) % len(bases)]
+            try:
+                answer = await self._client.post(
+                    base + "/tokenize", body, timeout_s=self._timeout_s, most_bytes=MOST_ID_BYTES
+                )
+            except OutboundFailed as error:
+                failures.append(error)
+                continue
+            if answer.status != 200:
+                # What one worker refuses, another does too.
+                raise NotTokenized(Why.REFUSED, f"POST {base}/tokenize: status {answer.status}")
+            return _read(base, answer.body)
+        last = failures[-1]
+        why = Why.TIMEOUT if isinstance(last, OutboundTimedOut) else Why.FAILED
+        raise NotTokenized(why, last.message)
+
+    def close(self) -> None:
+        """Nothing is kept between two questions."""
+
+
+def _read(base: str, body: bytes) -> bytes:
+    try:
+        tokens = packed_u32(bytes(msgspec.json.decode(body, type=TokenizeAnswer).tokens))
+    except msgspec.DecodeError:
+        tokens = None
+    if not tokens:
+        raise NotTokenized(Why.FAILED, f"POST {base}/tokenize: an answer without tokens")
+    return tokens
+
+
+def tokenize_body(request: ModelRequest, model: str) -> bytes:
+    """What vLLM's /tokenize is asked, so that it does with it what it does with the request."""
+    names = _CHAT if request.kind is Kind.CHAT else _TEXT
+    fields: dict[str, object] = {name: request.fields[name] for name in names if request.has(name)}
+    if request.kind is Kind.TEXT:
+        fields["prompt"] = Raw(request.text)
+    else:
+        arguments = template_arguments(request)
+        if arguments:
+            fields["chat_template_kwargs"] = arguments
+    return msgspec.json.encode({"model": model, **fields})

@@ -1,0 +1,245 @@
+"""The app behind the gateway's port: which requests are proxied, and what is answered at once.
+
+Every request but a list of models is proxied to a worker. Which one, `placing` says.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from lean_selector.gateway.headers import (
+    RequestIds,
+    id_line,
+    id_of,
+    refusal,
+    wants_websocket,
+    without_authorization,
+)
+from lean_selector.gateway.metrics import Counts
+from lean_selector.gateway.placing import Placing
+from lean_selector.gateway.proxied_request import ProxiedRequest
+from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.http.client import Upstream
+from lean_selector.http.head import HttpError, Request
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
+from lean_selector.http.protocol import App
+from lean_selector.http.response import PendingReply, encode_response
+from lean_selector.service.access import READ, WRITE, AccessTokens, refusal_of
+from lean_selector.service.logs import ACCESS_LOG
+from lean_selector.tasks import watched
+from lean_selector.wire.selection import OpenAiErrorBody
+
+HOLDS_S: Final = 2.0
+TIMEOUT_S: Final = 2.0
+
+
+class ModelList:
+    """From the loop's thread only."""
+
+    def __init__(
+        self, rotation: Rotation, client: OutboundClient, clock: Callable[[], float]
+    ) -> None:
+        self._rotation = rotation
+        self._client = client
+        self._clock = clock
+        self._known: bytes | None = None
+        self._until = 0.0
+        self._asking: asyncio.Task[bytes | None] | None = None
+
+    def answer(self, line: bytes) -> bytes | PendingReply:
+        """With this header line, which is the request's own."""
+        if self._known is not None and self._clock() < self._until:
+            return encode_response(200, self._known, extra=line)
+        if self._asking is None:
+            self._asking = watched("list of models", self._ask())
+        reply = PendingReply()
+
+        def told(asked: "asyncio.Task[bytes | None]") -> None:
+            if reply.response is not None or asked.cancelled():
+                return
+            body = None if asked.exception() is not None else asked.result()
+            if body is None:
+                reply.resolve(refusal(503, "no worker tells its models", "no_worker", line))
+            else:
+                reply.resolve(encode_response(200, body, extra=line))
+
+        self._asking.add_done_callback(told)
+        return reply
+
+    async def _ask(self) -> bytes | None:
+        try:
+            lists = await asyncio.gather(
+                *(self._models_of(each.text) for each in self._rotation.in_turn)
+            )
+            models: dict[str, msgspec.Raw] = {}
+            for rows in lists:
+                for name, row in rows.items():
+                    models.setdefault(name, row)
+            if not models:
+                return None
+            listed = b",".join(bytes(row) for row in models.values())
+            body = b'{"object":"list","data":[%b]}' % listed
+            self._known, self._until = body, self._clock() + HOLDS_S
+            return body
+        finally:
+            self._asking = None
+
+    async def _models_of(self, base: str) -> dict[str, msgspec.Raw]:
+        try:
+            text = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
+            listed = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            rows = msgspec.json.decode(listed["data"], type=list[msgspec.Raw])
+            named = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+            return {bytes(named(row)["id"]).decode(): row for row in rows}
+        except (OutboundFailed, msgspec.DecodeError, LookupError, ValueError):
+            return {}
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+
+
+log = logging.getLogger(ACCESS_LOG)
+
+MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
+COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+
+
+def http_refusal(error: HttpError) -> bytes:
+    """What is answered to an error of the HTTP level."""
+    return OpenAiErrorBody.encoded(error.status, error.text)
+
+
+class GatewayHandler:
+    """From the loop's thread only."""
+
+    def __init__(
+        self,
+        placing: Placing,
+        rotation: Rotation,
+        models: ModelList,
+        counts: Counts,
+        *,
+        clock: Callable[[], float],
+        silence_s: float,
+        touch_after_s: float,
+        token: Callable[[], bytes] | None,
+        access_log: bool,
+        most_body_bytes: int,
+    ) -> None:
+        """`silence_s`: for so long a worker may say nothing; `touch_after_s`: so often a
+        reservation is touched, which the selector would forget."""
+        self._placing = placing
+        self._rotation = rotation
+        self._models = models
+        self._counts = counts
+        self._clock = clock
+        self._silence_s = silence_s
+        self._touch_after_s = touch_after_s
+        self._token = token
+        self._access_log = access_log
+        self._most_body_bytes = most_body_bytes
+        self._ids = RequestIds()
+        self._under_way: set[ProxiedRequest] = set()
+
+    def __call__(self, request: Request) -> bytes | PendingReply:
+        own_id = self._ids.new()
+        request_id = id_of(request.section, own_id)
+        if not request.keep_alive and wants_websocket(request.section):
+            text = "websocket upgrades are not supported by this gateway"
+            return self._refused(request_id, 501, text, "no_websocket")
+        if request.body_too_large:
+            text = f"the request body has more than {self._most_body_bytes} bytes"
+            return self._refused(request_id, 413, text, "request_too_large")
+        is_completion = request.path in COMPLETIONS and request.method == b"POST"
+        if not is_completion and request.path == b"/v1/models" and request.method == b"GET":
+            return self._models.answer(id_line(request_id))
+        proxied = ProxiedRequest(
+            request,
+            request_id,
+            own_id,
+            self._counts,
+            lambda each: self._placing.begin(each, is_completion),
+            self._failed,
+            self._over,
+            self._token,
+        )
+        self._under_way.add(proxied)
+        return proxied.reply
+
+    def _refused(self, request_id: bytes, status: int, message: str, code: str) -> bytes:
+        self._counts.answers[status] += 1
+        return refusal(status, message, code, id_line(request_id))
+
+    def _failed(self, lease: WorkerLease, outcome: str) -> None:
+        self._rotation.report(lease.endpoint, outcome, self._clock())
+
+    def _over(self, proxied: ProxiedRequest) -> None:
+        self._under_way.discard(proxied)
+        lease = proxied.lease
+        if lease is not None and proxied.outcome is not None:
+            self._rotation.report(lease.endpoint, proxied.outcome, self._clock())
+        if self._access_log:
+            self._log(proxied)
+
+    def _log(self, proxied: ProxiedRequest) -> None:
+        request, lease = proxied.request, proxied.lease
+        fields: dict[str, object] = {
+            "method": request.method.decode("latin-1"),
+            "path": request.path.decode("latin-1")[:1024],
+            "status": proxied.status or 499,
+            "duration_us": round(proxied.age_s * 1e6),
+            "request_id": proxied.request_id.decode("latin-1"),
+        }
+        if lease is not None:
+            fields["worker"] = lease.endpoint.text
+            if lease.overlap_tokens is not None:
+                fields["overlap_tokens"] = lease.overlap_tokens
+                if proxied.why_unknown is not None:
+                    fields["prompt"] = proxied.why_unknown.why.value
+                    fields["prompt_detail"] = proxied.why_unknown.text[:MOST_DETAIL_CHARACTERS]
+        if proxied.tried:
+            fields["tried"] = len(proxied.tried)
+        log.info("request", extra=fields)
+
+    def sweep(self, now: float) -> None:
+        """About every second."""
+        self._rotation.sweep(now, self._silence_s)
+        for proxied in list(self._under_way):
+            if proxied.lease is not None and now - proxied.lease_since > self._touch_after_s:
+                proxied.lease_since = now
+                proxied.lease.touch()
+
+    def endpoints(self) -> list[Upstream]:
+        return list(self._rotation.endpoints.values())
+
+    async def close(self) -> None:
+        """When the stop has dropped every client, who may not have been told to have hung up."""
+        placing = [each.placing for each in self._under_way if each.placing is not None]
+        for proxied in list(self._under_way):
+            proxied.reply.hang_up()
+        await asyncio.gather(*placing, return_exceptions=True)
+        self._models.close()
+        self._rotation.close()
+
+
+def guarded(handle: App, tokens: AccessTokens, counts: Counts) -> App:
+    """The same door for those who have a token."""
+    ids = RequestIds()
+
+    def app(request: Request) -> bytes | PendingReply:
+        role = tokens.role_of(request.credential)
+        needed = READ if request.path == b"/v1/models" and request.method == b"GET" else WRITE
+        if role < needed:
+            refused = refusal_of(request.credential, role, needed)
+            counts.answers[refused.status] += 1
+            line = id_line(id_of(request.section, ids.new())) + refused.line
+            return refusal(refused.status, refused.text, refused.code, line)
+        if request.credential is not None:
+            request.section = without_authorization(request.section)
+        return handle(request)
+
+    return app

@@ -1,0 +1,190 @@
+"""The workers as upstreams: which there are, whose turn it is, and what a request holds of one.
+
+What the gateway sees of workers is judged as the selector judges reports (`core.health`): after
+some failures in a row a worker is passed over for a while.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from lean_selector.core.health.ejections import Ejections
+from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.settings import EjectionSettings
+from lean_selector.http.client import Upstream
+from lean_selector.http.endpoints import Url, url_at
+
+
+class WorkerLease:
+    """Of one worker. This one books nothing; others do in their `_begun`, `_touched`, `_freed`.
+
+    Tokens are of the prompt: those that are thought to be cached there, and all of them.
+    """
+
+    def __init__(
+        self,
+        endpoint: Upstream,
+        worker_id: int | None = None,
+        dp_rank: int | None = None,
+        overlap_tokens: int | None = None,
+    ) -> None:
+        """`dp_rank` where the worker has several; `overlap_tokens` is None where nobody chose."""
+        self.endpoint = endpoint
+        endpoint.users += 1
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+        self.overlap_tokens = overlap_tokens
+        self.is_over = False
+
+    def prefill_complete(self) -> None:
+        """The first byte of the answer came."""
+        if not self.is_over:
+            self._begun()
+
+    def touch(self) -> None:
+        """It still runs: said now and then, or it would be taken for forgotten."""
+        if not self.is_over:
+            self._touched()
+
+    def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
+        """It is over; only the first call counts. `outcome` is `ok`, `failed` or `refused` of the
+        worker; None where the worker is not to be judged by it."""
+        if not self.is_over:
+            self.is_over = True
+            self.endpoint.users -= 1
+            self._freed(outcome, cached_tokens)
+
+    def _begun(self) -> None:
+        pass
+
+    def _touched(self) -> None:
+        pass
+
+    def _freed(self, outcome: str | None, cached_tokens: int | None) -> None:
+        pass
+
+
+class Rotation:
+    """Endpoints by their base URLs; each is made once, and kept while it is known."""
+
+    def __init__(self, settings: EjectionSettings, now: float) -> None:
+        self._health: Final = Ejections(settings)
+        self._now = now
+        self._made = 0
+        self._turn = 0
+        self.endpoints: dict[str, Upstream] = {}  # by origin
+        self.in_turn: list[Upstream] = []
+
+    def endpoint(self, text: str) -> Upstream:
+        """Of a base URL, also of one that is not in turn. Raises ValueError."""
+        text = base_of(text)
+        known = self.endpoints.get(text)
+        if known is None:
+            self._made += 1
+            known = self.endpoints[text] = Upstream(text, self._made, self._now)
+        return known
+
+    def set(self, urls: Iterable[str]) -> None:
+        """Whose turn it may be from now on. Whoever was there and is no more keeps what is under
+        way."""
+        self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
+        keys = {(each.number, 0) for each in self.in_turn}
+        gone = [key for key in self._health.ranks if key not in keys]
+        self._health.forget(gone)
+        for text, each in list(self.endpoints.items()):
+            if each not in self.in_turn and not each.is_used:
+                del self.endpoints[text]
+
+    def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
+        """The next in turn that is not in `avoided`, and one of `among` if that is given: one that
+        is well, or else any."""
+        candidates = [
+            each
+            for each in self.in_turn
+            if each.text not in avoided and (among is None or each.text in among)
+        ]
+        well = [each for each in candidates if (each.number, 0) not in self._health.out]
+        candidates = well or candidates
+        if not candidates:
+            return None
+        self._turn += 1
+        return candidates[self._turn % len(candidates)]
+
+    def is_well(self, endpoint: Upstream) -> bool:
+        return (endpoint.number, 0) not in self._health.out
+
+    def report(self, endpoint: Upstream, outcome: str, now: float) -> None:
+        if endpoint in self.in_turn:
+            self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
+
+    def sweep(self, now: float, silence_s: float) -> None:
+        """About every second."""
+        self._now = now
+        self._health.settle(now)
+        for endpoint in list(self.endpoints.values()):
+            endpoint.sweep(now, silence_s)
+
+    def close(self) -> None:
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+
+
+def base_of(text: str) -> str:
+    """One spelling of each worker's URL, which ends at its port. Raises ValueError."""
+    return Url(url_at(text, "") or text).origin
+
+
+class Directory:
+    """Keeps the rotation in step. `named` are the URLs of the command line."""
+
+    def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
+        self._named = [base_of(url) for url in named]
+        self._rotation = rotation
+        self._catalog = catalog
+        self._models: dict[str, set[str]] = {}  # by base URL
+        self._ids: dict[str, set[int]] = {}
+        self._ready: set[str] = set()  # where a worker can be chosen
+        self._revision = -1
+        rotation.set(self._named)
+
+    def look(self) -> None:
+        """Reads the catalog again if it has changed."""
+        if self._revision == self._catalog.revision:
+            return
+        self._revision = self._catalog.revision
+        models: dict[str, set[str]] = {}
+        ids: dict[str, set[int]] = {}
+        ready: set[str] = set()
+        for worker in self._catalog.workers.values():
+            try:
+                base = base_of(worker.spec.endpoint or "")
+            except ValueError:
+                continue  # without a URL of its own
+            models.setdefault(base, set()).add(worker.spec.model_name)
+            ids.setdefault(base, set()).add(worker.spec.worker_id)
+            if not worker.reasons:
+                ready.add(base)
+        self._models, self._ids, self._ready = models, ids, ready
+        self._rotation.set([*self._named, *models])
+
+    @property
+    def is_complete(self) -> bool:
+        """Every worker that was named can be chosen: a model that nobody serves is not there.
+        Never where none was named, because more may be found."""
+        return bool(self._named) and all(url in self._ready for url in self._named)
+
+    def may_serve(self, model: str | None) -> list[str] | None:
+        """Base URLs of whoever may serve a model: those that do, else those of whom nothing is
+        known, else None: anybody."""
+        if model is None or not self._models:
+            return None
+        serving = [base for base, models in self._models.items() if model in models]
+        return serving or [url for url in self._named if url not in self._models] or None
+
+    def ids_of(self, bases: Iterable[str]) -> set[int]:
+        """The workers at these base URLs."""
+        return {each for base in bases for each in self._ids.get(base, ())}
+
+    def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
+        """Where these workers are."""
+        wanted = set(worker_ids)
+        return [base for base, ids in self._ids.items() if ids & wanted]

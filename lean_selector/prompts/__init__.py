@@ -1,1 +1,0 @@
-"""From a raw OpenAI request to the blocks of its prompt: what every door shares."""

@@ -1,1 +1,0 @@
-"""The door for gateways: a raw OpenAI request in, the headers of its worker out."""
