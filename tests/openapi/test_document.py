@@ -235,9 +235,9 @@ def test_a_field_that_an_answer_may_lack_says_when(name: str) -> None:
 
 def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = {name: f"{name} everywhere" for name in meanings.GLOSSARY}
-    own = {name: {f: f"{name}.{f}" for f in fields} for name, fields in meanings._OF.items()}
+    own = {name: f"{name} alone" for name in meanings.OWN}
     monkeypatch.setattr(meanings, "GLOSSARY", everywhere)
-    monkeypatch.setattr(meanings, "_OF", own)
+    monkeypatch.setattr(meanings, "OWN", own)
     said = {
         field["description"]
         for name in DESCRIBED
@@ -245,7 +245,7 @@ def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPa
         for schema in document["components"]["schemas"].values()
         for field in schema["properties"].values()
     }
-    known = {*everywhere.values(), *(text for fields in own.values() for text in fields.values())}
+    known = {*everywhere.values(), *own.values()}
     assert sorted(known - said) == []
 
 

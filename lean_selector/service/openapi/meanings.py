@@ -1,10 +1,14 @@
-"""What a field means wherever it stands, with its unit, by the name that it travels under.
+"""What each field of the structs that travel means, with its unit: the descriptions of the schemas.
 
-What one struct alone says, or says otherwise, is in `meanings`.
+GLOSSARY has what a field means wherever it stands, by the name that it travels under; OWN what it
+means in one struct alone, by `Struct.field`. The structs of the 1.6 dialect, whose names end in 16,
+have the meanings of those without, unless they have their own.
 """
 
 from typing import Final
 
+_NEEDED: Final = "where requests go; without it the worker is `incomplete`"
+_RANK_OR_ALL: Final = "the rank; null: any of the worker's"
 GLOSSARY: Final = {
     "active_decode_blocks": "KV blocks that the rank's live requests hold, a shared one once",
     "active_decode_blocks_threshold": "a rank is busy above this part of its `total_kv_blocks`;"
@@ -127,336 +131,242 @@ GLOSSARY: Final = {
     "worker_id": "the worker's id",
     "worker_load": "load of the chosen rank before this request; only of an advisory select",
 }
-
-
-# -- meanings ------------------------------------------------------------------------------------
-#
-# What each field of the structs that travel means, with its unit: the descriptions of the schemas.
-#
-# What a struct has alone, or says otherwise than the `glossary`, is here, by its name. The structs
-# of the 1.6 dialect, whose names end in 16, say what those without say, where they say nothing
-# else.
-
-_NEEDED: Final = "where requests go; without it the worker is `incomplete`"
-_RANK_OR_ALL: Final = "the rank; null: any of the worker's"
-_OF: Final[dict[str, dict[str, str]]] = {
-    "Booked16": {"selection_id": "the name of the booking"},
-    "Block": {
-        "block_hash": "the engine's hash of the block",
-        "tokens_hash": "XXH3-64 of its tokens",
-        "mm_extra_info": "always null",
-    },
-    "CurveState": {
-        "public_key": "ours",
-        "peer_keys": "how many keys of peers are admitted",
-        "refused": "handshakes of clients with another key, ever",
-        "last_refused": "public key of the last of them",
-    },
-    "DiscoveredPeer": {
-        "endpoint": "ZMQ endpoint of its events",
-        "state": "`registered`, `known` (by flag or over HTTP), `removed` (over HTTP), `refused` or"
-        " `itself`",
-        "leaves_in_s": "seconds until it is let go; null while a discovery names it",
-        "last_error": "why it was refused, or is not caught up from",
-    },
-    "DiscoveredWorker": {
-        "endpoint": "URL of the engine",
-        "worker_id": "the id that it was given",
-        "discoveries": "those that name it",
-        "state": "`asking`, `registered`, `by_http`, `removed` or `refused`",
-        "leaves_in_s": "seconds until it is let go; null while a discovery names it",
-        "last_error": "why it could not be asked or registered",
-    },
-    "DiscoveryReport": {
-        "discoveries": "what is looked for, by the flags",
-        "workers": "workers that were found",
-        "peers": "replicas that were found",
-    },
-    "DiscoveryState": {
-        "discovery": "as the flag says it",
-        "finds": "`workers` or `peers`",
-        "state": "`starting`, `watching` or `failing`",
-        "since_s": "seconds that it has been so",
-        "found": "how many it found last, which holds; null before",
-        "failures": "how often it failed, ever",
-    },
-    "DumpEntry": {
-        "model_name": "the model; absent of an entry that is empty, and in 1.6 without"
-        " `detail=true`",
-        "tenant_id": "the tenant; absent where `model_name` is",
-        "events": "what would bring an empty index there, in order",
-        "watermarks": "by `WORKER:RANK`, the last batch of the engine that is in it; absent where"
-        " `model_name` is",
-    },
-    "EjectedWorker": {
-        "dp_ranks": "those of its ranks that are ejected",
-        "reason": "why the first of them is",
-    },
-    "ErrorBody": {"error": "what was wrong, with the name of the field where there is one"},
-    "Event": {
-        "event_id": "counts from 0 within each tier",
-        "data": "what happened",
-    },
-    "Explanation": {
-        "drawn": "how the choice fell: `only_candidate`, `lowest_cost`, `uniform_tie` or `softmax`",
-        "tied_ranks": "candidates at the lowest cost",
-        "temperature": "of the draw; 0: the lowest cost",
-        "new_blocks": "blocks that the prompt is charged for",
-        "ranks": "every rank of the partition, by worker and rank",
-        "session": "what its session was bound to; only where sessions are on and it has one",
-    },
-    "FetchAction": {
-        "action_id": "always `a1`",
-        "action_type": "always `kv.fetch`",
-        "action_version": "always `1.0`",
-        "payload": "what to fetch, and where",
-    },
-    "FetchPayload": {
-        "block_hashes": "the engine's own hashes, from the prompt's first block on",
-        "source_control_endpoint": "the control endpoint of the rank that holds them",
-    },
-    "KvHint": {
-        "protocol_version": "always `0.1`",
-        "message_id": "the `selection_id`",
-        "actions": "one: what to fetch",
-    },
-    "KvSource": {
-        "endpoint": "ZMQ endpoint of its events",
-        "connection": "`resolving`, `connecting`, `connected` or `retrying`",
-        "last_seq": "number of the last live batch; null before",
-        "lag_batches": "batches that are known of and not applied to the end",
-        "lost_batches": "batches that are in no replay, since the index last was what the engine"
-        " held",
-        "gaps": "times that batches were missing, ever",
-        "replayed_batches": "batches that came out of replays, ever",
-        "restarts": "times that the engine began anew, ever",
-        "backlog_bytes": "bytes received and waiting, also for a replay",
-        "dropped_batches": "batches given up because too much waited; a replay may bring them",
-        "messages": "live messages received, ever",
-        "skipped": "events that do not count, by `TYPE:REASON`; `message:REASON` where it held no"
-        " batch",
-        "last_message_age_s": "seconds since the last live message; null before",
-    },
-    "MmRoutingInfo": {"routing_token_ids": "the prompt's tokens, as they are hashed"},
-    "OpenAiError": {
-        "message": "what was wrong",
-        "type": "OpenAI's kind of error, such as `invalid_request_error`",
-        "param": "always null: no field is named apart from the message",
-        "code": "OpenAI's word for it, or null",
-    },
-    "OpenAiErrorBody": {"error": "the error, in OpenAI's shape"},
-    "Ok": {"status": "always `ok`"},
-    "OverlapRow": {
-        "host_pinned_blocks": "leading blocks cached on the device or in host memory",
-        "disk_blocks": "leading blocks cached on the device, in host memory or on disk",
-        "router_credit_blocks": "blocks of prefill that they save in the cost",
-    },
-    "OverlapScores": {"workers": "a row for each rank"},
-    "OverloadBody": {
-        "error": "as in every other error",
-        "message": "the same, as a text for clients",
-        "type": "always `service_unavailable`",
-        "code": "the status",
-    },
-    "PartitionLoads": {"loads": "a row for each rank"},
-    "PeerRequest": {"endpoint": "ZMQ endpoint of the replica's events"},
-    "PeerState": {
-        "endpoint": "ZMQ endpoint of its events",
-        "state": "`resolving`, `connecting`, `connected` or `disconnected`",
-        "since_s": "seconds that it has been so",
-        "retries": "attempts to connect since",
-        "last_error": "why there is no connection now",
-    },
-    "PlaneState": {
-        "router_id": "this replica's",
-        "peers": "those that it speaks to, by endpoint",
-        "published": "events that it published, ever",
-        "refused": "events not published because too many waited, or too big, ever",
-        "queue_overflows": "times that the queue of a peer began to drop what is published",
-        "sequence": "number of the last event published or refused",
-        "received": "events received from peers, ever",
-        "missed": "events that replicas published and that never arrived, by their numbers",
-        "publishers": "replicas that number their events",
-        "applied": "events applied, by kind",
-        "dropped": "events dropped, by reason",
-        "catch_up": "reservations of peers' snapshots, by what became of them; absent where none is"
-        " asked for one",
-        "curve": "how it encrypts; absent without keys",
-    },
-    "PublisherState": {
-        "router_id": "the replica's",
-        "sequence": "number of the last event heard of",
-        "heard_s": "seconds since it was heard",
-        "missed": "events of it that never arrived",
-        "is_behind": "something was missed, and not mended since",
-    },
-    "RankExplanation": {
-        "filtered": "why it was no candidate: `busy`, `queue`, `ejected`, `taint`, `not_allowed`,"
-        " `not_pinned` or `affinity`; null of a candidate",
-        "host_pinned_blocks": "blocks that follow them in host memory",
-        "disk_blocks": "blocks that follow these on disk",
-        "credit_blocks": "blocks of prefill that what is cached saves",
-        "credit_decay": "what is left of the credit for device blocks on a rank that has so much to"
-        " prefill, 0 to 1",
-        "taint_factor": "by which preferred taints multiply the cost",
-        "cost": "in blocks, the lowest wins; null where filtered",
-        "probability": "of being drawn among the candidates",
-        "session_bonus_blocks": "blocks that the cost is less by for the session; absent without a"
-        " soft one",
-    },
-    "RankHealthRow": {
-        "state": "`in_service`, `probation` or `ejected`",
-        "reason": "why it was ejected, or null",
-        "since_s": "seconds that it has been ejected or on probation",
-        "returns_in_s": "seconds until it is tried again; null: when a poll succeeds, or it is not"
-        " ejected",
-        "failures": "requests that failed, in a row",
-        "failed_polls": "polls that failed, in a row",
-        "ejections": "what the next ejection grows with",
-    },
-    "RankLoadRow": {
-        "active_requests": "live requests of the rank; with a prompt, without it",
-        "potential_prefill_tokens": "tokens that wait to be prefilled on the rank; with a prompt,"
-        " with it",
-        "potential_decode_blocks": "KV blocks that the rank's requests hold; with a prompt, with"
-        " it",
-    },
-    "Readiness": {
-        "ready": "at least one worker can be chosen",
-        "schedulable_workers": "workers that can be chosen",
-        "workers": "all workers; absent for whoever has no token where tokens are asked for",
-        "recovering": "`true` while the index is being recovered at the start; else absent",
-        "ejected": "workers that fail and are given nothing for now; absent while there are none",
-        "state_fault": "why the state directory cannot be written; else absent",
-    },
-    "RegisterRequest": {
-        "block_size": "tokens of a KV block; the same for all of a model and tenant",
-    },
-    "ReservationRequest": {
-        "reservation_id": "the name of the booking; may be absent beside `selection_id`, which it"
-        " then is",
-        "selection_id": "books what `/select` chose under it, unless `worker_id` is given",
-        "worker_id": "the worker; absent or null: that of `selection_id`",
-        "dp_rank": "the rank; null: 0",
-        "effective_prefill_tokens": "tokens that it has to prefill; null: 0",
-    },
-    "ReservationRequest16": {
-        "selection_id": "the name of the booking; what `/select` chose under it is booked, unless"
-        " `worker_id` is given",
-    },
-    "SelectAndReserveRequest": {
-        "reservation_id": "the name of the booking; one is made up where there is none",
-    },
-    "SelectAndReserveRequest16": {
-        "selection_id": "the name of the booking; one is made up where there is none",
-    },
-    "Selection": {
-        "selection_id": "the caller's name of the selection; absent where none was given",
-        "reservation_id": "the name of the booking; absent where nothing was booked",
-        "explain": "the figures behind the choice; only where they were asked for",
-    },
-    "Selection16": {
-        "selection_id": "the caller's name of the selection, absent where none was given; of a"
-        " booked one, the name of the booking",
-        "sequence_hashes": "for each full block the hash of the prompt up to its end; only where it"
-        " was booked",
-        "isl_tokens": "tokens of the prompt; only where it was booked",
-        "track_prefill_tokens": "whether its prefill counts for the load; only where it was booked",
-        "kv_hint": "where the chosen worker can fetch blocks of the prompt; only where it was"
-        " booked and another has more of it",
-    },
-    "SessionExplanation": {
-        "session_id": "the session of the request",
-        "mode": "`hard` or `soft`",
-        "bound": "whether it is bound to a rank",
-        "worker_id": "to whose; null where it is not",
-        "dp_rank": "to which; null where it is not",
-        "reservations": "of it that are live here",
-    },
-    "SelectionSessionContext": {"session_id": "the session; the only one of these with an effect"},
-    "SessionLine": {
-        "session_id": "the session",
-        "dp_rank": "the rank that it is bound to; null: any of the worker's",
-        "sequence": "number of the binding: of two, the one with the higher counts",
-        "writer_id": "`router_id` of the replica that made the binding",
-        "idle_s": "seconds since the session had a reservation there",
-    },
-    "SessionList": {
-        "version": "of this form: 1",
-        "sessions": "those that are bound",
-    },
-    "SharedCache": {
-        "enabled": "always false",
-        "total_hit_blocks": "always 0",
-        "ranges": "always empty",
-        "error": "always null",
-    },
-    "Snapshot": {
-        "version": "of this form: 1",
-        "router_id": "of the replica that answers",
-        "sequence": "number of the last event that it had published",
-        "reservations": "all that are live there",
-    },
-    "SnapshotLine": {
-        "request_id": "the name of the booking",
-        "router_id": "of the replica that admitted it",
-        "age_s": "seconds since it was last heard of",
-        "prefill_tokens": "tokens that it has still to prefill",
-        "prefill_done": "whether its first token came",
-        "prefill_duration_s": "seconds that the prefill was expected to take; null: unknown",
-        "lora_name": "the adapter of the request",
-    },
-    "SourceCondition": {
-        "state": "`resolving`, `connecting`, `replaying`, `live`; or what is wrong: `unreachable`,"
-        " `mismatch`, `degraded`, `no_replay`, `partial`, `silent`",
-        "state_age_s": "seconds that it has been so",
-        "problem": "what is wrong, in words; null: nothing",
-    },
-    "Stored": {
-        "parent_hash": "the engine's hash of the block before; null: they begin a prompt",
-        "start_position": "always null",
-        "blocks": "consecutive blocks",
-    },
-    "StoredData": {"stored": "blocks that the rank holds"},
-    "ThresholdRequest": {"model": "the model"},
-    "ThresholdRow": {
-        "model": "the model",
-        "tenant_id": "the tenant; absent of `default`",
-        "active_prefill_tokens_threshold_frac": "the same as a multiple of the worker's"
-        " `max_num_batched_tokens`; absent where it is off",
-    },
-    "Thresholds": {"thresholds": "a row for each model and tenant that has a worker"},
-    "TierEvent": {
-        "storage_tier": "`device`, `host_pinned`, `disk` or `external`",
-        "residency_domain": "always `worker`; absent with `detail=true`",
-        "event": "what the rank holds there",
-    },
-    "WorkerAffinityTarget": {"dp_rank": _RANK_OR_ALL},
-    "WorkerDetail": {"health": "whether it is given work"},
-    "WorkerHealthDetail": {
-        "state": "of its worst rank: `in_service`, `probation` or `ejected`",
-        "ranks": "its ranks that something is held against",
-    },
-    "WorkerPatch": {"endpoint": _NEEDED},
-    "WorkerLoad": {
-        "total_kv_blocks": "device blocks of a rank; absent where the worker has not told",
-    },
-    "WorkerRecord": {
-        "kv_events_endpoints": "ZMQ endpoints of the KV events of each rank; absent where none are"
-        " given",
-        "replay_endpoints": "ZMQ endpoints where missed batches are asked for, of each rank; absent"
-        " where none are given",
-        "router_hint_worker_type": "workers of one type can fetch blocks from each other; absent"
-        " where none is given",
-        "router_hint_source_control_endpoints": "by rank, where other workers can fetch its blocks;"
-        " absent where none are given",
-        "kv_event_source_mode": "how its events come; absent where nothing is said",
-    },
-    "WorkerReport": {"dp_rank": "the rank; null: the whole worker"},
-    "WorkerRequest": {
-        "worker_id": "its name, which the caller gives",
-        "endpoint": _NEEDED,
-    },
+OWN: Final = {
+    "Booked16.selection_id": "the name of the booking",
+    "Block.block_hash": "the engine's hash of the block",
+    "Block.tokens_hash": "XXH3-64 of its tokens",
+    "Block.mm_extra_info": "always null",
+    "CurveState.public_key": "ours",
+    "CurveState.peer_keys": "how many keys of peers are admitted",
+    "CurveState.refused": "handshakes of clients with another key, ever",
+    "CurveState.last_refused": "public key of the last of them",
+    "DiscoveredPeer.endpoint": "ZMQ endpoint of its events",
+    "DiscoveredPeer.state": "`registered`, `known` (by flag or over HTTP), `removed` (over HTTP),"
+    " `refused` or `itself`",
+    "DiscoveredPeer.leaves_in_s": "seconds until it is let go; null while a discovery names it",
+    "DiscoveredPeer.last_error": "why it was refused, or is not caught up from",
+    "DiscoveredWorker.endpoint": "URL of the engine",
+    "DiscoveredWorker.worker_id": "the id that it was given",
+    "DiscoveredWorker.discoveries": "those that name it",
+    "DiscoveredWorker.state": "`asking`, `registered`, `by_http`, `removed` or `refused`",
+    "DiscoveredWorker.leaves_in_s": "seconds until it is let go; null while a discovery names it",
+    "DiscoveredWorker.last_error": "why it could not be asked or registered",
+    "DiscoveryReport.discoveries": "what is looked for, by the flags",
+    "DiscoveryReport.workers": "workers that were found",
+    "DiscoveryReport.peers": "replicas that were found",
+    "DiscoveryState.discovery": "as the flag says it",
+    "DiscoveryState.finds": "`workers` or `peers`",
+    "DiscoveryState.state": "`starting`, `watching` or `failing`",
+    "DiscoveryState.since_s": "seconds that it has been so",
+    "DiscoveryState.found": "how many it found last, which holds; null before",
+    "DiscoveryState.failures": "how often it failed, ever",
+    "DumpEntry.model_name": "the model; absent of an entry that is empty, and in 1.6 without"
+    " `detail=true`",
+    "DumpEntry.tenant_id": "the tenant; absent where `model_name` is",
+    "DumpEntry.events": "what would bring an empty index there, in order",
+    "DumpEntry.watermarks": "by `WORKER:RANK`, the last batch of the engine that is in it; absent"
+    " where `model_name` is",
+    "EjectedWorker.dp_ranks": "those of its ranks that are ejected",
+    "EjectedWorker.reason": "why the first of them is",
+    "ErrorBody.error": "what was wrong, with the name of the field where there is one",
+    "Event.event_id": "counts from 0 within each tier",
+    "Event.data": "what happened",
+    "Explanation.drawn": "how the choice fell: `only_candidate`, `lowest_cost`, `uniform_tie` or"
+    " `softmax`",
+    "Explanation.tied_ranks": "candidates at the lowest cost",
+    "Explanation.temperature": "of the draw; 0: the lowest cost",
+    "Explanation.new_blocks": "blocks that the prompt is charged for",
+    "Explanation.ranks": "every rank of the partition, by worker and rank",
+    "Explanation.session": "what its session was bound to; only where sessions are on and it has"
+    " one",
+    "FetchAction.action_id": "always `a1`",
+    "FetchAction.action_type": "always `kv.fetch`",
+    "FetchAction.action_version": "always `1.0`",
+    "FetchAction.payload": "what to fetch, and where",
+    "FetchPayload.block_hashes": "the engine's own hashes, from the prompt's first block on",
+    "FetchPayload.source_control_endpoint": "the control endpoint of the rank that holds them",
+    "KvHint.protocol_version": "always `0.1`",
+    "KvHint.message_id": "the `selection_id`",
+    "KvHint.actions": "one: what to fetch",
+    "KvSource.endpoint": "ZMQ endpoint of its events",
+    "KvSource.connection": "`resolving`, `connecting`, `connected` or `retrying`",
+    "KvSource.last_seq": "number of the last live batch; null before",
+    "KvSource.lag_batches": "batches that are known of and not applied to the end",
+    "KvSource.lost_batches": "batches that are in no replay, since the index last was what the"
+    " engine held",
+    "KvSource.gaps": "times that batches were missing, ever",
+    "KvSource.replayed_batches": "batches that came out of replays, ever",
+    "KvSource.restarts": "times that the engine began anew, ever",
+    "KvSource.backlog_bytes": "bytes received and waiting, also for a replay",
+    "KvSource.dropped_batches": "batches given up because too much waited; a replay may bring them",
+    "KvSource.messages": "live messages received, ever",
+    "KvSource.skipped": "events that do not count, by `TYPE:REASON`; `message:REASON` where it held"
+    " no batch",
+    "KvSource.last_message_age_s": "seconds since the last live message; null before",
+    "MmRoutingInfo.routing_token_ids": "the prompt's tokens, as they are hashed",
+    "OpenAiError.message": "what was wrong",
+    "OpenAiError.type": "OpenAI's kind of error, such as `invalid_request_error`",
+    "OpenAiError.param": "always null: no field is named apart from the message",
+    "OpenAiError.code": "OpenAI's word for it, or null",
+    "OpenAiErrorBody.error": "the error, in OpenAI's shape",
+    "Ok.status": "always `ok`",
+    "OverlapRow.host_pinned_blocks": "leading blocks cached on the device or in host memory",
+    "OverlapRow.disk_blocks": "leading blocks cached on the device, in host memory or on disk",
+    "OverlapRow.router_credit_blocks": "blocks of prefill that they save in the cost",
+    "OverlapScores.workers": "a row for each rank",
+    "OverloadBody.error": "as in every other error",
+    "OverloadBody.message": "the same, as a text for clients",
+    "OverloadBody.type": "always `service_unavailable`",
+    "OverloadBody.code": "the status",
+    "PartitionLoads.loads": "a row for each rank",
+    "PeerRequest.endpoint": "ZMQ endpoint of the replica's events",
+    "PeerState.endpoint": "ZMQ endpoint of its events",
+    "PeerState.state": "`resolving`, `connecting`, `connected` or `disconnected`",
+    "PeerState.since_s": "seconds that it has been so",
+    "PeerState.retries": "attempts to connect since",
+    "PeerState.last_error": "why there is no connection now",
+    "PlaneState.router_id": "this replica's",
+    "PlaneState.peers": "those that it speaks to, by endpoint",
+    "PlaneState.published": "events that it published, ever",
+    "PlaneState.refused": "events not published because too many waited, or too big, ever",
+    "PlaneState.queue_overflows": "times that the queue of a peer began to drop what is published",
+    "PlaneState.sequence": "number of the last event published or refused",
+    "PlaneState.received": "events received from peers, ever",
+    "PlaneState.missed": "events that replicas published and that never arrived, by their numbers",
+    "PlaneState.publishers": "replicas that number their events",
+    "PlaneState.applied": "events applied, by kind",
+    "PlaneState.dropped": "events dropped, by reason",
+    "PlaneState.catch_up": "reservations of peers' snapshots, by what became of them; absent where"
+    " none is asked for one",
+    "PlaneState.curve": "how it encrypts; absent without keys",
+    "PublisherState.router_id": "the replica's",
+    "PublisherState.sequence": "number of the last event heard of",
+    "PublisherState.heard_s": "seconds since it was heard",
+    "PublisherState.missed": "events of it that never arrived",
+    "PublisherState.is_behind": "something was missed, and not mended since",
+    "RankExplanation.filtered": "why it was no candidate: `busy`, `queue`, `ejected`, `taint`,"
+    " `not_allowed`, `not_pinned` or `affinity`; null of a candidate",
+    "RankExplanation.host_pinned_blocks": "blocks that follow them in host memory",
+    "RankExplanation.disk_blocks": "blocks that follow these on disk",
+    "RankExplanation.credit_blocks": "blocks of prefill that what is cached saves",
+    "RankExplanation.credit_decay": "what is left of the credit for device blocks on a rank that"
+    " has so much to prefill, 0 to 1",
+    "RankExplanation.taint_factor": "by which preferred taints multiply the cost",
+    "RankExplanation.cost": "in blocks, the lowest wins; null where filtered",
+    "RankExplanation.probability": "of being drawn among the candidates",
+    "RankExplanation.session_bonus_blocks": "blocks that the cost is less by for the session;"
+    " absent without a soft one",
+    "RankHealthRow.state": "`in_service`, `probation` or `ejected`",
+    "RankHealthRow.reason": "why it was ejected, or null",
+    "RankHealthRow.since_s": "seconds that it has been ejected or on probation",
+    "RankHealthRow.returns_in_s": "seconds until it is tried again; null: when a poll succeeds, or"
+    " it is not ejected",
+    "RankHealthRow.failures": "requests that failed, in a row",
+    "RankHealthRow.failed_polls": "polls that failed, in a row",
+    "RankHealthRow.ejections": "what the next ejection grows with",
+    "RankLoadRow.active_requests": "live requests of the rank; with a prompt, without it",
+    "RankLoadRow.potential_prefill_tokens": "tokens that wait to be prefilled on the rank; with a"
+    " prompt, with it",
+    "RankLoadRow.potential_decode_blocks": "KV blocks that the rank's requests hold; with a prompt,"
+    " with it",
+    "Readiness.ready": "at least one worker can be chosen",
+    "Readiness.schedulable_workers": "workers that can be chosen",
+    "Readiness.workers": "all workers; absent for whoever has no token where tokens are asked for",
+    "Readiness.recovering": "`true` while the index is being recovered at the start; else absent",
+    "Readiness.ejected": "workers that fail and are given nothing for now; absent while there are"
+    " none",
+    "Readiness.state_fault": "why the state directory cannot be written; else absent",
+    "RegisterRequest.block_size": "tokens of a KV block; the same for all of a model and tenant",
+    "ReservationRequest.reservation_id": "the name of the booking; may be absent beside"
+    " `selection_id`, which it then is",
+    "ReservationRequest.selection_id": "books what `/select` chose under it, unless `worker_id` is"
+    " given",
+    "ReservationRequest.worker_id": "the worker; absent or null: that of `selection_id`",
+    "ReservationRequest.dp_rank": "the rank; null: 0",
+    "ReservationRequest.effective_prefill_tokens": "tokens that it has to prefill; null: 0",
+    "ReservationRequest16.selection_id": "the name of the booking; what `/select` chose under it is"
+    " booked, unless `worker_id` is given",
+    "SelectAndReserveRequest.reservation_id": "the name of the booking; one is made up where there"
+    " is none",
+    "SelectAndReserveRequest16.selection_id": "the name of the booking; one is made up where there"
+    " is none",
+    "Selection.selection_id": "the caller's name of the selection; absent where none was given",
+    "Selection.reservation_id": "the name of the booking; absent where nothing was booked",
+    "Selection.explain": "the figures behind the choice; only where they were asked for",
+    "Selection16.selection_id": "the caller's name of the selection, absent where none was given;"
+    " of a booked one, the name of the booking",
+    "Selection16.sequence_hashes": "for each full block the hash of the prompt up to its end; only"
+    " where it was booked",
+    "Selection16.isl_tokens": "tokens of the prompt; only where it was booked",
+    "Selection16.track_prefill_tokens": "whether its prefill counts for the load; only where it was"
+    " booked",
+    "Selection16.kv_hint": "where the chosen worker can fetch blocks of the prompt; only where it"
+    " was booked and another has more of it",
+    "SessionExplanation.session_id": "the session of the request",
+    "SessionExplanation.mode": "`hard` or `soft`",
+    "SessionExplanation.bound": "whether it is bound to a rank",
+    "SessionExplanation.worker_id": "to whose; null where it is not",
+    "SessionExplanation.dp_rank": "to which; null where it is not",
+    "SessionExplanation.reservations": "of it that are live here",
+    "SelectionSessionContext.session_id": "the session; the only one of these with an effect",
+    "SessionLine.session_id": "the session",
+    "SessionLine.dp_rank": "the rank that it is bound to; null: any of the worker's",
+    "SessionLine.sequence": "number of the binding: of two, the one with the higher counts",
+    "SessionLine.writer_id": "`router_id` of the replica that made the binding",
+    "SessionLine.idle_s": "seconds since the session had a reservation there",
+    "SessionList.version": "of this form: 1",
+    "SessionList.sessions": "those that are bound",
+    "SharedCache.enabled": "always false",
+    "SharedCache.total_hit_blocks": "always 0",
+    "SharedCache.ranges": "always empty",
+    "SharedCache.error": "always null",
+    "Snapshot.version": "of this form: 1",
+    "Snapshot.router_id": "of the replica that answers",
+    "Snapshot.sequence": "number of the last event that it had published",
+    "Snapshot.reservations": "all that are live there",
+    "SnapshotLine.request_id": "the name of the booking",
+    "SnapshotLine.router_id": "of the replica that admitted it",
+    "SnapshotLine.age_s": "seconds since it was last heard of",
+    "SnapshotLine.prefill_tokens": "tokens that it has still to prefill",
+    "SnapshotLine.prefill_done": "whether its first token came",
+    "SnapshotLine.prefill_duration_s": "seconds that the prefill was expected to take; null:"
+    " unknown",
+    "SnapshotLine.lora_name": "the adapter of the request",
+    "SourceCondition.state": "`resolving`, `connecting`, `replaying`, `live`; or what is wrong:"
+    " `unreachable`, `mismatch`, `degraded`, `no_replay`, `partial`, `silent`",
+    "SourceCondition.state_age_s": "seconds that it has been so",
+    "SourceCondition.problem": "what is wrong, in words; null: nothing",
+    "Stored.parent_hash": "the engine's hash of the block before; null: they begin a prompt",
+    "Stored.start_position": "always null",
+    "Stored.blocks": "consecutive blocks",
+    "StoredData.stored": "blocks that the rank holds",
+    "ThresholdRequest.model": "the model",
+    "ThresholdRow.model": "the model",
+    "ThresholdRow.tenant_id": "the tenant; absent of `default`",
+    "ThresholdRow.active_prefill_tokens_threshold_frac": "the same as a multiple of the worker's"
+    " `max_num_batched_tokens`; absent where it is off",
+    "Thresholds.thresholds": "a row for each model and tenant that has a worker",
+    "TierEvent.storage_tier": "`device`, `host_pinned`, `disk` or `external`",
+    "TierEvent.residency_domain": "always `worker`; absent with `detail=true`",
+    "TierEvent.event": "what the rank holds there",
+    "WorkerAffinityTarget.dp_rank": _RANK_OR_ALL,
+    "WorkerDetail.health": "whether it is given work",
+    "WorkerHealthDetail.state": "of its worst rank: `in_service`, `probation` or `ejected`",
+    "WorkerHealthDetail.ranks": "its ranks that something is held against",
+    "WorkerPatch.endpoint": _NEEDED,
+    "WorkerLoad.total_kv_blocks": "device blocks of a rank; absent where the worker has not told",
+    "WorkerRecord.kv_events_endpoints": "ZMQ endpoints of the KV events of each rank; absent where"
+    " none are given",
+    "WorkerRecord.replay_endpoints": "ZMQ endpoints where missed batches are asked for, of each"
+    " rank; absent where none are given",
+    "WorkerRecord.router_hint_worker_type": "workers of one type can fetch blocks from each other;"
+    " absent where none is given",
+    "WorkerRecord.router_hint_source_control_endpoints": "by rank, where other workers can fetch"
+    " its blocks; absent where none are given",
+    "WorkerRecord.kv_event_source_mode": "how its events come; absent where nothing is said",
+    "WorkerReport.dp_rank": "the rank; null: the whole worker",
+    "WorkerRequest.worker_id": "its name, which the caller gives",
+    "WorkerRequest.endpoint": _NEEDED,
 }
 # Have the fields of another, too.
 _SAME: Final = {"KvSource": "SourceCondition", "WorkerDetail": "WorkerRecord"}
@@ -464,9 +374,10 @@ _DIALECT: Final = "16"
 
 
 def meaning_of(schema: str, field: str) -> str | None:
-    """What a field of a schema means, by the name that it travels under; None: nobody said."""
+    """What a field of a schema means, by the name that it travels under; None: it is not said."""
     name = schema.removesuffix(_DIALECT)
-    for of in (schema, name, _SAME.get(name, "")):
-        if field in (said := _OF.get(of, {})):
-            return said[field]
+    for struct in (schema, name, _SAME.get(name, "")):
+        own = OWN.get(f"{struct}.{field}")
+        if own is not None:
+            return own
     return GLOSSARY.get(field)
