@@ -1,4 +1,4 @@
-"""What a route asks of whoever calls it. Each role may do what those before it may."""
+"""Authentication: the roles of routes, the refusals, and the file of tokens."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from lean_selector.http.trust import WatchedFile
 
 
 class Role(IntEnum):
-    """OPEN is everybody's, the others are a token's."""
+    """What a route needs; each role may do what those before it may. OPEN needs no token."""
 
     OPEN = 0  # whether the service is up
     READ = 1  # inspection
@@ -28,11 +28,8 @@ ROLES: Final = {b"read": READ, b"write": WRITE, b"admin": ADMIN}  # as a token f
 NAMES: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 
 
-# -- refusals ------------------------------------------------------------------------------------
-#
-# What is said to whoever may not do what they ask: status, words, and the header line.
-#
-# RFC 6750 section 3: who sends no bearer token is told of no error in the line.
+# -- refusals -------------------------------------------------------------------------------------
+# RFC 6750 section 3: the line names no error to a request without a bearer token.
 
 _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 
@@ -65,15 +62,13 @@ def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
     )
 
 
-# -- token file ----------------------------------------------------------------------------------
-#
-# The file of tokens, one `ROLE TOKEN` a line: read at the start, and again when it changes.
-#
-# Of a token nothing is kept but its digest (`http.credentials`), and no message holds one.
+# -- the file of tokens ---------------------------------------------------------------------------
+# A line `ROLE TOKEN` each, read at the start and again when it changes. Only digests are kept
+# (`http.head`), and no message repeats a token.
 
 log = logging.getLogger("lean_selector.access")
 
-# Somebody without a token has each of them compared, which is some 0.2 us.
+# A request with an unknown token is compared with each of them, some 0.2 us.
 MOST_TOKENS: Final = 256
 _MOST_BYTES: Final = 1 << 20
 _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
@@ -82,7 +77,7 @@ _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
 class AccessTokens:
     """The tokens of now, and whose role each is. While a file cannot be used, the last ones hold.
 
-    `seen` are the digests of tokens that have come in, and their roles: for those who ask at every
+    `seen` has the roles of tokens that came in, by digest, for the gate, which asks at every
     request. It is emptied in place when the tokens change.
     """
 
@@ -94,7 +89,7 @@ class AccessTokens:
         self.seen: dict[bytes | None, int] = {}
 
     def role_of(self, credential: bytes | None) -> Role:
-        """Of the digest of a token that came in; OPEN for one that nobody has been given.
+        """The role of a token by its digest; OPEN for one that is not known.
 
         Every known digest is looked at, each in the same time, whichever it is.
         """

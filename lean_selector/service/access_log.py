@@ -84,7 +84,7 @@ def _write(
 
 
 def _told_in(head: bytes | bytearray) -> dict[str, object]:
-    """Of an answer that says what it has to say in headers."""
+    """The fields of an answer whose figures are in its headers."""
     return {
         _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
         for name, value in _HEADERS.findall(head)

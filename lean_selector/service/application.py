@@ -1,4 +1,6 @@
-"""What a process has for all that is observed."""
+"""The application that a server runs: the routes of a service behind the gate, with GET /metrics,
+GET /openapi.json, and the access log if it is asked for.
+"""
 
 import asyncio
 import logging
@@ -26,7 +28,7 @@ from lean_selector.service.replies import INTERNAL_ERROR, CallSoon, LaterReply, 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a process has for all that is observed. `call_soon` and `call_later` are the loop's."""
+    """What the application is told of its process. `call_soon` and `call_later` are the loop's."""
 
     service: str
     document: str  # of `openapi.services`
@@ -38,12 +40,9 @@ class Observation:
     call_later: Callable[[float, Callable[[], None]], object]
 
 
-# -- metrics answers -----------------------------------------------------------------------------
-#
-# GET /metrics: the families of a service as text, made in slices of the loop's turns.
-#
-# A fleet of 512 ranks has thousands of samples, at a microsecond or so each: nobody else may wait
-# for all of them. What the text says is the business of `metrics` and of the families it is given.
+# -- GET /metrics ---------------------------------------------------------------------------------
+# Made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at a
+# microsecond or so each.
 
 PIECES_PER_PART = 32  # a part is what is made between two looks at the clock: about 40 us
 
@@ -71,12 +70,8 @@ class MetricsAnswers:
             yield "".join(part).encode()
 
 
-# -- openapi routes ------------------------------------------------------------------------------
-#
-# GET /openapi.json: the document of a service, made when it is first asked for.
-#
-# Until then nothing of it is imported. It is the same for as long as the process lives. It is made
-# in a thread, for it takes longer than others should wait.
+# -- GET /openapi.json ----------------------------------------------------------------------------
+# Made when it is first asked for, in a thread, and kept. Until then nothing of it is imported.
 
 _log = logging.getLogger("lean_selector.http")
 
@@ -127,12 +122,7 @@ class OpenApiRoutes:
             pending.finish(encode_response(200, self._text, JSON))
 
 
-# -- observed ------------------------------------------------------------------------------------
-#
-# A service's routes as the application that its server runs, with everything that observes it.
-#
-# The gate and its meters, GET /metrics, GET /openapi.json, and the access log if it is asked for:
-# the same for every service, which adds the families of its own.
+# -- the application ------------------------------------------------------------------------------
 
 
 def observed(

@@ -76,7 +76,7 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
 def _prompt_reader(
     body_type: type[T], decode: Callable[[bytes | bytearray], T]
 ) -> Callable[[Request], T]:
-    """The same for a body that holds a prompt, by its form and length."""
+    """Decodes a body that holds a prompt, by its form and length."""
     read_binary = _binary_reader(body_type)
     read_long = long_json_reader(body_type)
     decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(
@@ -101,7 +101,7 @@ def _prompt_reader(
 
 
 def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """The same for MessagePack alone."""
+    """Decodes a MessagePack body."""
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
@@ -180,7 +180,7 @@ def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
 
 
 def wants_detail(query: Query) -> bool:
-    """Of a query that may have `detail`."""
+    """Whether a query has `detail`, and means it."""
     try:
         return _WORDS[query.get("detail", "false").lower()]
     except KeyError:

@@ -81,7 +81,7 @@ RETRY_AFTER = b"retry-after: 1\r\n"
 _TWO: Final = ord("2")
 _ZERO: Final = ord("0")
 _clock: Final = perf_counter
-_EVERYBODY: Final = int(OPEN)  # the role of whoever has no token
+_EVERYBODY: Final = int(OPEN)  # the role of a request without a token
 HUNG_UP = b"499"  # in the counts only: the client left before its answer
 
 
@@ -172,7 +172,7 @@ class Gate:
         return error_reply(request, refusal.status, refusal.text, refusal.line)
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | NotFound) -> bytes:
-        # So that nobody without a token learns which routes there are.
+        # Without a token it is not told which routes there are.
         refused = self._refused(request, READ)
         if refused is not None:
             return refused
@@ -243,7 +243,7 @@ def with_query(
 def with_param(
     parse: Callable[[bytes], T], handler: Callable[[T], object], status: int = 200
 ) -> Endpoint:
-    """A path parameter, and a body that nobody reads."""
+    """A path parameter; a body is not read."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
@@ -313,13 +313,10 @@ def with_param_and_body(
     return Endpoint(answer, body=body_type)
 
 
-# -- changes that are on disk before they are answered ---------------------------------------------
-#
-# Changes that are on disk before they are answered, where state is kept.
-#
-# A handler has done its work by then, and whoever asks meanwhile sees it (decision D10): only the
-# answer waits. Changes that come together are written together. They are what an administrator may
-# do: workers, thresholds and peers.
+# -- changes that are on disk before they are answered --------------------------------------------
+# A handler has done its work by then, and other requests see it (decision D10): only the answer
+# waits. Changes that come together are written together. They are those of admin routes: workers,
+# thresholds and peers.
 
 
 class Saving(Protocol):

@@ -1,4 +1,5 @@
-"""What an answer says in headers beside a recorded body: known models, and fields that nobody read.
+"""The headers `x-known-models` and `x-warning` of answers whose bodies are recorded: known models,
+fields that are not read, and endpoints of a registration that are probably wrong.
 
 Looked for only where a request has failed, and where a worker is registered or reported on: no
 request that is given a worker pays for it.
@@ -126,15 +127,11 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
     return warnings
 
 
-# -- registration warnings -----------------------------------------------------------------------
-#
-# What is probably wrong with a worker's endpoints, as far as its registration shows.
-#
-# The answer is as it would be anyway; this goes into its header `x-warning`. What only the network
-# can tell (nobody listens, it speaks HTTP) is in `GET /kv_sources` later.
+# -- registrations --------------------------------------------------------------------------------
+# What only the network can tell (connection refused, an HTTP port) is in GET /kv_sources later.
 
 _LISTENING: Final = ("*", "0.0.0.0", "[::]")  # where a socket binds, not where it is reached
-_NAMED: Final = 4  # endpoints, and who shares one; a worker may have 4 096
+_NAMED: Final = 4  # endpoints, and workers that share one; a worker may have 4 096
 
 
 class Places(Protocol):
@@ -158,7 +155,7 @@ def registration_warnings(
 ) -> list[str]:
     """One line for each, in the order of the ranks; few.
 
-    Without `listens` nobody listens to the workers, and only their own endpoint is judged.
+    Without `listens` no events are subscribed to, and only the worker's own endpoint is judged.
     """
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
@@ -172,7 +169,7 @@ def registration_warnings(
 
 
 class _Judgement:
-    """Of one worker's endpoints, by themselves and beside those of all others."""
+    """Judges one worker's endpoints, by themselves and beside those of all others."""
 
     def __init__(self, worker: Worker, places: Places, sources: Sources) -> None:
         self._worker = worker

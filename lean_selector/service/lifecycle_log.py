@@ -1,7 +1,7 @@
-"""What became of workers, of reservations that expired, and of shedding, as log lines.
+"""Log lines of workers that come and go, of expired reservations, of shedding and of ejections.
 
-Looked at in the tick, not where it happens: so it costs a request nothing, whatever flaps is one
-line a tick at most, and a change is logged whoever caused it.
+Compared in the tick, not where it happens: it costs a request nothing, and a worker that flaps
+makes one line a tick at most.
 """
 
 import logging

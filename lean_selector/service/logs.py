@@ -1,8 +1,9 @@
-"""Writes log lines to a descriptor from a thread of its own: nobody who logs ever waits.
+"""Log lines on stderr: one an event, as text or JSON, in UTC, with fields; written by a thread.
 
-A pipe that nobody reads fills, and then whoever writes to it is held; here that is the thread.
-What waits for it is bounded in bytes: beyond, lines are dropped and counted, and the next line that
-finds room says how many. Lines keep their order and are never mixed.
+Fields are what a log call passes as `extra`. What peers and clients can provoke is bounded for
+every kind of line at once (`RateLimit`), but for the access log, which has one line a request by
+definition. A pipe that is not read fills and blocks its writer: here only the thread. What waits
+for it is bounded in bytes; beyond, lines are dropped and counted, and the next line says how many.
 """
 
 import logging
@@ -83,10 +84,10 @@ class LineWriter:
                 try:
                     written = os.write(self._descriptor, rest)
                     rest = rest[written:]
-                except BlockingIOError:  # whoever shares the pipe may have set it so
+                except BlockingIOError:  # another process on the pipe may have set it so
                     select.select((), (self._descriptor,), ())
         except (OSError, ValueError):
-            return  # nobody will read it: the log is no reason to stop
+            return  # the log is no reason to stop
 
 
 class QueuedLines(logging.Handler):
@@ -112,13 +113,7 @@ class QueuedLines(logging.Handler):
         self.writer.flush(FLUSH_S)
 
 
-# -- logs ----------------------------------------------------------------------------------------
-#
-# Log lines: one per event on stderr, as text or JSON, in UTC, with fields instead of prose.
-#
-# Fields are what a log call passes as `extra`; nothing else need know how a line looks. What peers
-# and clients can provoke is bounded here, for every kind of line at once (`RateLimit`); the access
-# log, which is one line per request by definition, is not. Who writes the lines is `log_writer`.
+# -- lines ----------------------------------------------------------------------------------------
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -138,7 +133,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class LogState:
-    """The logging of the process, for who counts what it did not write."""
+    """The counts of lines that the process did not write."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
         self._limit = limit
@@ -248,7 +243,7 @@ class JsonLines(logging.Formatter):
         }
         try:
             return _one_line(_encode(line))
-        except UnicodeEncodeError:  # a lone surrogate in what somebody sent
+        except UnicodeEncodeError:  # a lone surrogate in the text of a client
             safe = {name: str(value).encode("utf-8", "replace") for name, value in line.items()}
             return _one_line(_encode({name: value.decode() for name, value in safe.items()}))
 

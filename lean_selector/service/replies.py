@@ -1,4 +1,8 @@
-"""Which form of a body a content-type or an accept header names."""
+"""Answers as complete responses, in the form that their request accepts.
+
+JSON, or MessagePack where `accept` names it: chosen before anything is encoded. Dumps and snapshots
+are made as JSON text in slices, once for all requests that wait; they are transcoded while short.
+"""
 
 import logging
 import time
@@ -39,13 +43,7 @@ def is_json(content_type: bytes | None) -> bool:
     return media == JSON or (media.startswith(b"application/") and media.endswith(b"+json"))
 
 
-# -- replies -------------------------------------------------------------------------------------
-#
-# Answers as complete responses, in the form that their request accepts.
-#
-# JSON, or MessagePack where `accept` names it: chosen before anything is encoded. Only what is made
-# as JSON text before it is known who asks for it is transcoded, and only while it is short: dumps
-# and snapshots, which are made in slices, once for all who wait for them.
+# -- answers --------------------------------------------------------------------------------------
 
 INTERNAL_ERROR = ErrorBody("internal error")
 _JSON_LINE = b"\r\ncontent-type: " + JSON + b"\r\n"
@@ -110,7 +108,7 @@ class LaterReply(PendingReply):
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
         """200 and what `shape` makes of `found`. What it raises is answered here, as the gate
-        would: whoever let a request go that waited goes on with the others, and with its turn."""
+        would: the caller, which let a parked request go, goes on with the others."""
         try:
             body = shape(found)
         except Exception as error:
@@ -226,12 +224,10 @@ def _repacked(response: Response) -> bytes | None:
     return encode_response(int(status_of(response)), packed, MSGPACK)
 
 
-# -- sliced answers ------------------------------------------------------------------------------
-#
-# Answers that may be large, made in slices of the loop's turns, so that nobody else waits long.
-#
-# One is made at a time, because each may be as large as the state that it tells of; whoever asks
-# meanwhile shares the next. One that nobody waits for any more is dropped.
+# -- answers that may be large --------------------------------------------------------------------
+# Made in slices of the loop's turns, so that other requests are not held. One is made at a time,
+# because each may be as large as the state; requests that come meanwhile share the next. One that
+# no request waits for any more is dropped.
 
 SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
 

@@ -174,7 +174,7 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether the rank has too many blocks with the prompt; unset where nobody can say."""
+        """Whether the rank has too many blocks with the prompt; unset where it is not known."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET
@@ -219,6 +219,6 @@ class SelectionService16(SelectionService):
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:
-    """Of a placement that was asked for it."""
+    """The outlook of a placement that was asked for it."""
     assert not isinstance(placement.outlook, UnsetType)
     return placement.outlook

@@ -1,4 +1,9 @@
-"""What a service is in the middle of: who starts and stops it says so, its handlers read it."""
+"""Workers, as both dialects of the selection service have them: registered, changed, listed, and
+reported on; and whether the service is ready for requests.
+
+Handlers translate: struct in, one call into the core, struct out. Rules live in `core.selection`.
+Spec: selection.md, selection_16.md.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -61,10 +66,7 @@ class ServiceState:
         self.is_draining = True
 
 
-# -- worker records ------------------------------------------------------------------------------
-#
-# The workers as GET /ready and GET /workers show them: each encoded once, not once per answer.
-#
+# -- encoded records ------------------------------------------------------------------------------
 # Probes poll /ready, with all workers in it. Encoding 5 000 of them anew took 46 ms; joining what
 # is encoded takes one, and only after a change.
 
@@ -121,9 +123,7 @@ class WorkerRecords:
             }
 
 
-# -- worker health -------------------------------------------------------------------------------
-#
-# What is shown of the health of workers: the detail of GET /workers, and who is ejected.
+# -- health ---------------------------------------------------------------------------------------
 
 WORKERS_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
@@ -170,13 +170,7 @@ def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType
     return [found[worker_id] for worker_id in sorted(found)] or msgspec.UNSET
 
 
-# -- worker handlers -----------------------------------------------------------------------------
-#
-# Workers, as both dialects of the selection service have them: registered, changed, listed, and
-# reported on; and whether the service is ready for requests.
-#
-# Handlers translate: struct in, one call into the core, struct out. Rules live in `core.selection`.
-# Spec: selection.md, selection_16.md.
+# -- handlers -------------------------------------------------------------------------------------
 
 
 class KvSources(Sources, Protocol):
@@ -223,7 +217,7 @@ class WorkerHandlers(ReplicaHandlers):
         return worker.record()
 
     def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        """The same with its state at this moment."""
+        """A worker with its state at this moment."""
         fields = worker.shown(WorkerRecord.__struct_fields__)
         health = health_of(worker, self.selector.catalog, now)
         return WorkerDetail(**fields, health=health, kv_sources=[*sources])
