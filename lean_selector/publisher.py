@@ -6,11 +6,12 @@ pyzmq and msgspec, so that an engine can import it alone. The wire is vLLM's ("K
 for Custom Engines" of the router examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`.
 """
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -38,6 +39,8 @@ REPLAY_BYTES = 256 * 1024 * 1024
 # A reader of a replay that takes no more frames for this long is given up, others wait meanwhile.
 REPLAY_SEND_TIMEOUT_MS = 2_000
 LINGER_MS = 1_000  # close() waits at most this long for what is still on its way
+
+DESCRIPTORS = 32  # that must be free at the start; a publisher takes up to 16
 
 _END_OF_REPLAY = b"\xff" * 8
 _I64_MAX = 2**63 - 1
@@ -214,6 +217,7 @@ class KvEventPublisher(_EventSink):
         self._gate: CurveGate | None = None
         if curve_client_keys_file is not None and curve_secret_key_file is None:
             raise ValueError("curve_client_keys_file requires curve_secret_key_file")
+        _need_descriptors()
         self._context = zmq.Context()
         try:
             if curve_secret_key_file is not None:
@@ -332,6 +336,13 @@ class KvEventPublisher(_EventSink):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _need_descriptors() -> None:
+    """Raises OSError where there are too few: libzmq would abort the process."""
+    with ExitStack() as taken:
+        for _ in range(DESCRIPTORS):
+            taken.enter_context(open(os.devnull, "rb"))
 
 
 def _gate(

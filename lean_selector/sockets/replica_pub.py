@@ -10,6 +10,7 @@ without the option, which serves the others. From then on libzmq passes over the
 until half of it is read.
 """
 
+import os
 from typing import Final
 
 import zmq
@@ -54,7 +55,13 @@ class ReplicaPub:
             plain.setsockopt(zmq.IPV6, "[" in endpoint)
             if gate is not None:
                 gate.guard(plain)
+            # libzmq's bind reads the network's interfaces, and aborts the process where that finds
+            # no free descriptor.
+            os.close(os.open(os.devnull, os.O_RDONLY))
             plain.bind(endpoint)
+        except OSError as error:
+            self.socket.close(0)
+            raise zmq.ZMQError(error.errno) from None
         except BaseException:
             self.socket.close(0)
             raise
