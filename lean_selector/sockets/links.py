@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import zmq
 import zmq.asyncio
@@ -119,6 +119,11 @@ class Links:
 
     # opening and closing
 
+    def socket(self, kind: int) -> "zmq.Socket[bytes]":
+        """A plain one, that ends with the context."""
+        make: Any = self.context.socket
+        return cast("zmq.Socket[bytes]", make(kind, socket_class=zmq.Socket))
+
     def call(self, step: Callable[[], None]) -> None:
         """Soon, in the order of the calls, not too many in one turn."""
         self._steps.append(step)
@@ -126,11 +131,17 @@ class Links:
             self._is_stepping = True
             asyncio.get_running_loop().call_soon(self._step)
 
-    async def turn(self) -> None:
-        """Until it is the caller's turn to open a socket."""
-        mine = asyncio.get_running_loop().create_future()
-        self.call(lambda: None if mine.done() else mine.set_result(None))
-        await mine
+    async def turn(self, after_s: float = 0.0) -> None:
+        """Until it is the caller's turn to open a socket, so much later."""
+        loop = asyncio.get_running_loop()
+        mine = loop.create_future()
+        later = loop.call_later(
+            after_s, self.call, lambda: None if mine.done() else mine.set_result(None)
+        )
+        try:
+            await mine
+        finally:
+            later.cancel()
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from lean_selector.curve.keys import CurveClient
-from lean_selector.sockets.link import Link, LinkState
+from lean_selector.sockets.link import Link, LinkState, Message
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.replica_peer import Peer
-from lean_selector.sockets.zmq_connection import Message
 
 log = logging.getLogger("lean_selector.replica")
 

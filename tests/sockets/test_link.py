@@ -19,12 +19,10 @@ import zmq.asyncio
 from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.sockets import link as module
 from lean_selector.sockets import links as links_module
-from lean_selector.sockets import zmq_connection
-from lean_selector.sockets.link import Link, LinkState, check_link
+from lean_selector.sockets.link import Link, LinkState, Message, Opening, check_link
 from lean_selector.sockets.links import Links, Waiting
 from lean_selector.sockets.lookups import Address
 from lean_selector.sockets.resolver import Resolver
-from lean_selector.sockets.zmq_connection import Message, Opening
 from tests.on_loop import until
 
 # What ZMTP 3 begins with, the NULL mechanism.
@@ -168,6 +166,52 @@ async def test_a_publisher_that_comes_back_is_found_again() -> None:
                 heard.messages.clear()
             await until(lambda: heard.link.state is not LinkState.CONNECTED)
             assert heard.link.error
+
+
+@told
+async def test_a_listener_that_appears_is_heard_without_waiting_for_an_attempt_of_ours() -> None:
+    """libzmq tries again itself, at least twice a second, however long nothing listened."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOOK_FIRST_S", 0.001)
+        async with publisher() as pub:
+            endpoint = endpoint_of(pub)
+        async with Heard(endpoint) as heard:
+            await until(lambda: heard.link.retries >= 5)
+            assert (heard.link.state, heard.link.error) == (
+                LinkState.RETRYING,
+                "Connection refused",
+            )
+            trying = heard.link._socket
+            assert trying is not None
+            assert int(trying.getsockopt(zmq.RECONNECT_IVL)) <= 100
+            assert int(trying.getsockopt(zmq.RECONNECT_IVL_MAX)) < 500
+            async with publisher(endpoint) as pub:
+                assert await pub.recv() == b"\x01"
+                await until(lambda: heard.link.state is LinkState.CONNECTED)
+                assert heard.link._socket is trying
+                assert heard.link.retries == 0
+
+
+@told
+async def test_while_the_loop_stands_still_libzmq_holds_few_messages_of_bounded_size() -> None:
+    async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+        await pub.recv()
+        made = heard.link._socket
+        assert made is not None
+        assert 16 <= int(made.getsockopt(zmq.RCVHWM)) <= 64
+        assert made.getsockopt(zmq.MAXMSGSIZE) == 2 * MAX_BYTES
+
+
+@told
+async def test_after_a_message_that_is_too_large_it_connects_again() -> None:
+    async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+        await pub.recv()
+        await pub.send(b"last")
+        await pub.send(bytes(2 * MAX_BYTES + 1))
+        assert await pub.recv() == b"\x00"
+        assert await pub.recv() == b"\x01"
+        await pub.send(b"next")
+        await until(lambda: heard.messages == [[b"last"], [b"next"]])
 
 
 def test_a_unix_socket_is_reached_too(tmp_path: Path) -> None:
@@ -316,7 +360,7 @@ def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
 
 
 def test_a_listener_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_connection, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.05)
 
     @told
     async def story() -> None:
@@ -468,7 +512,7 @@ async def test_many_links_are_opened_and_closed_a_few_per_turn() -> None:
         raise OSError("not now")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Link, "_connected", refused)
+        patch.setattr(Link, "_connect", refused)
         links = CountedLinks()
         many = [Heard("tcp://127.0.0.1:1", links) for _ in range(400)]
         for each in many:
@@ -620,31 +664,20 @@ async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_m
     failed: list[object] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
-    brought: list[Message] = []
 
-    def on_message(message: Message) -> None:
-        brought.append(message)
-        if len(brought) == 1:
-            raise RuntimeError("a bug")
+    def fail() -> None:
+        raise RuntimeError("a bug")
 
-    async with publisher() as pub:
-        links = Links()
-        connection = zmq_connection.ZmqConnection(
-            links,
-            zmq.SUB,
-            lambda made: made.setsockopt(zmq.SUBSCRIBE, b""),
-            on_message,
-            max_message_bytes=MAX_BYTES,
-        )
-        address: Address = (socket.AF_INET, ("127.0.0.1", port_of(pub)))
-        await connection.open(address)
+    links = Links()
+    async with publisher() as pub, Heard(endpoint_of(pub), links) as heard:
         assert await pub.recv() == b"\x01"
+        await until(lambda: heard.states == [LinkState.CONNECTED])
+        heard.link._on_message = fail
         with monkeypatched_read(links):
             for number in range(5):
                 await pub.send_multipart([b"", str(number).encode()])
-        await until(lambda: len(brought) == 5)
+        await until(lambda: heard.link.waiting == 5)
         assert len(failed) == 1
-        connection.abort()
 
 
 @contextlib.contextmanager
