@@ -28,6 +28,7 @@ from lean_selector.service.exposition import (
     table_of,
 )
 from lean_selector.service.metrics import WORKERS, load_families, scope_labels
+from lean_selector.wire.selection import SourceStatus
 
 MOST_WORKERS: Final = 1024  # have labels of their own while they are registered
 MOST_MODELS: Final = 256  # the first by name
@@ -47,31 +48,8 @@ OUTCOMES = {
 # -- the selector ---------------------------------------------------------------------------------
 
 
-class SourceState(Protocol):
-    """One source of KV events; see `SourceStatus`."""
-
-    @property
-    def worker_id(self) -> int: ...
-    @property
-    def dp_rank(self) -> int: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def gaps(self) -> int: ...
-    @property
-    def lag_batches(self) -> int: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def backlog_bytes(self) -> int: ...
-    @property
-    def dropped_batches(self) -> int: ...
-    @property
-    def last_message_age_s(self) -> float | None: ...
-
-
 class KvSourceStates(Protocol):
-    def each_status(self) -> Iterator[tuple[Partition, SourceState]]: ...
+    def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]: ...
 
     def counts(self) -> EventCounts: ...
 
@@ -201,7 +179,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
         counts = sources.counts()
         return by("type", {"stored": counts.blocks_stored, "removed": counts.blocks_removed})
 
-    def labelled() -> Iterator[tuple[str, SourceState]]:
+    def labelled() -> Iterator[tuple[str, SourceStatus]]:
         # Not a generator expression: compiled, that looks at all of them in one step.
         for partition, status in sources.each_status():
             yield (
