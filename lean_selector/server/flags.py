@@ -50,6 +50,11 @@ def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
     return field(default=default, **made)
 
 
+def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
+    """A flag that Dynamo has too: its first variable is DYN_ and the name."""
+    return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """What a program was told: subclasses have a field for each group."""

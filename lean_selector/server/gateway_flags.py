@@ -110,7 +110,7 @@ class GatewayConfig(SelectorConfig):
         if gateway.workers:
             defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS
             targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
-            discover = replace(discover, targets=targets, defaults=defaults)
+            discover = replace(discover, targets=list(dict.fromkeys(targets)), defaults=defaults)
         groups = {each.name: getattr(self, each.name) for each in fields(SelectorConfig)}
         changed = {
             "listen": replace(self.listen, port=gateway.selector_port, uds=None),

@@ -21,7 +21,7 @@ from lean_selector.core.settings import (
     SessionSettings,
 )
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
-from lean_selector.server.flags import FLAG, flag, made_of
+from lean_selector.server.flags import FLAG, dyn_flag, flag, made_of
 from lean_selector.server.service_flags import Access, ServiceConfig, lazy, path, url
 
 _CACHE = SelectionCacheSettings()
@@ -129,11 +129,9 @@ class Dialect:
         "DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD",
         ge=0,
     )
-    assume_kv_reuse: bool = flag(True, "--router-assume-kv-reuse", "DYN_ROUTER_ASSUME_KV_REUSE")
+    assume_kv_reuse: bool = dyn_flag(True, "--router-assume-kv-reuse")
     no_assume_kv_reuse: bool = flag(False, "--no-router-assume-kv-reuse")
-    tracking_hash: str | None = flag(
-        None, "--router-tracking-hash", "DYN_ROUTER_TRACKING_HASH", each=_name
-    )
+    tracking_hash: str | None = dyn_flag(None, "--router-tracking-hash", each=_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,62 +172,29 @@ class Router:
     track_prefill_tokens: count the prefill tokens of what is placed
     """
 
-    use_kv_events: bool = flag(
-        True, "--use-kv-events", "DYN_USE_KV_EVENTS", "DYN_ROUTER_USE_KV_EVENTS", common=True
+    use_kv_events: bool = dyn_flag(True, "--use-kv-events", "DYN_ROUTER_USE_KV_EVENTS", common=True)
+    ttl_s: float | None = dyn_flag(None, "--router-ttl-secs", ge=0, common=True)
+    predicted_ttl_s: float | None = dyn_flag(None, "--router-predicted-ttl-secs", ge=0)
+    approximate_cache_policy: Literal["ttl", "lru"] = dyn_flag(
+        "ttl", "--router-approximate-cache-policy"
     )
-    ttl_s: float | None = flag(None, "--router-ttl-secs", "DYN_ROUTER_TTL_SECS", ge=0, common=True)
-    predicted_ttl_s: float | None = flag(
-        None, "--router-predicted-ttl-secs", "DYN_ROUTER_PREDICTED_TTL_SECS", ge=0
+    overlap_score_credit: float = dyn_flag(1.0, "--router-kv-overlap-score-credit", ge=0)
+    overlap_score_credit_decay: float = dyn_flag(
+        0.0, "--router-kv-overlap-score-credit-decay", ge=0
     )
-    approximate_cache_policy: Literal["ttl", "lru"] = flag(
-        "ttl", "--router-approximate-cache-policy", "DYN_ROUTER_APPROXIMATE_CACHE_POLICY"
-    )
-    overlap_score_credit: float = flag(
-        1.0, "--router-kv-overlap-score-credit", "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", ge=0
-    )
-    overlap_score_credit_decay: float = flag(
-        0.0,
-        "--router-kv-overlap-score-credit-decay",
-        "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",
-        ge=0,
-    )
-    prefill_load_scale: float = flag(
-        1.0, "--router-prefill-load-scale", "DYN_ROUTER_PREFILL_LOAD_SCALE", ge=0
-    )
-    overlap_score_weight: float | None = flag(
+    prefill_load_scale: float = dyn_flag(1.0, "--router-prefill-load-scale", ge=0)
+    overlap_score_weight: float | None = dyn_flag(
         None,
         "--router-kv-overlap-score-weight",
-        "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
         "DYN_OVERLAP_SCORE_WEIGHT",
         "DYN_KV_OVERLAP_SCORE_WEIGHT",
         ge=0,
     )
-    active_request_weight: float = flag(
-        0.0,
-        "--router-decode-active-request-weight",
-        "DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",
-        ge=0,
-    )
-    host_weight: float = flag(
-        HOST_WEIGHT,
-        "--router-host-cache-hit-weight",
-        "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
-        ge=0,
-        le=1,
-    )
-    disk_weight: float = flag(
-        DISK_WEIGHT,
-        "--router-disk-cache-hit-weight",
-        "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
-        ge=0,
-        le=1,
-    )
-    temperature: float = flag(
-        0.0, "--router-temperature", "DYN_ROUTER_TEMPERATURE", ge=0, common=True
-    )
-    track_prefill_tokens: bool = flag(
-        True, "--router-track-prefill-tokens", "DYN_ROUTER_TRACK_PREFILL_TOKENS"
-    )
+    active_request_weight: float = dyn_flag(0.0, "--router-decode-active-request-weight", ge=0)
+    host_weight: float = dyn_flag(HOST_WEIGHT, "--router-host-cache-hit-weight", ge=0, le=1)
+    disk_weight: float = dyn_flag(DISK_WEIGHT, "--router-disk-cache-hit-weight", ge=0, le=1)
+    temperature: float = dyn_flag(0.0, "--router-temperature", ge=0, common=True)
+    track_prefill_tokens: bool = dyn_flag(True, "--router-track-prefill-tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,9 +217,7 @@ class Queue:
         "fcfs", "--queue-policy", "DYN_ROUTER_QUEUE_POLICY"
     )
     queue_max_wait_s: float | None = flag(None, "--queue-max-wait-secs", ge=0.001)
-    overlap_refresh_after_s: float | None = flag(
-        10.0, "--router-overlap-refresh-after-secs", "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS"
-    )
+    overlap_refresh_after_s: float | None = dyn_flag(10.0, "--router-overlap-refresh-after-secs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,29 +232,14 @@ class Busy:
       and 429 with --api 1.6
     """
 
-    active_decode_blocks: float | None = flag(
-        None,
-        "--active-decode-blocks-threshold",
-        "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
-        ge=0,
-        le=1,
-        none=True,
-        common=True,
+    active_decode_blocks: float | None = dyn_flag(
+        None, "--active-decode-blocks-threshold", ge=0, le=1, none=True, common=True
     )
-    active_prefill_tokens: int | None = flag(
-        None,
-        "--active-prefill-tokens-threshold",
-        "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        ge=0,
-        le=U64_MAX,
-        none=True,
+    active_prefill_tokens: int | None = dyn_flag(
+        None, "--active-prefill-tokens-threshold", ge=0, le=U64_MAX, none=True
     )
-    active_prefill_tokens_frac: float | None = flag(
-        None,
-        "--active-prefill-tokens-threshold-frac",
-        "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        ge=0,
-        none=True,
+    active_prefill_tokens_frac: float | None = dyn_flag(
+        None, "--active-prefill-tokens-threshold-frac", ge=0, none=True
     )
     overload_status: Literal[503, 429, 529] | None = flag(
         None, "--overload-status", "DYN_HTTP_OVERLOAD_STATUS_CODE"
@@ -506,16 +454,10 @@ class Ignored:
     """
 
     threads: int = flag(4, "--threads", ge=0, le=2**31)
-    policy_config: str | None = flag(
-        None, "--router-policy-config", "DYN_ROUTER_POLICY_CONFIG", each=_path
-    )
-    track_active_blocks: bool | None = flag(
-        None, "--router-track-active-blocks", "DYN_ROUTER_TRACK_ACTIVE_BLOCKS"
-    )
-    track_output_blocks: bool | None = flag(
-        None, "--router-track-output-blocks", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS"
-    )
-    replica_sync: bool | None = flag(None, "--router-replica-sync", "DYN_ROUTER_REPLICA_SYNC")
+    policy_config: str | None = dyn_flag(None, "--router-policy-config", each=_path)
+    track_active_blocks: bool | None = dyn_flag(None, "--router-track-active-blocks")
+    track_output_blocks: bool | None = dyn_flag(None, "--router-track-output-blocks")
+    replica_sync: bool | None = dyn_flag(None, "--router-replica-sync")
 
 
 # -- the configuration ----------------------------------------------------------------------------
