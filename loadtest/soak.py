@@ -30,9 +30,8 @@ import msgspec
 from loadtest.soaking.faults import Faults, continue_all
 from loadtest.soaking.fleet import Fleet, Layout, Program, SoakError, ended_in_order
 from loadtest.soaking.lanes import Report
-from loadtest.soaking.mischief import Mischief
+from loadtest.soaking.mischief import Mischief, Rogues
 from loadtest.soaking.preload import Preload, Unavailable
-from loadtest.soaking.rogues import Rogues
 from loadtest.soaking.verdict import Memory, Outcome, holds, stalls, table
 from loadtest.soaking.watch import Late
 

@@ -22,13 +22,11 @@ from typing import NoReturn
 import msgspec
 
 from loadtest.duel import index_stages, pairs, report
-from loadtest.duel.accounting import machine
-from loadtest.duel.cases import Plan, stages
-from loadtest.duel.drawing import draw
 from loadtest.duel.prompts import Prompts
+from loadtest.duel.report import draw
 from loadtest.duel.results import FAILURES, Results
-from loadtest.duel.stages import StageRun
-from loadtest.duel.targets import TargetError, forms, references
+from loadtest.duel.stages import Plan, StageRun, stages
+from loadtest.duel.targets import TargetError, forms, machine, references
 
 TRACE_VARIABLE = "LEAN_SELECTOR_TRACE"
 DEFAULT_REFERENCE = "1.3.1"

@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 
 from loadtest.duel import index_match
-from loadtest.duel.cases import Plan
 from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
-from loadtest.duel.load import RequestFile, closed_load, open_load
 from loadtest.duel.prompts import Prompt, Prompts, select_request
-from loadtest.duel.results import Results, latencies
+from loadtest.duel.results import RequestFile, Results, closed_load, latencies, open_load
+from loadtest.duel.stages import Plan
 from loadtest.duel.targets import Service, Target, run_beside
 
 WORKERS = 16

@@ -1,14 +1,218 @@
-"""Results as tables, in plain text and in Markdown, and as JSON.
+"""Results against the bounds of the project, as tables, as JSON, and as a drawing."""
 
-Owns the sections and how a figure is written. Every figure is the median over the rounds.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 
 import msgspec
 
-from loadtest.duel.budget import NOT_MEASURED, Verdict, verdicts
+from lean_selector.form import COMPILED, PURE
+from loadtest.duel import index_stages as index
 from loadtest.duel.results import Results
+from loadtest.duel.stages import with_option
+
+# -- the bounds, and whether they hold -------------------------------------------------------------
+
+NOT_MEASURED = "not measured"
+TRACE = "trace prompts at 16, 16 workers"
+TRACE_64 = "trace prompts at 64, 16 workers"
+START = "process, after start"
+MSGPACK = f"select as msgpack, {TRACE}"
+LARGE_FLEET = "process, 512 workers"
+WORKERS = 512
+CPU, MEMORY = "block_cpu_us", "holding_bytes"  # of a block, of a holding
+
+# Of a selection, and how many times a plain one of ours it may cost.
+OPTIONS = {
+    "queue threshold": 1.3,
+    "credit decay": 1.6,
+    "allowed workers": 1.6,
+    "lower tiers": 1.6,
+    "shared host blocks": 1.6,
+    "temperature": 2.5,
+    "required taint": 2.5,
+    "preferred taints": 2.5,
+}
+
+Figure = Callable[[Results, str], float | None]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A bound and an aim, in `unit`; `figure` takes the results and the name of a reference."""
+
+    title: str
+    figure: Figure
+    bound: float
+    aim: float | None = None
+    at_least: bool = False  # the figure must not be below, instead of not above
+    unit: str = "x"
+
+    def holds(self, value: float, limit: float) -> bool:
+        return value >= limit if self.at_least else value <= limit
+
+
+def _ratio(case: str, metric: str = "cpu_us") -> Figure:
+    return lambda results, reference: results.ratio(case, metric, reference)
+
+
+def _own(case: str, metric: str, scale: float = 1.0, minus: float = 0.0) -> Figure:
+    def figure(results: Results, reference: str) -> float | None:
+        value = results.value(case, results.ours, metric)
+        return None if value is None else value * scale - minus
+
+    return figure
+
+
+def _own_form(form: str, case: str, metric: str) -> Figure:
+    """Of the one of our forms that is so named, whichever is compared."""
+
+    def figure(results: Results, reference: str) -> float | None:
+        named = [n for n in (results.ours, *results.beside) if n.endswith(f" {form}")]
+        return results.value(case, named[0], metric) if named else None
+
+    return figure
+
+
+def _own_ratio(case: str, other: str, metric: str) -> Figure:
+    def figure(results: Results, reference: str) -> float | None:
+        return results.quotient(case, results.ours, other, results.ours, metric)
+
+    return figure
+
+
+def _msgpack(results: Results, reference: str) -> float | None:
+    return results.quotient(MSGPACK, results.ours, f"select, {TRACE}", reference, "cpu_us")
+
+
+ROWS = (
+    Row("CPU, select, 8 blocks, 16 workers", _ratio("select, 8 blocks, 16 workers"), 0.80, 0.65),
+    Row(f"CPU, select, {TRACE}", _ratio(f"select, {TRACE}"), 0.65, 0.50),
+    Row(f"CPU, select, {TRACE_64}", _ratio(f"select, {TRACE_64}"), 0.75, 0.55),
+    Row("CPU, select, 4096 blocks", _ratio("select, 4096 blocks, 16 workers"), 0.60, 0.45),
+    Row("CPU, lifecycle, trace prompts", _ratio(f"lifecycle, {TRACE}"), 0.33, 0.25),
+    Row("CPU, lifecycle, 8 blocks", _ratio("lifecycle, 8 blocks, 16 workers"), 1.0, 0.80),
+    Row("CPU, select, 8 blocks, 128 workers", _ratio("select, 8 blocks, 128 workers"), 0.55, 0.45),
+    Row("CPU, select, 8 blocks, 512 workers", _ratio("select, 8 blocks, 512 workers"), 0.28, 0.20),
+    Row(
+        "own CPU at 512 workers over own at 16",
+        _own_ratio("select, 8 blocks, 512 workers", "select, 8 blocks, 16 workers", "cpu_us"),
+        1.4,
+        1.1,
+    ),
+    Row(
+        "own CPU at 4096 workers over own at 16, no events",
+        _own_ratio(with_option("no events", 4_096), with_option("no events", 16), "cpu_us"),
+        1.5,
+        1.2,
+    ),
+    *(
+        Row(
+            f"own CPU with {option} over own without, 512 workers",
+            _own_ratio(with_option(option), with_option("nothing"), "cpu_us"),
+            bound,
+            1.2,
+        )
+        for option, bound in OPTIONS.items()
+    ),
+    *(
+        Row(
+            f"CPU, select with {option}, 8 blocks, 512 workers",
+            _ratio(with_option(option)),
+            0.7,
+            0.4,
+        )
+        for option in OPTIONS
+    ),
+    Row("CPU, msgpack body over the reference's JSON, trace prompts", _msgpack, 0.20, 0.12),
+    Row(
+        "requests/s on one core, 8 blocks",
+        _ratio("select on one core, 8 blocks, 16 workers", "rps"),
+        1.15,
+        1.4,
+        at_least=True,
+    ),
+    Row(
+        "p99.9 at 1000 selects/s while 20000 blocks/s arrive, median of five rounds",
+        _ratio(f"select at a fixed rate while ingesting, {TRACE}", "open_p999_us"),
+        1.0,
+        0.7,
+    ),
+    Row("threads at 512 workers", _own(LARGE_FLEET, "threads"), 4, unit=""),
+    Row(
+        "descriptors at 512 workers beyond one per engine",
+        _own(LARGE_FLEET, "descriptors", minus=WORKERS),
+        600,
+        unit="",
+    ),
+    Row("resident memory after start, pure", _own_form(PURE, START, "rss_mb"), 45, unit="MB"),
+    Row(
+        "resident memory after start, compiled", _own_form(COMPILED, START, "rss_mb"), 50, unit="MB"
+    ),
+    Row("CPU per block, ingest", _ratio(index.INGEST, CPU), 1.5, 1.0),
+    Row("CPU per block, fresh, whole prompts per event", _ratio(index.FRESH, CPU), 1.2, 0.8),
+    Row("CPU per block stored or evicted in churn", _ratio(index.CHURN, CPU), 1.1, 0.8),
+    Row("memory per holding, fresh", _ratio(index.FRESH_MEMORY, MEMORY), 2.5, 1.5),
+    Row("memory per holding after churn", _ratio(index.CHURN_MEMORY, MEMORY), 1.5, 1.0),
+    Row("CPU per block, removal", _ratio(index.REMOVE_ONE, CPU), 1.5, 1.0),
+    Row("memory per block-holding at 500000", _ratio(index.MEMORY, MEMORY), 3.5, 2.0),
+    Row("match of an 815-block prompt", _own(index.MATCH, "match_us"), 5, 2, unit="µs"),
+    Row(
+        "worst pause while 1000000 holdings churn at 50000 blocks/s",
+        _own(index.PAUSE, "open_max_us", 1e-3),
+        10,
+        2,
+        unit="ms",
+    ),
+    Row(
+        "match at 1000000 holdings over match at 10000",
+        _own_ratio(index.MATCH_LARGE, index.MATCH_SMALL, "match_us"),
+        3.0,
+        1.5,
+    ),
+    Row("match at 1000000 holdings", _own(index.MATCH_LARGE, "match_us"), 5, unit="µs"),
+)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A row with its figure against every reference, in their order; judged by the first.
+
+    beside: the figures of our other forms against the first reference.
+    """
+
+    title: str
+    values: list[float | None]
+    bound: float
+    aim: float | None
+    unit: str
+    at_least: bool
+    verdict: str
+    beside: list[float | None] = []
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """All rows, those that were not measured too."""
+    found = []
+    for row in ROWS:
+        values = [row.figure(results, reference) for reference in results.references]
+        others = [
+            row.figure(results.of(n), r) for n in results.beside for r in results.references[:1]
+        ]
+        value = values[0] if values else None
+        if value is None:
+            skipped = row.figure is _msgpack and MSGPACK in results.skipped
+            verdict = results.skipped[MSGPACK] if skipped else NOT_MEASURED
+        elif not row.holds(value, row.bound):
+            verdict = "does not hold"
+        else:
+            reached = row.aim is not None and row.holds(value, row.aim)
+            verdict = "holds, the aim too" if reached else "holds"
+        found.append(
+            Verdict(row.title, values, row.bound, row.aim, row.unit, row.at_least, verdict, others)
+        )
+    return found
+
+
+# -- tables and JSON -------------------------------------------------------------------------------
+# Every figure is the median over the rounds.
 
 # Title, the metrics of its rows, and whether ours divided by theirs says something.
 SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
@@ -183,3 +387,60 @@ def as_json(results: Results, about: dict[str, str]) -> bytes:
         "notes": results.warnings(),
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+# -- the drawing -----------------------------------------------------------------------------------
+# Written by hand so that nothing has to be installed. Bars are relative to the first reference, for
+# cases differ by a factor of thirty; the figures themselves stand at the bars.
+
+METRIC = "cpu_us"
+WIDTH, LABEL, BAR, GAP = 920, 430, 13, 10  # pixels; LABEL is the width of the words on the left
+UNIT = 300  # pixels of a bar as long as the first reference's
+LONGEST = 1.4  # bars beyond this many times the reference are cut
+COLOURS = ("#2f6fb3", "#c8743c", "#dcb08c", "#8a8a8a", "#b5b5b5")
+
+
+def draw(results: Results, about: str) -> str:
+    """An SVG document; `about` is its last line."""
+    cases = [
+        case
+        for case, found in results.rounds.items()
+        if any(METRIC in metrics for metrics in found.values())
+    ]
+    parts = [_text(12, 22, "CPU of the server process per request, µs", "bold 15px")]
+    at = 12
+    for number, target in enumerate(results.targets):
+        colour = COLOURS[number % len(COLOURS)]
+        parts.append(f'<rect x="{at}" y="34" width="11" height="11" fill="{colour}"/>')
+        parts.append(_text(at + 16, 44, target))
+        at += 40 + 7 * len(target)
+    y = 62
+    for case in cases:
+        parts.append(_text(12, y + BAR * len(results.targets) // 2 + 4, case))
+        base = next(
+            (v for name in results.references if (v := results.value(case, name, METRIC))),
+            results.value(case, results.ours, METRIC),
+        )
+        for number, target in enumerate(results.targets):
+            value = results.value(case, target, METRIC)
+            if value is not None and base:
+                width = max(1.0, min(LONGEST, value / base) * UNIT)
+                colour = COLOURS[number % len(COLOURS)]
+                parts.append(
+                    f'<rect x="{LABEL}" y="{y}" width="{width:.0f}" height="{BAR - 2}"'
+                    f' fill="{colour}"/>'
+                )
+                parts.append(_text(LABEL + width + 6, y + BAR - 3, figure(value), "11px"))
+            y += BAR
+        y += GAP
+    parts.append(_text(12, y + 12, about, "11px"))
+    height = y + 24
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+        f' width="{WIDTH}" height="{height}" fill="#222">\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, words: str, font: str = "12px") -> str:
+    return f'<text x="{x:.0f}" y="{y}" style="font: {font} sans-serif">{escape(words)}</text>'

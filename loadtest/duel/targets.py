@@ -1,7 +1,4 @@
-"""The services under comparison as child processes: their command lines, their life, their cost.
-
-How a child is started, asked and ended is `loadtest.child_service`; `accounting` has the figures.
-"""
+"""The services under comparison as child processes: command lines, life, cost, and peers."""
 
 import contextlib
 import functools
@@ -26,8 +23,67 @@ import lean_selector
 from lean_selector.form import COMPILED, PURE, form
 from lean_selector.tools.service_process import HOST, START_TIMEOUT_S
 from loadtest.child_service import JSON, ROOT, ChildService, free_port, plain_environment
-from loadtest.duel.accounting import Footprint, cpu_ns, footprint
+from loadtest.duel.prompts import MODEL_NAME
 from loadtest.reference import NotInstalled, interpreter
+
+# -- what a process costs --------------------------------------------------------------------------
+
+# clockid of another process's CPU time, as glibc's clock_getcpuclockid() makes it:
+# the complement of the pid, and CPUCLOCK_SCHED in the low bits.
+_CPUCLOCK_SCHED = 2
+_KIB = 1024
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """Memory in bytes. pss counts a page shared by n processes as 1/n of it."""
+
+    rss: int
+    pss: int
+    threads: int
+    descriptors: int
+
+
+def cpu_ns(pid: int) -> int:
+    """User and system time of all threads of a process, those that ended included.
+
+    In nanoseconds where the kernel has a CPU clock per process, else in steps of a clock tick.
+    Raises FileNotFoundError when there is no such process.
+    """
+    try:
+        return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED)
+    except OSError:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])  # utime and stime, 14 and 15 of proc(5)
+        return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def footprint(pid: int) -> Footprint:
+    """Memory, threads and open descriptors of a process now. Raises OSError when it is gone."""
+    proc = Path(f"/proc/{pid}")
+    sizes = {
+        name: int(value.split()[0]) * _KIB
+        for name, _, value in (
+            line.partition(":") for line in (proc / "smaps_rollup").read_text().splitlines()[1:]
+        )
+    }
+    return Footprint(
+        sizes["Rss"],
+        sizes["Pss"],
+        sum(1 for _ in (proc / "task").iterdir()),
+        sum(1 for _ in (proc / "fd").iterdir()),
+    )
+
+
+def machine() -> str:
+    """One line that names the processor, how many of it may be used, and the system."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    model = next(models, os.uname().machine)
+    uname = os.uname()
+    return f"{model}, {len(os.sched_getaffinity(0))} CPUs, {uname.sysname} {uname.release}"
+
+
+# -- services as child processes -------------------------------------------------------------------
 
 RESERVATION_ID = "reservation_id"  # of what is booked, until 1.3
 SELECTION_ID = "selection_id"  # and since 1.6
@@ -225,3 +281,105 @@ class Service(ChildService):
         trace: TracebackType | None,
     ) -> None:
         self.stop()  # nothing in it is wanted any more
+
+
+# -- a service and its peer ------------------------------------------------------------------------
+
+_LINK_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+
+
+class _Load(msgspec.Struct):
+    active_requests: int
+
+
+class _Partition(msgspec.Struct):
+    loads: list[_Load]
+
+
+_decode_loads = msgspec.json.Decoder(list[_Partition]).decode
+
+
+class Pair:
+    """`main` gets the load; `peer` only hears of it."""
+
+    def __init__(self, target: Target, replicated: bool, cpus: Collection[int]) -> None:
+        """Start one or both. Raises TargetError."""
+        self.peer: Service | None = None
+        if not replicated:
+            self.main = Service(target, cpus=cpus)
+            return
+        here, there = free_port(), free_port()
+        self.main = Service(target, _flags(here, there), cpus)
+        try:
+            self.peer = Service(target, _flags(there, here), cpus)
+        except BaseException:
+            self.main.stop()
+            raise
+
+    @property
+    def services(self) -> list[Service]:
+        return [self.main] if self.peer is None else [self.main, self.peer]
+
+    def peer_cpu_ns(self) -> int:
+        return 0 if self.peer is None else self.peer.cpu_ns()
+
+    def wait_until_linked(self) -> None:
+        """Return when the peer hears of reservations; they are freed again. Raises TargetError."""
+        if self.peer is None:
+            return
+        deadline, number = time.monotonic() + _LINK_TIMEOUT_S, 0
+        while not _active(self.peer):
+            if time.monotonic() > deadline:
+                raise TargetError(f"{self.main.target.name}: the replicas do not hear each other")
+            self.main.call(
+                "POST",
+                "/reservations",
+                {
+                    "model_name": MODEL_NAME,
+                    self.main.id_field: f"link-{number}",
+                    "worker_id": 1,
+                    "dp_rank": 0,
+                    "isl_tokens": 0,
+                    "sequence_hashes": [],
+                    "block_hashes": [],
+                },
+            )
+            number += 1
+            time.sleep(_POLL_S)
+        for at in range(number):
+            self.main.call("DELETE", f"/reservations/link-{at}")
+        self.wait_until_equal()
+
+    def wait_until_equal(self) -> None:
+        """Return when the peer counts as many active requests as main does. Raises TargetError."""
+        if self.peer is None:
+            return
+        deadline = time.monotonic() + _LINK_TIMEOUT_S
+        while (here := _active(self.main)) != (there := _active(self.peer)):
+            if time.monotonic() > deadline:
+                name = self.main.target.name
+                raise TargetError(f"{name}: {here} requests are active, its peer says {there}")
+            time.sleep(_POLL_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for service in self.services:
+            service.stop()
+
+
+def _active(service: Service) -> int:
+    parts = _decode_loads(service.call("GET", "/loads"))
+    return sum(row.active_requests for part in parts for row in part.loads)
+
+
+def _flags(port: int, peer_port: int) -> list[str]:
+    peer = f"tcp://127.0.0.1:{peer_port}"
+    return ["--replica-sync-port", str(port), "--replica-sync-peers", peer]

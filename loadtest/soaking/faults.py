@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from loadtest.child_service import JSON
+from loadtest.soaking.answers import MODEL
 from loadtest.soaking.fleet import TOTAL_BLOCKS, Engine, Fleet, Service, SoakError, stop
 from loadtest.soaking.preload import Preload
-from loadtest.soaking.prompts import MODEL
 
 HEAL_S = 90.0  # generous: a pause before an attempt to connect is 5 s at most
 POLL_S = 0.05

@@ -22,7 +22,7 @@ from loadtest.child_service import (
     plain_environment,
     start,
 )
-from loadtest.soaking.prompts import BLOCK_SIZE, MODEL
+from loadtest.soaking.answers import BLOCK_SIZE, MODEL
 
 START_S = 60.0
 TOTAL_BLOCKS = 4_000  # of a worker, as it is registered: shedding begins at a part of it

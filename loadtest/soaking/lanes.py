@@ -22,13 +22,15 @@ from random import Random
 import msgspec
 
 from loadtest.soaking.answers import (
+    FRESH_TOKENS,
+    MODEL,
     Malformed,
     answer_at,
     decode_done,
     decode_placement,
     decode_refusal,
+    families,
 )
-from loadtest.soaking.prompts import FRESH_TOKENS, MODEL, families
 
 ANSWER_S = 60.0  # what takes longer is lost
 AGAIN_S = 0.5  # before a lane connects again that was let down

@@ -12,14 +12,20 @@ import msgspec
 import pytest
 
 from loadtest.child_service import free_port
-from loadtest.duel.accounting import cpu_ns, footprint, machine
-from loadtest.duel.cases import Case, Plan, Stage
-from loadtest.duel.load import LoadFailed, RequestFile, closed_load, open_load
 from loadtest.duel.prompts import Prompts, http
-from loadtest.duel.replicas import Pair
-from loadtest.duel.results import Results
-from loadtest.duel.stages import StageRun
-from loadtest.duel.targets import Service, Target, TargetError, ours, references
+from loadtest.duel.results import LoadFailed, RequestFile, Results, closed_load, open_load
+from loadtest.duel.stages import Case, Plan, Stage, StageRun
+from loadtest.duel.targets import (
+    Pair,
+    Service,
+    Target,
+    TargetError,
+    cpu_ns,
+    footprint,
+    machine,
+    ours,
+    references,
+)
 from tests.running_service import RunningService
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n"

@@ -5,12 +5,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from loadtest.duel import budget, index_stages, report
-from loadtest.duel.budget import ROWS, Row, verdicts
-from loadtest.duel.cases import Plan, stages
-from loadtest.duel.drawing import LABEL, draw
-from loadtest.duel.load import LoadFailed
-from loadtest.duel.results import Results, latencies
+from loadtest.duel import index_stages, report
+from loadtest.duel.report import LABEL, ROWS, Row, draw, verdicts
+from loadtest.duel.results import LoadFailed, Results, latencies
+from loadtest.duel.stages import Plan, stages
 from loadtest.duel.targets import TargetError
 
 OURS = "ours pure"
@@ -39,7 +37,7 @@ def test_what_it_costs_to_refuse_is_compared_with_nothing(results: Results) -> N
     case, trace = "select, 8 blocks, 16 workers", "select, trace prompts at 16, 16 workers"
     results.references.append("ref 2 warn")
     results.add(case, "ref 2 warn", cpu_us=18.0)
-    results.add(budget.MSGPACK, OURS, cpu_us=5.0)
+    results.add(report.MSGPACK, OURS, cpu_us=5.0)
     results.add(trace, "ref warn", cpu_us=50.0)
     results.refused(case, "ref 2 warn", 0)
     assert results.ratio(case, "cpu_us", "ref 2 warn") == 0.5
@@ -110,7 +108,7 @@ def test_our_other_form_is_shown_with_a_ratio_of_its_own(results: Results) -> No
 
 
 def test_every_row_of_the_budget_says_whether_it_holds(results: Results) -> None:
-    results.skipped[budget.MSGPACK] = "skipped: the service answers 415 to application/msgpack"
+    results.skipped[report.MSGPACK] = "skipped: the service answers 415 to application/msgpack"
     found = {row.title: row for row in verdicts(results)}
     assert len(found) == len(ROWS) == 44
     select = found["CPU, select, 8 blocks, 16 workers"]
