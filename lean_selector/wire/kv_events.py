@@ -3,13 +3,12 @@
 An event that cannot be read is skipped with its reason, the others of its batch stand. msgspec
 refuses a union of maps and arrays, so two typed decoders stand behind one function, chosen by
 looking at the first event. A batch of at most a window's bytes is read at once if they take it; any
-other is split into its events, and those are read in slices of bounded work: an event that the
-typed decoders refuse is read untyped and put in order first, one that is larger than a window comes
-as several records. Knows nothing of the index. Spec: indexer.md 1.3 and 1.4; D25.
+other is read in slices of bounded work: an event that the typed decoders refuse is read untyped and
+put in order first, one that is larger than a window comes as several records. Knows nothing of the
+index. Spec: indexer.md 1.3 and 1.4; D25.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
 
 import msgspec
 from msgspec import Raw
@@ -54,9 +53,10 @@ from lean_selector.wire.messagepack import (
     count_of,
     first_value,
     is_array,
+    size_of,
 )
 
-# A message is read and split in one go: some 10 ms if it is full of the smallest values.
+# A message is passed over in one go to find its parts: some 10 ms if it is full of small values.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 MAX_BATCH_EVENTS = 1 << 16
 MAX_EVENT_BLOCKS = 1 << 16  # a prompt of 1 M tokens in blocks of 16
@@ -126,58 +126,60 @@ def batch_slices(payload: Bytes) -> Slices:
     Raises NotABatch, and nothing else, and only before the first slice.
     """
     try:
-        dp_rank, raw_events = _rank_and_events(payload)
-        yield None
-        events = _raw_list(raw_events)
-        yield None
+        dp_rank, pieces = _rank_and_pieces(memoryview(payload))
     except NotABatch:
         raise
     except (*UNREADABLE, ValueError) as error:
         raise NotABatch(str(error)[:DETAIL_CHARACTERS]) from None
-    if not events:
+    yield None
+    if not pieces:
         yield EventBatch(dp_rank, [], [])
-    group: list[Raw] = []
-    size = 0
-    for raw in events:
-        length = len(memoryview(raw))
-        if group and (len(group) == SLICE_EVENTS or size + length > WINDOW_BYTES):
-            yield _of_group(dp_rank, group)
-            group, size = [], 0
-        if length > WINDOW_BYTES:
-            yield from _slices_of_large(dp_rank, raw)
+    for piece, count in pieces:
+        if len(piece) > WINDOW_BYTES:
+            yield from _slices_of_large(dp_rank, piece)
         else:
-            group.append(raw)
-            size += length
-    if group:
-        yield _of_group(dp_rank, group)
+            yield _of_piece(dp_rank, piece, count)
 
 
-def _rank_and_events(payload: Bytes) -> tuple[int | None, Raw]:
-    """Of a batch: an array, or a map, which one vLLM revision sent."""
-    fields = first_value(_fields_of, payload)
-    if isinstance(fields, list):
-        if len(fields) < 2:
+def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryview, int]]]:
+    """Of a batch: an array, or a map, which one vLLM revision sent; its events are not read."""
+    count, at = count_of(data)
+    if count > _MAX_FIELDS:
+        raise NotABatch(f"a batch of more than {_MAX_FIELDS} fields")
+    ranks: list[object] = []
+    if is_array(data[0]):
+        if count < 2:
             raise NotABatch("a batch is [time, events, rank]")
-        events, ranks = fields[1], fields[2:3]
+        events = ListReader(data[at + size_of(data[at:]) :], _raw_list)
+        pieces = _pieces(events)
+        rest = events.rest()
+        for position in range(2, count):
+            size = size_of(rest)
+            if position == 2:
+                ranks = [_value(rest[:size], DETAIL_CHARACTERS)]
+            rest = rest[size:]
     else:
-        named = cast("Mapping[str, Raw]", fields)
+        named = first_value(_raw_map, data)
         if "events" not in named:
             raise NotABatch("a batch has events")
-        events = named["events"]
-        ranks = [named[name] for name in _RANK_NAMES if name in named]
-    told = [rank for raw in ranks if (rank := _value(raw, DETAIL_CHARACTERS)) is not None]
-    dp_rank = _checked_rank(told[0] if told else None)
-    data = memoryview(events)
-    if not is_array(data[0]):
-        raise NotABatch("the events of a batch are an array")
-    count, _ = count_of(data)
-    if count > MAX_BATCH_EVENTS:
-        raise TooManyEvents(f"it has {count} events")
-    return dp_rank, events
+        pieces = _pieces(ListReader(memoryview(named["events"]), _raw_list))
+        raws = [memoryview(named[name]) for name in _RANK_NAMES if name in named]
+        ranks = [_value(raw, DETAIL_CHARACTERS) for raw in raws]
+    told = [rank for rank in ranks if rank is not None]
+    return _checked_rank(told[0] if told else None), pieces
+
+
+def _pieces(events: ListReader[Raw]) -> list[tuple[memoryview, int]]:
+    if events.left > MAX_BATCH_EVENTS:
+        raise TooManyEvents(f"it has {events.left} events")
+    pieces: list[tuple[memoryview, int]] = []
+    while events.left:
+        pieces.append(events.piece(SLICE_EVENTS))
+    return pieces
 
 
 def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[bytes, Raw]:
-    """What an array or a map holds, unread; ValueError for any other value, or for too many."""
+    """What a large event holds, unread; ValueError if it is neither array nor map, or too long."""
     count, _ = count_of(data)
     if count > _MAX_FIELDS:
         raise ValueError(f"more than {_MAX_FIELDS} fields")
@@ -189,9 +191,8 @@ def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[byt
         return _raw_map_of_bin(data)
 
 
-def _value(raw: Raw, most: int) -> object:
+def _value(data: memoryview, most: int) -> object:
     """A value; an empty tuple, which none can be, if it has more bytes than `most`."""
-    data = memoryview(raw)
     return _untyped(data) if len(data) <= most else ()
 
 
@@ -210,16 +211,13 @@ def _first_event_is_array(payload: Bytes) -> bool:
     return is_array(payload[start])
 
 
-def _of_group(dp_rank: int | None, group: list[Raw]) -> EventBatch:
-    events = array_header(len(group)) + b"".join(group)
+def _of_piece(dp_rank: int | None, piece: memoryview, count: int) -> EventBatch:
+    events = array_header(count) + piece
     try:
         typed: list[ArrayEvent] | list[MapEvent]
-        if is_array(memoryview(group[0])[0]):
-            typed = _array_event_list(events)
-        else:
-            typed = _map_event_list(events)
+        typed = _array_event_list(events) if is_array(piece[0]) else _map_event_list(events)
     except UNREADABLE:
-        return _apart(dp_rank, group)
+        return _apart(dp_rank, _raw_list(events))
     return _batch(dp_rank, typed)
 
 
@@ -287,7 +285,7 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
         return None
 
 
-def _slices_of_large(dp_rank: int | None, raw: Raw) -> Slices:
+def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
     """The records of an event that is larger than a window, part by part.
 
     All that names a block is read before the first part, so that an event that refers to itself is
@@ -296,7 +294,7 @@ def _slices_of_large(dp_rank: int | None, raw: Raw) -> Slices:
     """
     tag: object = None
     try:
-        fields, lists = _large_fields(raw)
+        fields, lists = _large_fields(data)
         tag = fields.get("type")
         event = msgspec.convert(fields, MapEvent)
         yield None
@@ -322,9 +320,9 @@ def _slices_of_large(dp_rank: int | None, raw: Raw) -> Slices:
         yield EventBatch(dp_rank, [], skips.all())
 
 
-def _large_fields(raw: Raw) -> tuple[dict[str, object], dict[str, Raw]]:
+def _large_fields(data: memoryview) -> tuple[dict[str, object], dict[str, Raw]]:
     """The fields of a large event by their names, and apart from them its lists, unread."""
-    unread = _fields_of(memoryview(raw))
+    unread = _fields_of(data)
     fields: dict[str, object] = {}
     if isinstance(unread, list):
         fields = rearranged([_unless_array(value) for value in unread[:_POSITIONS]])
@@ -341,7 +339,8 @@ def _large_fields(raw: Raw) -> tuple[dict[str, object], dict[str, Raw]]:
 
 
 def _unless_array(raw: Raw) -> object:
-    return raw if is_array(memoryview(raw)[0]) else _value(raw, _MAX_FIELD_BYTES)
+    data = memoryview(raw)
+    return raw if is_array(data[0]) else _value(data, _MAX_FIELD_BYTES)
 
 
 def _bound_of(event: MapStored | MapRemoved, blocks: int) -> SkippedEvent | None:

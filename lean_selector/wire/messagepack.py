@@ -52,6 +52,17 @@ def first_value(decode: Callable[[Bytes], _T], data: Bytes) -> _T:
     return decode(data[:end])
 
 
+def size_of(data: Bytes) -> int:
+    """The bytes of the first value, which others may follow."""
+    try:
+        return len(memoryview(_skip(data)))
+    except msgspec.DecodeError as error:
+        end = _first_end(error)
+        if end is None:
+            raise
+        return end
+
+
 def _first_end(error: msgspec.DecodeError) -> int | None:
     """Where the first value ended, if the error says that bytes follow it."""
     found = _TRAILING.search(str(error))
@@ -66,6 +77,7 @@ class ListReader(Generic[_T]):
         self._data = memoryview(data)
         self._decode = decode
         self.left, self._at = count_of(self._data)
+        self._step = self.left  # of the last piece
         if not is_array(self._data[0]):
             raise ValueError("not an array")
 
@@ -73,20 +85,41 @@ class ListReader(Generic[_T]):
         """The next values, fewer at the end; ValueError if a window does not hold them."""
         count = min(count, self.left)
         head = array_header(count)
-        end = self._at + self._size_of(head)
+        end = self._end_of(count)
+        if end is None:
+            raise ValueError("too large, or no MessagePack")
         values = self._decode(head + self._data[self._at : end])
         self.left -= count
         self._at = end
         return values
 
-    def _size_of(self, head: bytes) -> int:
-        """Of as many values as the header says."""
+    def rest(self) -> memoryview:
+        """What comes after the values that were read."""
+        return self._data[self._at :]
+
+    def piece(self, most: int) -> tuple[memoryview, int]:
+        """The bytes of the next values, and how many they are: at most `most` that a window holds,
+        or one that is larger. To be asked for while some are left, of an array that is known to be
+        MessagePack."""
+        count = min(2 * self._step, most, self.left)
+        end = self._end_of(count)
+        while end is None and count > 1:
+            count = max(1, count // 4)
+            end = self._end_of(count)
+        rest = self._data[self._at :]
+        found = rest[: size_of(rest) if end is None else end - self._at]
+        self._step = count
+        self.left -= count
+        self._at += len(found)
+        return found, count
+
+    def _end_of(self, count: int) -> int | None:
+        """Where so many values end; None if that is beyond the window."""
         window = self._data[self._at : self._at + WINDOW_BYTES]
+        head = array_header(count)
         try:
             _skip(head + window)
         except msgspec.DecodeError as error:
             end = _first_end(error)
-            if end is None:
-                raise
-            return end - len(head)
-        return len(window)
+            return None if end is None else self._at + end - len(head)
+        return self._at + len(window)

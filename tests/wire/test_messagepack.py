@@ -52,9 +52,23 @@ def test_a_list_is_read_in_order_until_values_do_not_fit(
     with small_windows(window):
         try:
             read_all(encode(values) + b"\xc1after", most, read)
-        except msgspec.DecodeError:
+        except ValueError:
             assert fitting < len(values)
     assert read == values[:fitting]
+
+
+@given(st.lists(VALUES, max_size=6), st.integers(1, 8), st.integers(40, 120))
+def test_pieces_are_the_values_in_order(values: list[object], most: int, window: int) -> None:
+    encoded = [encode(value) for value in values]
+    with small_windows(window):
+        reader = ListReader(encode(values) + b"\xc1after", untyped)
+        while reader.left:
+            found, count = reader.piece(most)
+            assert bytes(found) == b"".join(encoded[:count])
+            assert 1 <= count <= most
+            assert count == 1 or len(found) <= window
+            encoded = encoded[count:]
+    assert not encoded
 
 
 @given(st.binary(max_size=200), st.integers(1, 16), st.integers(40, 60))
