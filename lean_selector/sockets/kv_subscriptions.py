@@ -7,7 +7,6 @@ the counts of listeners that ended, so that totals only grow. Knows nothing of w
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
@@ -21,7 +20,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
 from lean_selector.sockets.ingest_turns import IngestTurns
 from lean_selector.sockets.kv_listener import KvListener
-from lean_selector.sockets.links import Links
+from lean_selector.sockets.links import Links, Rounds
 from lean_selector.sockets.source_watch import GRACE_S
 from lean_selector.wire.selection import KvSource, SourceCondition, SourceStatus
 
@@ -30,7 +29,6 @@ from lean_selector.wire.selection import KvSource, SourceCondition, SourceStatus
 MAX_REPLAYS: Final = 64
 # How often each source is looked at for what is wrong with it; a look takes two microseconds.
 LOOK_EVERY_S: Final = 1.0
-LOOKS_PER_TURN: Final = 256
 
 
 class KvSubscriptions:
@@ -42,10 +40,9 @@ class KvSubscriptions:
         self._grace_s = grace_s
         self._turns = IngestTurns()
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
-        self._to_look: deque[RankKey] = deque()
-        self._next_look: asyncio.Handle | None = None  # while there are sources
         self._held: set[RankKey] | None = None  # that wait for a recovery to end
         self._listeners: dict[RankKey, KvListener] = {}
+        self._looks = Rounds(self._listeners, self._look, LOOK_EVERY_S)
         self._partitions: dict[RankKey, Partition] = {}  # of the same keys
         # Of the same ranks, by zmq_key; none is empty.
         self._by_endpoint: dict[str, list[RankKey]] = {}
@@ -84,8 +81,7 @@ class KvSubscriptions:
             self._held.add(rank)
         else:
             self._start(rank)
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+        self._looks.start()
 
     def _lost(self, worker_id: int) -> None:
         if self.on_lost is not None:
@@ -120,27 +116,10 @@ class KvSubscriptions:
         for rank in sorted(held or ()):
             self._start(rank)
 
-    def _look(self) -> None:
-        """At all sources, some in each turn; those after one that fails, too."""
-        try:
-            if not self._to_look:
-                self._to_look.extend(self._listeners)
-            now = time.monotonic()
-            for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
-                listener = self._listeners.get(self._to_look.popleft())
-                if listener is not None:
-                    listener.look(now)
-        finally:
-            self._look_again()
-
-    def _look_again(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._to_look:
-            self._next_look = loop.call_soon(self._look)
-        elif self._listeners:
-            self._next_look = loop.call_later(LOOK_EVERY_S, self._look)
-        else:
-            self._next_look = None
+    def _look(self, rank: RankKey) -> None:
+        listener = self._listeners.get(rank)
+        if listener is not None:
+            listener.look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
         """Ends a listener; what it indexed stays, and nothing of it arrives any more."""
@@ -240,9 +219,7 @@ class KvSubscriptions:
     async def close(self) -> None:
         """Ends all; a worker may leave the catalog after that."""
         self._is_closed = True
-        if self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
+        self._looks.stop()
         for key in list(self._listeners):
             self.unsubscribe(*key)
         await asyncio.gather(*self._ending, return_exceptions=True)

@@ -106,13 +106,12 @@ _monitors = itertools.count()
 
 
 class ConnectionFailed(Exception):
-    """There is no connection; the message is one clear line. `may_be_key`: the server may have
-    another key than the one that was tried; `is_vague`: or be of another kind altogether."""
+    """There is no connection; the message is one clear line. `is_vague`: the server may have
+    another key than the one that was tried, or be of another kind altogether."""
 
-    def __init__(self, message: str, *, may_be_key: bool = False, is_vague: bool = False) -> None:
+    def __init__(self, message: str, *, is_vague: bool = False) -> None:
         super().__init__(message)
         self.is_vague = is_vague
-        self.may_be_key = may_be_key
 
 
 class _Step(Enum):
@@ -349,7 +348,7 @@ class Link:
                 return
             failure = self._failure or ConnectionFailed("it accepts connections and does not speak")
             self._drop()
-            if not failure.may_be_key:
+            if not failure.is_vague:
                 break
         assert failure is not None
         why = await why_no_handshake(address, is_curve=is_curve, is_vague=failure.is_vague)
@@ -423,11 +422,10 @@ class Link:
             while True:
                 parsed = parse_monitor_message(self._monitor.recv_multipart(_NOW))
                 self._note(int(parsed["event"]), int(parsed["value"]))
-        if self._news is not None and self._step is not _Step.CONNECTING:
+        news = self._news
+        if news and not news.expired() and self._step is not _Step.CONNECTING:
             left_s = 0.0 if self._failure or self._step is _Step.READY else HANDSHAKE_S
-            self._news.reschedule(asyncio.get_running_loop().time() + left_s)
-            if not left_s:
-                self._news = None
+            news.reschedule(asyncio.get_running_loop().time() + left_s)
 
     def _note(self, event: int, value: int) -> None:
         if event == zmq.Event.CONNECTED:
@@ -453,8 +451,7 @@ class Link:
             public = self._curve.pair.public.decode()
             return ConnectionFailed(f"it does not admit our public key {public}")
         if is_curve:
-            words = "it has no server key that we believe"
-            return ConnectionFailed(words, may_be_key=True, is_vague=True)
+            return ConnectionFailed("it has no server key that we believe", is_vague=True)
         return ConnectionFailed(self._step.value, is_vague=True)
 
     def _end_monitor(self) -> None:

@@ -8,8 +8,8 @@ gives up its oldest.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -34,6 +34,8 @@ LOOK_EVERY_S = 0.25
 LOOKS_PER_TURN = 256
 # One for each engine's rank and peer, three while it connects, and one while a rank replays.
 MAX_ZMQ_SOCKETS = 65_536
+
+_T = TypeVar("_T")
 
 
 class Backlog:
@@ -87,6 +89,40 @@ class Watched(Protocol):
         ...
 
 
+class Rounds(Generic[_T]):
+    """Looks at all of `members` now and then, some in each turn of the loop; those after one that
+    fails, too. `members` may change meanwhile; when there are none, it ends until start()."""
+
+    def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
+        self._members: Final = members
+        self._look: Final = look
+        self._every_s: Final = every_s
+        self._left: deque[_T] = deque()  # of this round
+        self._next: asyncio.Handle | None = None
+
+    def start(self) -> None:
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_later(self._every_s, self._turn)
+
+    def stop(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def _turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._left.extend(() if self._left else self._members)
+        try:
+            for _ in range(min(len(self._left), LOOKS_PER_TURN)):
+                self._look(self._left.popleft())
+        finally:
+            self._next = None
+            if self._left:
+                self._next = loop.call_soon(self._turn)
+            elif self._members:
+                self.start()
+
+
 class Links:
     """One per process. Only from the thread of its loop."""
 
@@ -114,8 +150,7 @@ class Links:
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()
         self._watched: dict[Watched, None] = {}
-        self._to_look: deque[Watched] = deque()
-        self._is_watching = False
+        self._looks = Rounds(self._watched, self._look, LOOK_EVERY_S)
 
     # opening and closing
 
@@ -187,30 +222,11 @@ class Links:
 
     def watch(self, connection: Watched) -> None:
         self._watched[connection] = None
-        if not self._is_watching:
-            self._is_watching = True
-            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+        self._looks.start()
 
     def unwatch(self, connection: Watched) -> None:
         self._watched.pop(connection, None)
 
-    def _look(self) -> None:
-        """At all that are watched, some in each turn; those after one that fails, too."""
-        try:
-            if not self._to_look:
-                self._to_look.extend(self._watched)
-            for _ in range(min(len(self._to_look), LOOKS_PER_TURN)):
-                connection = self._to_look.popleft()
-                if connection in self._watched and not connection.look():
-                    self._watched.pop(connection, None)
-        finally:
-            self._look_again()
-
-    def _look_again(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._to_look:
-            loop.call_soon(self._look)
-        elif self._watched:
-            loop.call_later(LOOK_EVERY_S, self._look)
-        else:
-            self._is_watching = False
+    def _look(self, connection: Watched) -> None:
+        if connection in self._watched and not connection.look():
+            self._watched.pop(connection, None)
