@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -22,11 +22,15 @@ import msgspec
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.service.exposition import Families, Family, Sample, labels
+from lean_selector.service.exposition import Families, by, table
+
+_log = logging.getLogger("lean_selector.access_logs")
+
+# -- where lines are read from -------------------------------------------------------------------
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Of lines that are read."""
+    """Where lines come from: a UDP address, or the path of a UNIX socket."""
 
     host: str = ""
     port: int = 0
@@ -75,7 +79,7 @@ def networks_of(text: str) -> list[str]:
 
 
 class Senders:
-    """Who may write: the loopback addresses, and networks besides."""
+    """Senders that are allowed: the loopback addresses, and networks besides."""
 
     def __init__(self, networks: list[str]) -> None:
         self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
@@ -98,9 +102,18 @@ class Senders:
 
 
 def is_loopback(host: str) -> bool:
-    """Of an address."""
+    """Whether an address is one."""
     return Senders([]).may_write(host)
 
+
+# -- outcomes -------------------------------------------------------------------------------------
+#
+# What nginx, HAProxy and envoy say of how a request went, as what became of its worker. The words
+# are theirs: nginx's `$upstream_status`, `$upstream_connect_time` and `$request_completion`,
+# HAProxy's `%ts` and `%rc`, envoy's `%RESPONSE_FLAGS%` and `%UPSTREAM_REQUEST_ATTEMPT_COUNT%`.
+# Where a gateway went on to another worker, the line is about the one that was asked first, which
+# is the one that was booked. None is a request that says nothing of its worker: the client gave it
+# up, or the gateway did, or the worker was full.
 
 _GAVE_UP: Final = 499  # nginx's word for a client that left
 _LIST: Final = re.compile(r" ?[,:] ")  # between the tries of one request, in nginx's variables
@@ -178,6 +191,8 @@ def _of_envoy(fields: Mapping[str, str], status: int | None) -> str | None:
     return next((outcome for flag, outcome in _OF_ENVOY if flag in said), None)
 
 
+# -- a line --------------------------------------------------------------------------------------
+
 LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy cut theirs earlier
 LONGEST_ID: Final = 256
 _WORD: Final = re.compile(rb"(?:^|[ :])lean-end(?= )")
@@ -235,7 +250,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _fields(text: bytes) -> dict[str, str]:
-    """Those that are there, by name. Raises BadLine."""
+    """Fields that are there, by name. Raises BadLine."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -275,18 +290,17 @@ MAX_EARLY: Final = 10_000
 FREED: Final = "freed"
 EARLY: Final = "unknown"
 REPORTED: Final = "reported"  # it names no reservation, only a worker
-EMPTY: Final = "empty"  # it names neither: a request that nobody was asked about
+EMPTY: Final = "empty"  # it names neither: a request without a reservation
 OTHER: Final = "other"  # it has no word lean-end: a notice of the gateway's own
 MALFORMED: Final = "malformed"
 NOT_ALLOWED: Final = "not_allowed"
 RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
 
 _MOST_SHOWN: Final = 200  # characters of a line that is logged
-_log = logging.getLogger("lean_selector.access_logs")
 
 
 class Reports(Protocol):
-    """Who hears how workers do."""
+    """The health of workers, as lines report it."""
 
     def report(self, worker_id: int, dp_rank: int | None, outcome: str, now: float) -> None: ...
 
@@ -309,7 +323,7 @@ class LogEnds:
         self.unknown_workers = 0  # lines whose worker is not registered
 
     def take(self, line: bytes) -> None:
-        """A datagram of somebody who may write; never raises."""
+        """A datagram of a sender that is allowed; never raises."""
         now = self._clock()
         try:
             ended = ended_of(line)
@@ -329,7 +343,7 @@ class LogEnds:
         else:
             self._end(ended.reservation_id, now)
         if ended.worker_id is not None and ended.outcome is not None:
-            # A connection that nobody took tells of the whole worker.
+            # A refused connection counts against the whole worker.
             dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
             try:
                 self._health.report(ended.worker_id, dp_rank, ended.outcome, now)
@@ -337,7 +351,7 @@ class LogEnds:
                 self.unknown_workers += 1
 
     def refuse(self, host: str) -> None:
-        """A datagram of somebody who may not."""
+        """A datagram of a sender that is not allowed."""
         self.results[NOT_ALLOWED] += 1
         _log.warning(
             "a line of an access log came from an address that --lifecycle-allow does not name",
@@ -373,8 +387,6 @@ _QUEUE_LENGTH: Final = Path("/proc/sys/net/unix/max_dgram_qlen")
 _SO_RXQ_OVFL: Final = 40  # Linux: each datagram says how many were dropped before it
 _DROPS: Final = struct.Struct("I")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
-
-_log = logging.getLogger("lean_selector.access_logs")
 
 
 def udp_socket(host: str, port: int) -> socket.socket:
@@ -460,28 +472,11 @@ class LineReader:
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
     """As many series as there are results."""
-
-    def lines() -> Iterator[Sample]:
-        for result, count in sorted(ends.results.items()):
-            yield labels(result=result), count
-
-    return [
-        Family(
-            "lean_selector_lifecycle_lines_total",
-            "counter",
-            "Lines of gateways' access logs by what became of them.",
-            lines,
-        ),
-        Family(
-            "lean_selector_lifecycle_lines_dropped_total",
-            "counter",
-            "Lines that came over UDP while the socket had no room: their reservations expire.",
-            lambda: [("", sum(reader.dropped for reader in readers()))],
-        ),
-        Family(
-            "lean_selector_lifecycle_unknown_workers_total",
-            "counter",
-            "Lines whose worker is not registered.",
-            lambda: [("", ends.unknown_workers)],
-        ),
-    ]
+    return table({
+        "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
+            "Lines of gateways' access logs by what became of them."),
+        "lifecycle_lines_dropped_total": (lambda: sum(reader.dropped for reader in readers()),
+            "Lines that came over UDP while the socket had no room: their reservations expire."),
+        "lifecycle_unknown_workers_total": (lambda: ends.unknown_workers,
+            "Lines whose worker is not registered."),
+    })  # fmt: skip

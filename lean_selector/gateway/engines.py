@@ -30,7 +30,7 @@ from lean_selector.wire.scalars import packed_u32
 
 
 class Fleet(Protocol):
-    """What a door knows of its workers; only those that can be chosen count."""
+    """The models that are served; only workers that can be chosen count."""
 
     def model(self, model_name: str, tenant_id: str) -> Served | None: ...
 
@@ -40,7 +40,7 @@ class Fleet(Protocol):
 
 
 class UnknownModel(NotFound):
-    """Nobody serves it, neither as a model nor as an adapter of one."""
+    """No worker serves it, neither as a model nor as an adapter of one."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model}` does not exist.")
@@ -116,7 +116,7 @@ class Engines:
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     async def make(self, served: Served) -> str | None:
-        """`vllm`, `sglang`, ...; None where nobody says."""
+        """`vllm`, `sglang`, ...; None where no engine says."""
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
@@ -206,7 +206,7 @@ class Engines:
             del self._told[next(iter(self._told))]
 
     async def _once(self, key: object, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits for what is asked, by whoever asked first."""
+        """Waits for what is asked, perhaps by another request."""
         await asyncio.shield(self._beside(key, work))
 
     def _beside(
@@ -220,7 +220,7 @@ class Engines:
 
 
 class NotTokenized(Exception):
-    """Nobody said what the tokens are."""
+    """The tokens of a prompt could not be had."""
 
     def __init__(self, why: Why, text: str) -> None:
         super().__init__(text)
@@ -230,7 +230,7 @@ class NotTokenized(Exception):
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each; `model` as the engine knows it, adapters too, and
-        `workers` the base URLs of who has it. Raises NotTokenized."""
+        `workers` the base URLs of those that have it. Raises NotTokenized."""
         ...
 
     def close(self) -> None: ...

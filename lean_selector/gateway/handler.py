@@ -22,7 +22,6 @@ from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation, WorkerLease
-from lean_selector.http.client import Upstream
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.protocol import App
@@ -32,12 +31,17 @@ from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.tasks import watched
 from lean_selector.wire.selection import OpenAiErrorBody
 
-HOLDS_S: Final = 2.0
-TIMEOUT_S: Final = 2.0
+log = logging.getLogger(ACCESS_LOG)
+
+HOLDS_S: Final = 2.0  # a list of models
+TIMEOUT_S: Final = 2.0  # of asking a worker for its models
+MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
+COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 
 
 class ModelList:
-    """From the loop's thread only."""
+    """GET /v1/models: what all workers list, each model once. They are asked when a client asks,
+    all at once, and the answer is kept for a moment."""
 
     def __init__(
         self, rotation: Rotation, client: OutboundClient, clock: Callable[[], float]
@@ -102,19 +106,13 @@ class ModelList:
             self._asking.cancel()
 
 
-log = logging.getLogger(ACCESS_LOG)
-
-MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
-COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
-
-
 def http_refusal(error: HttpError) -> bytes:
     """What is answered to an error of the HTTP level."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
 class GatewayHandler:
-    """From the loop's thread only."""
+    """The app, and the requests that are under way. From the loop's thread only."""
 
     def __init__(
         self,
@@ -213,11 +211,8 @@ class GatewayHandler:
                 proxied.lease_since = now
                 proxied.lease.touch()
 
-    def endpoints(self) -> list[Upstream]:
-        return list(self._rotation.endpoints.values())
-
     async def close(self) -> None:
-        """When the stop has dropped every client, who may not have been told to have hung up."""
+        """At the end of a stop, which has dropped every client: their requests are given up."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
@@ -227,7 +222,11 @@ class GatewayHandler:
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts) -> App:
-    """The same door for those who have a token."""
+    """The app where tokens are required: no request gets to a worker without one.
+
+    Listing models needs `read`, everything else `write`, for it makes a worker work. The token is
+    for us, so no worker is sent it. Refusals have OpenAI's shape.
+    """
     ids = RequestIds()
 
     def app(request: Request) -> bytes | PendingReply:

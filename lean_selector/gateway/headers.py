@@ -37,7 +37,7 @@ _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 def request_lines(
     section: bytes, *, without_codings: bool = False, drops_authorization: bool = False
 ) -> bytes:
-    """Of a request's section (`1.1 CRLF name: value CRLF ... CRLF CRLF`) what the worker is sent:
+    """What the worker is sent of a request's section (`1.1 CRLF name: value CRLF ... CRLF CRLF`),
     each line behind its CRLF."""
     lines = section[3:-4]
     named = _named(lines)
@@ -55,7 +55,7 @@ def without_authorization(section: bytes) -> bytes:
 
 
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
-    """Of an answer's header lines, each behind its CRLF, those that the client is sent."""
+    """What the client is sent of an answer's header lines, each behind its CRLF."""
     named = _named(lines)
     lines = _NOT_TO_CLIENT.sub(b"", lines)
     if without_length:
@@ -103,7 +103,7 @@ class RequestIds:
 
 
 def id_of(section: bytes, own_id: str) -> bytes:
-    """Of the request with this section: its client's, or else ours."""
+    """The id of the request with this section: its client's, or else ours."""
     return request_id_of(section) or own_id.encode()
 
 

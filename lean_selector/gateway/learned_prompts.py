@@ -68,7 +68,7 @@ ENTRY_BYTES: Final = 344
 _TOKENS_PER_BYTE: Final = 0.25  # until a prompt is known
 _WEIGHT: Final = 0.25  # of the newest, in what is averaged
 _MOST_TAIL_BLOCKS: Final = 64
-_MOST_MODELS: Final = 1024  # models and adapters of whom averages are kept
+_MOST_MODELS: Final = 1024  # models and adapters of which averages are kept
 
 
 class _Run:
@@ -199,7 +199,7 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Has whoever pointed into a prompt that this one goes on from point into this one.
+        """Has entries that point into a prompt that this one goes on from point into this one.
 
         A prompt ends with what asks for an answer, which may be put differently when it goes on.
         """

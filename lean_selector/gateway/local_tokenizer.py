@@ -35,7 +35,7 @@ _SPECIAL: Final = (
 
 
 class ChatTemplate:
-    """Of the folder of a model. Raises ValueError for one that cannot be used."""
+    """The template in the folder of a model. Raises ValueError for one that cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         config = _config(folder)
@@ -108,7 +108,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Of a file of its own, else of the configuration; of several the one for chats. None where
+    """From a file of its own, else the configuration; of several the one for chats. None where
     there is none, as with models that only go on with a text."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ MOST_WAITING: Final = 64  # beyond, load decides
 
 
 class LocalTokenizer:
-    """Of one folder with `tokenizer.json` and the chat template, for all models that are served.
+    """From one folder with `tokenizer.json` and the chat template, for all models that are served.
 
     Raises ValueError for a folder that cannot be used, and ModuleNotFoundError without the extra.
     """
@@ -211,7 +211,7 @@ class LocalTokenizer:
         self._waiting = 0
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each, whoever serves it. Raises NotTokenized."""
+        """The tokens of a prompt, 4 bytes each, whichever worker serves it. Raises NotTokenized."""
         if self._waiting >= MOST_WAITING:
             raise NotTokenized(Why.BUSY, f"{self._waiting} prompts wait for the tokenizer")
         self._waiting += 1
@@ -224,13 +224,13 @@ class LocalTokenizer:
             raise NotTokenized(Why.TIMEOUT, f"not tokenized in {self._timeout_s:g} s") from None
 
     def close(self) -> None:
-        """What has begun is waited for by nobody."""
+        """Does not wait for what has begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, work: "asyncio.Future[bytes]") -> None:
         self._waiting -= 1
         if not work.cancelled():
-            work.exception()  # was told to who waited, if he still did
+            work.exception()  # the request was told, if it still waited
 
     def _tokens(self, request: ModelRequest) -> bytes:
         """In a thread."""

@@ -1,18 +1,19 @@
 """What the gateway counts, and its metrics. Labels are statuses, a few words, and base URLs."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.client import Upstream
 from lean_selector.service.exposition import (
     AnyFamily,
-    Family,
     Histogram,
     HistogramFamily,
     Sample,
+    by,
     labels,
+    table,
 )
 
 FIRST_BYTE_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -45,7 +46,7 @@ class Counts:
         self.broken = 0  # answers that were cut short after their first byte
         self.retries: Counter[str] = Counter()  # tried elsewhere, by how the worker failed
         self.stale = 0  # kept connections that ended under a request, which was asked anew
-        self.unrouted: Counter[str] = Counter()  # sent on in turn, and why nobody chose
+        self.unrouted: Counter[str] = Counter()  # sent on in turn, by why no worker was chosen
         self.connections_made = 0
         self.pieces = 0  # of answers' bodies
         self.passed_on_bytes = 0
@@ -59,83 +60,43 @@ class Counts:
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
     """What a scrape of the gateway says beside the selector's figures."""
 
-    def counter(name: str, help: str, samples: Callable[[], Iterable[Sample]]) -> Family:
-        return Family(f"lean_selector_gateway_{name}_total", "counter", help, samples)
-
-    def gauge(name: str, help: str, samples: Callable[[], Iterable[Sample]]) -> Family:
-        return Family(f"lean_selector_gateway_{name}", "gauge", help, samples)
-
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]
 
+    def statuses() -> list[Sample]:
+        return [(labels(status=status), n) for status, n in sorted(counts.answers.items())]
+
     first_byte = counts.first_byte
-    return [
-        counter(
-            "answers",
-            "Answers that began, by status; those that the gateway gave itself, too.",
-            lambda: [(labels(status=status), n) for status, n in sorted(counts.answers.items())],
-        ),
-        gauge("active_requests", "Requests that have no end yet.", lambda: [("", counts.active)]),
-        counter("hang_ups", "Clients who left before the end.", lambda: [("", counts.hung_up)]),
-        counter(
-            "broken_answers",
-            "Answers cut short by their worker after the first byte.",
-            lambda: [("", counts.broken)],
-        ),
-        counter(
-            "retries",
-            "Requests given to another worker before the first byte, by how the former failed.",
-            lambda: [(labels(outcome=how), n) for how, n in sorted(counts.retries.items())],
-        ),
-        counter(
-            "stale_connections",
-            "Requests sent again to the same worker, which had just closed a kept connection.",
-            lambda: [("", counts.stale)],
-        ),
-        counter(
-            "unrouted",
-            "Requests given to workers in turn because nobody chose one, by reason.",
-            lambda: [(labels(reason=why), n) for why, n in sorted(counts.unrouted.items())],
-        ),
-        counter("pieces", "Pieces of answers that were passed on.", lambda: [("", counts.pieces)]),
-        counter(
-            "passed_on_bytes",
-            "Bytes of answers' bodies that workers sent.",
-            lambda: [("", counts.passed_on_bytes)],
-        ),
-        counter(
-            "worker_connections",
-            "Connections made to workers.",
-            lambda: [("", counts.connections_made)],
-        ),
-        gauge(
-            "open_worker_connections",
-            "Connections to a worker, idle ones among them.",
-            of_each(lambda each: len(each.open)),
-        ),
-        gauge(
-            "worker_well",
-            "1, or 0 while requests that nobody chose a worker for pass it over.",
-            of_each(lambda each: int(rotation.is_well(each))),
-        ),
-        counter(
-            "compared_prompt_tokens",
-            "Prompt tokens of the answers whose engine told how many were cached.",
-            lambda: [("", counts.compared_prompt_tokens)],
-        ),
-        counter(
-            "compared_predicted_tokens",
-            "Of these, tokens that were predicted to be cached.",
-            lambda: [("", counts.compared_predicted_tokens)],
-        ),
-        counter(
-            "compared_cached_tokens",
-            "Of these, tokens that were cached, as the engines counted.",
-            lambda: [("", counts.compared_cached_tokens)],
-        ),
-        HistogramFamily(
-            "lean_selector_gateway_first_byte_seconds",
-            "From the request to the first byte of the answer's body.",
-            lambda: [("", FIRST_BYTE_BOUNDS_S, first_byte.buckets, first_byte.total)],
-        ),
-    ]
+    return [*table({
+        "gateway_answers_total": (statuses,
+            "Answers that began, by status; those that the gateway gave itself, too."),
+        "gateway_active_requests": (lambda: counts.active, "Requests that have no end yet."),
+        "gateway_hang_ups_total": (lambda: counts.hung_up, "Clients who left before the end."),
+        "gateway_broken_answers_total": (lambda: counts.broken,
+            "Answers cut short by their worker after the first byte."),
+        "gateway_retries_total": (lambda: by("outcome", dict(sorted(counts.retries.items()))),
+            "Requests given to another worker before the first byte, by how the former failed."),
+        "gateway_stale_connections_total": (lambda: counts.stale,
+            "Requests sent again to the same worker, which had just closed a kept connection."),
+        "gateway_unrouted_total": (lambda: by("reason", dict(sorted(counts.unrouted.items()))),
+            "Requests given to workers in turn because nobody chose one, by reason."),
+        "gateway_pieces_total": (lambda: counts.pieces, "Pieces of answers that were passed on."),
+        "gateway_passed_on_bytes_total": (lambda: counts.passed_on_bytes,
+            "Bytes of answers' bodies that workers sent."),
+        "gateway_worker_connections_total": (lambda: counts.connections_made,
+            "Connections made to workers."),
+        "gateway_open_worker_connections": (of_each(lambda each: len(each.open)),
+            "Connections to a worker, idle ones among them."),
+        "gateway_worker_well": (of_each(lambda each: int(rotation.is_well(each))),
+            "1, or 0 while requests that nobody chose a worker for pass it over."),
+        "gateway_compared_prompt_tokens_total": (lambda: counts.compared_prompt_tokens,
+            "Prompt tokens of the answers whose engine told how many were cached."),
+        "gateway_compared_predicted_tokens_total": (lambda: counts.compared_predicted_tokens,
+            "Of these, tokens that were predicted to be cached."),
+        "gateway_compared_cached_tokens_total": (lambda: counts.compared_cached_tokens,
+            "Of these, tokens that were cached, as the engines counted."),
+    }), HistogramFamily(
+        "lean_selector_gateway_first_byte_seconds",
+        "From the request to the first byte of the answer's body.",
+        lambda: [("", FIRST_BYTE_BOUNDS_S, first_byte.buckets, first_byte.total)],
+    )]  # fmt: skip

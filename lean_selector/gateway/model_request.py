@@ -96,7 +96,7 @@ class ModelRequest:
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     def estimated_tokens(self) -> int:
-        """Of a prompt of which nothing is known: a file says little by its length."""
+        """The tokens of a prompt of which nothing is known: a file says little by its length."""
         if self._media:
             size = sum(map(_text_bytes_of, self.messages))
             return size // BYTES_PER_TOKEN + self._media * TOKENS_OF_MEDIA
@@ -172,7 +172,7 @@ def _parts_of(message: Raw) -> list[dict[str, object]]:
 
 
 def _text_bytes_of(message: Raw) -> int:
-    """Of a message's parts that are text."""
+    """Bytes of a message's parts that are text."""
     texts = (part.get("text") for part in _parts_of(message))
     return sum(len(text) for text in texts if isinstance(text, str))
 

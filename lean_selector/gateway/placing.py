@@ -10,7 +10,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -21,18 +21,23 @@ from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.gateway.engines import UnknownModel
 from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.prompt_shapes import NamesModel
-from lean_selector.gateway.prompts import Prompts
+from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import Resolve, connect, reason
 
-if TYPE_CHECKING:
-    from lean_selector.gateway.prompts import Routed
+log = logging.getLogger("lean_selector.gateway")
+
+CONNECT_S: Final = 5.0
+MOST_ATTEMPTS: Final = 5
+RETRY_AFTER: Final = b"retry-after: 1\r\n"
+
+_decode = msgspec.json.Decoder(NamesModel).decode
 
 
-class NobodyChose(Exception):
+class NotChosen(Exception):
     """The selector has no worker for the request: it goes to the workers in turn.
 
     `why` is a word for the metrics."""
@@ -67,9 +72,9 @@ class Chooser:
         self._overload_status = overload_status
 
     async def choose(
-        self, routed: "Routed", reservation_id: str, avoided: frozenset[int]
+        self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> WorkerLease:
-        """Chooses a worker that is not in `avoided`, and books it. Raises NobodyChose and Shed.
+        """Chooses a worker that is not in `avoided`, and books it. Raises NotChosen and Shed.
 
         A caller that cancels it holds nothing.
         """
@@ -88,16 +93,16 @@ class Chooser:
             raise Shed(self._overload_status, error.message) from None
         except SelectorError as error:
             if error.status == 503:
-                raise NobodyChose("no_worker") from None
-            raise NobodyChose("refused") from None
+                raise NotChosen("no_worker") from None
+            raise NotChosen("refused") from None
         try:
             endpoint = self._endpoint(placement.endpoint)
         except ValueError:
             selector.free(reservation_id, self._clock())
-            raise NobodyChose("no_url") from None
+            raise NotChosen("no_url") from None
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
-        return CoreLease(
+        return Reservation(
             selector,
             self._clock,
             reservation_id,
@@ -144,7 +149,7 @@ class Chooser:
         request: SelectionRequest,
         answer: "asyncio.Future[Placement | Exception]",
     ) -> None:
-        """Nobody waits any more; what was booked in the same moment is freed."""
+        """Leaves the queue; what was booked in the same moment is freed."""
         now = self._clock()
         if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
             self._selector.free(request.reservation_id, now)
@@ -155,17 +160,17 @@ class Chooser:
 def _allowed(
     partition: Partition, allowed: frozenset[int] | None, avoided: frozenset[int]
 ) -> frozenset[int] | None:
-    """Whom a request may go to; None: anybody."""
+    """The workers that a request may go to; None: any."""
     if not avoided:
         return allowed
     left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
     if not left & partition.workers.keys():
-        raise NobodyChose("all_failed")
+        raise NotChosen("all_failed")
     return left
 
 
-class CoreLease(WorkerLease):
-    """A reservation in this process."""
+class Reservation(WorkerLease):
+    """A lease that is booked at the selector."""
 
     def __init__(
         self,
@@ -199,31 +204,14 @@ class CoreLease(WorkerLease):
                 self._selector.health.report(self.worker_id, None, outcome, now)
 
 
-_decode = msgspec.json.Decoder(NamesModel).decode
-
-
 def peeked_model(body: bytes | bytearray) -> str | None:
-    """None where it is no JSON object that names one."""
+    """The model that a JSON body names; None where it is no such object."""
     if not body.startswith(b"{"):
         return None
     try:
         return _decode(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-log = logging.getLogger("lean_selector.gateway")
-
-CONNECT_S: Final = 5.0
-MOST_ATTEMPTS: Final = 5
-RETRY_AFTER: Final = b"retry-after: 1\r\n"
-
-
-class RotationLease(WorkerLease):
-    """A turn: nothing is booked, and the selector is not told how it went."""
-
-    def __init__(self, endpoint: Upstream) -> None:
-        super().__init__(endpoint)
 
 
 class Placing:
@@ -276,10 +264,9 @@ class Placing:
                     proxied.fail(404, error.message, "model_not_found")
                     return
                 self._counts.unrouted["not_known_yet"] += 1
+        none_served = f"no worker served the request; the last: {proxied.why}"
         if proxied.attempts >= MOST_ATTEMPTS:
-            proxied.fail(
-                502, f"no worker served the request; the last: {proxied.why}", "bad_gateway"
-            )
+            proxied.fail(502, none_served, "bad_gateway")
             return
         lease = proxied.lease  # of a connection that had gone stale: it is the worker's turn again
         if lease is None:
@@ -290,8 +277,7 @@ class Placing:
                 return
             if lease is None:
                 if proxied.why:
-                    message = f"no worker served the request; the last: {proxied.why}"
-                    proxied.fail(502, message, "bad_gateway")
+                    proxied.fail(502, none_served, "bad_gateway")
                 else:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
@@ -316,18 +302,18 @@ class Placing:
                 return await self._chooser.choose(
                     routed, f"{proxied.lease_id}.{proxied.attempts}", avoided
                 )
-            except NobodyChose as nobody:
-                self._counts.unrouted[nobody.why] += 1
+            except NotChosen as error:
+                self._counts.unrouted[error.why] += 1
             among = (
                 directory.may_serve(routed.model_name)
                 if routed.worker_ids is None
-                else directory.bases_of(routed.worker_ids)  # nobody else has the adapter
+                else directory.bases_of(routed.worker_ids)  # those that have the adapter
             )
         else:
             is_post = proxied.request.method == b"POST"
             among = directory.may_serve(peeked_model(proxied.request.body) if is_post else None)
         endpoint = self._rotation.next(proxied.tried, among)
-        return None if endpoint is None else RotationLease(endpoint)
+        return None if endpoint is None else WorkerLease(endpoint)
 
     async def _connected(self, endpoint: Upstream) -> ClientConnection:
         self._counts.connections_made += 1

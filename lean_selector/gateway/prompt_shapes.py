@@ -72,7 +72,7 @@ class ModelCards(msgspec.Struct):
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """Of an engine's POST /tokenize."""
+    """What an engine answers to POST /tokenize."""
 
     tokens: msgspec.Raw
 

@@ -72,7 +72,7 @@ class UsageReader:
 
 
 class AnswerReader:
-    """Of one answer with status 200. `on_ids` is told the ids at its end: JSON lists' insides."""
+    """Reads an answer with status 200. At its end `on_ids` is told the ids: JSON lists' insides."""
 
     __slots__ = (
         "_array",
@@ -135,7 +135,7 @@ class AnswerReader:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt, as the engine counted; None if it does not say."""
+        """Tokens of the prompt, as the engine counted; None if it does not say."""
         return self._usage.cached_tokens
 
     @property
@@ -217,7 +217,7 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 
 class Additions:
-    """Those of one request."""
+    """What is added to one request that is forwarded, and taken out of its answer again."""
 
     __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
 
@@ -273,7 +273,7 @@ class Additions:
         return request.with_fields(**self._fields) if self._fields else request.body
 
     def reader(self) -> AnswerReader | None:
-        """Of the answer; None where it is to pass untouched."""
+        """What reads the answer; None where it is to pass untouched."""
         if self._on_ids is None and not self._drops_usage:
             return None
         return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)
@@ -397,7 +397,7 @@ class Prompts:
     async def _served(
         self, model: str | None, tenant_id: str
     ) -> tuple[Served, str | None, frozenset[int] | None]:
-        """The model that a request names, or adapts; the adapter; who has it."""
+        """The model that a request names, or adapts; the adapter; the workers that have it."""
         if model is None:
             models = self._fleet.models(tenant_id)
             if len(models) > 1:

@@ -1,7 +1,7 @@
 """One request of a client, brought to a worker and its answer back.
 
 Owns what can happen on the way, in whatever order: the choice, the connection, the answer's pieces,
-a worker that fails, a client who hangs up; and that the lease is ended once. Waits for nothing
+a worker that fails, a client that hangs up; and that the lease is ended once. Waits for nothing
 itself: `placing` does, before the request is sent. Until the first byte of the answer's body is
 here nothing was said to the client, so another worker can still be tried; from then on pieces go
 through as they come, as fast as the client takes them.
@@ -12,20 +12,17 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
 from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
 from lean_selector.gateway.metrics import Counts
-from lean_selector.gateway.prompts import UsageReader
+from lean_selector.gateway.prompt_shapes import Unknown
+from lean_selector.gateway.prompts import Routed, UsageReader
 from lean_selector.gateway.upstreams import WorkerLease
 from lean_selector.http.client import AnswerHead, ClientConnection, UnboundedRelay
 from lean_selector.http.head import Request
 from lean_selector.http.streaming import StreamedReply
-
-if TYPE_CHECKING:
-    from lean_selector.gateway.prompt_shapes import Unknown
-    from lean_selector.gateway.prompts import Routed
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -80,7 +77,7 @@ class ProxiedRequest:
         client's authorization."""
         self.request = request
         self.request_id = request_id  # perhaps the client's own
-        self.lease_id = lease_id  # ours, and so nobody else's
+        self.lease_id = lease_id  # ours, so it is unique
         self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
         self.routed: Routed | None = None  # of a completion, once its prompt was looked at
         self.lease: WorkerLease | None = None
@@ -109,7 +106,7 @@ class ProxiedRequest:
         return monotonic() - self._began
 
     @property
-    def why_unknown(self) -> "Unknown | None":
+    def why_unknown(self) -> Unknown | None:
         """Why not all blocks of the prompt are known, if one was looked at."""
         return None if self.routed is None else self.routed.why_not
 
@@ -140,7 +137,7 @@ class ProxiedRequest:
         self._retry(REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """Nobody will answer: the client is told so."""
+        """No worker will answer: the client is told so."""
         self.placing = None
         self.status = status
         self._counts.answers[status] += 1
@@ -249,7 +246,7 @@ class ProxiedRequest:
             parts.append(_CHUNKED_LINE)
         parts.append(self.reply.begin(closes=is_unframed or (reads and is_http10)))
         parts.append(b"\r\n")
-        self.request.body = b""  # nobody else will be asked
+        self.request.body = b""  # no other worker will be asked
         if self.routed is not None:
             self.routed.body = b""
         if reads:

@@ -182,7 +182,7 @@ class RouteHandler:
         pending.on_disconnect = parked.hang_up
 
     def _told(self, selection: Selection, reservation_id: str, why_not: Unknown | None) -> Response:
-        """Of what is booked by now; what cannot be told is freed again."""
+        """The answer to what is booked by now; what cannot be told is freed again."""
         try:
             self._check_live(reservation_id)
             return worker_headers(selection, why_not)

@@ -15,9 +15,9 @@ from lean_selector.http.endpoints import Url, url_at
 
 
 class WorkerLease:
-    """Of one worker. This one books nothing; others do in their `_begun`, `_touched`, `_freed`.
+    """What a request holds of its worker, from the choice to its end: freed once, whatever happens.
 
-    Tokens are of the prompt: those that are thought to be cached there, and all of them.
+    This one, of a worker in turn, books nothing; subclasses do, in `_begun`, `_touched`, `_freed`.
     """
 
     def __init__(
@@ -27,7 +27,8 @@ class WorkerLease:
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
-        """`dp_rank` where the worker has several; `overlap_tokens` is None where nobody chose."""
+        """`dp_rank` where the worker has several; `overlap_tokens` is None where the selector
+        did not choose."""
         self.endpoint = endpoint
         endpoint.users += 1
         self.worker_id = worker_id
@@ -75,7 +76,7 @@ class Rotation:
         self.in_turn: list[Upstream] = []
 
     def endpoint(self, text: str) -> Upstream:
-        """Of a base URL, also of one that is not in turn. Raises ValueError."""
+        """The upstream of a base URL, also of one that is not in turn. Raises ValueError."""
         text = base_of(text)
         known = self.endpoints.get(text)
         if known is None:
@@ -84,8 +85,7 @@ class Rotation:
         return known
 
     def set(self, urls: Iterable[str]) -> None:
-        """Whose turn it may be from now on. Whoever was there and is no more keeps what is under
-        way."""
+        """The workers in turn from now on. One that was there and is no more keeps its requests."""
         self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
         keys = {(each.number, 0) for each in self.in_turn}
         gone = [key for key in self._health.ranks if key not in keys]
@@ -168,13 +168,13 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Every worker that was named can be chosen: a model that nobody serves is not there.
+        """Every worker that was named can be chosen: a model that none serves is not there.
         Never where none was named, because more may be found."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Base URLs of whoever may serve a model: those that do, else those of whom nothing is
-        known, else None: anybody."""
+        """Base URLs of the workers that may serve a model: those that do, else those of which
+        nothing is known, else None: any."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

@@ -427,10 +427,6 @@ class Upstream:
     def is_used(self) -> bool:
         return bool(self.open or self.users)
 
-    @property
-    def idle_count(self) -> int:
-        return len(self._idle)
-
     def kept(self) -> ClientConnection | None:
         """A connection that may be used at once: the one that was used last."""
         while self._idle:

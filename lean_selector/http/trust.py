@@ -83,7 +83,7 @@ def _token(path: str, text: bytes) -> bytes:
 class Trust:
     """Makes the TLS context when it is first needed, and anew when a file has changed.
 
-    From any thread: two at once make it twice, which harms nobody.
+    From any thread: two at once make it twice, which does no harm.
     """
 
     def __init__(
