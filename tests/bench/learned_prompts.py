@@ -19,10 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lean_selector.core.hashing import local_hashes
+from lean_selector.gateway.answers import AnswerReader
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Served
-from lean_selector.gateway.prompts import AnswerReader
 from lean_selector.wire.scalars import packed_u32
 
 BLOCK_SIZE = 16

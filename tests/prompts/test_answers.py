@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lean_selector.gateway.answers import AnswerReader, UsageReader
 from lean_selector.gateway.model_request import MOST_ID_BYTES
-from lean_selector.gateway.prompts import AnswerReader, UsageReader
 from tests.prompts.talking_engine import stream, tokens_of, whole_answer
 
 PROMPT = list(range(100, 160))

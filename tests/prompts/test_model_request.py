@@ -10,11 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
+from lean_selector.gateway.answers import Additions
 from lean_selector.gateway.engines import tokenize_body
 from lean_selector.gateway.learned_prompts import LINK_BYTES, Chain, PromptMemory
 from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
 from lean_selector.gateway.prompt_shapes import Served
-from lean_selector.gateway.prompts import Additions
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SERVED = Served("m", "default", 4, False, {})

@@ -1,0 +1,267 @@
+"""What is added to a request that is forwarded, and an engine's answer, from which it is taken out.
+
+The token ids in an answer are read on its way to the client. Works on bytes as they come, streams
+and whole answers alike: in JSON a quote inside a text is escaped, so the name of a field with a
+list of numbers behind it can be nothing else. No more is held back than the end of such a list, and
+of an event where a stream's usage is to be dropped.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import Raw
+
+from lean_selector.core.hashing import (
+    ENGINE_SALT_PREFIX,
+)
+from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
+from lean_selector.gateway.prompt_shapes import Unknown, Why
+
+_USAGE_BYTES: Final = 4096  # at the end of an answer, where its usage is
+_NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # and the bracket
+_LONGEST_NAME: Final = 24  # with some blanks
+_IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')
+_BEGINNINGS: Final = frozenset(
+    name[:length] for name in _NAMES for length in range(1, len(name) + 1)
+)
+_MOST_EVENT_BYTES: Final = 1 << 20  # a longer one is not waited for
+_USAGE_EVENT: Final = re.compile(
+    rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
+)
+_CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,15})')
+_PROMPT: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
+
+
+class UsageReader:
+    """What an answer's usage says; None where it does not. Looks at the last bytes only."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._last += data
+        if len(self._last) > 4 * _USAGE_BYTES:  # now and then: a stream comes in small pieces
+            del self._last[:-_USAGE_BYTES]
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return self._number(_CACHED)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._number(_PROMPT)
+
+    def _number(self, field: re.Pattern[bytes]) -> int | None:
+        found = field.findall(self._last)
+        return int(found[-1]) if found else None
+
+
+class AnswerReader:
+    """Reads an answer with status 200. At its end `on_ids` is told the ids: JSON lists' insides."""
+
+    __slots__ = (
+        "_array",
+        "_drops_usage",
+        "_event",
+        "_held",
+        "_is_of_prompt",
+        "_is_too_long",
+        "_on_ids",
+        "_output",
+        "_prompt",
+        "_strips",
+        "_usage",
+    )
+
+    def __init__(
+        self,
+        on_ids: Callable[[bytes | None, bytes], None] | None,
+        *,
+        strips: bool,
+        drops_usage: bool = False,
+    ) -> None:
+        """`strips`: the client did not ask for the ids, and is sent `null` for each list.
+        `drops_usage`: it did not ask for a stream's last event, which has the usage alone."""
+        self._on_ids = on_ids
+        self._strips = strips
+        self._drops_usage = drops_usage
+        self._event = b""  # the beginning of one, where any may have to be dropped
+        self._usage = UsageReader()
+        self._held = b""  # may be the beginning of a list's name
+        self._array: bytearray | None = None  # of the list that goes on
+        self._is_of_prompt = False
+        self._prompt: bytes | None = None
+        self._output: list[bytes] = []
+        self._is_too_long = False
+
+    def feed(self, data: bytes) -> bytes:
+        """What the client is sent for this piece of the answer, possibly nothing."""
+        if (
+            self._array is None
+            and not self._held
+            and b"token_ids" not in data
+            and data.endswith(b"\n")
+        ):
+            text = data
+        else:
+            text = self._without_ids(self._held + data)
+        self._usage.feed(text)
+        if not self._strips:
+            text = data
+        return self._without_usage(text) if self._drops_usage else text
+
+    def end(self) -> bytes:
+        """The answer is whole. What is still to be sent; nothing, if it was well-formed."""
+        rest = self._event + (self._held if self._strips else b"")
+        self._event = self._held = b""
+        if self._on_ids is not None and self._array is None and not self._is_too_long:
+            self._on_ids(self._prompt, b",".join(self._output))
+        return rest
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt, as the engine counted; None if it does not say."""
+        return self._usage.cached_tokens
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._usage.prompt_tokens
+
+    def _without_ids(self, data: bytes) -> bytes:
+        """`data` with `null` for each list; its end may be held back for the next piece."""
+        kept: list[bytes] = []
+        at = 0
+        self._held = b""
+        while True:
+            if self._array is not None:
+                end = data.find(b"]", at)
+                self._keep(data[at:] if end < 0 else data[at:end])
+                if end < 0:
+                    break
+                at = end + 1
+                self._close()
+            found = _IDS.search(data, at)
+            if found is None:
+                held = 0 if data.endswith(b"\n") else _beginning(data, at)
+                kept.append(data[at : len(data) - held])
+                self._held = data[len(data) - held :]
+                break
+            kept += (data[at : found.end() - 1], b"null")
+            self._is_of_prompt = found[1] is not None
+            self._array = bytearray()
+            at = found.end()
+        return b"".join(kept)
+
+    def _without_usage(self, data: bytes) -> bytes:
+        """`data` up to the end of its last event, less the event that tells the usage."""
+        data = self._event + data
+        end = data.rfind(b"\n\n") + 2
+        if end < 2:
+            end = data.rfind(b"\r\n\r\n") + 4
+            if end < 4:
+                end = 0 if len(data) < _MOST_EVENT_BYTES else len(data)
+        whole, self._event = data[:end], data[end:]
+        return _USAGE_EVENT.sub(b"", whole) if b'"usage"' in whole else whole
+
+    def _keep(self, ids: bytes) -> None:
+        assert self._array is not None
+        if len(self._array) + len(ids) > MOST_ID_BYTES:
+            self._is_too_long = True
+            self._array.clear()
+        if not self._is_too_long:
+            self._array += ids
+
+    def _close(self) -> None:
+        assert self._array is not None
+        ids, self._array = bytes(self._array), None
+        if self._is_of_prompt:
+            if self._prompt is None:
+                self._prompt = ids
+        elif ids:
+            self._output.append(ids)
+
+
+def _beginning(data: bytes, at: int) -> int:
+    """How many bytes at the end of `data[at:]` may be the beginning of a list's name."""
+    quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
+    while quote >= 0:
+        if data[quote:].translate(None, b" ") in _BEGINNINGS:
+            return len(data) - quote
+        quote = data.find(b'"', quote + 1)
+    return 0
+
+
+# As vLLM takes them: it refuses longer ones, and some characters.
+MOST_SALT_CHARACTERS: Final = 128
+_NOT_IN_SALTS: Final = frozenset("@/\\\0")
+UNMARKABLE: Final = Unknown(
+    Why.SALT, "its cache_salt cannot be marked: it is too long, or has @, /, \\ or NUL"
+)
+_TRUE: Final = Raw(b"true")
+_USAGE: Final = Raw(b'{"include_usage":true}')
+
+
+class Additions:
+    """What is added to one request that is forwarded, and taken out of its answer again."""
+
+    __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
+
+    def __init__(self) -> None:
+        self._fields: dict[str, object] = {}
+        self._on_ids: Callable[[bytes | None, bytes], None] | None = None
+        self._strips = False
+        self._drops_usage = False
+
+    def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
+        """Has the engine tell the salt in its events as one: `request.salt` becomes the salt that
+        the blocks will have there. False where they will have none although the request has.
+        """
+        salt = request.salt
+        if salt is None:
+            return True
+        if salt.startswith(ENGINE_SALT_PREFIX):
+            request.salt = salt.removeprefix(ENGINE_SALT_PREFIX) or None
+            return True
+        if not forwards:
+            request.salt = None
+            return False
+        marked = ENGINE_SALT_PREFIX + salt
+        if len(marked) > MOST_SALT_CHARACTERS or not _NOT_IN_SALTS.isdisjoint(salt):
+            request.why_not = request.why_not or UNMARKABLE
+        else:
+            self._fields["cache_salt"] = marked
+        return True
+
+    def ask_for_ids(
+        self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
+    ) -> None:
+        """`on_ids` is told the ids of the prompt, and of the answer if there is only one. Nothing
+        is asked for where that changes the answer."""
+        if request.echoes:
+            return
+        if not request.asks_for_ids:
+            self._fields["return_token_ids"] = _TRUE
+            self._strips = True
+        if request.has_one_answer:
+            self._on_ids = on_ids
+        else:
+            self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
+
+    def ask_for_usage(self, request: ModelRequest) -> None:
+        """At the end of a stream, where it is not asked for."""
+        if request.streams and not request.has("stream_options"):
+            self._fields["stream_options"] = _USAGE
+            self._drops_usage = True
+
+    def body(self, request: ModelRequest) -> bytes:
+        """To be forwarded; the caller's own where nothing is added."""
+        return request.with_fields(**self._fields) if self._fields else request.body
+
+    def reader(self) -> AnswerReader | None:
+        """What reads the answer; None where it is to pass untouched."""
+        if self._on_ids is None and not self._drops_usage:
+            return None
+        return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)
