@@ -17,7 +17,6 @@ from lean_selector.core.index.runs import (
     RunTrie,
     common_prefix,
 )
-from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 # --------------------------------------------------------------------------------------------------
@@ -293,13 +292,6 @@ class DeviceTier:
         """Whether the runs of a chain of so many blocks can still be numbered."""
         # One chain may split a run, and starts a strand per STRAND_BLOCKS.
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
-
-    def by_rank(self, sets: list[tuple[int, int]]) -> dict[RankKey, Matched]:
-        """Sets of ranks, as `match_sets` finds them, rank by rank."""
-        result: dict[RankKey, Matched] = {}
-        for blocks, mask in sets:
-            result.update(dict.fromkeys(self.ranks.keys_of(mask), Matched(blocks)))
-        return result
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
         """What ranks hold of the start of a prompt, and the runs along it.

@@ -161,12 +161,10 @@ class KvIndex:
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
         """What each rank holds of the start of a prompt. Ranks without a hit are left out."""
-        sets, path = self._device.match_sets(local_hashes)
-        result = self._device.by_rank(sets)
-        if self._lower:
-            for match, ranks in self._lower_matches.extended(sets, path, local_hashes):
-                result.update(dict.fromkeys(self._device.ranks.keys_of(ranks), match))
-        return result
+        sets, found = self.match_sets(local_hashes)
+        found += [(Matched(blocks), ranks) for blocks, ranks in sets]
+        keys_of = self._device.ranks.keys_of
+        return {key: match for match, ranks in found for key in keys_of(ranks)}
 
     def match_sets(
         self, local_hashes: bytes

@@ -137,6 +137,31 @@ class Bookings:
             partition.routed.add(key, prompt.local_hashes, sequence, now)
         self._booked[reservation_id] = partition
 
+    def book_choice(
+        self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
+    ) -> Booking:
+        """Books what was chosen here, and binds its session. Raises NotFound, Conflict, or
+        BadRequest when its session is bound elsewhere; then nothing is booked."""
+        worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
+        prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
+        if session_id is not None:
+            self.check_free(partition, reservation_id)
+            check_session(partition, session_id, worker_id, dp_rank, now)
+        booking = Booking(
+            reservation_id,
+            worker_id,
+            dp_rank,
+            prompt.lora_name,
+            tracks,
+            (chosen.effective_prefill_tokens or None) if tracks else None,
+            None,
+            chosen.expected_output_tokens,
+        )
+        self.book(partition, booking, prompt, now)
+        if session_id is not None and partition.sessions is not None:
+            partition.sessions.book(session_id, reservation_id, worker_id, dp_rank, now)
+        return booking
+
     def check_free(self, partition: Partition, reservation_id: str) -> None:
         """Raises the Conflict that booking under this id would."""
         elsewhere = self.local_holder(reservation_id)
@@ -204,23 +229,7 @@ class Bookings:
             )
         if self._dialect.claims_ids:
             self.check_unclaimed(reservation_id, partition)
-        tracks, session_id = cached.track_prefill, cached.session_id
-        if session_id is not None:
-            self.check_free(partition, reservation_id)
-            check_session(partition, session_id, worker_id, dp_rank, now)
-        booking = Booking(
-            reservation_id,
-            worker_id,
-            dp_rank,
-            cached.prompt.lora_name,
-            tracks,
-            (cached.effective_prefill_tokens or None) if tracks else None,
-            None,
-            cached.expected_output_tokens,
-        )
-        self.book(partition, booking, cached.prompt, now)
-        if session_id is not None and partition.sessions is not None:
-            partition.sessions.book(session_id, reservation_id, worker_id, dp_rank, now)
+        booking = self.book_choice(partition, cached, reservation_id, now)
         return _booked(partition, booking, worker)
 
     def check_unclaimed(self, reservation_id: str, partition: Partition) -> None:

@@ -22,7 +22,7 @@ from lean_selector.core.health.ejections import OK, REFUSED
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds, Headroom
-from lean_selector.core.load.shapes import OFF, Booking, BusyThreshold, Reservation
+from lean_selector.core.load.shapes import OFF, BusyThreshold, Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import restore
@@ -37,7 +37,6 @@ from lean_selector.core.selection.partition import Line, Parked, Partition, Plac
 from lean_selector.core.selection.scheduler import (
     NO_ENDPOINTS,
     check_pin,
-    check_session,
     check_target,
     eligible,
     least_left_to_prefill,
@@ -47,6 +46,7 @@ from lean_selector.core.selection.scheduler import (
 )
 from lean_selector.core.selection.settings import RouterSettings, Terms
 from lean_selector.core.selection.shapes import (
+    CachedSelection,
     PartitionKey,
     Placement,
     SelectionRequest,
@@ -464,29 +464,19 @@ class Selector:
             )
         prompt = request.prompt
         if request.books:
-            session_id = request.session_id
-            tracks = request.terms.track_prefill
-            booking = Booking(
-                request.reservation_id,
+            choice = CachedSelection(
                 load.worker_id,
                 load.dp_rank,
-                prompt.lora_name,
-                tracks,
-                (placement.effective_prefill_tokens or None) if tracks else None,
-                None,
+                prompt,
+                placement.effective_prefill_tokens,
                 request.expected_output_tokens,
+                request.terms.track_prefill,
+                request.session_id,
             )
             try:
-                if session_id is not None:
-                    self.bookings.check_free(partition, request.reservation_id)
-                    check_session(partition, session_id, load.worker_id, load.dp_rank, now)
-                self.bookings.book(partition, booking, prompt, now)
+                self.bookings.book_choice(partition, choice, request.reservation_id, now)
             except Conflict as error:
                 raise self.bookings.not_booked(error, request.reservation_id) from None
-            if session_id is not None and partition.sessions is not None:
-                partition.sessions.book(
-                    session_id, request.reservation_id, load.worker_id, load.dp_rank, now
-                )
         counts, isl_tokens = load.counts, prompt.isl_tokens
         counts.selections += 1
         counts.prompt_tokens += isl_tokens

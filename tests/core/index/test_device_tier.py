@@ -141,7 +141,9 @@ class DeviceTierMachine(RuleBasedStateMachine):
                 if leading := next(ends, DEPTH):
                     expected[key] = Matched(leading)
             sets, path = self.tier.match_sets(as_bytes(prompt))
-            assert self.tier.by_rank(sets) == expected
+            keys_of = self.tier.ranks.keys_of
+            found = {key: Matched(blocks) for blocks, mask in sets for key in keys_of(mask)}
+            assert found == expected
             masks = [mask for _, mask in sets]
             assert sum(masks) == sum(1 << self.ranks[key].bit for key in expected)
             for blocks, ranks in sets:
