@@ -3,7 +3,7 @@ selection_16.md 10."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.shapes import BusyThreshold
@@ -20,13 +20,14 @@ from lean_selector.core.settings import (
     EjectionSettings,
     SessionSettings,
 )
-from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.server.flags import FLAG, dyn_flag, flag, made_of
 from lean_selector.server.service_flags import Access, ServiceConfig, lazy, path, url
 
+if TYPE_CHECKING:
+    from lean_selector.gateway.prompt_shapes import PromptSettings
+
 _CACHE = SelectionCacheSettings()
 _EJECTION = EjectionSettings()
-_PROMPTS = PromptSettings(mode=Mode.OFF)
 _ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
 # Of an unknown prompt that was not seen before: some 4 000 tokens, which take an engine longer to
 # compute than to tokenize.
@@ -89,14 +90,11 @@ def _bytes(value: str) -> int:
 
 
 def _mode(value: str) -> str:
-    modes = ", ".join(mode for mode in Mode if mode is not Mode.LEARN)
-    if value.lower() == Mode.LEARN:
-        raise ValueError(
-            "learning needs the engines' answers, which do not pass here; expected one of " + modes
-        )
-    if value.lower() not in modes.split(", "):
-        raise ValueError(f"expected one of {modes}")
-    return value.lower()
+    if value.lower() in ("tokenize", "local", "off"):
+        return value.lower()
+    learns = value.lower() == "learn"
+    why = "learning needs the engines' answers, which do not pass here; " if learns else ""
+    raise ValueError(f"{why}expected one of tokenize, local, off")
 
 
 # -- the groups -----------------------------------------------------------------------------------
@@ -396,26 +394,26 @@ class Prompts:
 
     mode: str | None = flag(None, "--prompts", each=_mode)
     tokenizer: str | None = flag(None, "--prompts-tokenizer", each=path)
-    memory_mb: int = flag(
-        _PROMPTS.memory_bytes // _MEGABYTE, "--prompts-memory-mb", ge=1, le=1 << 20
-    )
+    memory_mb: int = flag(128, "--prompts-memory-mb", ge=1, le=1 << 20)
     ask_from_bytes: int | None = flag(None, "--prompts-tokenize-from", each=_bytes)
-    ask_timeout_s: float = flag(_PROMPTS.ask_timeout_s, "--prompts-tokenize-timeout-secs", ge=0.001)
+    ask_timeout_s: float = flag(2.0, "--prompts-tokenize-timeout-secs", ge=0.001)
 
     def __post_init__(self) -> None:
-        if self.mode == Mode.LOCAL and self.tokenizer is None:
+        if self.mode == "local" and self.tokenizer is None:
             raise ValueError(
                 "--prompts local needs --prompts-tokenizer: a folder with tokenizer.json"
             )
 
     @property
-    def settings(self) -> PromptSettings | None:
+    def settings(self) -> "PromptSettings | None":
         """None where raw prompts are not taken."""
         if self.mode is None:
             return None
+        from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
+
         from_bytes = self.ask_from_bytes
         if from_bytes is None:
-            from_bytes = _ASK_WHEN_LEARNING_BYTES if self.mode == Mode.LEARN else 0
+            from_bytes = _ASK_WHEN_LEARNING_BYTES if self.mode == "learn" else 0
         return made_of(
             PromptSettings,
             self,

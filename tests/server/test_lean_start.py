@@ -11,7 +11,7 @@ OFF = (
     *("wire.replica_frames", "wire.session_frames", "wire.replica_snapshot"),
     *("process.discovery_plane", "workers", "process.state_plane", "server.state_files"),
     *("process.curve_plane", "curve.gate", "process.server_tls", "http.tls"),
-    *("gateway", "process.gateway_doors", "route", "access_logs", "prompts.prompts"),
+    *("gateway", "process.gateway", "process.gateway_doors"),
     *("process.outbound_access", "http.outbound", "service.selection_16"),
     *("service.openapi", "inprocess", "client", "tools"),
 )
