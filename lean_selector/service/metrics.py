@@ -26,7 +26,6 @@ from lean_selector.http.connections import Connections
 from lean_selector.service.exposition import (
     LATENCY_BOUNDS_S,
     Families,
-    Family,
     HistogramFamily,
     LoopLag,
     RouteMeter,
@@ -62,17 +61,16 @@ def scope_labels(scope: LoadScope, **more: object) -> str:
 
 def http_families(meters: Iterable[RouteMeter]) -> Families:
     meters = list(meters)
+
+    def answers() -> Iterator[Sample]:
+        for meter in meters:
+            yield from each(meter.label, "status", meter.by_status())
+
     return [
-        Family(
-            "lean_selector_http_requests_total",
-            "counter",
-            "Answers by method, route and status; 499: the client left before its answer.",
-            lambda: [
-                sample
-                for meter in meters
-                for sample in each(meter.label, "status", meter.by_status())
-            ],
-        ),
+        *table({
+            "http_requests_total": (answers,
+                "Answers by method, route and status; 499: the client left before its answer."),
+        }),
         HistogramFamily(
             "lean_selector_http_request_duration_seconds",
             "From the complete request to its answer, time in the queue included.",
@@ -80,7 +78,7 @@ def http_families(meters: Iterable[RouteMeter]) -> Families:
                 (meter.label, LATENCY_BOUNDS_S, meter.buckets(), meter.seconds) for meter in meters
             ),
         ),
-    ]
+    ]  # fmt: skip
 
 
 def process_families(
