@@ -15,16 +15,14 @@ from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.service import logs
 from lean_selector.service.application import observed
 from lean_selector.service.gate import durable
-from lean_selector.service.lifecycle_log import TrackerLog
 from lean_selector.service.metrics import (
     connection_families,
     discovery_families,
     replica_families,
     state_families,
-    tracker_families,
 )
 from lean_selector.service.shared_handlers import discovery_routes
-from lean_selector.service.slot_tracker import SlotTrackerService
+from lean_selector.service.slot_tracker import SlotTrackerService, TrackerLog, tracker_families
 from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ request that is given a worker pays for it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from itertools import islice
 from typing import Final, Protocol
 
@@ -120,6 +119,8 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
             continue
         meant = _OTHER_NAMES.get(field.lower())
         if meant not in fields:
+            from difflib import get_close_matches  # where it is needed: rarely
+
             close = get_close_matches(field.lower(), fields, 1, 0.8)
             meant = close[0] if close else None
         if meant is not None and meant not in given:

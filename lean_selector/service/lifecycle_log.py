@@ -8,14 +8,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.tracker_rows import WorkerRow
-from lean_selector.core.trackers import Trackers
 
 _log = logging.getLogger("lean_selector.lifecycle")
 
@@ -129,28 +125,3 @@ def _worker_fields(worker: Worker) -> dict[str, object]:
         # Said of every rank; the API shows all of them.
         fields["reasons"] = worker.reasons[:3]
     return fields
-
-
-class TrackerLog:
-    """The lines of the slot tracker. Call `look` about every second."""
-
-    def __init__(self, trackers: Trackers) -> None:
-        self._trackers = trackers
-        self._workers: set[WorkerRow] = set()
-        self._expired = 0
-
-    def expired(self, count: int) -> None:
-        """A slice of what nothing was heard of for too long; said at the next look."""
-        self._expired += count
-
-    def look(self) -> None:
-        workers = set(self._trackers.workers())
-        if workers != self._workers:
-            for row in workers - self._workers:
-                _log.info("worker registered", extra=msgspec.structs.asdict(row))
-            for row in self._workers - workers:
-                _log.info("worker removed", extra=msgspec.structs.asdict(row))
-            self._workers = workers
-        if self._expired:
-            _log.info("reservations expired", extra={"count": self._expired})
-            self._expired = 0

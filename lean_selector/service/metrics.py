@@ -7,7 +7,6 @@ chose.
 """
 
 import platform
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -21,7 +20,6 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.shapes import EventKind
-from lean_selector.core.trackers import Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.service.exposition import (
     LATENCY_BOUNDS_S,
@@ -192,20 +190,6 @@ def load_families(scopes: Callable[[], Sequence[LoadScope]], now: Callable[[], f
 
 def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
     return rank[0]
-
-
-def tracker_families(trackers: Trackers, now: Callable[[], float] = time.monotonic) -> Families:
-    """All that the slot tracker knows."""
-
-    def workers() -> list[Sample]:
-        return [
-            (scope_labels(tracker, lifecycle="registered"), len(tracker.workers))
-            for tracker in trackers.in_order()
-        ]
-
-    return [*table({
-        "workers": (workers, WORKERS),
-    }), *load_families(trackers.in_order, now)]  # fmt: skip
 
 
 class PeerState(Protocol):

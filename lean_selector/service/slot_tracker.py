@@ -1,19 +1,24 @@
-"""The slot tracker: its route table and its handlers, nothing else.
+"""The slot tracker: its routes and handlers, its metrics and log lines.
 
 Handlers translate: struct in, one call into the core, struct out. Rules live in `core.trackers`,
 the checks that all routes share in `bodies`. API: the source document, slot_tracker.md 1.3, and
 both families of peer routes (decision D18).
 """
 
+import logging
 import time
 from collections.abc import Callable
+
+import msgspec
 
 from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
 from lean_selector.service.access import ADMIN, OPEN, READ, WRITE
 from lean_selector.service.bodies import DETAIL, Query
+from lean_selector.service.exposition import Families, Sample, table
 from lean_selector.service.gate import Route, plain, with_body, with_query
+from lean_selector.service.metrics import WORKERS, load_families, scope_labels
 from lean_selector.service.replies import Standing
 from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
 from lean_selector.wire.replica_shapes import PeerUrlRequest
@@ -24,6 +29,8 @@ from lean_selector.wire.slot_tracker import (
     RegisterRequest,
     UnregisterRequest,
 )
+
+_log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SlotTrackerService(ReplicaHandlers):
@@ -102,3 +109,45 @@ class SlotTrackerService(ReplicaHandlers):
         return self.trackers.potential_loads(
             body.model_name, body.group(), hashes, body.new_isl_tokens, self._clock()
         )
+
+
+# -- what observes it -----------------------------------------------------------------------------
+
+
+def tracker_families(trackers: Trackers, now: Callable[[], float] = time.monotonic) -> Families:
+    """All that the slot tracker knows."""
+
+    def workers() -> list[Sample]:
+        return [
+            (scope_labels(tracker, lifecycle="registered"), len(tracker.workers))
+            for tracker in trackers.in_order()
+        ]
+
+    return [*table({
+        "workers": (workers, WORKERS),
+    }), *load_families(trackers.in_order, now)]  # fmt: skip
+
+
+class TrackerLog:
+    """The lines of the slot tracker. Call `look` about every second."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        self._trackers = trackers
+        self._workers: set[WorkerRow] = set()
+        self._expired = 0
+
+    def expired(self, count: int) -> None:
+        """A slice of what nothing was heard of for too long; said at the next look."""
+        self._expired += count
+
+    def look(self) -> None:
+        workers = set(self._trackers.workers())
+        if workers != self._workers:
+            for row in workers - self._workers:
+                _log.info("worker registered", extra=msgspec.structs.asdict(row))
+            for row in self._workers - workers:
+                _log.info("worker removed", extra=msgspec.structs.asdict(row))
+            self._workers = workers
+        if self._expired:
+            _log.info("reservations expired", extra={"count": self._expired})
+            self._expired = 0
