@@ -1,19 +1,35 @@
 """What is off is not imported: what a plain selector and a plain slot tracker have in memory."""
 
 import re
+from importlib.util import find_spec
 
 import pytest
 
 from tests.running_service import RunningService
 
 OFF = (
-    *("process.replica_plane", "sockets.replica_mesh", "sockets.recovery", "sockets.peer_fetch"),
-    *("wire.replica_frames", "wire.session_frames", "wire.replica_snapshot"),
-    *("process.discovery_plane", "workers", "process.state_plane", "server.state_files"),
-    *("process.curve_plane", "curve.gate", "process.server_tls", "http.tls"),
-    *("gateway", "process.gateway", "process.gateway_doors"),
-    *("process.outbound_access", "http.outbound", "service.selection_16"),
-    *("service.openapi", "inprocess", "client", "tools"),
+    "lean_selector.client",
+    "lean_selector.curve.gate",
+    "lean_selector.gateway",
+    "lean_selector.http.outbound",
+    "lean_selector.http.tls",
+    "lean_selector.inprocess",
+    "lean_selector.process.curve_plane",
+    "lean_selector.process.discovery_plane",
+    "lean_selector.process.gateway",
+    "lean_selector.process.gateway_doors",
+    "lean_selector.process.outbound_access",
+    "lean_selector.process.replica_plane",
+    "lean_selector.process.server_tls",
+    "lean_selector.process.state_plane",
+    "lean_selector.server.state_files",
+    "lean_selector.service.openapi",
+    "lean_selector.service.selection_16",
+    "lean_selector.sockets.recovery",
+    "lean_selector.sockets.replica_mesh",
+    "lean_selector.tools",
+    "lean_selector.wire.replica_frames",
+    "lean_selector.workers",
 )
 
 
@@ -24,7 +40,10 @@ def test_what_is_off_is_not_imported(module: str) -> None:
         _, log = service.stop()
     imported = set(re.findall(r"\| +(lean_selector[\w.]*)$", log, re.M))
     assert len(imported) > 80
-    unwanted = tuple(f"lean_selector.{name}" for name in OFF)
-    assert [
-        n for n in sorted(imported) if f"{n}.".startswith(tuple(f"{u}." for u in unwanted))
-    ] == []
+    off = tuple(f"{name}." for name in OFF)
+    assert [name for name in sorted(imported) if f"{name}.".startswith(off)] == []
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_what_is_looked_for_exists(name: str) -> None:
+    assert find_spec(name) is not None
