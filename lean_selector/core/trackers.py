@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import (
+    Booking,
+    LoadRow,
+    PotentialLoadRow,
+    Reservation,
+    WorkerRow,
+)
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS, RANK_LIMIT, U64_MAX
 from lean_selector.core.replication.ledger import (
@@ -20,7 +26,6 @@ from lean_selector.core.replication.ledger import (
     Ledgers,
     LifecycleEvents,
 )
-from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 
 
 class Tracker:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, TypeVar
 import msgspec
 
 from lean_selector.core.errors import SelectorError
+from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.selector import Selector, restore_partition
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.core.tracker_rows import WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.state_files import (
     CATALOG,

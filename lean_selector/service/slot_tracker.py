@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
+from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
 from lean_selector.service.access import ADMIN, OPEN, READ, WRITE

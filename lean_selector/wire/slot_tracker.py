@@ -7,7 +7,7 @@ fields are ignored. Fields stand in the order in which missing ones are reported
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core.tracker_rows import WorkerRow
+from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, hashes_from_json
 
 

@@ -16,11 +16,11 @@ from lean_selector.core.errors import (
     NotFound,
     SelectorError,
 )
+from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.ledger import REPUBLISH_AFTER_S, republish_after_s
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from tests.bookings import book
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lean_selector.core.tracker_rows import WorkerRow
+from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.process.expiry_sweep import SLICE_STEPS, ExpirySweep
 from tests import bookings

@@ -9,10 +9,10 @@ import struct
 
 import pytest
 
+from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.ledger import REPLICA_GRACE_S, RESERVATION_EXPIRY_S
 from lean_selector.core.replication.shapes import ReplicaEvent
-from lean_selector.core.tracker_rows import WorkerRow
 from lean_selector.core.trackers import Tracker, Trackers
 
 LIFECYCLES = 2_000

@@ -5,6 +5,7 @@ path; what a route takes is in its row.
 from types import GenericAlias
 from typing import Any, Final
 
+from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.selection.shapes import (
     Booked,
     OverlapScores,
@@ -13,7 +14,6 @@ from lean_selector.core.selection.shapes import (
     Selection,
     WorkerRecord,
 )
-from lean_selector.core.tracker_rows import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.service.openapi.shapes import (
     DumpEntry,
     DumpEntry16,
