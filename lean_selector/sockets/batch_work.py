@@ -1,8 +1,8 @@
 """The batches of one source on their way into the index: one at a time, in order, in slices.
 
-An ordinary batch is applied as soon as it is taken. A large one, or one that nobody has seen the
-like of, is read and applied in slices of bounded work, and whoever takes the next message goes on
-with it first. Knows neither sockets nor sequence numbers. D25.
+An ordinary batch is applied as soon as it is taken. A large or unusual one is read and
+applied in slices of bounded work, to its end before the next is taken. Knows neither sockets nor
+sequence numbers. D25.
 """
 
 import logging

@@ -155,7 +155,7 @@ class KvListener:
 
     def _note_link(self) -> None:
         """A new connection is asked what it missed. Why there is none any more is logged once,
-        until there is one or another reason; who was never there may be starting."""
+        until there is one or another reason; an engine that was never there may be starting."""
         live = self._live
         if live.state is LinkState.CONNECTED:
             self._told_of = None
@@ -308,7 +308,7 @@ class KvListener:
         """One replay, of what is wanted now."""
         assert self.replay_endpoint is not None
         start = self.cursor.replay_from
-        assert start is not None, "whoever settles the cursor ends this task"
+        assert start is not None, "what settles the cursor ends this task"
         self.cursor.replay_started()
         replay = self._replay = KvReplay(
             self._links,

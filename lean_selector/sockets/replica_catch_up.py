@@ -159,7 +159,7 @@ class CatchingUp:
         """
         heard = self._sync.heard
         began = time.monotonic()
-        told: list[tuple[int, int]] = []  # who answered, and how far
+        told: list[tuple[int, int]] = []  # replicas that answered, and how far they are
         unasked: list[LiveBooking] = []
         answered = set()
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
@@ -180,7 +180,7 @@ class CatchingUp:
             and not heard.is_followed(booking.router_id, since)
         )
         closed = [heard.mended(router_id, sequence) for router_id, sequence in told]
-        if not self._failed:  # nobody else is there to be asked
+        if not self._failed:  # no other peer can be asked
             for publisher in heard.behind():
                 if publisher.router_id not in answered:
                     heard.mended(publisher.router_id, publisher.sequence)
@@ -189,7 +189,7 @@ class CatchingUp:
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
-        """What each peer knows of sessions: of two bindings the newer counts, whoever tells it."""
+        """What each peer knows of sessions: of two bindings the newer counts."""
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
@@ -204,7 +204,7 @@ class CatchingUp:
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
     ) -> AsyncIterator[tuple[str, float, T]]:
-        """Of each peer that answers: its URL, when it was asked, and what it says."""
+        """The URL of each peer that answers, when it was asked, and what it says."""
         ends = time.monotonic() + TIMEOUT_S
         urls = list(self._urls)  # peers may come and go meanwhile
         for at, url in enumerate(urls):

@@ -222,7 +222,7 @@ class ReplicaSync:
         """What this turn brought goes, however long that takes: else a load that lasts, on a busy
         processor, fills the outbox for as long. Of a burst some, and more while the time lasts."""
         outbox = self._outbox
-        if self._pub.closed:  # what is freed after the end is told to nobody
+        if self._pub.closed:  # what is freed after the end is not sent
             outbox.clear()
         due = min(len(outbox) - self._left, MAX_DUE_PER_TURN)
         ends = time.monotonic() + MAX_TURN_S
@@ -387,7 +387,7 @@ class ReplicaSync:
 
 
 def _check(endpoint: str) -> None:
-    """Refuse what is no endpoint, or one that nobody can listen on."""
+    """Refuse what is no endpoint, or one that no peer can listen on."""
     try:
         check_endpoint(endpoint)
     except ValueError as error:

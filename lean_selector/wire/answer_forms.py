@@ -1,4 +1,4 @@
-"""The two forms of an answer: JSON, and MessagePack for those who ask for it.
+"""The two forms of an answer: JSON, and MessagePack for clients that accept it.
 
 A part that is kept encoded, because it is shown often and changes rarely, is JSON text.
 """

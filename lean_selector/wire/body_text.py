@@ -196,7 +196,7 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
 
 
 def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """The same of JSON; None, too, when it has more than ASCII, or much that is slow to read."""
+    """`_decoded` for JSON; None, too, for more than ASCII, or much that is slow to read."""
     if not rest.isascii():
         return None
     if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
@@ -239,7 +239,7 @@ def _is_cut(hashes: HashList) -> bool:
 
 
 def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
-    """The same for a body that states its prompt by tokens, of 4 bytes each."""
+    """The fields of a JSON body that states its prompt by tokens, packed to 4 bytes each."""
     at, end = _list_after(body, _TOKEN_IDS, 0, len(body))
     tokens = packed_u32(bytes(body[at:end])) if end else None
     if tokens is None:
@@ -252,7 +252,7 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
 
 
 def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """The same for MessagePack with lists that are arrays of integers of 8 bytes."""
+    """MessagePack variant of `long_json_reader`: lists are arrays of integers of 8 bytes."""
     decode = msgspec.msgpack.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:

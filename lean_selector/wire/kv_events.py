@@ -142,7 +142,7 @@ def batch_slices(payload: Bytes) -> Slices:
 
 
 def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryview, int]]]:
-    """Of a batch: an array, or a map, which one vLLM revision sent; its events are not read."""
+    """Take a batch apart, unread: an array, or a map, which one vLLM revision sent."""
     count, at = count_of(data)
     if count > _MAX_FIELDS:
         raise NotABatch(f"a batch of more than {_MAX_FIELDS} fields")

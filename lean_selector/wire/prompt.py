@@ -29,12 +29,12 @@ _decode_binary_list = msgspec.msgpack.Decoder(_BINARY_LIST).decode
 
 
 def binary_form(body_type: type[Any]) -> type[Any]:
-    """The same body as MessagePack: hash lists are arrays of integers of either sign, or `bin`."""
+    """MessagePack variant of a body: hash lists are arrays of integers of either sign, or `bin`."""
     return _with_hash_lists(body_type, "Binary", _BINARY_LIST)
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
-    """The same body as short JSON, whose hash lists are decoded with it."""
+    """Variant of a body for short JSON: its hash lists are decoded with it."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
 
 

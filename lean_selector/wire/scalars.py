@@ -82,7 +82,7 @@ def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
 
 
 def packed_by_msgspec(text: bytes, kind: Literal["q", "Q", "I"]) -> bytes | None:
-    """The same of any kind that `struct` knows."""
+    """A JSON list of integers, each packed as `struct` packs this kind; None for any other text."""
     try:
         integers = _decode_integers(text)
         return packer(len(integers), kind)(*integers)
@@ -109,7 +109,7 @@ def packed_with(
 def _packed_pieces(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """The same in pieces: what is no list of integers as a whole has a piece that is none."""
+    """Parse a long text in pieces: if it is no list of integers, a piece of it is none."""
     end = text.rfind(b"]")
     if end < 0 or text[end + 1 :].strip(_BLANKS):
         return None
@@ -171,8 +171,8 @@ _decode_hashes = msgspec.json.Decoder(list[int]).decode
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     """A JSON list of signed 64-bit integers, packed.
 
-    Raises msgspec.ValidationError naming `field` for anything else: then whoever knows the whole
-    body tells text that is no JSON from a wrong shape.
+    Raises msgspec.ValidationError naming `field` for anything else: then the caller,
+    which has the whole body, tells text that is no JSON from a wrong shape.
     """
     read = packed_signed(bytes(raw))
     if read is not None:
