@@ -42,12 +42,9 @@ WORKERS: Final = "Registered workers by lifecycle."
 class LoadScope(Protocol):
     """The load state of one model and tenant."""
 
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def tenant_id(self) -> str: ...
-    @property
-    def slots(self) -> Slots: ...
+    model_name: str
+    tenant_id: str
+    slots: Slots
 
 
 def scope_labels(scope: LoadScope, **more: object) -> str:
@@ -202,14 +199,11 @@ class ReplicaCounts(Protocol):
 
     @property
     def waiting(self) -> int: ...
-    @property
-    def overflows(self) -> int: ...
-    @property
-    def undecodable(self) -> int: ...
-    @property
-    def too_big(self) -> int: ...
-    @property
-    def heard(self) -> ReplicaSequences: ...
+
+    overflows: int
+    undecodable: int
+    too_big: int
+    heard: ReplicaSequences
 
     def peer_states(self) -> Sequence[PeerState]: ...
 
@@ -268,12 +262,10 @@ class Discovery(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def error(self) -> str | None: ...
-    @property
-    def count(self) -> int | None: ...
-    @property
-    def failures(self) -> int: ...
+
+    error: str | None
+    count: int | None
+    failures: int
 
 
 class Finding(Protocol):
@@ -322,10 +314,9 @@ class Kept(Protocol):
     def writes(self) -> dict[str, int]: ...
     @property
     def failures(self) -> dict[str, int]: ...
-    @property
-    def restored(self) -> int: ...
-    @property
-    def dropped(self) -> int: ...
+
+    restored: int
+    dropped: int
 
     def size(self, name: str) -> int: ...
 
