@@ -38,7 +38,7 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
 
 
 def zmq_key(endpoint: str) -> str:
-    """The same for every spelling of an endpoint that `check_endpoint` accepts: of tcp the host in
+    """One key for every spelling of an endpoint that `check_endpoint` accepts: of tcp the host in
     lower case, and the port without zeros before it."""
     if not endpoint.startswith("tcp://"):
         return endpoint

@@ -59,7 +59,7 @@ def any_local_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> bytes:
-    """The same for tokens that are packed already, 4 bytes each, little-endian."""
+    """`local_hashes` of tokens that are packed already, 4 bytes each, little-endian."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
     if not (is_eagle or mm_hashes):

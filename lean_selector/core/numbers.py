@@ -51,5 +51,5 @@ def switch(name: str, given: object) -> bool:
 
 
 def optional(taken: Callable[[str, object], T], name: str, given: object) -> T | None:
-    """The same for one that may be None."""
+    """An argument that may be None."""
     return None if given is None else taken(name, given)

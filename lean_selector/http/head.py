@@ -109,7 +109,7 @@ class HeaderBlock:
         self.frame: LengthFrame | None = None
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
-        """The same section with other values in its varying lines; None if they need judging."""
+        """This section with other values in its varying lines; None if they need judging."""
         content_length, traceparent = self.content_length, self.traceparent
         reservation_id = self.reservation_id
         for name, value in values:
@@ -298,7 +298,7 @@ class CredentialLine:
     __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
 
     def __init__(self, section: bytes) -> None:
-        """Of a section that has credentials."""
+        """`section` has credentials."""
         self.credential: bytes | None = UNUSABLE
         self._begin = 0
         self._size = 0  # of the line, with both its line breaks

@@ -310,7 +310,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _hang_up(self) -> None:
-        """Nobody will read what is parked or queued."""
+        """Drop what is parked or queued: the client will not read it."""
         self._queue.clear()
         parked = self._parked
         if parked is not None:

@@ -222,7 +222,7 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """The same of a section with credentials: only what is left without them is remembered."""
+        """Judge a section with credentials: only what is left without them is remembered."""
         credentials = self._credentials
         # What was known is cut out of this one already: then it has two.
         is_second = credentials is not None and credentials.credential is not None

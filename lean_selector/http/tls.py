@@ -451,7 +451,7 @@ _TIME: Final = re.compile(r"(\d{4})" + r"(\d\d)" * 5 + "Z")
 
 
 def not_after_of(pem: bytes) -> int | None:
-    """Of the first certificate in a file, in seconds since 1970; None where it has no such form."""
+    """`notAfter` of the first certificate in a PEM file, in seconds since 1970, if it has one."""
     found = _PEM.search(pem)
     if found is None:
         return None

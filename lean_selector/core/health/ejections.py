@@ -22,7 +22,7 @@ IN_SERVICE, PROBATION, EJECTED = "in_service", "probation", "ejected"
 
 
 class RankHealth:
-    """Of one rank. Read it anywhere; only Ejections changes it. Times are monotonic seconds."""
+    """Health of one rank. Only Ejections changes it. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.failures = 0  # reported in a row
@@ -213,7 +213,7 @@ class Ejections:
         return changed
 
     def _heal(self, key: RankKey, health: RankHealth, at: float) -> None:
-        """Who is in service has nothing against it, but what its polls said."""
+        """Reset the failure state; keep the results of health checks."""
         if health.on_probation:
             health.on_probation, health.healed_at = False, at
         health.failures, health.was_refused = 0, False
@@ -226,7 +226,7 @@ NOT_FREE: Final = frozenset({429, 503, 529})
 
 
 def outcome_of_status(status: int) -> str | None:
-    """Of an HTTP status from 200 on, of an answer that came to its end; None: it says nothing.
+    """Outcome of a complete answer by its HTTP status, from 200 on; None: it says nothing.
 
     Who says that a request makes no sense is well.
     """

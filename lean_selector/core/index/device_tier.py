@@ -41,7 +41,7 @@ class DeviceRank:
 
 
 class DeviceRanks:
-    """Who has which bit, and whose bits in the trie count."""
+    """Which rank has which bit, and whose bits in the trie count."""
 
     __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
 
@@ -195,7 +195,7 @@ class OddNames:
         self._odd[strand] = odd | mine
 
     def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
-        """The same where nobody else holds all of the run."""
+        """Compare with holders of parts, where no other rank holds all of the run."""
         partial, mine = run.partial, 1 << rank.bit
         if partial is None or (len(partial) == 1 and rank.bit in partial):
             return True
@@ -432,7 +432,7 @@ class DeviceTier:
             self._drop_blocks(rank, run, here)
 
     def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
-        """The same for blocks of one run, `gone` being their positions in it."""
+        """Drop blocks of one run; `gone` are their positions in it."""
         held = run.held_by(rank.bit) ^ gone
         rank.blocks -= gone.bit_count()
         run.set_held(rank.bit, held)

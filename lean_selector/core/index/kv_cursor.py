@@ -105,7 +105,7 @@ class KvCursor:
 
     @property
     def held_bytes(self) -> int:
-        """Of the live batches that are kept."""
+        """Bytes of the live batches that are kept."""
         return self._held_bytes
 
     @property

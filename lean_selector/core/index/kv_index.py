@@ -169,7 +169,7 @@ class KvIndex:
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """The same as sets of ranks (`bits`) that hold equally many leading blocks on the device,
+        """`match` as sets of ranks (`bits`) that hold equally many leading blocks on the device,
         and sets of those that hold the same where a lower tier goes on.
 
         All of the sets are apart, and none is empty.

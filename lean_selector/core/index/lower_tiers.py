@@ -156,7 +156,7 @@ class Edges:
         self._discard(bit, key, child)
 
     def discard_old(self, bit: int, key: bytes, child: bytes) -> None:
-        """The same for what it held before it was cleared; it may have it again."""
+        """`discard` for what the rank held before it was cleared; it may have it again."""
         self._continuations.discard(bit, key[-8:])
         held = self._held.get(bit)
         if held is None or held.get(child) != key:
@@ -354,7 +354,7 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """The same for one whose tiers are not empty: nothing of it is seen any more.
+        """`release` of a rank whose tiers are not empty: nothing of it is seen any more.
 
         The iterator returned gives the memory back, in steps between which anything may happen.
         """

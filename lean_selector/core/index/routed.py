@@ -39,7 +39,7 @@ class RankPrompts:
 
 
 class RoutedPrompts:
-    """Of one partition. `index` shows what is believed; nobody else changes it."""
+    """Routed prompts of one partition. `index` is what they tell; only this changes it."""
 
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index
@@ -120,13 +120,13 @@ class RoutedPrompts:
             self.index.do_in_steps(self._dismantled(rank))
 
     def drop_worker(self, worker_id: int) -> None:
-        """The same for all ranks of a worker, and its bound."""
+        """Drop all ranks of a worker, and its bound."""
         self._bounds.pop(worker_id, None)
         for key in [key for key in self._ranks if key[0] == worker_id]:
             self.drop_rank(key)
 
     def abandon(self) -> None:
-        """Nobody asks any more: gives the memory back. Of no use afterwards."""
+        """Give the memory back. Of no use afterwards."""
         for key in list(self._ranks):
             self.drop_rank(key)
         self.index.abandon()

@@ -83,7 +83,7 @@ _FEW_FALLS = 64
 
 
 class Headroom:
-    """Of one partition that has a queue."""
+    """Ranks with room, for one partition that has a queue."""
 
     def __init__(self, threshold: float) -> None:
         """`threshold` is a fraction of what a worker batches at once; infinity never queues."""

@@ -175,7 +175,7 @@ class PrefillDecay:
 
 
 class RankCounts:
-    """Of one rank, since it was registered."""
+    """Sums of one rank since it was registered, which only a scrape reads."""
 
     def __init__(self) -> None:
         self.selections = 0  # requests that were given it

@@ -273,7 +273,7 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """The same as (leading blocks, set of ranks), the sets apart and as bits of `bits`."""
+        """`active_prefix` as (leading blocks, set of ranks), disjoint sets, as bits of `bits`."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:

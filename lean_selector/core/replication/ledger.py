@@ -32,7 +32,7 @@ def republish_after_s(expiry_s: float) -> float:
 
 
 class LifecycleEvents(Protocol):
-    """Who hears of what this replica did, in order."""
+    """Callbacks for what this replica did, called in order."""
 
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes

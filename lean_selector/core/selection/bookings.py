@@ -30,7 +30,7 @@ class _Entry:
 
 
 class SelectionCache:
-    """Of all partitions of one process."""
+    """Selections of all partitions that may still be booked by their ids."""
 
     def __init__(self, settings: SelectionCacheSettings) -> None:
         self._settings = settings
@@ -108,7 +108,7 @@ def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -
 
 
 class Bookings:
-    """Of all partitions of one process."""
+    """Reservations of all partitions of one process, by id."""
 
     def __init__(
         self, partitions: Mapping[PartitionKey, Partition], dialect: Dialect = API_1_3
@@ -291,7 +291,7 @@ class Bookings:
         self._booked.pop(reservation_id, None)
 
     def forget_ended(self, partition: Partition, reservations: Iterable[Reservation]) -> None:
-        """Of those that ended without a call, where they were booked."""
+        """Forget where those were booked that ended without a call."""
         for reservation in reservations:
             request_id = reservation.request_id
             if not reservation.is_replica and self._booked.get(request_id) is partition:

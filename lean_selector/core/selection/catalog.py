@@ -223,7 +223,7 @@ SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedul
 
 
 class SourceSink(Protocol):
-    """Whoever subscribes to engines. After `unsubscribe` returns, nothing more of it arrives."""
+    """Subscribes to engines. After `unsubscribe` returns, nothing more of a source arrives."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -484,7 +484,7 @@ _NAMED: Final = 4  # tenants of a model, which may have thousands
 
 
 class Refusals:
-    """Of one selector. A model is known once it had a worker."""
+    """Refused requests of one selector. A model is known once it had a worker."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog

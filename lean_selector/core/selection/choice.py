@@ -170,7 +170,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """The same by rank, also of ranks that are of no worker; those without a hit are left out."""
+    """Matches by rank, also of ranks that are of no worker; those without a hit are left out."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -212,7 +212,7 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 
 def as_sets(partition: Partition, matches: Matches) -> MatchSets:
-    """The same for matches by rank; those of ranks that are gone are left out."""
+    """Matches by rank as sets; those of ranks that are gone are left out."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -327,7 +327,7 @@ def cells(
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: Terms
 ) -> list[Cell]:
-    """The same, where a credit is taken off the blocks: down to none, but off no request's weight,
+    """The cells where a credit is taken off the blocks: down to none, but off no request's weight,
     so cells that it may lower to that are of ranks with equally many requests."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
@@ -349,7 +349,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """The same, with the favoured ranks in cells of their own, which cost that much less."""
+    """The cells with the favoured ranks in cells of their own, which cost that much less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -475,7 +475,7 @@ class Envelope:
         return math.exp(-above) if above > 0.0 else 1.0  # also if that cannot be told
 
     def _divided(self, part: Part, others: float) -> list[Part]:
-        """The same ranks in parts with closer bounds; `others` is the mass of all other parts."""
+        """A part's ranks in parts with closer bounds; `others` is the mass of all other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         enough = others * _LEFT  # or as much as was cut off

@@ -59,8 +59,8 @@ def favoured_blocks(new_blocks: float, bonus: float, factor: float) -> float:
 
 
 def taint_factor(weight: float) -> float:
-    """Of a worker, by the summed weight of its taints: below 1 where that is positive, above 1
-    where it is negative."""
+    """A worker's factor by the summed weight of its taints: below 1 where that is positive, above
+    1 where it is negative."""
     # Infinities of both signs are no preference.
     return 1.0 if math.isnan(weight) else math.exp(-math.tanh(weight))
 

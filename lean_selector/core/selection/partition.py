@@ -375,15 +375,15 @@ class Partition:
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
-        """The same for a poll of the worker of these ranks."""
+        """A health check of the worker of these ranks; returns as `report`."""
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
-        """The same for what time does."""
+        """Apply what time does to ejections; returns as `report`."""
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Who is ejected, or who is there, has changed: the one place where that has effect."""
+        """Recompute the candidates after the ranks, or the ejected ones, have changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
@@ -483,7 +483,7 @@ class Partition:
         return dropped
 
     def abandon(self) -> None:
-        """Nobody is a member any more: the memory of its indexes is given back, step by step."""
+        """Give the memory of the indexes back, step by step: the last member has left."""
         if self.routed is not None:
             self.routed.abandon()
         self.index.abandon()

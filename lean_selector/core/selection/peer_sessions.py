@@ -75,7 +75,7 @@ class PeerSessions:
         return False
 
     def give_up_waiting(self) -> None:
-        """Nobody looks for workers any more."""
+        """Drop what waits for its worker."""
         self.counts[SessionVerdict.UNKNOWN_WORKER] += self._waiting_count
         self._waiting.clear()
         self._waiting_count = 0

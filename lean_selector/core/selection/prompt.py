@@ -37,7 +37,7 @@ class Prompt:
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """The same as far as booking it needs it: with its local hashes only if it keeps them."""
+        """The part that booking needs: with its local hashes only if `keeps_blocks`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",

@@ -194,8 +194,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Of a request with a target and a pin. Raises BadRequest or Unavailable when a target that the
-    request may go to, but for its pin, is elsewhere than that: nothing else is allowed then."""
+    """Check a request with a target and a pin. Raises BadRequest or Unavailable when the request
+    might go to its target, but for its pin, and that is elsewhere."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"

@@ -160,7 +160,7 @@ class Admission:
 
 
 class WorkerHealth:
-    """Of all workers of a catalog."""
+    """Health reports and polls of all workers of a catalog."""
 
     def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
         """`admit` lets those go who waited for what came back, or may now go elsewhere."""

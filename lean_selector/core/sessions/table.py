@@ -74,7 +74,7 @@ class SessionTables:
 
 
 class SessionTable:
-    """Of one (model_name, tenant_id). A method that raises has changed nothing but what it says."""
+    """Sessions of one partition. A method that raises has changed nothing but what it says."""
 
     def __init__(self, model_name: str, tenant_id: str, shared: SessionTables) -> None:
         self._model_name = model_name
