@@ -1,7 +1,7 @@
 """Builds the gateway and runs it on the host, with a selector in this process.
 
-This module only wires. Two servers share the loop: the door, which says when to stop, and the
-selector's API, which answers until the door has drained.
+This module only wires. Two servers share the loop: the gateway's, which says when to stop, and the
+selector's API, which answers until that has drained.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         credentials.trust.context,
         parts.allowed,
     )
-    door = GatewayHandler(
+    handler = GatewayHandler(
         placing,
         rotation,
         ModelList(rotation, client, time.monotonic),
@@ -88,7 +88,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         config.selector.listen,
         "lean-selector",
     )
-    app = door if tokens is None else guarded(door, tokens, counts)
+    app = handler if tokens is None else guarded(handler, tokens, counts)
     server = HttpServer(app, front, config.listen, "gateway", StreamingProtocol)
     if tokens is not None:
         server.watch(tokens.look)
@@ -101,10 +101,10 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         api.sweep(now)
         parts.tick(now)
         directory.look()
-        door.sweep(now)
+        handler.sweep(now)
 
     async def close() -> None:
-        await door.close()
+        await handler.close()
         await prompts.close()
         api.abort()
         if doors is not None:

@@ -1,4 +1,4 @@
-"""Prompts, wired. Imported only by a door that takes raw requests."""
+"""Prompts, wired. Imported only by what takes raw requests."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from lean_selector.process.host import StartError
 
 
 def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
-    """What a door asks of the prompts of its requests. Raises StartError."""
+    """What the gateway and /route ask of the prompts of their requests. Raises StartError."""
     if settings.mode is not Mode.LOCAL:
         return Prompts(settings, fleet, client)
     assert settings.tokenizer is not None
