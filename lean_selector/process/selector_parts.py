@@ -165,6 +165,8 @@ class SelectorParts:
         )
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         self._config = config
+        if config.peers.token_file or config.peers.ca_file or config.peers.cert_file:
+            self.peer_client()  # files that cannot be used stop the start, asked for or not
         self._recovering: asyncio.Task[None] | None = None
         if peers:
             from lean_selector.sockets import recovery
