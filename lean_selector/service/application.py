@@ -31,7 +31,7 @@ class Observation:
     """What the application is told of its process. `call_soon` and `call_later` are the loop's."""
 
     service: str
-    document: str  # of `openapi.services`
+    document: str  # of `openapi.document`
     version: str
     access_log: bool
     suppressed_log_lines: Callable[[], int]
@@ -77,7 +77,7 @@ _log = logging.getLogger("lean_selector.http")
 
 
 class OpenApiRoutes:
-    """`document`: its name in `openapi.services`; `routes`: all that it tells of but this one."""
+    """`document`: its name in `openapi.document`; `routes`: all that it tells of but this one."""
 
     def __init__(
         self, document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False
