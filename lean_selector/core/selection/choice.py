@@ -24,7 +24,6 @@ from lean_selector.core.selection.shapes import SelectionRequest
 
 # --------------------------------------------------------------------------------------------------
 # Ranks that are alike to a prompt, as sets: the cells that a choice is made of.
-#
 # What a rank costs depends on its load, on how much of the prompt it holds on each tier, on how
 # much of it is active there, and on its taints. Ranks that agree in all but the load are one cell.
 # There are as many cells as the prompt has depths, however many ranks there are; a set is an int (a
@@ -369,7 +368,6 @@ def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -
 
 # --------------------------------------------------------------------------------------------------
 # A draw by weight that does not cost every rank: rejection sampling under an envelope.
-#
 # The weight of a rank is exp(-x / T), where x is its cost scaled to 0..1 over the candidates. The
 # envelope is made of parts, each some ranks of a cell and a bound that none of them outweighs: the
 # least load among them, as the order has it, gives one. A part is drawn by how many ranks it has
@@ -484,8 +482,7 @@ class Envelope:
         return self._by_load(part, enough)
 
     def _one_by_one(self, part: Part) -> list[Part]:
-        order, cell = self._order, part.cell
-        loads = [order.rank(bit) for bit in bits_of(part.ranks)]
+        cell, loads = part.cell, [self._order.rank(bit) for bit in bits_of(part.ranks)]
         return [Part(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: Part, enough: float) -> list[Part]:
