@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lean_selector import __version__
-from lean_selector.form import form
+from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lean_selector.server.selector_flags import SelectorConfig
 
     def run(config: SelectorConfig) -> None:
-        from lean_selector.process.selector import run_selector
+        from lean_selector.server.selector import run_selector
 
         run_selector(config)
 
@@ -74,7 +74,7 @@ def _gateway(arguments: Sequence[str]) -> int:
     from lean_selector.server.gateway_flags import GatewayConfig
 
     def run(config: GatewayConfig) -> None:
-        from lean_selector.process.gateway import run_gateway
+        from lean_selector.server.gateway import run_gateway
 
         run_gateway(config)
 
@@ -94,7 +94,7 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     from lean_selector.server.service_flags import TrackerConfig
 
     def run(config: TrackerConfig) -> None:
-        from lean_selector.process.slot_tracker import run_slot_tracker
+        from lean_selector.server.slot_tracker import run_slot_tracker
 
         run_slot_tracker(config)
 
@@ -127,7 +127,7 @@ def _served(
     add_flags(parser, configured, briefly="--help-all" not in arguments)
     config = load(parser, configured, arguments, os.environ)
 
-    from lean_selector.process.host import StartError
+    from lean_selector.server.host import StartError
 
     try:
         run(config)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lean_selector.form import form
+from lean_selector.build_info import form
 from loadtest.reference import NotInstalled, interpreter
 from tests.one_form import MARK, is_of_one_form
 

@@ -11,11 +11,9 @@ TESTS = Path(__file__).parent
 ONE_FORM = {
     "client": "the client library is not compiled; its calls on a service are also those of"
     " tests/inprocess and tests/services",
-    "demo": "the demo is not compiled",
     "deploy/test_manifests.py": "reads manifests; what they start is started from the image too",
     "deploy/test_recipes.py": "reads files",
     "deploy/test_unit.py": "reads a unit; what it lets through is asked of the system",
-    "doctor": "the examination of a fleet is not compiled",
     "documents/test_commands.py": "reads pages, and command lines, which are not compiled",
     "documents/test_python_examples.py": "examples of the client library",
     "loadtest": "load generators are not of the package; the compiled form has its own comparison",

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import lean_selector
-from lean_selector.form import compiled_modules
+from lean_selector.build_info import compiled_modules
 from tests.test_imports import MODULES, TREES, WITH_SHAPES
 
 CHECKOUT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ ALLOWED = {
     ("tasks.py", "supervise", "create_task"): "the task logs, counts and begins again itself",
     ("tasks.py", "watched", "create_task"): "_look_at sees to each of them",
     # tasks with an owner
-    ("process/host.py", "HttpServer.serve", "create_task"): (
+    ("server/host.py", "HttpServer.serve", "create_task"): (
         "the tick: serve waits for its end, which stops the service, and raises what it raised"
     ),
     ("gateway/placing.py", "Placing.begin", "create_task"): (

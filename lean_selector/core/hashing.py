@@ -153,7 +153,7 @@ def _unpack(hashes: bytes) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 # Whether the core runs compiled: what is quick in one form of the package is slow in the other.
 #
-# A leaf: the form of all modules, for people, is told by `lean_selector/form.py`.
+# A leaf: the form of all modules, for people, is told by `lean_selector/build_info.py`.
 
 
 def _probe() -> None:

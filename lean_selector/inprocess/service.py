@@ -29,9 +29,9 @@ from lean_selector.inprocess.dialect import (
     worker_id_of,
 )
 from lean_selector.inprocess.running import Running, config_of, texts_of
-from lean_selector.process.host import StartError
-from lean_selector.process.replica_plane import ReplicaPlane
-from lean_selector.process.selector_parts import SelectorParts
+from lean_selector.server.host import StartError
+from lean_selector.server.replication import ReplicaPlane
+from lean_selector.server.selector import SelectorParts
 from lean_selector.service.replies import LaterReply, Reply, Standing
 from lean_selector.sockets.recovery import Recovery
 from lean_selector.wire.answer_forms import json_form

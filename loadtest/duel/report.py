@@ -5,7 +5,7 @@ from html import escape
 
 import msgspec
 
-from lean_selector.form import COMPILED, PURE
+from lean_selector.build_info import COMPILED, PURE
 from loadtest.duel import index_stages as index
 from loadtest.duel.results import Results
 from loadtest.duel.stages import with_option

@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 
 import lean_selector
-from lean_selector.form import COMPILED, PURE, form
+from lean_selector.build_info import COMPILED, PURE, form
 from lean_selector.tools.service_process import HOST, START_TIMEOUT_S
 from loadtest.child_service import JSON, ROOT, ChildService, free_port, plain_environment
 from loadtest.duel.prompts import MODEL_NAME

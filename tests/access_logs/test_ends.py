@@ -26,7 +26,7 @@ from lean_selector.gateway.access_logs import (
     udp_socket,
 )
 from lean_selector.http.listener import UnixPath
-from lean_selector.process.access_log_plane import AccessLogPlane
+from lean_selector.server.gateway_routes import AccessLogPlane
 from lean_selector.server.selector_flags import AccessLogs
 from loadtest.child_service import free_port
 from tests.gates import NoEngines

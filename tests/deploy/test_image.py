@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.form import form
+from lean_selector.build_info import form
 from loadtest.child_service import ChildService, free_port, plain_environment
 from tests.deploy.recipe_commands import DEPLOY, DOCKERFILE
 from tests.running_service import DEADLINE_S, wait_until

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lean_selector import __version__
-from lean_selector.form import PURE, form
+from lean_selector.build_info import PURE, form
 from tests.running_service import wait_until
 
 LIMIT_S = 240.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.form import form
+from lean_selector.build_info import form
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.service.logs import BURST
 from tests.prometheus_tools import parsed, scrape, value

@@ -16,7 +16,7 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.process.discovery_plane import find_workers
+from lean_selector.server.discovery import find_workers
 from lean_selector.server.selector_flags import Discover
 from lean_selector.server.service_flags import Finder
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions

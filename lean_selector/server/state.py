@@ -11,8 +11,8 @@ from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.selector import Selector, restore_booking
 from lean_selector.core.trackers import Trackers
-from lean_selector.process.host import StartError, os_reason
-from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.server.host import StartError, os_reason
+from lean_selector.server.replication import ReplicaPlane
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.server.state_catalog import (
     OtherService,

@@ -7,10 +7,15 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
-from lean_selector.process.access import tokens_of
-from lean_selector.process.expiry_sweep import ExpirySweep
-from lean_selector.process.exposure import exposure_warnings
-from lean_selector.process.host import HttpServer, new_zmq_context, observation, run
+from lean_selector.server.host import (
+    ExpirySweep,
+    HttpServer,
+    exposure_warnings,
+    new_zmq_context,
+    observation,
+    run,
+    tokens_of,
+)
 from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.service import logs
 from lean_selector.service.application import observed
@@ -26,7 +31,7 @@ from lean_selector.service.slot_tracker import SlotTrackerService, TrackerLog, t
 from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:
-    from lean_selector.process.replica_plane import ReplicaPlane
+    from lean_selector.server.replication import ReplicaPlane
     from lean_selector.server.state_persister import Persister
     from lean_selector.workers.discoveries import Discoveries
 
@@ -61,7 +66,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
 
     plane: ReplicaPlane | None = None
     if config.replica.endpoint is not None:
-        from lean_selector.process import replica_plane
+        from lean_selector.server import replication as replica_plane
 
         plane = replica_plane.ReplicaPlane(
             context,
@@ -77,13 +82,13 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     )
     finding: Discoveries | None = None
     if config.replica.discover and plane is not None:
-        from lean_selector.process.discovery_plane import tracker_discoveries
+        from lean_selector.server.discovery import tracker_discoveries
 
         finding = tracker_discoveries(config, plane, links)
     service = SlotTrackerService(trackers, plane=plane)
     persister: Persister | None = None
     if config.state.path is not None:
-        from lean_selector.process.state_plane import keep_trackers
+        from lean_selector.server.state import keep_trackers
 
         persister = keep_trackers(config, trackers, plane, finding)
     routes = (

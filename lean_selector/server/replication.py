@@ -26,8 +26,8 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.process.host import StartError
-from lean_selector.process.outbound_access import credentials_of
+from lean_selector.server.host import StartError
+from lean_selector.server.outbound import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
@@ -111,7 +111,7 @@ class ReplicaPlane:
         self._on_applied = on_applied
         gate = None
         if config.replica_keys.secret_key_file is not None:
-            from lean_selector.process.curve_plane import replica_gate
+            from lean_selector.server.keys import replica_gate
 
             gate = replica_gate(context, config.replica_keys)
         try:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.process.exposure import exposure_warnings, is_beyond_loopback
+from lean_selector.server.host import exposure_warnings, is_beyond_loopback
 
 
 @pytest.mark.parametrize(

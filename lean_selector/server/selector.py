@@ -1,13 +1,12 @@
-"""All that a selector consists of but its listener, made and taken down again.
+"""When the approximate index forgets: a little after each block's time, never before it.
 
-Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects and
-hands each the two or three others that it uses (decision D14).
+Asked to more often than the host's tick where that would be late for what is to live but seconds.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -18,14 +17,41 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.shapes import PartitionKey
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
-from lean_selector.process.expiry_sweep import ExpirySweep
-from lean_selector.process.routed_expiry import RoutedExpiry
+from lean_selector.http.connections import Connections
+from lean_selector.http.head import Limits
+from lean_selector.http.protocol import App
+from lean_selector.server.host import (
+    ExpirySweep,
+    HttpServer,
+    exposure_warnings,
+    new_zmq_context,
+    observation,
+    run,
+    tokens_of,
+)
 from lean_selector.server.selector_flags import SelectorConfig
+from lean_selector.service import logs
+from lean_selector.service.access import AccessTokens
+from lean_selector.service.application import observed
+from lean_selector.service.exposition import AnyFamily
 from lean_selector.service.gate import durable
+from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.lifecycle_log import SelectorLog
+from lean_selector.service.metrics import (
+    connection_families,
+    discovery_families,
+    replica_families,
+    state_families,
+)
 from lean_selector.service.selection import SHUTDOWN, DumpAnswers, SelectionService
+from lean_selector.service.selector_metrics import (
+    selection_cache_families,
+    selection_families,
+    session_families,
+)
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.sockets.ingest_turns import IndexSweeps
@@ -33,18 +59,66 @@ from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.tasks import supervise
 
-# Of each model, twice a second: 5 ms at most.
-SESSION_STEPS = 1_000
-
 if TYPE_CHECKING:
     from lean_selector.core.selection.peer_sessions import PeerSessions
     from lean_selector.core.selection.shapes import WorkerSpec
     from lean_selector.http.outbound import OutboundClient
-    from lean_selector.process.replica_plane import ReplicaPlane
+    from lean_selector.server.gateway_routes import GatewayDoors
+    from lean_selector.server.replication import ReplicaPlane
     from lean_selector.server.state_persister import Persister
     from lean_selector.sockets.recovery import Recovery
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
+
+_MOST_LATE_S = 0.5
+_LATE = 1 / 40  # of the time that a block lives
+_LEAST_S = 0.01
+
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
+
+
+class RoutedExpiry:
+    """Of all partitions; only from the thread of the loop."""
+
+    def __init__(
+        self,
+        partitions: Mapping[PartitionKey, Partition],
+        ttl_s: float,
+        call_later: CallLater,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ttl_s` above 0; `call_later` is the loop's."""
+        self.interval_s = min(_MOST_LATE_S, max(_LEAST_S, ttl_s * _LATE))
+        self._partitions = partitions
+        self._call_later = call_later
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = self._call_later(self.interval_s, self._turn)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _turn(self) -> None:
+        self.start()
+        now = self._clock()
+        for partition in list(self._partitions.values()):
+            if partition.routed is not None:
+                partition.routed.expire(now)
+
+
+# -- selector parts ------------------------------------------------------------------------------
+#
+# All that a selector consists of but its listener, made and taken down again.
+#
+# Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects
+# and hands each the two or three others that it uses (decision D14).
+
+# Of each model, twice a second: 5 ms at most.
+SESSION_STEPS = 1_000
 
 
 class SelectorParts:
@@ -61,7 +135,7 @@ class SelectorParts:
         allowed = self.allowed = config.endpoints.rules
         engine_keys = None
         if config.engine_keys.server_keys_file is not None:
-            from lean_selector.process.curve_plane import engine_client_keys
+            from lean_selector.server.keys import engine_client_keys
 
             engine_keys = engine_client_keys(config.engine_keys)
         links = self._links = Links(context, allowed=allowed, engine_keys=engine_keys)
@@ -91,7 +165,7 @@ class SelectorParts:
         plane: ReplicaPlane | None = None
         tables: SessionTables | None = None  # None: of no replica
         if config.replica.endpoint is not None:
-            from lean_selector.process import replica_plane
+            from lean_selector.server import replication as replica_plane
 
             plane = replica_plane.ReplicaPlane(
                 context,
@@ -108,7 +182,7 @@ class SelectorParts:
         self.plane = plane
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
-            from lean_selector.process.endpoint_rules import worker_check
+            from lean_selector.server.outbound import worker_check
 
             check_worker = worker_check(allowed)
         self.selector = selector = Selector(
@@ -132,7 +206,7 @@ class SelectorParts:
                 plane.sessions = self.sessions
         self.finding: Discoveries | None = None
         if config.discover.targets or config.replica.discover:
-            from lean_selector.process.discovery_plane import selector_discoveries
+            from lean_selector.server.discovery import selector_discoveries
 
             self.finding = selector_discoveries(config, selector, subscriptions, plane, links)
         peers = config.index.recover_from if config.settings.use_kv_events else []
@@ -156,7 +230,7 @@ class SelectorParts:
         )
         self.persister: Persister | None = None
         if config.state.path is not None:
-            from lean_selector.process.state_plane import keep_selector
+            from lean_selector.server.state import keep_selector
 
             self.persister = keep_selector(config, selector, plane, self.finding, self._state)
         routes = (
@@ -179,7 +253,7 @@ class SelectorParts:
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.health.interval_s is not None:
-            from lean_selector.process.outbound_access import engine_client
+            from lean_selector.server.outbound import engine_client
             from lean_selector.workers import polls
 
             client = engine_client(config.engines, links.resolver.resolve, allowed)
@@ -204,7 +278,7 @@ class SelectorParts:
     def peer_client(self) -> "OutboundClient":
         """For requests to peers. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
-        from lean_selector.process.outbound_access import credentials_of
+        from lean_selector.server.outbound import credentials_of
 
         return OutboundClient(self.resolve, credentials_of(self._config.peers))
 
@@ -275,3 +349,106 @@ def start_recovery(recovery: "Recovery", state: ServiceState) -> "asyncio.Task[N
         await recovery.forget_unclaimed()
 
     return supervise("recovery", recover, again=False)
+
+
+# -- selector ------------------------------------------------------------------------------------
+#
+# Serves the selection service over HTTP on the host, with the doors for gateways beside it.
+#
+# What it consists of is made in `selector_parts`, here it gets its listener.
+
+
+def run_selector(config: SelectorConfig) -> None:
+    """Runs the selection service until it is told to stop. Raises StartError."""
+    exposed = exposure_warnings(
+        config.listen.host,
+        asks_who=config.listen.is_guarded,
+        has_allowed=bool(config.endpoints.allowed),
+    )
+    warnings = [*config.warnings, *exposed]
+    run(config, config.listen, lambda log_state: _selector(config, log_state), warnings)
+
+
+async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
+    """The selector, served over HTTP."""
+    loop = asyncio.get_running_loop()
+    tokens = tokens_of(config.listen)
+    context = new_zmq_context()
+    parts = SelectorParts(config, context)
+    doors = doors_of(config, parts)
+    connections = Connections(
+        loop.call_soon, Limits(), max_connections=config.listen.max_connections
+    )
+    app = selector_app(config, parts, connections, log_state, doors, tokens=tokens)
+    server = HttpServer(app, connections, config.listen)
+    if tokens is not None:
+        server.watch(tokens.look)
+    await server.start()
+    parts.start()
+
+    async def close() -> None:
+        if doors is not None:
+            await doors.close()
+        await parts.close()
+
+    await server.serve(parts.tick, parts.refuse_new, close)
+    context.destroy(linger=0)
+
+
+def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | None":
+    """What gateways are offered besides the API, if anything. Raises StartError."""
+    if not config.access_logs.places and config.prompts.settings is None:
+        return None
+    from lean_selector.server.gateway_routes import GatewayDoors
+    from lean_selector.server.outbound import engine_client
+
+    # What gateways are told is the same in every dialect.
+    service = SelectionService(
+        parts.selector,
+        dump=parts.dumps.answer,
+        sources=parts.subscriptions,
+        state=ServiceState(),
+        call_later=asyncio.get_running_loop().call_later,
+    )
+    return GatewayDoors(
+        service,
+        config.access_logs,
+        config.prompts.settings,
+        lambda: engine_client(config.engines, parts.resolve, parts.allowed),
+    )
+
+
+def selector_app(
+    config: SelectorConfig,
+    parts: SelectorParts,
+    connections: Connections,
+    log_state: logs.LogState,
+    doors: "GatewayDoors | None",
+    more: Sequence[AnyFamily] = (),
+    tokens: AccessTokens | None = None,
+) -> App:
+    """The selector's API; `more` are metrics of what else runs in this process, `tokens` those that
+    are asked for."""
+    is_16 = config.settings.dialect == API_1_6
+    return observed(
+        (*parts.routes, *(() if doors is None else doors.routes())),
+        lambda meters: [
+            *selection_families(
+                parts.selector, parts.subscriptions, meters, config.overload_status
+            ),
+            *selection_cache_families(parts.selector.selections),
+            *replica_families(parts.plane),
+            *session_families(
+                lambda: list(established(parts.selector.catalog, None, None)), parts.sessions
+            ),
+            *connection_families(connections),
+            *discovery_families(parts.finding),
+            *state_families(parts.persister),
+            *([] if doors is None else doors.families()),
+            *more,
+        ],
+        observation("selector", config.listen, log_state, "selector_16" if is_16 else "selector"),
+        config.overload_status,
+        refusal_lines,
+        tokens,
+    )

@@ -1,11 +1,9 @@
-"""What a service runs on: sockets that listen, a clock that ticks, signals, a stop in order.
-
-Knows no service: it is given an app, and whom to call when (decision D14 for the stop).
-"""
+"""Who can reach us, as far as the address that we bind tells."""
 
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import os
 import resource
@@ -21,18 +19,112 @@ import zmq
 import zmq.asyncio
 
 from lean_selector import __version__
-from lean_selector.form import form
+from lean_selector.build_info import form
 from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
 from lean_selector.server.service_flags import Listen, TlsFiles
 from lean_selector.service import logs
+from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import Observation
 from lean_selector.tasks import failed, failures, watch_process
 
 if TYPE_CHECKING:
-    from lean_selector.process.server_tls import ServerTls
+    from lean_selector.server.tls import ServerTls
+
+
+def is_beyond_loopback(host: str) -> bool:
+    """Whether others than this machine reach what is bound to `host`, the text of --host; a name
+    but `localhost` counts as if they did."""
+    if host.lower().rstrip(".") == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True
+
+
+def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
+    """What a stranger could make a service do that is bound to `host`. `asks_who`: who
+    calls must have a token, or a certificate; `has_allowed`: endpoints are held against a list."""
+    if asks_who or not is_beyond_loopback(host):
+        return []
+    if has_allowed:
+        return [
+            f"whoever reaches --host {host} can call every route: give --auth-token-file, or bind "
+            "127.0.0.1"
+        ]
+    return [
+        f"whoever reaches --host {host} can register workers and peers, and so make this process "
+        "connect to any endpoint: give --auth-token-file or --allow-endpoint, or bind 127.0.0.1"
+    ]
+
+
+# -- expiry sweep --------------------------------------------------------------------------------
+#
+# Expiry in slices of the loop's turns: it keeps up with any rate, and nobody else waits long.
+#
+# One slice a turn until nothing is overdue, so that the loop looks at its sockets in between. What
+# is booked meanwhile is overdue one day too, and a turn may have booked more than a slice has
+# steps: so a slice drops at least twice as many as the turn before it booked, and a backlog shrinks
+# however fast it is fed. Dropping is the cheaper of the two.
+
+# About a millisecond and a half, with what is published to peers: a request meets this pause.
+SLICE_STEPS = 250
+
+CallSoon = Callable[[Callable[[], None]], object]
+
+
+class ExpirySweep:
+    """Only from the thread of the loop."""
+
+    def __init__(
+        self,
+        expire: Callable[[float, int], int],
+        arrived: Callable[[], int],
+        call_soon: CallSoon,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`expire` drops what is overdue at a time, in at most so many steps, and says how many it
+        took: as many as it might means that more may be left. `arrived` counts what was booked,
+        ever; `call_soon` is the loop's."""
+        self._expire = expire
+        self._arrived = arrived
+        self._call_soon = call_soon
+        self._clock = clock
+        self._arrived_before = 0
+        self._is_scheduled = False
+        self._is_stopped = False
+
+    def begin(self) -> None:
+        """Call it about every second: takes the first slice now, the others in turns to come."""
+        if not self._is_scheduled:
+            self._arrived_before = self._arrived()
+            self._slice()
+
+    def stop(self) -> None:
+        """No slice is begun any more."""
+        self._is_stopped = True
+
+    def _slice(self) -> None:
+        self._is_scheduled = False
+        if self._is_stopped:
+            return
+        arrived = self._arrived()
+        # A partition that went took its count along: then the difference says nothing.
+        steps = max(SLICE_STEPS, 2 * (arrived - self._arrived_before))
+        self._arrived_before = arrived
+        if self._expire(self._clock(), steps) >= steps:
+            self._is_scheduled = True
+            self._call_soon(self._slice)
+
+
+# -- host ----------------------------------------------------------------------------------------
+#
+# What a service runs on: sockets that listen, a clock that ticks, signals, a stop in order.
+#
+# Knows no service: it is given an app, and whom to call when (decision D14 for the stop).
 
 log = logging.getLogger("lean_selector.server")
 
@@ -158,7 +250,7 @@ class HttpServer:
         log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
 
     def _server_tls(self, files: TlsFiles) -> "ServerTls":
-        from lean_selector.process.server_tls import ServerTls
+        from lean_selector.server.tls import ServerTls
 
         try:
             return ServerTls(files, self.connections, self._protocol)
@@ -290,3 +382,21 @@ def os_reason(error: OSError) -> str:
     if isinstance(error, socket.gaierror):  # numbers of their own
         return error.strerror or str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
+
+
+# -- access --------------------------------------------------------------------------------------
+#
+# The tokens that a service asks for.
+
+
+def tokens_of(listen: Listen) -> AccessTokens | None:
+    """None where none are asked for. Raises StartError."""
+    path = listen.auth_token_file
+    if path is None:
+        return None
+    try:
+        return AccessTokens(path)
+    except OSError as error:
+        raise StartError(f"--auth-token-file: {os_reason(error)}: {path}") from None
+    except ValueError as error:
+        raise StartError(f"--auth-token-file: {error}") from None

@@ -137,9 +137,9 @@ def test_without_its_flags_there_is_no_door_and_nothing_of_it_is_imported() -> N
     with RunningService() as service:
         assert service.post("/route/v1/completions", {"model": "m", "prompt": "hello"})[0] == 404
     script = (
-        "import sys, lean_selector.cli, lean_selector.process.selector;"
+        "import sys, lean_selector.cli, lean_selector.server.selector;"
         "print([n for n in sys.modules if n.startswith(('lean_selector.gateway.', "
-        "'lean_selector.process.gateway_doors'))])"
+        "'lean_selector.server.gateway_routes'))])"
     )
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True

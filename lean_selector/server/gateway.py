@@ -15,14 +15,11 @@ from lean_selector.gateway.upstreams import Directory, Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.streaming import StreamingProtocol
-from lean_selector.process.access import tokens_of
-from lean_selector.process.exposure import exposure_warnings
-from lean_selector.process.host import HttpServer, new_zmq_context, run
-from lean_selector.process.outbound_access import credentials_of, engine_client
-from lean_selector.process.prompt_plane import prompts_of
-from lean_selector.process.selector import doors_of, selector_app
-from lean_selector.process.selector_parts import SelectorParts
 from lean_selector.server.gateway_flags import GatewayConfig
+from lean_selector.server.gateway_routes import prompts_of
+from lean_selector.server.host import HttpServer, exposure_warnings, new_zmq_context, run, tokens_of
+from lean_selector.server.outbound import credentials_of, engine_client
+from lean_selector.server.selector import SelectorParts, doors_of, selector_app
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
 

@@ -7,7 +7,7 @@ import pytest
 
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.trackers import Trackers
-from lean_selector.process.expiry_sweep import SLICE_STEPS, ExpirySweep
+from lean_selector.server.host import SLICE_STEPS, ExpirySweep
 from tests import bookings
 from tests.driven_selector import DrivenSelector
 

@@ -12,9 +12,9 @@ from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
-from lean_selector.process.host import StartError
-from lean_selector.process.outbound_access import engine_client
-from lean_selector.process.replica_plane import ReplicaPlane
+from lean_selector.server.host import StartError
+from lean_selector.server.outbound import engine_client
+from lean_selector.server.replication import ReplicaPlane
 from lean_selector.server.selector_flags import Discover, SelectorConfig
 from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
 from lean_selector.service.header_warnings import Sources, registration_warnings

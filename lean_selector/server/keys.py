@@ -14,7 +14,7 @@ from lean_selector.curve.keys import (
     read_list,
     read_pair,
 )
-from lean_selector.process.host import StartError
+from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import EngineKeys
 from lean_selector.server.service_flags import ReplicaKeys
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.selection.shapes import PartitionKey
-from lean_selector.process.routed_expiry import RoutedExpiry
+from lean_selector.server.selector import RoutedExpiry
 from tests.driven_selector import DrivenSelector
 
 

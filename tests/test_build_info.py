@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector import form
+from lean_selector import build_info as form
 
 # A library of two compiled modules, as mypyc builds it, and a package with one of them compiled.
-LIBRARY = "init_lean_selector___core___errors = init_lean_selector___core___limits = None\n"
+LIBRARY = "init_lean_selector___core___errors = init_lean_selector___core___numbers = None\n"
 
 
-def told(*, path: Path, script: str = "from lean_selector.form import form; print(form())") -> str:
+def told(
+    *, path: Path, script: str = "from lean_selector.build_info import form; print(form())"
+) -> str:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(path)!r}); {script}"],
         capture_output=True,
@@ -24,7 +26,7 @@ def told(*, path: Path, script: str = "from lean_selector.form import form; prin
 
 def test_sources_without_a_library_are_pure(tmp_path: Path) -> None:
     without = f"import sys; sys.modules[{form._LIBRARY!r}] = None; "
-    script = without + "from lean_selector.form import form; print(form())"
+    script = without + "from lean_selector.build_info import form; print(form())"
     assert told(path=tmp_path, script=script) == "pure"
 
 
@@ -44,7 +46,7 @@ def test_sources_over_a_compiled_installation_are_what_they_are(
 
 
 def test_a_module_is_judged_by_what_was_loaded_of_it_or_would_be() -> None:
-    assert not form._is_compiled("lean_selector.form")
+    assert not form._is_compiled("lean_selector.build_info")
     assert not form._is_compiled("xml.dom.minidom")  # not loaded
     assert not form._is_compiled("lean_selector.no_such_module")
     assert form._is_compiled("msgspec._core")

@@ -1,1 +1,0 @@
-"""The processes: command lines read, services wired, listened on and stopped."""

@@ -1,0 +1,156 @@
+"""Wires POST /route, access logs, and the prompts that /route and the gateway read."""
+
+import importlib
+import socket
+import time
+from collections.abc import Callable
+
+from lean_selector.core.selection.selector import Selector
+from lean_selector.gateway.access_logs import (
+    LineReader,
+    LogEnds,
+    Senders,
+    access_log_families,
+    is_loopback,
+    place_of,
+    udp_socket,
+    warn_of_a_short_queue,
+)
+from lean_selector.gateway.engines import CatalogFleet, Fleet, Tokenizer
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
+from lean_selector.gateway.prompts import Prompts
+from lean_selector.gateway.route import RouteHandler
+from lean_selector.http.listener import UnixPath
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.server.host import StartError, os_reason
+from lean_selector.server.selector_flags import AccessLogs
+from lean_selector.service.exposition import Families
+from lean_selector.service.gate import Route
+from lean_selector.service.metrics import prompt_families
+from lean_selector.service.selection import SelectionService
+
+
+def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
+    """What the gateway and /route ask of the prompts of their requests. Raises StartError."""
+    if settings.mode is not Mode.LOCAL:
+        return Prompts(settings, fleet, client)
+    assert settings.tokenizer is not None
+    try:
+        module = importlib.import_module("lean_selector.gateway.local_tokenizer")
+        local: Tokenizer = module.LocalTokenizer(settings.tokenizer, settings.ask_timeout_s)
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"--prompts local needs the package `{error.name}`: "
+            'pip install "lean-selector[tokenizers]"'
+        ) from None
+    except ValueError as error:
+        raise StartError(f"--prompts-tokenizer: {error}") from None
+    return Prompts(settings, fleet, client, local)
+
+
+# -- access log plane ----------------------------------------------------------------------------
+#
+# Wires what reads access logs: sockets bound, lines taken, all closed again.
+
+
+class AccessLogPlane:
+    """Reads from when it is made until it is closed."""
+
+    def __init__(self, config: AccessLogs, selector: Selector, clock: Callable[[], float]) -> None:
+        """Raises StartError."""
+        self.ends = LogEnds(selector.free, selector.health, clock)
+        self._paths: list[UnixPath] = []
+        self._readers: list[LineReader] = []
+        senders = Senders(config.allowed)
+        try:
+            for text in config.places:
+                bound = self._bound(text, config)
+                self._readers.append(LineReader(bound, self.ends.take, self.ends.refuse, senders))
+        except BaseException:
+            self.close()
+            raise
+
+    def _bound(self, text: str, config: AccessLogs) -> socket.socket:
+        place = place_of(text)
+        try:
+            if place.path is None:
+                bound = udp_socket(place.host, place.port)
+                if not config.allowed and not is_loopback(bound.getsockname()[0]):
+                    bound.close()
+                    raise StartError(
+                        f"--lifecycle-from {text}: this is no loopback address, and who can write "
+                        "there can free and eject workers: name who may with --lifecycle-allow"
+                    )
+                return bound
+            warn_of_a_short_queue(text)
+            path = UnixPath(place.path, socket.SOCK_DGRAM)
+            bound = path.take()
+        except OSError as error:
+            raise StartError(f"{os_reason(error)}: {text}") from None
+        self._paths.append(path)
+        return bound
+
+    def families(self) -> Families:
+        return access_log_families(self.ends, lambda: self._readers)
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.let_go()
+        for reader in self._readers:
+            reader.close()
+
+
+# -- gateway doors -------------------------------------------------------------------------------
+#
+# What gateways are offered besides the API: POST /route, and the reading of their access logs.
+#
+# Imported only where one of them is asked for.
+
+
+class GatewayDoors:
+    """Both, or either; logs are read from when it is made until it is closed."""
+
+    def __init__(
+        self,
+        service: SelectionService,
+        access_logs: AccessLogs,
+        prompts: PromptSettings | None,
+        new_client: Callable[[], OutboundClient],
+    ) -> None:
+        """`new_client` makes what asks engines. Raises StartError; then nothing is open."""
+        selector = service.selector
+        self._prompts: Prompts | None = None
+        if prompts is not None:
+            self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), new_client())
+        self._logs: AccessLogPlane | None = None
+        if access_logs.places:
+            self._logs = AccessLogPlane(access_logs, selector, time.monotonic)
+        self._route: RouteHandler | None = None
+        if self._prompts is not None:
+            self._route = RouteHandler(
+                self._prompts,
+                service.select_and_reserve,
+                lambda reservation_id: selector.free(reservation_id, time.monotonic()),
+                _never if self._logs is None else self._logs.ends.has_ended,
+            )
+
+    def routes(self) -> tuple[Route, ...]:
+        return () if self._route is None else self._route.routes()
+
+    def families(self) -> Families:
+        of_prompts = [] if self._prompts is None else prompt_families(self._prompts.unknown)
+        of_logs = [] if self._logs is None else self._logs.families()
+        return [*of_prompts, *of_logs]
+
+    async def close(self) -> None:
+        if self._route is not None:
+            await self._route.close()
+        if self._prompts is not None:
+            await self._prompts.close()
+        if self._logs is not None:
+            self._logs.close()
+
+
+def _never(reservation_id: str) -> bool:
+    """No end is told where no log is read."""
+    return False
