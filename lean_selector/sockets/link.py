@@ -32,12 +32,6 @@ from zmq.utils.monitor import parse_monitor_message
 from lean_selector.curve.keys import CurveClient, give_keys
 from lean_selector.sockets.links import MAX_BACKLOG_BYTES, Links
 from lean_selector.sockets.lookups import Address
-from lean_selector.sockets.probes import (
-    error_text,
-    other_mechanism,
-    why_no_handshake,
-    why_unreachable,
-)
 from lean_selector.sockets.resolver import numeric
 from lean_selector.tasks import supervise
 
@@ -54,10 +48,13 @@ RECONNECT_MAX_MS: Final = 450
 _RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; pyzmq has no name for it everywhere
 HANDSHAKE_S = 5.0
 CONNECT_MS: Final = 5_000  # of each of libzmq's
-# Why an attempt still goes on is looked into after 0.1 s, and then ever more rarely: each time is
-# a connection of our own. A name is asked again after RETRY_LIMIT_S at most.
+# Why an attempt still goes on is asked after 0.1 s, and then ever more rarely, by a connection of
+# our own. A name is looked up again each RETRY_LIMIT_S; where it has several addresses, libzmq
+# tries one, and we look whether something listens at the others.
 LOOK_FIRST_S = 0.1
 LOOK_LIMIT_S = 60.0
+OTHERS_S = 0.3
+_PROBE_S = 1.0
 # A host that is gone is noticed within 20 s. No ZMTP heartbeats, whatever the reference does: a SUB
 # that sends them while its queue is full for longer than their time-out aborts the process when it
 # is read again (libzmq 4.3.5, issue 4767).
@@ -79,7 +76,10 @@ _TCP_ADDRESS = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.\-:%;\[\]_*]*:[0-9]+\Z", re
 _MAX_PATH = 107  # of a UNIX socket
 
 _NOW: Final = int(zmq.DONTWAIT)
-_OTHER_MECHANISM: Final = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+# What ZMTP 3 begins with, signature and version; then come mechanism, side and filler. A client
+# that sends so much is sent all; one that asks for another mechanism may be cut off first.
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+_GREETING_BYTES: Final = 64
 # Never MONITOR_STOPPED, which can block `disable_monitor`.
 _EVENTS: Final = (
     zmq.Event.CONNECTED
@@ -105,13 +105,12 @@ _OPTIONS: Final = {
 _monitors = itertools.count()
 
 
-class ConnectionFailed(Exception):
-    """There is no connection; the message is one clear line. `is_vague`: the server may have
-    another key than the one that was tried, or be of another kind altogether."""
+class _ListensElsewhere(OSError):
+    """Something listens at another address of the name."""
 
-    def __init__(self, message: str, *, is_vague: bool = False) -> None:
-        super().__init__(message)
-        self.is_vague = is_vague
+    def __init__(self, address: Address) -> None:
+        super().__init__("another address of its name is tried")
+        self.address = address
 
 
 class _Step(Enum):
@@ -182,7 +181,9 @@ class Link:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._step = _Step.CONNECTING
-        self._failure: ConnectionFailed | None = None  # of the attempt
+        self._failure: str | None = None  # of the attempt
+        self._is_refused_for_key = False
+        self._reasons: dict[str, str | None] = {}  # better ones, by what libzmq says
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
         self._descriptor: tuple[int, int] | None = None  # of the connection, and its inode
         self._lost: asyncio.Future[str] | None = None
@@ -279,7 +280,7 @@ class Link:
         while True:
             try:
                 await self._connect()
-            except (OSError, ConnectionFailed) as error:
+            except OSError as error:
                 self.error = error_text(error)
             else:
                 self.error = None
@@ -308,27 +309,25 @@ class Link:
             self._on_state()
 
     async def _connect(self) -> None:
-        """Until hands are shaken, by the first address that does. Raises OSError or
-        ConnectionFailed."""
+        """Until hands are shaken, by the first address that does. Raises OSError."""
         host = self.endpoint.partition("://")[2].rpartition(":")[0]
         is_name = self.endpoint.startswith("tcp:") and numeric(host) is None
         if is_name:
             self._to(LinkState.RESOLVING)
-        addresses = await self._addresses()
+        left = await self._addresses()
         self._to(LinkState.CONNECTING)
-        error: Exception = OSError("the name has no addresses")
-        for address in addresses:
+        while True:
+            address = left.pop(0)
             try:
-                await self._reach(address, is_name, is_last=len(addresses) == 1)
-            except (OSError, ConnectionFailed) as failed:
-                error = failed
-            else:
-                return
-        raise error
+                return await self._reach(address, is_name)
+            except _ListensElsewhere as found:
+                left = [found.address, *(each for each in left if each != found.address)]
+            except OSError:
+                if not left:
+                    raise
 
-    async def _reach(self, address: Address, is_name: bool, is_last: bool) -> None:
+    async def _reach(self, address: Address, is_name: bool) -> None:
         """As `_connect`, at this address, with the first key that is right."""
-        is_curve = self._curve is not None
         keys: list[bytes | None] = [None]
         if self._curve is not None:  # the one that was right last comes first
             keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
@@ -337,7 +336,7 @@ class Link:
             try:
                 async with asyncio.timeout(None) as self._news:
                     self._hear()
-                    await self._look_into(address, is_name, may_wait=is_last and not self._once)
+                    await self._look_into(address, is_name)
             except TimeoutError:
                 pass
             finally:
@@ -346,30 +345,45 @@ class Link:
             if self._step is _Step.READY:
                 self._server_key = key
                 return
-            failure = self._failure or ConnectionFailed("it accepts connections and does not speak")
             self._drop()
-            if not failure.is_vague:
+            if self._is_refused_for_key:
                 break
-        assert failure is not None
-        why = await why_no_handshake(address, is_curve=is_curve, is_vague=failure.is_vague)
-        raise ConnectionFailed(why or str(failure))
+        failure = self._failure or "it accepts connections and does not speak"
+        if not self._is_refused_for_key and self._links.may_probe():
+            is_curve = self._curve is not None
+            self._reasons[failure] = await why_no_handshake(address, is_curve=is_curve)
+        raise OSError(self._reasons.get(failure) or failure)
 
-    async def _look_into(self, address: Address, is_name: bool, *, may_wait: bool) -> None:
-        """Tells why there is no connection yet, until there is one. Raises ConnectionFailed where
-        it is not to be waited for, or is at another address now."""
-        look_s = LOOK_FIRST_S
+    async def _look_into(self, address: Address, is_name: bool) -> None:
+        """Tells why there is no connection yet, until there is one. Raises OSError where it is not
+        to be waited for, or another address is to be tried."""
+        loop = asyncio.get_running_loop()
+        pause_s = again_s = LOOK_FIRST_S
+        ask_at = loop.time() + pause_s
         while True:
-            await self._links.turn(look_s)
-            why = await why_unreachable(address)
-            if why is not None and self._step is _Step.CONNECTING:
-                if not may_wait:
-                    raise ConnectionFailed(why)
-                self.error = why
-                self.retries += 1
-                self._to(LinkState.RETRYING)
-            if is_name and address not in await self._addresses():
-                raise ConnectionFailed(self.error or "its name has another address now")
-            look_s = min(2 * look_s, RETRY_LIMIT_S if is_name else LOOK_LIMIT_S)
+            await self._links.turn(min(again_s, ask_at - loop.time()))
+            addresses = await self._addresses() if is_name else [address]
+            if address not in addresses:
+                raise OSError(self.error or "its name has another address now")
+            again_s = OTHERS_S if len(addresses) > 1 else RETRY_LIMIT_S if is_name else LOOK_LIMIT_S
+            for other in addresses:
+                is_up = other != address and await self._why_unreachable(other) is None
+                if is_up and self._step is _Step.CONNECTING:
+                    raise _ListensElsewhere(other)
+            if loop.time() >= ask_at:
+                why = await self._why_unreachable(address)
+                if why is not None and self._step is _Step.CONNECTING:
+                    if self._once:
+                        raise OSError(why)
+                    self.error = why
+                    self.retries += 1
+                    self._to(LinkState.RETRYING)
+                pause_s = min(4 * pause_s, LOOK_LIMIT_S)
+                ask_at = loop.time() + pause_s
+
+    async def _why_unreachable(self, address: Address) -> str | None:
+        await self._links.turn_to_probe()
+        return await why_unreachable(address)
 
     async def _addresses(self) -> list[Address]:
         scheme, _, rest = self.endpoint.partition("://")
@@ -396,6 +410,7 @@ class Link:
     def _open(self, address: Address, key: bytes | None) -> None:
         self._drop()
         self._step, self._failure, self._descriptor = _Step.CONNECTING, None, None
+        self._is_refused_for_key = False
         try:
             made = self._socket = self._links.socket(self._socket_type)
             for option, value in _OPTIONS.items():
@@ -437,22 +452,17 @@ class Link:
         elif self._step is _Step.READY:  # it is lost again
             self._descriptor = None
         elif self._failure is None:
-            self._failure = self._failed(event, value)
+            self._failure = self._failed(event)
 
-    def _failed(self, event: int, value: int) -> ConnectionFailed:
-        is_curve = self._curve is not None
+    def _failed(self, event: int) -> str:
         if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-            if value == _OTHER_MECHANISM:
-                return ConnectionFailed(other_mechanism(is_curve=is_curve))
-            return ConnectionFailed("it does not speak ZMQ as we do")
+            return "it does not speak ZMQ as we do"
         if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._is_refused_for_key = True
             if self._curve is None:
-                return ConnectionFailed("it asks for credentials")
-            public = self._curve.pair.public.decode()
-            return ConnectionFailed(f"it does not admit our public key {public}")
-        if is_curve:
-            return ConnectionFailed("it has no server key that we believe", is_vague=True)
-        return ConnectionFailed(self._step.value, is_vague=True)
+                return "it asks for credentials"
+            return f"it does not admit our public key {self._curve.pair.public.decode()}"
+        return self._step.value if self._curve is None else "it has no server key that we believe"
 
     def _end_monitor(self) -> None:
         """From here on the connection is seen to by its descriptor: libzmq tells of a loss before
@@ -552,3 +562,55 @@ def _endpoint(address: Address) -> str:
         host, port, _, scope = where
         return f"tcp://[{host}%{scope}]:{port}" if scope else f"tcp://[{host}]:{port}"
     return f"tcp://{where[0]}:{where[1]}"
+
+
+async def why_unreachable(address: Address) -> str | None:
+    """The system's own reason why nothing listens there; None where something does."""
+    try:
+        await _ask(address, b"", 0)
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return error_text(error)
+    return None
+
+
+async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
+    """A better reason than libzmq's, where the listener gives one."""
+    greeting = b""
+    with contextlib.suppress(OSError):  # a time-out is one
+        if await _ask(address, b"HEAD / HTTP/1.0\r\n\r\n", 5) == b"HTTP/":
+            return "it speaks HTTP, not ZMQ"
+    with contextlib.suppress(OSError):
+        greeting = await _ask(address, _GREETING, _GREETING_BYTES)
+    mechanism = greeting[12:32].rstrip(b"\0")
+    if len(greeting) < _GREETING_BYTES or greeting[0] != _GREETING[0]:
+        return None
+    if (mechanism == b"CURVE") is is_curve:
+        return None
+    if is_curve:
+        return "it does not encrypt, and keys are given for it"
+    return "it asks for keys (CURVE), and none are given for it"
+
+
+async def _ask(address: Address, question: bytes, size: int) -> bytes:
+    """What a connection of our own is answered: so many bytes, or fewer before its end. Raises
+    OSError, and TimeoutError where all takes more than a second."""
+    loop = asyncio.get_running_loop()
+    family, where = address
+    answer = b""
+    with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        async with asyncio.timeout(_PROBE_S):
+            await loop.sock_connect(probe, where)
+            await loop.sock_sendall(probe, question)
+            while len(answer) < size and (data := await loop.sock_recv(probe, size - len(answer))):
+                answer += data
+    return answer
+
+
+def error_text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # of a look-up, whose numbers are of another kind
+    return str(error) or type(error).__name__

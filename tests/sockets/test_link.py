@@ -1,9 +1,11 @@
 """A link against real ZMQ sockets, and against listeners that are none."""
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import resource
+import selectors
 import socket
 import threading
 import time
@@ -250,6 +252,74 @@ async def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
                 LinkState.CONNECTING,
                 LinkState.CONNECTED,
             ]
+
+
+@told
+async def test_a_listener_that_appears_at_any_address_of_a_name_is_found_without_a_pause() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "RETRY_FIRST_S", 1000.0)
+        patch.setattr(module, "OTHERS_S", 0.01)
+        for late in ("127.0.0.1", "127.0.0.3"):
+            links = Links(resolver=names(engine=["127.0.0.1", "127.0.0.2", "127.0.0.3"]))
+            async with publisher() as pub:
+                port = port_of(pub)
+            async with Heard(f"tcp://engine:{port}", links) as heard:
+                await until(lambda: heard.link.retries >= 2)
+                assert heard.link.error == "Connection refused"
+                async with publisher(f"tcp://{late}:{port}") as pub:
+                    assert await pub.recv() == b"\x01"
+                    await until(lambda: heard.link.state is LinkState.CONNECTED)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its clock goes on to the next timer at once."""
+
+    def __init__(self) -> None:
+        selector = selectors.DefaultSelector()
+        super().__init__(selector)
+        select = selector.select
+        self._now_s = 0.0
+
+        def skip(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            self._now_s += timeout or 0.0
+            return select(0)
+
+        selector.select = skip  # type: ignore[method-assign]
+
+    def time(self) -> float:
+        return self._now_s
+
+
+def test_all_links_together_probe_so_often_a_second_and_each_learns_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 096 that are refused, in virtual time: a probe may not cost what libzmq saves."""
+    probes: collections.Counter[int] = collections.Counter()
+    seconds = 300
+
+    async def refused(address: Address) -> str:
+        probes[int(asyncio.get_running_loop().time())] += 1
+        return "Connection refused"
+
+    async def story() -> None:
+        links = Links()
+        many = [Heard("tcp://127.0.0.1:1", links) for _ in range(4096)]
+        for each in many:
+            each.link.start()
+        await asyncio.sleep(4096 / links_module.PROBES_PER_S + 1)
+        assert {each.link.error for each in many} == {"Connection refused"}
+        await asyncio.sleep(seconds)
+        tasks = [task for each in many if (task := each.link.close()) is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    monkeypatch.setattr(module, "why_unreachable", refused)
+    monkeypatch.setattr(Link, "_open", lambda *_: None)
+    monkeypatch.setattr(Link, "_hear", lambda _: None)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(story())
+    assert max(probes.values()) <= links_module.PROBES_PER_S + 1
+    steady = [probes[second] for second in range(seconds - 60, seconds)]
+    assert sum(steady) <= 4096 + links_module.PROBES_PER_S
 
 
 @told
