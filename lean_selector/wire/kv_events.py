@@ -150,7 +150,8 @@ def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryvie
     if is_array(data[0]):
         if count < 2:
             raise NotABatch("a batch is [time, events, rank]")
-        events = ListReader(data[at + size_of(data[at:]) :], _raw_list)
+        start = at + size_of(data[at:])
+        events = ListReader(data[start:], _raw_list)
         pieces = _pieces(events)
         rest = events.rest()
         for position in range(2, count):

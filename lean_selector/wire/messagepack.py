@@ -107,7 +107,8 @@ class ListReader(Generic[_T]):
             count = max(1, count // 4)
             end = self._end_of(count)
         rest = self._data[self._at :]
-        found = rest[: size_of(rest) if end is None else end - self._at]
+        size = size_of(rest) if end is None else end - self._at
+        found = rest[:size]
         self._step = count
         self.left -= count
         self._at += len(found)
