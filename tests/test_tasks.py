@@ -58,10 +58,10 @@ ALLOWED = {
         "whatever it raises is told to who awaits the end of the file"
     ),
     ("sockets/resolver.py", "Resolver._start", "Thread"): "whatever it raises is its result",
-    ("sockets/peer_fetch.py", "PeerFetch.__init__", "create_task"): (
+    ("replicas/peer_fetch.py", "PeerFetch.__init__", "create_task"): (
         "`fetched` waits for it, and raises what it raised"
     ),
-    ("sockets/peer_fetch.py", "_in_thread", "Thread"): "what it raises is raised by _in_thread",
+    ("replicas/peer_fetch.py", "_in_thread", "Thread"): "what it raises is raised by _in_thread",
     ("workers/finders.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"

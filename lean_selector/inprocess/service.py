@@ -29,11 +29,11 @@ from lean_selector.inprocess.dialect import (
     worker_id_of,
 )
 from lean_selector.inprocess.running import Running, config_of, texts_of
+from lean_selector.replicas.recovery import Recovery
 from lean_selector.server.host import StartError
 from lean_selector.server.replication import ReplicaPlane
 from lean_selector.server.selector import SelectorParts
 from lean_selector.service.replies import LaterReply, Reply, Standing
-from lean_selector.sockets.recovery import Recovery
 from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.prompt import binary_form
 from lean_selector.wire.selection import OutputBlockRequest, PromptFields

@@ -26,13 +26,13 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.curve.gate import CurveGate
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.replicas.catch_up import AGAIN_S, CatchingUp, Occasion
+from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.server.host import StartError
 from lean_selector.server.outbound import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.replica_catch_up import AGAIN_S, CatchingUp, Occasion
-from lean_selector.sockets.replica_mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_shapes import CurveState, PeerState, PlaneState, PublisherState

@@ -20,6 +20,7 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import PartitionKey
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
+from lean_selector.events.turns import IndexSweeps
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.protocol import App
@@ -54,7 +55,6 @@ from lean_selector.service.selector_metrics import (
 )
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.sockets.ingest_turns import IndexSweeps
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.tasks import supervise
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from lean_selector.core.selection.peer_sessions import PeerSessions
     from lean_selector.core.selection.shapes import WorkerSpec
     from lean_selector.http.outbound import OutboundClient
+    from lean_selector.replicas.recovery import Recovery
     from lean_selector.server.gateway_routes import GatewayDoors
     from lean_selector.server.replication import ReplicaPlane
     from lean_selector.server.state_persister import Persister
-    from lean_selector.sockets.recovery import Recovery
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
@@ -243,7 +243,7 @@ class SelectorParts:
             self.peer_client()  # files that cannot be used stop the start, asked for or not
         self._recovering: asyncio.Task[None] | None = None
         if peers:
-            from lean_selector.sockets import recovery
+            from lean_selector.replicas import recovery
 
             timeout_s = config.index.recovery_timeout_s
             recovering = recovery.Recovery(
@@ -333,7 +333,7 @@ class SelectorParts:
 
 
 def _log_discarded(partition: Partition) -> None:
-    from lean_selector.sockets.recovery import log_discarded
+    from lean_selector.replicas.recovery import log_discarded
 
     log_discarded(partition)
 

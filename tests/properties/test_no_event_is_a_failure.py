@@ -17,7 +17,7 @@ from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
-from lean_selector.sockets.batch_work import BatchWork, Reader
+from lean_selector.events.batch_work import BatchWork, Reader
 from lean_selector.wire.packed_events import packed_batch
 from tests.damage import messages
 

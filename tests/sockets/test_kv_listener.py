@@ -23,9 +23,10 @@ from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
-from lean_selector.sockets import batch_work, kv_replay
-from lean_selector.sockets.ingest_turns import IngestTurns
-from lean_selector.sockets.kv_listener import KvListener
+from lean_selector.events import batch_work
+from lean_selector.events import listener as kv_replay
+from lean_selector.events.listener import KvListener
+from lean_selector.events.turns import IngestTurns
 from lean_selector.sockets.link import LinkState
 from lean_selector.sockets.links import MAX_WAITING_BYTES, Links, Waiting
 from lean_selector.tasks import failures

@@ -18,16 +18,17 @@ import zmq.asyncio
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.sockets import replica_links, replica_mesh
-from lean_selector.sockets.links import Links
-from lean_selector.sockets.lookups import Address
-from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
-from lean_selector.sockets.replica_mesh import (
+from lean_selector.replicas import mesh as replica_mesh
+from lean_selector.replicas.mesh import (
     HIGH_WATER_MARK,
     MAX_DUE_PER_TURN,
     ReplicaSync,
     ReplicaSyncError,
 )
+from lean_selector.sockets import replica_links
+from lean_selector.sockets.links import Links
+from lean_selector.sockets.lookups import Address
+from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
 from lean_selector.sockets.resolver import Resolver
 from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
@@ -317,7 +318,7 @@ def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count
                 a.sync.publish(EVENT)
             await until(lambda: len(b.heard) == 5)
             assert len(caplog.records) == 1
-            monkeypatch.setattr("lean_selector.sockets.replica_mesh.WARN_EVERY_S", 0.0)
+            monkeypatch.setattr("lean_selector.replicas.mesh.WARN_EVERY_S", 0.0)
             a.sync.publish(EVENT)
             await until(lambda: len(caplog.records) == 2)
             b.verdict = Verdict.DUPLICATE
@@ -606,7 +607,7 @@ def test_a_new_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lean_selector.sockets.replica_mesh.MAX_OUTBOX", 300)
+    monkeypatch.setattr("lean_selector.replicas.mesh.MAX_OUTBOX", 300)
 
     async def scenario() -> None:
         async with mesh() as made:
@@ -630,7 +631,7 @@ def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
 def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lean_selector.sockets.replica_mesh.MAX_TURN_S", 0.0)  # it is over at once
+    monkeypatch.setattr("lean_selector.replicas.mesh.MAX_TURN_S", 0.0)  # it is over at once
 
     async def scenario() -> None:
         async with mesh() as made:
@@ -654,7 +655,7 @@ def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
 
 
 def test_there_is_a_limit_to_the_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lean_selector.sockets.replica_mesh.MAX_PEERS", 2)
+    monkeypatch.setattr("lean_selector.replicas.mesh.MAX_PEERS", 2)
 
     async def scenario() -> None:
         async with mesh() as made:

@@ -18,7 +18,7 @@ import zmq.asyncio
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
-from lean_selector.sockets.replica_mesh import ReplicaSync
+from lean_selector.replicas.mesh import ReplicaSync
 from tests.bookings import book
 from tests.running_service import free_port
 
@@ -261,7 +261,7 @@ def test_a_reference_applies_numbered_events_and_says_nothing_of_heartbeats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     python: Path = request.getfixturevalue(f"reference_{version}")
-    monkeypatch.setattr("lean_selector.sockets.replica_mesh.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("lean_selector.replicas.mesh.HEARTBEAT_S", 0.001)
 
     async def scenario() -> None:
         with (tmp_path / "log").open("wb") as log:

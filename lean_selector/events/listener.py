@@ -1,8 +1,7 @@
-"""One engine rank's KV events: a SUB socket feeding the index, and the replay of what was missed.
+"""One replay: asked for on a link of its own, read until its end, its time-out or its bounds.
 
-The cursor decides what each batch means, the ingest applies it; here are the links, the time-outs
-and the log. Messages wait in the links, whose bytes are bounded, and are taken in bounded turns.
-What had to be dropped there is a gap like any other. Spec: indexer.md 1.
+Knows when a replay is over, not what its batches mean: `on_reply` judges each. Spec: indexer.md
+1.5.
 """
 
 import asyncio
@@ -10,18 +9,108 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 
 from lean_selector.core.index.kv_cursor import BatchVerdict, KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.sockets.batch_work import BatchWork
-from lean_selector.sockets.ingest_turns import IngestTurns
-from lean_selector.sockets.kv_replay import MESSAGES_PER_TURN, REPLAY_IDLE_S, KvReplay, ReplayEnd
-from lean_selector.sockets.kv_sockets import live_frames, open_live, replay_frames
+from lean_selector.events.batch_work import BatchWork
+from lean_selector.events.turns import IngestTurns
+from lean_selector.sockets.kv_sockets import live_frames, open_live, open_replay, replay_frames
 from lean_selector.sockets.link import LinkState
 from lean_selector.sockets.links import Links
 from lean_selector.sockets.source_watch import GRACE_S, SourceWatch, condition
 from lean_selector.tasks import supervise
 from lean_selector.wire.selection import SourceCondition, SourceStatus
+
+# Engines answer a replay between batches, about every 0.1 s (vLLM).
+REPLAY_IDLE_S = 1.5
+# Even a trickle ends: live batches wait while a replay answers. A full buffer takes seconds.
+REPLAY_LIMIT_S = 60.0
+# A source gives way to the next after this many messages of its turn, whatever they cost.
+MESSAGES_PER_TURN = 64
+
+
+class ReplayEnd(Enum):
+    COMPLETE = auto()  # the end marker came, or no more of it is wanted
+    STOPPED = auto()
+    OVERFLOWED = auto()  # more came than may wait; what did is applied, and the rest is there still
+
+
+class KvReplay:
+    """Asks once. From the thread of the loop only."""
+
+    def __init__(
+        self,
+        links: Links,
+        turns: IngestTurns,
+        endpoint: str,
+        start: int,
+        *,
+        may_go_on: Callable[[float], bool],
+        on_reply: Callable[[list[bytes]], bool],
+    ) -> None:
+        """`may_go_on(deadline)`: the reply before is in to its end. `on_reply(frames)`: True when
+        no more is wanted."""
+        self._news = asyncio.Event()
+        self._turns = turns
+        self._may_go_on = may_go_on
+        self._on_reply = on_reply
+        self._has_ended = False
+        self.has_answered = False
+        self.link = open_replay(links, endpoint, start, self._news.set)
+
+    async def run(self, idle_s: float) -> ReplayEnd:
+        """`idle_s`: how long it may say nothing."""
+        link = self.link
+        give_up_at = time.monotonic() + REPLAY_LIMIT_S
+        link.start()
+        try:
+            while not self._has_ended and time.monotonic() < give_up_at:
+                self._news.clear()
+                if link.waiting:
+                    await self._turns.run(self._drain)
+                elif link.state is LinkState.CLOSED:
+                    break
+                else:
+                    try:
+                        async with asyncio.timeout(idle_s):
+                            await self._news.wait()
+                    except TimeoutError:
+                        if link.state is not LinkState.RESOLVING:
+                            break
+        finally:
+            link.close()
+        if self._has_ended:
+            return ReplayEnd.COMPLETE
+        return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
+
+    def why_not(self) -> str:
+        """Why it did not end, in a few words."""
+        if self.link.was_connected:
+            return "no end of it" if self.has_answered else "no answer"
+        return "no answer" if self.link.error is None else f"no connection: {self.link.error}"
+
+    def _drain(self, deadline: float) -> bool:
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._may_go_on(deadline):
+                return True
+            frames = self.link.take()
+            if frames is None:
+                return False
+            self.has_answered = True
+            self._has_ended = self._on_reply(frames)
+            if self._has_ended or time.perf_counter() >= deadline:
+                break
+        return not self._has_ended
+
+
+# -- kv listener ---------------------------------------------------------------------------------
+#
+# One engine rank's KV events: a SUB socket feeding the index, and the replay of what was missed.
+#
+# The cursor decides what each batch means, the ingest applies it; here are the links, the time-outs
+# and the log. Messages wait in the links, whose bytes are bounded, and are taken in bounded turns.
+# What had to be dropped there is a gap like any other. Spec: indexer.md 1.
 
 logger = logging.getLogger("lean_selector.kv_events")
 

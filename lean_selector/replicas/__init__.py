@@ -1,0 +1,1 @@
+"""The mesh of replicas: publish, subscribe, catch up; recovery of the index from a peer."""
