@@ -6,12 +6,14 @@ nobody is admitted.
 
 import logging
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
-from zmq.auth import Authenticator
 
 from lean_selector.curve.keys import DOMAIN, KeyPair, ask_for_keys
+
+if TYPE_CHECKING:
+    from zmq.auth import Authenticator
 
 log = logging.getLogger("lean_selector.curve")
 
@@ -22,7 +24,7 @@ class CurveGate:
     """Admits those with a key of `admitted` to the sockets of one context; start() to close()."""
 
     def __init__(
-        self, authenticator: Authenticator, pair: KeyPair, admitted: tuple[bytes, ...] | None
+        self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...] | None
     ) -> None:
         """`authenticator` is of the sockets' context. `admitted` None: all that know the server's
         key."""

@@ -117,9 +117,7 @@ class KvSubscriptions:
             self._start(rank)
 
     def _look(self, rank: RankKey) -> None:
-        listener = self._listeners.get(rank)
-        if listener is not None:
-            listener.look(time.monotonic())
+        self._listeners[rank].look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
         """Ends a listener; what it indexed stays, and nothing of it arrives any more."""

@@ -190,7 +190,6 @@ class Link:
         self._is_put_off = False
         self._queue: deque[tuple[Message, int]] = deque()
         self._backlog = links.waiting.backlog(self._shed)
-        self._is_closed = False
         # what was seen
         self.state = LinkState.CONNECTING
         self.was_connected = False
@@ -204,13 +203,12 @@ class Link:
         self._links.call(self._begin)
 
     def _begin(self) -> None:
-        if not self._is_closed and not self._links.is_ending:
+        if self.state is not LinkState.CLOSED and not self._links.is_ending:
             assert self._task is None, "started twice"
             self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
         """Nothing is called any more once this returns. Returns what is left to wait for."""
-        self._is_closed = True
         self._on_message = self._on_state = lambda: None
         self.state = LinkState.CLOSED
         self._queue.clear()
@@ -244,7 +242,7 @@ class Link:
         return message
 
     def _arrived(self, message: Message) -> None:
-        if self._is_closed:
+        if self.state is LinkState.CLOSED:
             return
         cost = MESSAGE_OVERHEAD + sum(map(len, message))
         was_empty = not self._queue
@@ -485,17 +483,17 @@ class Link:
 
     # a connection
 
-    def look(self) -> bool:
-        """False once it is lost; then `_lost` is true."""
+    def look(self) -> None:
+        """Notice that the connection is lost: its descriptor is closed, or is another's."""
         if self._descriptor is not None:
             number, inode = self._descriptor
             with contextlib.suppress(OSError):
                 if os.fstat(number).st_ino == inode:
-                    return True
+                    return
+        self._links.unwatch(self)
         while self._take(_MESSAGES_PER_READ):  # at most what libzmq holds
             pass
         self._lose(_Step.READY.value)
-        return False
 
     def _lose(self, reason: str) -> None:
         if self._lost is not None and not self._lost.done():

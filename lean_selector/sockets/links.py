@@ -87,14 +87,13 @@ class Waiting:
 class Watched(Protocol):
     """A connection that is looked at now and then."""
 
-    def look(self) -> bool:
-        """False once it is lost."""
-        ...
+    def look(self) -> None: ...
 
 
 class Rounds(Generic[_T]):
     """Looks at all of `members` now and then, some in each turn of the loop; those after one that
-    fails, too. `members` may change meanwhile; when there are none, it ends until start()."""
+    fails, too. `members` may change meanwhile, and one that has left is not looked at; when there
+    are none, it ends until start()."""
 
     def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
         self._members: Final = members
@@ -117,7 +116,9 @@ class Rounds(Generic[_T]):
         self._left.extend(() if self._left else self._members)
         try:
             for _ in range(min(len(self._left), LOOKS_PER_TURN)):
-                self._look(self._left.popleft())
+                member = self._left.popleft()
+                if member in self._members:
+                    self._look(member)
         finally:
             self._next = None
             if self._left:
@@ -155,7 +156,7 @@ class Links:
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()
         self._watched: dict[Watched, None] = {}
-        self._looks = Rounds(self._watched, self._look, LOOK_EVERY_S)
+        self._looks = Rounds(self._watched, lambda each: each.look(), LOOK_EVERY_S)
 
     # opening and closing
 
@@ -249,7 +250,3 @@ class Links:
 
     def unwatch(self, connection: Watched) -> None:
         self._watched.pop(connection, None)
-
-    def _look(self, connection: Watched) -> None:
-        if connection in self._watched and not connection.look():
-            self._watched.pop(connection, None)

@@ -195,6 +195,37 @@ async def test_a_listener_that_appears_is_heard_without_waiting_for_an_attempt_o
 
 
 @told
+async def test_a_monitor_is_taken_down_before_what_hears_it_is_closed() -> None:
+    """libzmq's thread would wait for ever to tell a PAIR that is gone."""
+    order: list[tuple[str, object]] = []
+    disable, close = zmq.Socket.disable_monitor, zmq.Socket.close
+
+    def disabling(self: "zmq.Socket[bytes]") -> None:
+        disable(self)
+        order.append(("disable", self.type))
+
+    def closing(self: "zmq.Socket[bytes]", linger: int | None = None) -> None:
+        order.append(("close", self.type))
+        close(self, linger)
+
+    async with publisher() as pub:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zmq.Socket, "disable_monitor", disabling)
+            patch.setattr(zmq.Socket, "close", closing)
+            async with Heard(endpoint_of(pub)) as heard:
+                await until(lambda: heard.link.state is LinkState.CONNECTED)
+        assert order[:2] == [("disable", zmq.SUB), ("close", zmq.PAIR)]
+        order.clear()
+    async with Heard("tcp://127.0.0.1:1") as refused:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zmq.Socket, "disable_monitor", disabling)
+            patch.setattr(zmq.Socket, "close", closing)
+            await until(lambda: refused.link.error)
+            await refused.__aexit__()
+    assert order == [("disable", zmq.SUB), ("close", zmq.PAIR), ("close", zmq.SUB)]
+
+
+@told
 async def test_while_the_loop_stands_still_libzmq_holds_few_messages_of_bounded_size() -> None:
     async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
         await pub.recv()
@@ -691,11 +722,10 @@ class Losable:
         self.looks = 0
         self._fails = fails
 
-    def look(self) -> bool:
+    def look(self) -> None:
         self.looks += 1
         if self._fails:
             raise RuntimeError("a bug")
-        return True
 
 
 @told
