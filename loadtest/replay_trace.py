@@ -18,10 +18,12 @@ import math
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
+from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import uvloop
@@ -43,15 +45,16 @@ from lean_selector.tools.service_process import (
 )
 from lean_selector.tools.traffic import Player, compare, table
 
+T = TypeVar("T")
+
 TRACE_BLOCK_TOKENS = 512
 MODEL_NAME = "replay-trace"
 # At full speed: enough to keep the service busy, few enough that its answers are not queueing
 # for our own loop. At the trace's speed: the most that 16 workers hold of it at once is near 600.
 UNDER_WAY_AT_MAX, UNDER_WAY_TIMED = 32, 2_048
 TOO_MANY_ERRORS = 100
-REPORT_S = 0.25
-PLAIN_REPORT_S = 2.0
-BAR_WIDTH = 30
+LOOK_S = 0.25
+REPORT_S = 2.0
 
 
 class TraceLine(msgspec.Struct):
@@ -61,20 +64,6 @@ class TraceLine(msgspec.Struct):
     input_length: int  # tokens
     output_length: int  # tokens
     hash_ids: list[int]  # of all blocks of 512 tokens, the last one possibly partial
-
-
-class Options(msgspec.Struct, frozen=True):
-    """The command line. speed is infinite for `max`."""
-
-    trace: Path
-    url: str | None
-    command: str | None
-    speed: float
-    requests: int
-    workers: int
-    block_size: int
-    capacity_blocks: int
-    under_way: int
 
 
 def prompt_tokens(line: TraceLine) -> list[int]:
@@ -88,6 +77,13 @@ def prompt_tokens(line: TraceLine) -> list[int]:
     return tokens[: line.input_length]
 
 
+def open_trace(path: Path) -> BufferedIOBase:
+    """The lines of a trace, gzip or not. Raises OSError."""
+    with path.open("rb") as probe:
+        packed = probe.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if packed else path.open("rb")
+
+
 def read_trace(path: Path, block_size: int, limit: int) -> Iterator[tuple[float, Request]]:
     """Arrival in seconds and request of the first `limit` lines, one at a time.
 
@@ -96,9 +92,7 @@ def read_trace(path: Path, block_size: int, limit: int) -> Iterator[tuple[float,
     """
     decode = msgspec.json.Decoder(TraceLine).decode
     try:
-        with path.open("rb") as probe:
-            packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as lines:
+        with open_trace(path) as lines:
             for number, text in enumerate(islice(lines, limit), 1):
                 try:
                     line = decode(text)
@@ -115,37 +109,79 @@ def read_trace(path: Path, block_size: int, limit: int) -> Iterator[tuple[float,
         raise ServiceError(f"cannot read the trace: {error}") from error
 
 
-class Progress:
-    """Tells stderr how far it is: a bar on a terminal, a line now and then elsewhere."""
+class Pace:
+    """Plays requests at the times of a trace, `speed` times as fast, and at most `under_way` at
+    once; at an infinite speed, each as soon as there is room for it."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._terminal = sys.stderr.isatty()
-        self._next_s = PLAIN_REPORT_S
+    def __init__(self, speed: float, under_way: int) -> None:
+        self._speed = speed
+        self._room = asyncio.Semaphore(under_way)
+        self.held_back = 0  # requests that came when as many were under way as may be
+        self.late_s = 0.0  # the most that a request came behind its time
 
-    def show(self, done: int, elapsed_s: float, hits: float) -> None:
-        """Called often; decides by itself when to write."""
-        text = (
-            f"{done}/{self._total}  {done / max(elapsed_s, 1e-3):.0f} requests/s  hits {hits:.1%}"
-        )
-        if self._terminal:
-            full = done * BAR_WIDTH // max(1, self._total)
-            bar = "#" * full + "." * (BAR_WIDTH - full)
-            print(f"\r[{bar}] {text}\x1b[K", end="", file=sys.stderr, flush=True)
-        elif elapsed_s >= self._next_s:
-            self._next_s = elapsed_s + PLAIN_REPORT_S
-            print(text, file=sys.stderr, flush=True)
+    async def play(
+        self,
+        lines: Iterable[tuple[float, Request]],
+        play: Callable[[int, float, Request], Coroutine[None, None, None]],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Until all have been played by `play(turn, arrival_s, request)`, or those that had begun
+        when it was over."""
+        tasks: set[asyncio.Task[None]] = set()
 
-    def end(self) -> None:
-        """Leave the bar's line."""
-        if self._terminal:
-            print(file=sys.stderr)
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            self._room.release()
+
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            for turn, (arrival_s, request) in enumerate(lines):
+                due = started + arrival_s / self._speed
+                await asyncio.sleep(max(0.0, due - loop.time()))
+                self.held_back += self._room.locked()
+                await self._room.acquire()
+                self.late_s = max(self.late_s, loop.time() - due)
+                if is_over():
+                    break
+                task = asyncio.create_task(play(turn, arrival_s, request))
+                tasks.add(task)
+                task.add_done_callback(ended)
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            left = list(tasks)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+def run(name: str, main: Coroutine[None, None, T]) -> T | None:
+    """What it returns; None after a line on stderr that says why it did not come to its end.
+
+    SIGTERM is like Ctrl-C: the way out passes every `finally`, so no child outlives us.
+    """
+
+    async def cancellable() -> T:
+        running = asyncio.current_task()
+        assert running is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+        return await main
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(cancellable())
+    except ServiceError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(f"{name}: interrupted", file=sys.stderr)
+    return None
 
 
 class Replay:
     """One run over one trace."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._timed = math.isfinite(options.speed)
         speed = EngineSpeed().times(options.speed if self._timed else 1.0)
@@ -158,8 +194,7 @@ class Replay:
         }
         self._most_pending = 0  # requests in the service's queue, the most seen
         self._most_pending_tokens = 0
-        self._held_back = 0  # requests that came when as many were under way as may be
-        self._latest_start_s = 0.0  # behind the trace
+        self._pace = Pace(options.speed, options.under_way)
         self._halted = False
 
     async def run(self) -> tuple[list[str], bool]:
@@ -190,62 +225,44 @@ class Replay:
                 await wait_until_healthy(client, None, lambda: False)
                 yield client, None
             return
-        async with answering_service(check_port(0), options.command) as started:
+        async with answering_service(check_port(0), options.cmd) as started:
             yield started
 
     async def _play(self, player: Player, service: ServiceProcess | None) -> None:
         watch = asyncio.create_task(self._watch(player, service))
-        tasks: set[asyncio.Task[None]] = set()
-        room = asyncio.Semaphore(self._options.under_way)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            room.release()
-
-        started = time.monotonic()
         options = self._options
         try:
-            for arrival_s, request in read_trace(
-                options.trace, options.block_size, options.requests
-            ):
-                if self._timed:
-                    due = started + arrival_s / options.speed
-                    await asyncio.sleep(max(0.0, due - time.monotonic()))
-                self._held_back += room.locked()
-                await room.acquire()
-                if self._timed:
-                    self._latest_start_s = max(self._latest_start_s, time.monotonic() - due)
-                if watch.done() or player.error_count >= TOO_MANY_ERRORS:
-                    break
-                task = asyncio.create_task(player.play(request, arrival_s))
-                tasks.add(task)
-                task.add_done_callback(ended)
-            if tasks:
-                await asyncio.wait(tasks)
+            await self._pace.play(
+                read_trace(options.trace, options.block_size, options.requests),
+                lambda _, arrival_s, request: player.play(request, arrival_s),
+                lambda: watch.done() or player.error_count >= TOO_MANY_ERRORS,
+            )
         finally:
             self._halted = True
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(watch, *tasks)
+            await watch
 
     async def _watch(self, player: Player, service: ServiceProcess | None) -> None:
-        """Look at the queue and the progress until halted. Raises when the service has ended."""
-        progress = Progress(self._options.requests)
-        started = time.monotonic()
-        engines = list(self._engines.values())
-        try:
-            while not self._halted:
-                await asyncio.sleep(REPORT_S)
-                if service is not None:
-                    service.check()
-                for part in await player.loads():
-                    self._most_pending = max(self._most_pending, part.pending_count)
-                    self._most_pending_tokens = max(
-                        self._most_pending_tokens, part.pending_isl_tokens
-                    )
-                progress.show(player.finished, time.monotonic() - started, hit_rate(engines))
-        finally:
-            progress.end()
+        """Look at the queue until halted, and say how far it is now and then. Raises ServiceError
+        when the service has ended."""
+        loop = asyncio.get_running_loop()
+        started, report_s = loop.time(), REPORT_S
+        while not self._halted:
+            await asyncio.sleep(LOOK_S)
+            if service is not None:
+                service.check()
+            for part in await player.loads():
+                self._most_pending = max(self._most_pending, part.pending_count)
+                self._most_pending_tokens = max(self._most_pending_tokens, part.pending_isl_tokens)
+            done, elapsed_s = player.finished, loop.time() - started
+            if elapsed_s >= report_s:
+                report_s = elapsed_s + REPORT_S
+                hits = hit_rate(list(self._engines.values()))
+                print(
+                    f"{done}/{self._options.requests}  {done / elapsed_s:.0f} requests/s"
+                    f"  hits {hits:.1%}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _report(self, player: Player, left: int, elapsed_s: float) -> list[str]:
         options = self._options
@@ -259,7 +276,7 @@ class Replay:
         ]
         lines.append(self._loop())
         if self._timed:
-            lines.append(f"latest start behind the trace: {self._latest_start_s:.2f} s")
+            lines.append(f"latest start behind the trace: {self._pace.late_s:.2f} s")
         if player.recorded:
             outcomes = compare(
                 player.recorded,
@@ -268,7 +285,7 @@ class Replay:
                 options.block_size,
                 EngineSpeed(),
             )
-            is_open = self._timed and not self._held_back
+            is_open = self._timed and not self._pace.held_back
             requests = len(player.recorded)
             lines += ["", *table(outcomes, requests, with_times=is_open)]
         return lines
@@ -278,11 +295,8 @@ class Replay:
         under_way = self._options.under_way
         if not self._timed:
             return f"closed loop: {under_way} requests under way, the next one when one has ended"
-        if self._held_back:
-            return (
-                f"no open loop: {self._held_back} requests were held back,"
-                f" {under_way} being under way"
-            )
+        if held_back := self._pace.held_back:
+            return f"no open loop: {held_back} requests were held back, {under_way} being under way"
         speed = self._options.speed
         return f"open loop: requests at the times of the trace, at {speed:g} times its speed"
 
@@ -301,7 +315,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with 2 when it is wrong."""
     parser = argparse.ArgumentParser(description="Play a trace against the selection service.")
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, gzip or not")
@@ -324,40 +338,18 @@ def parse_options(argv: Sequence[str]) -> Options:
         f"else {UNDER_WAY_TIMED}",
     )
     args = parser.parse_args(argv)
-    default = UNDER_WAY_TIMED if math.isfinite(args.speed) else UNDER_WAY_AT_MAX
-    return Options(
-        trace=args.trace,
-        url=args.url,
-        command=args.cmd,
-        speed=args.speed,
-        requests=args.requests,
-        workers=args.workers,
-        block_size=args.block_size,
-        capacity_blocks=args.capacity_blocks,
-        under_way=args.under_way or default,
+    args.under_way = args.under_way or (
+        UNDER_WAY_TIMED if math.isfinite(args.speed) else UNDER_WAY_AT_MAX
     )
-
-
-async def _run(options: Options) -> tuple[list[str], bool]:
-    running = asyncio.current_task()
-    assert running is not None
-    # Like Ctrl-C: the way out passes every `finally`, so the child does not outlive us.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-    return await Replay(options).run()
+    return args
 
 
 def main(argv: Sequence[str]) -> int:
     """0 when every request was played without error and no load is left, else 1."""
-    options = parse_options(argv)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            report, good = runner.run(_run(options))
-    except ServiceError as error:
-        print(f"replay_trace: {error}", file=sys.stderr)
+    ended = run("replay_trace", Replay(parse_options(argv)).run())
+    if ended is None:
         return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("replay_trace: interrupted", file=sys.stderr)
-        return 1
+    report, good = ended
     print("\n".join(report))
     return 0 if good else 1
 

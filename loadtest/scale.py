@@ -18,14 +18,12 @@ the engines are counted before and after; more than either is phantom load, less
 import argparse
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from lean_selector.tools.engines import (
     EngineModel,
@@ -38,12 +36,11 @@ from lean_selector.tools.engines import (
 from lean_selector.tools.service_process import (
     HOST,
     HttpClient,
-    ServiceError,
     answering_service,
     check_port,
 )
 from lean_selector.tools.traffic import Player, as_recorded, run_policy
-from loadtest.replay_trace import read_trace
+from loadtest.replay_trace import Pace, read_trace, run
 
 SYNCED, APART, PARTITIONED = "synced", "apart", "partitioned"
 SAMPLE_S = 0.1
@@ -51,19 +48,6 @@ CONNECTED_S = 20.0  # the longest that peers and sources may take to connect
 SETTLED_S = 10.0  # the longest that the last ends may take to reach everybody
 # Where conversations of the trace part: they all begin with the same block of 512 tokens.
 PARTING_TOKEN = 512
-
-
-class Options(msgspec.Struct, frozen=True):
-    """The command line."""
-
-    trace: Path
-    requests: int
-    speed: float
-    workers: int
-    models: int
-    block_size: int
-    capacity_blocks: int
-    is_spread: bool = False
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -117,7 +101,7 @@ def spread(lines: Iterable[tuple[float, Request]]) -> Iterator[tuple[float, Requ
 class Fleet:
     """Selectors, the engines of each model, and a player for each pair of them that belongs."""
 
-    def __init__(self, options: Options, mode: str, count: int) -> None:
+    def __init__(self, options: argparse.Namespace, mode: str, count: int) -> None:
         self.mode, self.count = mode, count
         self._options = options
         self.models = options.models if mode == PARTITIONED else 1
@@ -213,18 +197,20 @@ class Truth:
         self.samples += 1
 
 
-async def measure(options: Options, mode: str, count: int) -> Row:
+async def measure(options: argparse.Namespace, mode: str, count: int) -> Row:
     """One run. Raises ServiceError."""
-    running_task = asyncio.current_task()
-    assert running_task is not None
-    # Like Ctrl-C: the way out passes every `finally`, so no selector outlives us.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running_task.cancel)
-    fleet = Fleet(options, mode, count)
+    fleet, pace = Fleet(options, mode, count), Pace(options.speed, options.requests)
+    lines = read_trace(options.trace, options.block_size, options.requests)
     async with fleet.running():
         truth = Truth(fleet)
         watching = asyncio.create_task(truth.watch())
         try:
-            late_s = await _play(options, fleet)
+            await pace.play(
+                spread(lines) if options.spread else lines,
+                lambda turn, arrival_s, request: fleet.player_for(turn, request).play(
+                    request, arrival_s
+                ),
+            )
         finally:
             watching.cancel()
         left = await _left(fleet)
@@ -259,31 +245,8 @@ async def measure(options: Options, mode: str, count: int) -> Row:
         missed=truth.missed / running,
         samples=truth.samples,
         left=left,
-        late_s=late_s,
+        late_s=pace.late_s,
     )
-
-
-async def _play(options: Options, fleet: Fleet) -> float:
-    """Plays the trace; returns the most seconds that a request came behind its time."""
-    loop = asyncio.get_running_loop()
-    started, late_s = loop.time(), 0.0
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        lines = read_trace(options.trace, options.block_size, options.requests)
-        if options.is_spread:
-            lines = spread(lines)
-        for turn, (arrival_s, request) in enumerate(lines):
-            due = started + arrival_s / options.speed
-            await asyncio.sleep(max(0.0, due - loop.time()))
-            late_s = max(late_s, loop.time() - due)
-            player = fleet.player_for(turn, request)
-            tasks.append(asyncio.create_task(player.play(request, arrival_s)))
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return late_s
 
 
 async def _left(fleet: Fleet) -> int:
@@ -323,8 +286,8 @@ def runs(counts: Sequence[int], modes: Sequence[str]) -> list[tuple[str, int]]:
     ]
 
 
-def main(argv: Sequence[str]) -> int:
-    """0 when every request of every run was played without error and no load is left, else 1."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; exits with 2 when it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, gzip or not")
     parser.add_argument("--selectors", default="1,2,4", help="how many; default: 1,2,4")
@@ -341,35 +304,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--capacity-blocks", type=int, default=100_000, help="of each engine")
     parser.add_argument("--json", type=Path, help="keep every figure here")
-    args = parser.parse_args(argv)
-    options = Options(
-        trace=args.trace,
-        requests=args.requests,
-        speed=args.speed,
-        workers=args.workers,
-        models=args.models,
-        block_size=args.block_size,
-        capacity_blocks=args.capacity_blocks,
-        is_spread=args.spread,
-    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when every request of every run was played without error and no load is left, else 1."""
+    options = parse(argv)
+    counts = [int(text) for text in options.selectors.split(",")]
     rows: list[Row] = []
     print(HEADER, flush=True)
-    for mode, count in runs(
-        [int(text) for text in args.selectors.split(",")], args.modes.split(",")
-    ):
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                row = runner.run(measure(options, mode, count))
-        except ServiceError as error:
-            print(f"scale: {error}", file=sys.stderr)
-            return 1
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            print("scale: interrupted", file=sys.stderr)
+    for mode, count in runs(counts, options.modes.split(",")):
+        row = run("scale", measure(options, mode, count))
+        if row is None:
             return 1
         rows.append(row)
         print(markdown(row), flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps([msgspec.to_builtins(each) for each in rows], indent=1))
+        if options.json is not None:
+            kept = [msgspec.to_builtins(each) for each in rows]
+            options.json.write_text(json.dumps(kept, indent=1))
     return int(any(row.errors or row.left for row in rows))
 
 

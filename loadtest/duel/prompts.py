@@ -6,7 +6,6 @@ Every body is a function of the trace and a number: two runs send the same bytes
 """
 
 import functools
-import gzip
 import random
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.tools.engines import make_request
-from loadtest.replay_trace import TRACE_BLOCK_TOKENS, TraceLine, prompt_tokens
+from loadtest.replay_trace import TRACE_BLOCK_TOKENS, TraceLine, open_trace, prompt_tokens
 
 MODEL_NAME = "versus"
 OPENING_BLOCKS = 6
@@ -62,10 +61,8 @@ def trace_lines(path: Path | None) -> Iterator[TraceLine]:
     if path is None:
         yield from synthetic_lines()
         return
-    with path.open("rb") as probe:
-        packed = probe.read(2) == b"\x1f\x8b"
     decode = msgspec.json.Decoder(TraceLine).decode
-    with gzip.open(path) if packed else path.open("rb") as lines:
+    with open_trace(path) as lines:
         yield from (decode(line) for line in lines)
 
 

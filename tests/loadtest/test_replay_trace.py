@@ -24,7 +24,6 @@ from lean_selector.tools.service_process import (
 )
 from loadtest import replay_trace
 from loadtest.replay_trace import (
-    Progress,
     Replay,
     TraceLine,
     main,
@@ -248,26 +247,3 @@ def test_bad_options_exit_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_options(["--trace", "t", *arguments])
     assert caught.value.code == 2
-
-
-def test_progress_is_a_plain_line_now_and_then_off_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    progress = Progress(100)
-    for elapsed_s in (1.0, 1.9, 2.0, 3.0, 4.1):
-        progress.show(50, elapsed_s, 0.25)
-    progress.end()
-    assert capsys.readouterr().err.splitlines() == [
-        "50/100  25 requests/s  hits 25.0%",
-        "50/100  12 requests/s  hits 25.0%",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress(60)
-    progress.show(20, 2.0, 0.5)
-    progress.end()
-    assert capsys.readouterr().err.startswith("\r[##########....................] 20/60")

@@ -15,7 +15,7 @@ import pytest
 from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.traffic import PartitionLoad
-from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Options, Truth, main, runs, spread
+from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Truth, main, parse, runs, spread
 from tests.running_service import wait_until
 
 REQUESTS = 24
@@ -142,7 +142,7 @@ def test_phantom_load_is_what_runs_neither_before_nor_after_the_answer(
     believed: dict[int, int], meanwhile: dict[int, int], phantom: int, missed: int
 ) -> None:
     async def sampled() -> Truth:
-        fleet = Fleet(Options(Path(), 1, 1.0, 2, 1, 16, 100), SYNCED, 1)
+        fleet = Fleet(parse(["--trace", "t", "--workers", "2"]), SYNCED, 1)
         for engine, count in zip(fleet.engines, (3, 2), strict=True):
             engine.active = count
         truth = Truth(fleet)
