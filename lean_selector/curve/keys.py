@@ -8,7 +8,8 @@ once, at the start.
 
 import re
 import struct
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -30,27 +31,22 @@ class BadKeys(ValueError):
     """A file holds no keys as it should; the message is one clear line, and tells none of them."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class KeyPair:
     """Ours. Both as Z85."""
 
-    __slots__ = ("public", "secret")
-
-    def __init__(self, public: bytes, secret: bytes) -> None:
-        self.public: Final = public
-        self.secret: Final = secret
+    public: bytes
+    secret: bytes
 
     def __repr__(self) -> str:
         return f"KeyPair({self.public.decode()})"  # and never the secret
 
 
-class CurveClient:
+class CurveClient(NamedTuple):
     """Our pair, and the public keys that a server may have: it must have one of them."""
 
-    __slots__ = ("believed", "pair")
-
-    def __init__(self, pair: KeyPair, believed: tuple[bytes, ...]) -> None:
-        self.pair: Final = pair
-        self.believed: Final = believed
+    pair: KeyPair
+    believed: tuple[bytes, ...]
 
 
 def new_pair() -> KeyPair:
