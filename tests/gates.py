@@ -13,7 +13,7 @@ from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.service.application import MetricsAnswers, OpenApiRoutes
+from lean_selector.service.application import OpenApiRoutes, metrics_route
 from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
 from lean_selector.service.selection_16 import SelectionService16
@@ -121,7 +121,7 @@ class NoPrompts:
 
 def routes_of(service: str) -> list[Route]:
     """All that a service serves, with POST /route, by the name of its document."""
-    shared = [*discovery_routes(None), *MetricsAnswers(list, Turns().call_soon).routes()]
+    shared = [*discovery_routes(None), metrics_route(list, Turns().call_soon)]
     shared += OpenApiRoutes(service, ()).routes()
     if service == "slot_tracker":
         return [*SlotTrackerService(Trackers()).routes(), *shared]

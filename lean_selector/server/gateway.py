@@ -17,7 +17,7 @@ from lean_selector.http.head import Limits
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
-from lean_selector.server.host import HttpServer, exposure_warnings, new_zmq_context, run, tokens_of
+from lean_selector.server.host import HttpServer, new_zmq_context, run, tokens_of
 from lean_selector.server.outbound import credentials_of, engine_client
 from lean_selector.server.selector import SelectorParts, doors_of, selector_app
 from lean_selector.service import logs
@@ -26,13 +26,7 @@ from lean_selector.service.metrics import prompt_families
 
 def run_gateway(config: GatewayConfig) -> None:
     """Runs the gateway until it is told to stop. Raises StartError."""
-    exposed = exposure_warnings(
-        config.listen.host,
-        asks_who=config.listen.is_guarded,
-        has_allowed=bool(config.endpoints.allowed),
-    )
-    warnings = [*config.warnings, *exposed]
-    run(config, config.listen, lambda log_state: _gateway(config, log_state), warnings)
+    run(config, lambda log_state: _gateway(config, log_state))
 
 
 async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:

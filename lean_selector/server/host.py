@@ -1,4 +1,4 @@
-"""Who can reach us, as far as the address that we bind tells."""
+"""What a service runs on: its log, its listeners, a clock that ticks, signals, a stop in order."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,9 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, tcp_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
-from lean_selector.server.service_flags import Listen, TlsFiles
+from lean_selector.server.service_flags import Listen, ServiceConfig, TlsFiles
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
-from lean_selector.service.application import Observation
 from lean_selector.tasks import failed, failures, watch_process
 
 if TYPE_CHECKING:
@@ -122,9 +121,7 @@ class ExpirySweep:
 
 # -- host ----------------------------------------------------------------------------------------
 #
-# What a service runs on: sockets that listen, a clock that ticks, signals, a stop in order.
-#
-# Knows no service: it is given an app, and whom to call when (decision D14 for the stop).
+# Knows no service: it is given an app, and what to call when (decision D14 for the stop).
 
 log = logging.getLogger("lean_selector.server")
 
@@ -143,18 +140,19 @@ class StartError(Exception):
 
 
 def run(
-    config: object,
-    listen: Listen,
-    serve: Callable[[logs.LogState], Coroutine[object, object, None]],
-    warnings: Sequence[str] = (),
+    config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
 ) -> None:
-    """Logs as `listen` says, says which form runs and what the `config` is, and runs `serve` on a
-    loop to its end."""
+    """Sets up the log, writes the form that runs, the `config` and what is doubtful in it, and runs
+    `serve` on a loop to its end."""
+    listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
     told = logs.flat(config).items()
     shown = {name: value for name, value in told if not name.startswith("given.")}
     log.info("configuration", extra={"form": form(), **shown})
-    for warning in warnings:
+    exposed = exposure_warnings(
+        listen.host, asks_who=listen.is_guarded, has_allowed=bool(config.endpoints.allowed)
+    )
+    for warning in (*config.warnings, *exposed):
         log.warning(warning)
     uvloop.run(_under_watch(serve(log_state)))
 
@@ -170,23 +168,6 @@ def new_zmq_context() -> zmq.asyncio.Context:
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return zmq.asyncio.Context(io_threads=1)
-
-
-def observation(
-    service: str, listen: Listen, log_state: logs.LogState, document: str = ""
-) -> Observation:
-    """`document`: which one /openapi.json is, where it has not the name of the service."""
-    loop = asyncio.get_running_loop()
-    return Observation(
-        service=service,
-        document=document or service,
-        version=__version__,
-        access_log=listen.access_log,
-        suppressed_log_lines=log_state.suppressed,
-        dropped_log_lines=log_state.dropped,
-        call_soon=loop.call_soon,
-        call_later=loop.call_later,
-    )
 
 
 class HttpServer:

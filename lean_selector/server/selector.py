@@ -1,6 +1,7 @@
-"""When the approximate index forgets: a little after each block's time, never before it.
+"""The selector: all that it consists of, made, started and taken down again, and its listener.
 
-Asked to more often than the host's tick where that would be late for what is to live but seconds.
+Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects and
+hands each the two or three others that it uses (decision D14).
 """
 
 import asyncio
@@ -27,9 +28,7 @@ from lean_selector.http.protocol import App
 from lean_selector.server.host import (
     ExpirySweep,
     HttpServer,
-    exposure_warnings,
     new_zmq_context,
-    observation,
     run,
     tokens_of,
 )
@@ -78,7 +77,8 @@ CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 class RoutedExpiry:
-    """Of all partitions; only from the thread of the loop."""
+    """Expires routed prompts in the approximate indexes of all partitions: a little after their
+    time, never before it, and more often than the host's tick where they live but seconds."""
 
     def __init__(
         self,
@@ -111,11 +111,6 @@ class RoutedExpiry:
 
 
 # -- selector parts ------------------------------------------------------------------------------
-#
-# All that a selector consists of but its listener, made and taken down again.
-#
-# Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects
-# and hands each the two or three others that it uses (decision D14).
 
 # Of each model, twice a second: 5 ms at most.
 SESSION_STEPS = 1_000
@@ -351,22 +346,12 @@ def start_recovery(recovery: "Recovery", state: ServiceState) -> "asyncio.Task[N
     return supervise("recovery", recover, again=False)
 
 
-# -- selector ------------------------------------------------------------------------------------
-#
-# Serves the selection service over HTTP on the host, with the doors for gateways beside it.
-#
-# What it consists of is made in `selector_parts`, here it gets its listener.
+# -- the selector behind its listener ------------------------------------------------------------
 
 
 def run_selector(config: SelectorConfig) -> None:
     """Runs the selection service until it is told to stop. Raises StartError."""
-    exposed = exposure_warnings(
-        config.listen.host,
-        asks_who=config.listen.is_guarded,
-        has_allowed=bool(config.endpoints.allowed),
-    )
-    warnings = [*config.warnings, *exposed]
-    run(config, config.listen, lambda log_state: _selector(config, log_state), warnings)
+    run(config, lambda log_state: _selector(config, log_state))
 
 
 async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
@@ -447,8 +432,11 @@ def selector_app(
             *([] if doors is None else doors.families()),
             *more,
         ],
-        observation("selector", config.listen, log_state, "selector_16" if is_16 else "selector"),
-        config.overload_status,
-        refusal_lines,
-        tokens,
+        log_state,
+        service="selector",
+        document="selector_16" if is_16 else "selector",
+        access_log=config.listen.access_log,
+        overload_status=config.overload_status,
+        lines=refusal_lines,
+        tokens=tokens,
     )

@@ -10,9 +10,7 @@ from lean_selector.http.head import Limits
 from lean_selector.server.host import (
     ExpirySweep,
     HttpServer,
-    exposure_warnings,
     new_zmq_context,
-    observation,
     run,
     tokens_of,
 )
@@ -40,16 +38,7 @@ MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 def run_slot_tracker(config: TrackerConfig) -> None:
     """Runs the slot tracker until it is told to stop. Raises StartError."""
-    run(
-        config,
-        config.listen,
-        lambda log_state: _slot_tracker(config, log_state),
-        exposure_warnings(
-            config.listen.host,
-            asks_who=config.listen.is_guarded,
-            has_allowed=bool(config.endpoints.allowed),
-        ),
-    )
+    run(config, lambda log_state: _slot_tracker(config, log_state))
 
 
 async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None:
@@ -69,12 +58,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
         from lean_selector.server import replication as replica_plane
 
         plane = replica_plane.ReplicaPlane(
-            context,
-            config,
-            lookup,
-            every_tracker,
-            _nobody_waits,
-            links,
+            context, config, lookup, every_tracker, _on_applied, links
         )
     trackers = Trackers(
         None if plane is None else plane.events,
@@ -110,7 +94,10 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
                 *discovery_families(finding),
                 *state_families(persister),
             ],
-            observation("slot_tracker", config.listen, log_state),
+            log_state,
+            service="slot_tracker",
+            document="slot_tracker",
+            access_log=config.listen.access_log,
             tokens=tokens,
         ),
         connections,
@@ -159,5 +146,5 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     context.destroy(linger=0)
 
 
-def _nobody_waits(event: ReplicaEvent, now: float) -> None:
+def _on_applied(event: ReplicaEvent, now: float) -> None:
     """The slot tracker parks no requests that an event could let in."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
+from lean_selector import __version__
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import JSON, encode_response
@@ -22,23 +22,9 @@ from lean_selector.service.exposition import (
     exposition_text,
 )
 from lean_selector.service.gate import Endpoint, Gate, Route, plain
+from lean_selector.service.logs import LogState
 from lean_selector.service.metrics import http_families, process_families
 from lean_selector.service.replies import INTERNAL_ERROR, CallSoon, LaterReply, SlicedAnswers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What the application is told of its process. `call_soon` and `call_later` are the loop's."""
-
-    service: str
-    document: str  # of `openapi.document`
-    version: str
-    access_log: bool
-    suppressed_log_lines: Callable[[], int]
-    dropped_log_lines: Callable[[], int]
-    call_soon: Callable[[Callable[[], None]], object]
-    call_later: Callable[[float, Callable[[], None]], object]
-
 
 # -- GET /metrics ---------------------------------------------------------------------------------
 # Made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at a
@@ -47,27 +33,21 @@ class Observation:
 PIECES_PER_PART = 32  # a part is what is made between two looks at the clock: about 40 us
 
 
-class MetricsAnswers:
-    """Only from the thread of the loop. `families` is asked at each scrape."""
+def metrics_route(
+    families: Callable[[], Iterable[AnyFamily]],
+    call_soon: CallSoon,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Route:
+    """`families` is called at each scrape."""
 
-    def __init__(
-        self,
-        families: Callable[[], Iterable[AnyFamily]],
-        call_soon: CallSoon,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._families = families
-        self._sliced = SlicedAnswers("a scrape", self._parts, call_soon, CONTENT_TYPE, clock)
-
-    def routes(self) -> tuple[Route, ...]:
-        # Not `plain`: this text has no other form.
-        scrape = Endpoint(lambda request, param: self._sliced.answer(at_once=False))
-        return (("GET", "/metrics", READ, scrape),)
-
-    def _parts(self) -> Iterator[bytes]:
-        pieces = exposition_text(self._families())
+    def parts() -> Iterator[bytes]:
+        pieces = exposition_text(families())
         while part := list(islice(pieces, PIECES_PER_PART)):
             yield "".join(part).encode()
+
+    sliced = SlicedAnswers("a scrape", parts, call_soon, CONTENT_TYPE, clock)
+    # Not `plain`: this text has no other form.
+    return "GET", "/metrics", READ, Endpoint(lambda request, param: sliced.answer(at_once=False))
 
 
 # -- GET /openapi.json ----------------------------------------------------------------------------
@@ -128,33 +108,32 @@ class OpenApiRoutes:
 def observed(
     routes: tuple[Route, ...],
     families_of: Callable[[Sequence[RouteMeter]], Families],
-    observation: Observation,
+    log_state: LogState,
+    *,
+    service: str,
+    document: str,
+    access_log: bool,
     overload_status: int = 503,
     lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     tokens: AccessTokens | None = None,
 ) -> App:
-    """The application for `routes`; `families_of` gets the meters of all of them. `lines` are the
-    gate's; `tokens` are those that are asked for, if any are."""
+    """The application for `routes` on the running loop; `families_of` gets the meters of all of
+    them. `service` is its name in the metrics, `document` that of its description in
+    `openapi.document`; `lines` are the gate's; `tokens` are those that are required, if any."""
+    loop = asyncio.get_running_loop()
     families: Families = []
-    metrics = MetricsAnswers(lambda: families, observation.call_soon)
-    routes = (*routes, *metrics.routes())
-    described = OpenApiRoutes(observation.document, routes, asks_tokens=tokens is not None)
+    routes = (*routes, metrics_route(lambda: families, loop.call_soon))
+    described = OpenApiRoutes(document, routes, asks_tokens=tokens is not None)
     routes = (*routes, *described.routes())
     gate = Gate(routes, overload_status, lines, tokens)
-    lag = LoopLag(observation.call_later)
+    lag = LoopLag(loop.call_later)
     families += [
         *families_of(gate.meters),
         *http_families(gate.meters),
-        *process_families(
-            observation.service,
-            observation.version,
-            lag,
-            observation.suppressed_log_lines,
-            observation.dropped_log_lines,
-        ),
+        *process_families(service, __version__, lag, log_state.suppressed, log_state.dropped),
     ]
     lag.start()
-    if not observation.access_log:
+    if not access_log:
         return gate
     from lean_selector.service.access_log import with_access_log
 

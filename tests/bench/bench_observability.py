@@ -31,7 +31,7 @@ from lean_selector.http.head import Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, date_header, encode_response
 from lean_selector.http.router import Match
-from lean_selector.service.application import MetricsAnswers
+from lean_selector.service.application import metrics_route
 from lean_selector.service.exposition import LoopLag
 from lean_selector.service.gate import Gate
 from lean_selector.service.metrics import http_families, process_families
@@ -281,7 +281,7 @@ def scrape(workers: int, ranks: int) -> None:
         *http_families(service.gate.meters),
         *process_families("selector", __version__, lag, lambda: 0, lambda: 0),
     ]
-    ((_, _, _, ask),) = MetricsAnswers(lambda: families, due.append).routes()
+    _, _, _, ask = metrics_route(lambda: families, due.append)
     slices: list[list[float]] = []
     size = 0
     for _ in range(20):

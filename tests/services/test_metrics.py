@@ -10,7 +10,7 @@ import pytest
 
 from lean_selector.http.response import PendingReply, Response
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.service.application import PIECES_PER_PART, MetricsAnswers
+from lean_selector.service.application import PIECES_PER_PART, metrics_route
 from lean_selector.service.exposition import Family, escaped, labels
 from lean_selector.service.replies import SLICE_S
 from tests import gates
@@ -401,7 +401,7 @@ class Loop:
 
 def metrics(families: list[Family], loop: Loop) -> Callable[[], PendingReply]:
     """What asks for a scrape."""
-    ((_, _, _, endpoint),) = MetricsAnswers(lambda: families, loop.call_soon, loop.clock).routes()
+    _, _, _, endpoint = metrics_route(lambda: families, loop.call_soon, loop.clock)
 
     def ask() -> PendingReply:
         reply = endpoint.run(gates.request("GET", "/metrics"), None)
