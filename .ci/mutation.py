@@ -43,7 +43,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "cells": (
-        [f"{CORE}/selection/choice.py"],
+        [f"{CORE}/selection/choice.py", f"{CORE}/selection/overlap.py"],
         ["tests/core/selection/test_choice.py", "tests/properties/test_choice.py"],
     ),
     "cursor": (

@@ -17,8 +17,7 @@ from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection import choice
-from lean_selector.core.selection import choice as making
+from lean_selector.core.selection import choice, overlap
 from lean_selector.core.selection.choice import (
     FAR,
     FEW_LOADS,
@@ -28,10 +27,9 @@ from lean_selector.core.selection.choice import (
     cells,
     cheapest,
     dearest,
-    match_by_rank,
-    match_sets,
 )
 from lean_selector.core.selection.cost import cached_tokens, softmax
+from lean_selector.core.selection.overlap import match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
@@ -208,7 +206,7 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
     changes=options,
     scale=st.none() | scales,
     isl_tokens=st.integers(0, 400),
-    looks=st.sampled_from([0, making._LOOKS_PER_RANK]),
+    looks=st.sampled_from([0, overlap._LOOKS_PER_RANK]),
 )
 def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
     fleet: Fleet,
@@ -220,7 +218,7 @@ def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
 ) -> None:
     """Also as if the sets were many, so that it is looked up which of them a rank is in."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(making, "_LOOKS_PER_RANK", looks)
+        patched.setattr(overlap, "_LOOKS_PER_RANK", looks)
         hold_each_rank_to_the_model(fleet, router, changes, scale, isl_tokens)
 
 

@@ -10,15 +10,10 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.choice import (
-    NOTHING,
-    MatchSets,
     Pricing,
     active_prefix_sets,
     all_costs,
-    by_bit,
     cells,
-    match_of,
-    match_sets,
     taint_weights,
 )
 from lean_selector.core.selection.cost import (
@@ -29,6 +24,7 @@ from lean_selector.core.selection.cost import (
     probabilities,
     taint_factor,
 )
+from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of, match_sets
 from lean_selector.core.selection.partition import Partition, SchedulableWorker
 from lean_selector.core.selection.scheduler import explained_session
 from lean_selector.core.selection.shapes import (

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.choice import NOTHING, match_by_rank
 from lean_selector.core.selection.cost import cached_tokens, credit_blocks
+from lean_selector.core.selection.overlap import NOTHING, match_by_rank
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.settings import Terms

@@ -10,16 +10,9 @@ import random
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.selection.choice import (
-    NOTHING,
-    MatchSets,
-    Pricing,
-    by_bit,
-    cells,
-    drawn,
-    match_of,
-)
+from lean_selector.core.selection.choice import Pricing, cells, drawn
 from lean_selector.core.selection.cost import cached_tokens
+from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of
 from lean_selector.core.selection.partition import Partition, SchedulableWorker
 from lean_selector.core.selection.settings import Terms
 from lean_selector.core.selection.shapes import (

@@ -30,9 +30,9 @@ from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.bookings import Bookings, SelectionCache
 from lean_selector.core.selection.catalog import Catalog, Refusals, SourceSink, Worker
-from lean_selector.core.selection.choice import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.cost import terms
 from lean_selector.core.selection.explain import with_more
+from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
 from lean_selector.core.selection.scheduler import (
     NO_ENDPOINTS,

@@ -17,9 +17,9 @@ from lean_selector.core.selection.choice import (
     cells,
     cheapest,
     dearest,
-    match_sets,
 )
 from lean_selector.core.selection.cost import overridden, softmax
+from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.scheduler import place
 from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.core.selection.shapes import SelectionRequest

@@ -13,8 +13,8 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.choice import as_sets
 from lean_selector.core.selection.explain import explained
+from lean_selector.core.selection.overlap import as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.scheduler import eligible, not_busy, place

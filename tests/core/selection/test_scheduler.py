@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from lean_selector.core.errors import BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.choice import Matches, Pricing, all_costs, as_sets, cells
+from lean_selector.core.selection.choice import Pricing, all_costs, cells
 from lean_selector.core.selection.cost import cached_tokens, overridden
+from lean_selector.core.selection.overlap import Matches, as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.scheduler import (
     check_pin,
