@@ -12,9 +12,7 @@ from typing import Final
 
 from msgspec import Raw
 
-from lean_selector.core.hashing import (
-    ENGINE_SALT_PREFIX,
-)
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
 from lean_selector.gateway.prompt_shapes import Unknown, Why
 
@@ -30,11 +28,10 @@ _USAGE_EVENT: Final = re.compile(
     rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
 )
 _CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,15})')
-_PROMPT: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
 
 
 class UsageReader:
-    """What an answer's usage says; None where it does not. Looks at the last bytes only."""
+    """How much of the prompt an answer's usage says was cached. Looks at the last bytes only."""
 
     __slots__ = ("_last",)
 
@@ -48,14 +45,8 @@ class UsageReader:
 
     @property
     def cached_tokens(self) -> int | None:
-        return self._number(_CACHED)
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self._number(_PROMPT)
-
-    def _number(self, field: re.Pattern[bytes]) -> int | None:
-        found = field.findall(self._last)
+        """None where it does not say."""
+        found = _CACHED.findall(self._last)
         return int(found[-1]) if found else None
 
 
@@ -125,10 +116,6 @@ class AnswerReader:
     def cached_tokens(self) -> int | None:
         """Tokens of the prompt, as the engine counted; None if it does not say."""
         return self._usage.cached_tokens
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self._usage.prompt_tokens
 
     def _without_ids(self, data: bytes) -> bytes:
         """`data` with `null` for each list; its end may be held back for the next piece."""

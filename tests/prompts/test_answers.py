@@ -53,7 +53,7 @@ def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[i
     sent, learned, reader = read(cut(asked, places))
     assert sent == whole_answer(PROMPT, text, output, asked=False)
     assert (learned.prompt, learned.output) == (PROMPT, output)
-    assert (reader.cached_tokens, reader.prompt_tokens) == (48, len(PROMPT))
+    assert reader.cached_tokens == 48
 
 
 @given(st.lists(st.integers(min_value=0), max_size=12))
@@ -61,7 +61,7 @@ def test_the_event_with_the_usage_is_read_and_not_sent(places: list[int]) -> Non
     events = stream(PROMPT, WORDS, asked=True, usage=True)
     sent, _, reader = read(cut(b"".join(events), places), drops_usage=True)
     assert sent == b"".join(stream(PROMPT, WORDS, asked=False))
-    assert (reader.cached_tokens, reader.prompt_tokens) == (32, len(PROMPT))
+    assert reader.cached_tokens == 32
 
 
 @given(st.lists(st.integers(min_value=0), max_size=12))
@@ -109,7 +109,7 @@ def test_usage_is_read_without_ids() -> None:
     usage = UsageReader()
     for event in stream(PROMPT, WORDS, asked=False, usage=True):
         usage.feed(event)
-    assert (usage.cached_tokens, usage.prompt_tokens) == (32, len(PROMPT))
+    assert usage.cached_tokens == 32
     assert UsageReader().cached_tokens is None
 
 
@@ -118,7 +118,7 @@ def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:
     for _ in range(1_000):
         usage.feed(b'data: {"choices":[{"text":" and so on, for a hundred bytes or so"}]}\n\n')
     usage.feed(b'data: {"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}')
-    assert (usage.cached_tokens, usage.prompt_tokens) == (4, 7)
+    assert usage.cached_tokens == 4
 
 
 @given(st.lists(st.integers(min_value=0), max_size=12))
@@ -127,9 +127,9 @@ def test_a_stream_may_end_its_lines_with_carriage_returns(places: list[int]) -> 
         b"".join(stream(PROMPT, WORDS, asked=each, usage=each)).replace(b"\n", b"\r\n")
         for each in (True, False)
     )
-    sent, learned, reader = read(cut(asked, places), drops_usage=True)
+    sent, learned, _ = read(cut(asked, places), drops_usage=True)
     assert sent == plain
-    assert (learned.prompt, reader.prompt_tokens) == (PROMPT, len(PROMPT))
+    assert learned.prompt == PROMPT
 
 
 def test_each_event_of_a_stream_with_carriage_returns_is_sent_on_at_once() -> None:
