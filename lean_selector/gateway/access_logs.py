@@ -15,9 +15,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
-
-import msgspec
+from typing import Final, NamedTuple
 
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
@@ -29,7 +27,7 @@ _log = logging.getLogger("lean_selector.access_logs")
 # -- where lines are read from -------------------------------------------------------------------
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Place(NamedTuple):
     """Where lines come from: a UDP address, or the path of a UNIX socket."""
 
     host: str = ""
@@ -91,14 +89,12 @@ class Senders:
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            known = self._known[host] = self._judged(host)
+            address = ipaddress.ip_address(host)
+            if isinstance(address, ipaddress.IPv6Address):
+                address = address.ipv4_mapped or address
+            known = any(address in network for network in self._networks)
+            self._known[host] = known
         return known
-
-    def _judged(self, host: str) -> bool:
-        address = ipaddress.ip_address(host)
-        if isinstance(address, ipaddress.IPv6Address):
-            address = address.ipv4_mapped or address
-        return any(address in network for network in self._networks)
 
 
 def is_loopback(host: str) -> bool:
@@ -200,23 +196,13 @@ _FIELD: Final = re.compile(rb' ([a-z_]+)=(?:"([^"]*)"|([^" ]*))')
 _STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy's -1 and envoy's 0: there was no answer
 
 
-class Ended:
+class Ended(NamedTuple):
     """A request that is over. What a line does not say is None."""
 
-    __slots__ = ("dp_rank", "outcome", "reservation_id", "worker_id")
-
-    def __init__(
-        self,
-        reservation_id: str | None,
-        worker_id: int | None,
-        dp_rank: int | None,
-        outcome: str | None,
-    ) -> None:
-        """`outcome` is that of the worker which was asked first: refused, failed or ok."""
-        self.reservation_id = reservation_id
-        self.worker_id = worker_id
-        self.dp_rank = dp_rank
-        self.outcome = outcome
+    reservation_id: str | None
+    worker_id: int | None
+    dp_rank: int | None
+    outcome: str | None  # of the worker that was asked first: refused, failed or ok
 
 
 class BadLine(ValueError):
@@ -299,24 +285,18 @@ RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
 _MOST_SHOWN: Final = 200  # characters of a line that is logged
 
 
-class Reports(Protocol):
-    """The health of workers, as lines report it."""
-
-    def report(self, worker_id: int, dp_rank: int | None, outcome: str, now: float) -> None: ...
-
-
 class LogEnds:
     """All lines of a process pass here."""
 
     def __init__(
         self,
         free: Callable[[str, float], None],
-        health: Reports,
+        report: Callable[[int, int | None, str, float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`free` ends a reservation, and raises NotFound."""
+        """`free` ends a reservation, and `report` tells a worker's health; both raise NotFound."""
         self._free = free
-        self._health = health
+        self._report = report
         self._clock = clock
         self._early: dict[str, float] = {}  # when an end came, by reservation, the oldest first
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
@@ -341,12 +321,17 @@ class LogEnds:
         if ended.reservation_id is None:
             self.results[EMPTY if ended.worker_id is None else REPORTED] += 1
         else:
-            self._end(ended.reservation_id, now)
+            try:
+                self._free(ended.reservation_id, now)
+                self.results[FREED] += 1
+            except NotFound:
+                self.results[EARLY] += 1
+                self._remember(ended.reservation_id, now)
         if ended.worker_id is not None and ended.outcome is not None:
             # A refused connection counts against the whole worker.
             dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
             try:
-                self._health.report(ended.worker_id, dp_rank, ended.outcome, now)
+                self._report(ended.worker_id, dp_rank, ended.outcome, now)
             except NotFound:
                 self.unknown_workers += 1
 
@@ -363,15 +348,6 @@ class LogEnds:
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 
-    def _end(self, reservation_id: str, now: float) -> None:
-        try:
-            self._free(reservation_id, now)
-        except NotFound:
-            self.results[EARLY] += 1
-            self._remember(reservation_id, now)
-        else:
-            self.results[FREED] += 1
-
     def _remember(self, reservation_id: str, now: float) -> None:
         early = self._early
         early.pop(reservation_id, None)
@@ -387,20 +363,6 @@ _QUEUE_LENGTH: Final = Path("/proc/sys/net/unix/max_dgram_qlen")
 _SO_RXQ_OVFL: Final = 40  # Linux: each datagram says how many were dropped before it
 _DROPS: Final = struct.Struct("I")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
-
-
-def udp_socket(host: str, port: int) -> socket.socket:
-    """Bound; raises OSError."""
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, proto)
-    try:
-        bound.bind(address)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
 
 
 def warn_of_a_short_queue(place: str) -> None:

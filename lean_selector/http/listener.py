@@ -51,7 +51,8 @@ _OF_ONE: Final = frozenset(
 # A client whose host vanished is noticed after 30 s, also one that waits for a worker and to whom
 # nothing is sent meanwhile: probes from the 15th second on, and nothing sent stays unconfirmed
 # longer. Accepted sockets inherit all of these from the listening one.
-_KEEP_ALIVE: Final = (
+_OF_TCP: Final = (
+    (socket.SOL_SOCKET, "SO_REUSEADDR", 1),
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
@@ -69,27 +70,30 @@ _DROP_SYN_PROGRAM: Final = ctypes.create_string_buffer(_DROP_SYN)  # stays where
 _SO_ATTACH_FILTER: Final = 26
 
 
-def tcp_socket(host: str, port: int) -> socket.socket:
-    """Bound, and set up for the connections to come. Raises OSError.
+def inet_socket(
+    host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> socket.socket:
+    """Bound; of TCP also listening, and set up for the connections to come. Raises OSError.
 
     Resolved here: the loop's own resolver would leave four threads behind.
     """
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    family, _, proto, _, address = socket.getaddrinfo(
+        host, port, type=kind, flags=socket.AI_PASSIVE
     )[0]
-    listening = socket.socket(family, kind, proto)
+    bound = socket.socket(family, kind, proto)
+    is_tcp = kind == socket.SOCK_STREAM
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for level, name, value in _KEEP_ALIVE:
+        for level, name, value in _OF_TCP if is_tcp else ():
             option = getattr(socket, name, None)  # some are Linux's alone
             if option is not None:
-                listening.setsockopt(level, option, value)
-        listening.bind(address)
-        listening.listen(BACKLOG)
+                bound.setsockopt(level, option, value)
+        bound.bind(address)
+        if is_tcp:
+            bound.listen(BACKLOG)
     except BaseException:
-        listening.close()
+        bound.close()
         raise
-    return listening
+    return bound
 
 
 class UnixPath:

@@ -13,14 +13,13 @@ from lean_selector.gateway.access_logs import (
     access_log_families,
     is_loopback,
     place_of,
-    udp_socket,
     warn_of_a_short_queue,
 )
 from lean_selector.gateway.engines import CatalogFleet, Fleet, Tokenizer
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.gateway.route import RouteHandler
-from lean_selector.http.listener import UnixPath
+from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.server.host import StartError, os_reason
 from lean_selector.server.selector_flags import AccessLogs
@@ -58,7 +57,7 @@ class AccessLogPlane:
 
     def __init__(self, config: AccessLogs, selector: Selector, clock: Callable[[], float]) -> None:
         """Raises StartError."""
-        self.ends = LogEnds(selector.free, selector.health, clock)
+        self.ends = LogEnds(selector.free, selector.health.report, clock)
         self._paths: list[UnixPath] = []
         self._readers: list[LineReader] = []
         senders = Senders(config.allowed)
@@ -74,7 +73,7 @@ class AccessLogPlane:
         place = place_of(text)
         try:
             if place.path is None:
-                bound = udp_socket(place.host, place.port)
+                bound = inet_socket(place.host, place.port, socket.SOCK_DGRAM)
                 if not config.allowed and not is_loopback(bound.getsockname()[0]):
                     bound.close()
                     raise StartError(

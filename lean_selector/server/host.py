@@ -21,7 +21,7 @@ import zmq.asyncio
 from lean_selector import __version__
 from lean_selector.build_info import form
 from lean_selector.http.connections import Connections
-from lean_selector.http.listener import Listener, UnixPath, tcp_socket
+from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
 from lean_selector.server.service_flags import Listen, ServiceConfig, TlsFiles
@@ -208,7 +208,7 @@ class HttpServer:
             self.on_reload.append(self._tls.reload)
             tcp_protocol = self._tls.new_connection
         try:
-            tcp = tcp_socket(listen.host, listen.port)
+            tcp = inet_socket(listen.host, listen.port)
         except OSError as error:
             raise StartError(f"{os_reason(error)}: {listen.host}:{listen.port}") from None
         port = tcp.getsockname()[1]

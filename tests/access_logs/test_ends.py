@@ -23,9 +23,8 @@ from lean_selector.gateway.access_logs import (
     LineReader,
     LogEnds,
     Senders,
-    udp_socket,
 )
-from lean_selector.http.listener import UnixPath
+from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.server.gateway_routes import AccessLogPlane
 from lean_selector.server.selector_flags import AccessLogs
 from loadtest.child_service import free_port
@@ -52,7 +51,7 @@ class Books:
         )
         self.selector.upsert_worker(spec, NOW)
         self.partition = self.selector.ready_partition("m", "default")
-        self.ends = LogEnds(self.selector.free, self.selector.health, lambda: self.now)
+        self.ends = LogEnds(self.selector.free, self.selector.health.report, lambda: self.now)
 
     def book(self, reservation_id: str) -> None:
         prompt = Prompt(16, b"12345678", 1, b"87654321", b"87654321")
@@ -160,7 +159,7 @@ def told(story: Story) -> None:
 def test_lines_are_read_from_udp_and_from_a_unix_socket(tmp_path: Path) -> None:
     async def story() -> None:
         books, path = Books(), UnixPath(str(tmp_path / "s"), socket.SOCK_DGRAM)
-        udp, unix = udp_socket("127.0.0.1", 0), path.take()
+        udp, unix = inet_socket("127.0.0.1", 0, socket.SOCK_DGRAM), path.take()
         address = udp.getsockname()
         senders = Senders([])
         readers = [
@@ -238,7 +237,7 @@ def test_a_queue_that_is_short_is_told_of_at_the_start(
 def test_others_than_loopback_may_not_write() -> None:
     async def story() -> None:
         books = Books()
-        bound = udp_socket("127.0.0.1", 0)
+        bound = inet_socket("127.0.0.1", 0, socket.SOCK_DGRAM)
         address = bound.getsockname()
 
         class Nobody(Senders):
@@ -259,7 +258,7 @@ def test_others_than_loopback_may_not_write() -> None:
 
 def test_a_reader_that_closes_takes_what_has_come_and_counts_what_was_dropped() -> None:
     async def story() -> None:
-        books, bound = Books(), udp_socket("127.0.0.1", 0)
+        books, bound = Books(), inet_socket("127.0.0.1", 0, socket.SOCK_DGRAM)
         address = bound.getsockname()
         reader = LineReader(bound, books.ends.take, books.ends.refuse, Senders([]))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's least

@@ -8,7 +8,7 @@ import uvloop
 
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits, Request
-from lean_selector.http.listener import Listener, UnixPath, tcp_socket
+from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import TlsDoor
@@ -77,7 +77,7 @@ class Server:
 
     async def listen(self, unix_path: str | None = None) -> None:
         if unix_path is None:
-            tcp = tcp_socket("127.0.0.1", 0)
+            tcp = inet_socket("127.0.0.1", 0)
             self.port = tcp.getsockname()[1]
             new_protocol = self.new_protocol if self.door is None else self.door.new_connection
             listener = Listener(tcp, new_protocol, self.connections)

@@ -15,16 +15,15 @@ from tests.recipes.test_recipes import CHAT, chat
 DEADLINE_S = 60.0
 
 
-class NoHealth:
-    def report(self, worker_id: int, dp_rank: int | None, outcome: str, now: float) -> None:
-        raise NotFound("no worker")
+def no_worker(worker_id: int, dp_rank: int | None, outcome: str, now: float) -> None:
+    raise NotFound("no worker")
 
 
 def test_a_script_that_haproxy_gives_up_as_its_client_left_ends_what_it_named(
     tmp_path: Path,
 ) -> None:
     freed: list[str] = []
-    ends = LogEnds(lambda reservation_id, now: freed.append(reservation_id), NoHealth(), lambda: 0)
+    ends = LogEnds(lambda reservation_id, now: freed.append(reservation_id), no_worker, lambda: 0)
     places = Places(tmp_path, "unix")
     with ExitStack() as stack:
         selector = stack.enter_context(socket.socket(socket.AF_UNIX))  # accepts, and says nothing
