@@ -31,6 +31,7 @@ _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECAS
 _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
 _WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
 _TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+RETRY_AFTER: Final = b"retry-after: 1\r\n"
 _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 
 

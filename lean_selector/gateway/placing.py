@@ -19,6 +19,7 @@ from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.gateway.engines import UnknownModel
+from lean_selector.gateway.headers import RETRY_AFTER
 from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
@@ -32,7 +33,6 @@ log = logging.getLogger("lean_selector.gateway")
 
 CONNECT_S: Final = 5.0
 MOST_ATTEMPTS: Final = 5
-RETRY_AFTER: Final = b"retry-after: 1\r\n"
 
 _decode = msgspec.json.Decoder(NamesModel).decode
 
@@ -50,26 +50,16 @@ class NotChosen(Exception):
 class Shed(Exception):
     """All workers are busy: the client is to come again."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-
 
 class Chooser:
     """`clock` is monotonic seconds; `endpoint` gives the one of a base URL."""
 
     def __init__(
-        self,
-        selector: Selector,
-        endpoint: Callable[[str], Upstream],
-        clock: Callable[[], float],
-        overload_status: int,
+        self, selector: Selector, endpoint: Callable[[str], Upstream], clock: Callable[[], float]
     ) -> None:
         self._selector = selector
         self._endpoint = endpoint
         self._clock = clock
-        self._overload_status = overload_status
 
     async def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
@@ -90,11 +80,9 @@ class Chooser:
             else:
                 placement = selector.select_now(partition, request, self._clock())
         except AllWorkersBusy as error:
-            raise Shed(self._overload_status, error.message) from None
+            raise Shed(error.message) from None
         except SelectorError as error:
-            if error.status == 503:
-                raise NotChosen("no_worker") from None
-            raise NotChosen("refused") from None
+            raise NotChosen("no_worker" if error.status == 503 else "refused") from None
         try:
             endpoint = self._endpoint(placement.endpoint)
         except ValueError:
@@ -130,31 +118,19 @@ class Chooser:
         try:
             async with asyncio.timeout(limit_s):
                 given = await answer
-        except TimeoutError:
-            self._leave(partition, outcome, request, answer)
-            raise Shed(
-                self._overload_status, f"no worker became free within {limit_s:g} seconds"
-            ) from None
-        except asyncio.CancelledError:
-            self._leave(partition, outcome, request, answer)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # Leaves the queue; what was booked in the same moment is freed.
+            now = self._clock()
+            if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
+                selector.free(request.reservation_id, now)
+            else:
+                selector.hung_up(partition, outcome, now)
+            if isinstance(error, TimeoutError):
+                raise Shed(f"no worker became free within {limit_s:g} seconds") from None
             raise
         if isinstance(given, Exception):
             raise given
         return given
-
-    def _leave(
-        self,
-        partition: Partition,
-        parked: Parked,
-        request: SelectionRequest,
-        answer: "asyncio.Future[Placement | Exception]",
-    ) -> None:
-        """Leaves the queue; what was booked in the same moment is freed."""
-        now = self._clock()
-        if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
-            self._selector.free(request.reservation_id, now)
-        else:
-            self._selector.hung_up(partition, parked, now)
 
 
 def _allowed(
@@ -226,7 +202,8 @@ class Placing:
         counts: Counts,
         resolve: Resolve,
         tls: Callable[[], ssl.SSLContext],
-        allowed: AllowedEndpoints | None = None,
+        allowed: AllowedEndpoints | None,
+        overload_status: int,
     ) -> None:
         """`tls` is asked for where a worker's URL is https, and may raise OSError; `allowed`
         says which workers are connected to."""
@@ -238,6 +215,7 @@ class Placing:
         self._counts = counts
         self._resolve = resolve
         self._tls = tls
+        self._overload_status = overload_status
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None]":
         return asyncio.get_running_loop().create_task(self._place(proxied, is_completion))
@@ -273,7 +251,7 @@ class Placing:
             try:
                 lease = await self._lease(proxied, is_completion)
             except Shed as shed:
-                proxied.fail(shed.status, shed.message, "overloaded", RETRY_AFTER)
+                proxied.fail(self._overload_status, str(shed), "overloaded", RETRY_AFTER)
                 return
             if lease is None:
                 if proxied.why:

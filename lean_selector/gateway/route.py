@@ -22,6 +22,7 @@ from lean_selector.core.errors import (
     WaitedTooLong,
 )
 from lean_selector.core.selection.shapes import Selection
+from lean_selector.gateway.headers import RETRY_AFTER, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.endpoints import Url, url_at
@@ -31,9 +32,8 @@ from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.replies import Answer, LaterReply
 from lean_selector.tasks import watched
-from lean_selector.wire.selection import OpenAiErrorBody, SelectAndReserveRequest
+from lean_selector.wire.selection import SelectAndReserveRequest
 
-RETRY_AFTER: Final = b"retry-after: 1\r\n"
 SHED: Final = 429  # some gateways rewrite a 503, or take it for ours being down
 # No worker is known for a model: a gateway that balances by itself then may know one.
 UNKNOWN: Final = 503
@@ -74,22 +74,15 @@ def _authority_of(endpoint: str) -> bytes:
 
 def error_of(error: SelectorError) -> bytes:
     """The answer that tells of it."""
-    if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
-        return refusal(SHED, error.message)
     if isinstance(error, NotFound):
-        return refusal(UNKNOWN, error.message, "model_not_found")
-    return refusal(error.status, error.message)
+        return refusal(UNKNOWN, error.message, "model_not_found", RETRY_AFTER)
+    status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
+    return refusal(status, error.message, None, RETRY_AFTER if status in (SHED, 503) else b"")
 
 
 def unauthorized(refused: Refusal) -> bytes:
     """To a gateway whose token may not ask."""
-    body = OpenAiErrorBody.encoded(refused.status, refused.text, refused.code)
-    return encode_response(refused.status, body, extra=refused.line)
-
-
-def refusal(status: int, message: str, code: str | None = None) -> bytes:
-    extra = RETRY_AFTER if status in (SHED, 503) else b""
-    return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)
+    return refusal(refused.status, refused.text, refused.code, refused.line)
 
 
 _ID: Final = re.compile(rb"[!#-~]{1,256}")  # what a line of an access log can name
@@ -135,11 +128,10 @@ class RouteHandler:
             return error_of(error)
         pending = LaterReply()
         path = "/" + param.decode("latin-1")
-        work = self._route(path, bytes(request.body), reservation_id, pending)
-        task = watched("route", work)
+        task = watched("route", self._route(path, bytes(request.body), reservation_id, pending))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        pending.on_disconnect = lambda: _give_up(task)
+        pending.on_disconnect = task.cancel
         return pending
 
     async def _route(
@@ -203,10 +195,6 @@ class RouteHandler:
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
-
-
-def _give_up(task: "asyncio.Task[None]") -> None:
-    task.cancel()
 
 
 def _reservation_id(given: bytes | None) -> str:

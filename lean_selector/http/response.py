@@ -141,7 +141,7 @@ class PendingReply:
     __slots__ = ("_observers", "_send", "is_being_made", "on_disconnect", "response")
 
     def __init__(
-        self, on_disconnect: Callable[[], None] | None = None, *, is_being_made: bool = False
+        self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
         """`is_being_made`: the answer waits for nothing but the turns of the loop."""
         self.on_disconnect = on_disconnect

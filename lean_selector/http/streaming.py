@@ -37,7 +37,7 @@ class StreamedReply(PendingReply):
 
     def __init__(
         self,
-        on_disconnect: Callable[[], None] | None = None,
+        on_disconnect: Callable[[], object] | None = None,
         on_pause: Callable[[], None] | None = None,
         on_resume: Callable[[], None] | None = None,
     ) -> None:

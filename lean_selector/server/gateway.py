@@ -38,7 +38,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     catalog = parts.selector.catalog
     rotation = Rotation(config.settings.ejection, now)
     directory = Directory(config.gateway.workers, rotation, catalog)
-    chooser = Chooser(parts.selector, rotation.endpoint, time.monotonic, config.overload_status)
+    chooser = Chooser(parts.selector, rotation.endpoint, time.monotonic)
     credentials = credentials_of(config.engines)
     counts = Counts()
     client = engine_client(config.engines, parts.resolve, parts.allowed)
@@ -52,6 +52,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         parts.resolve,
         credentials.trust.context,
         parts.allowed,
+        config.overload_status,
     )
     handler = GatewayHandler(
         placing,

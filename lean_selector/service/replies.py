@@ -100,7 +100,7 @@ class LaterReply(PendingReply):
     __slots__ = ("is_packed", "take")
 
     def __init__(
-        self, on_disconnect: Callable[[], None] | None = None, *, is_being_made: bool = False
+        self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
         super().__init__(on_disconnect, is_being_made=is_being_made)
         self.is_packed = False  # the request accepts MessagePack
