@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -92,15 +92,12 @@ _ASKED_FOR_MAKE: Final = 3  # of a model's workers; one that answers is enough
 _FROM: Final = 4096  # workers whose answers are kept
 
 
-class _Told:
+class _Told(NamedTuple):
     """What a worker said, and when."""
 
-    __slots__ = ("adapters", "at", "make")
-
-    def __init__(self, at: float, make: str | None, adapters: dict[str, str]) -> None:
-        self.at = at
-        self.make = make
-        self.adapters = adapters  # the model that each adapts
+    at: float
+    make: str | None
+    adapters: dict[str, str]  # the model that each adapts
 
 
 class Engines:
@@ -120,7 +117,7 @@ class Engines:
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
-            await self._once(key, partial(self._ask_some, served))
+            await asyncio.shield(self._beside(key, partial(self._ask_some, served)))
             told = self._any_told(served)
         elif self._clock() - told.at > (FRESH_S if told.make is None else _MAKE_FRESH_S):
             self._beside(key, partial(self._ask_some, served))
@@ -129,11 +126,12 @@ class Engines:
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
         """The model that an adapter of this name adapts, and the workers that have it."""
         found = self._adapted(name, tenant_id)
-        if found is None:
-            await self._refresh(tenant_id)
-            return self._adapted(name, tenant_id)
-        if any(self._is_old(base) for base in found[0].workers.values()):
-            self._beside(("adapters", tenant_id), partial(self._ask_all, tenant_id))
+        bases = self._bases(tenant_id) if found is None else found[0].workers.values()
+        if any(map(self._is_old, bases)):
+            asked = self._beside(("adapters", tenant_id), partial(self._ask_all, tenant_id))
+            if found is None:
+                await asyncio.shield(asked)
+                return self._adapted(name, tenant_id)
         return found
 
     async def close(self) -> None:
@@ -171,11 +169,6 @@ class Engines:
 
     # -- asking --------------------------------------------------------------------------------
 
-    async def _refresh(self, tenant_id: str) -> None:
-        bases = self._bases(tenant_id)
-        if any(self._is_old(base) for base in bases):
-            await self._once(("adapters", tenant_id), partial(self._ask_all, tenant_id))
-
     def _bases(self, tenant_id: str) -> list[str]:
         models = (self._fleet.model(name, tenant_id) for name in self._fleet.models(tenant_id))
         return [base for served in models if served for base in served.workers.values()]
@@ -205,13 +198,10 @@ class Engines:
         if len(self._told) > _FROM:
             del self._told[next(iter(self._told))]
 
-    async def _once(self, key: object, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits for what is asked, perhaps by another request."""
-        await asyncio.shield(self._beside(key, work))
-
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
+        """What is asked, perhaps for another request already."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)

@@ -8,7 +8,7 @@ where a message ends is guessed from its share of the bytes.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -107,16 +107,13 @@ class _Averages:
         self.answers_hold = 1.0  # how often a prompt went on with the very tokens of the answer
 
 
-class Known:
+class Known(NamedTuple):
     """What is known of a prompt. `hashes`: 8 bytes a block, of its beginning."""
 
-    __slots__ = ("hashes", "is_whole", "tokens", "unknown_bytes")
-
-    def __init__(self, hashes: bytes, tokens: int, unknown_bytes: int, is_whole: bool) -> None:
-        self.hashes = hashes
-        self.tokens = tokens  # of all of it; an estimate unless `is_whole`
-        self.unknown_bytes = unknown_bytes  # as it was written
-        self.is_whole = is_whole
+    hashes: bytes
+    tokens: int  # of all of it; an estimate unless `is_whole`
+    unknown_bytes: int  # as it was written
+    is_whole: bool
 
 
 class PromptMemory:

@@ -22,23 +22,6 @@ FIRST_BYTE_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 class Counts:
     """Ever, since the process began; `active` is now."""
 
-    __slots__ = (
-        "active",
-        "answers",
-        "broken",
-        "compared_cached_tokens",
-        "compared_predicted_tokens",
-        "compared_prompt_tokens",
-        "connections_made",
-        "first_byte",
-        "hung_up",
-        "passed_on_bytes",
-        "pieces",
-        "retries",
-        "stale",
-        "unrouted",
-    )
-
     def __init__(self) -> None:
         self.active = 0  # requests that have no end yet
         self.answers: Counter[int] = Counter()  # by status, of those that began

@@ -2,14 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.hashing import (
-    any_local_hashes,
-    hash_seed,
-    sequence_hashes_bytes,
-)
+from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.answers import Additions, AnswerReader
@@ -28,6 +25,7 @@ from lean_selector.http.outbound import OutboundClient
 from lean_selector.wire.scalars import packed_u32
 
 
+@dataclass(slots=True)
 class Routed:
     """One request, ready to be routed.
 
@@ -36,37 +34,14 @@ class Routed:
     is an estimate; or its salt is not in them.
     """
 
-    __slots__ = (
-        "answer",
-        "body",
-        "model_name",
-        "prompt",
-        "streams",
-        "tenant_id",
-        "why_not",
-        "worker_ids",
-    )
-
-    def __init__(
-        self,
-        model_name: str,
-        tenant_id: str,
-        prompt: Prompt,
-        body: bytes,
-        *,
-        why_not: Unknown | None,
-        streams: bool,
-        worker_ids: frozenset[int] | None = None,
-        answer: AnswerReader | None = None,
-    ) -> None:
-        self.model_name = model_name  # as it is registered: the base model of an adapter
-        self.tenant_id = tenant_id
-        self.prompt = prompt  # isl_tokens >= 1
-        self.body = body  # to be forwarded
-        self.why_not = why_not
-        self.streams = streams
-        self.worker_ids = worker_ids  # only these have the adapter; None: any
-        self.answer = answer  # reads the answer; None: it passes untouched
+    model_name: str  # as it is registered: the base model of an adapter
+    tenant_id: str
+    prompt: Prompt  # isl_tokens >= 1
+    body: bytes  # to be forwarded
+    why_not: Unknown | None
+    streams: bool
+    worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
+    answer: AnswerReader | None = None  # reads the answer; None: it passes untouched
 
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
