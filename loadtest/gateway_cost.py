@@ -11,26 +11,25 @@ printed are medians and the spread. The machine should have nothing else to do.
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, cast
 
-from loadtest.child_service import ChildService, asked, free_port, plain_environment
+from loadtest.child_service import ChildService, free_port, plain_environment
+from loadtest.duel.targets import cpu_ns
 
 FEW, MANY = 1, 201  # chunks of an answer
 STEP_S = 0.003  # between two chunks, so that each is a read of its own
 CLIENTS = 8
 PROMPT = "Tell me of the sea. " * 100  # 2 kB
-_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 # -- the worker: answers from memory --------------------------------------------------------------
@@ -38,8 +37,6 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 class _Worker(asyncio.Protocol):
     """Says as many chunks as the request's `max_tokens` asks for, each in a write of its own."""
-
-    answers: ClassVar[dict[tuple[int, bool], list[bytes]]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
@@ -57,7 +54,8 @@ class _Worker(asyncio.Protocol):
             if head.startswith(b"get"):
                 self.transport.write(_plain(head.split(b" ")[1].decode()))
                 continue
-            self.say(_answer(json.loads(body)), 0)
+            request = json.loads(body)
+            self.say(_answer(request["max_tokens"], bool(request.get("return_token_ids"))), 0)
 
     def say(self, pieces: list[bytes], at: int) -> None:
         """The first two pieces at once, the rest as an engine does, one by one."""
@@ -85,38 +83,29 @@ def _plain(path: str) -> bytes:
     )
 
 
-def _answer(request: dict[str, object]) -> list[bytes]:
-    key = int(str(request["max_tokens"])), bool(request.get("return_token_ids"))
-    count, has_ids = key
-    known = _Worker.answers.get(key)
-    if known is None:
-        choice: dict[str, object] = {
-            "index": 0,
-            "delta": {"content": " token"},
-            "finish_reason": None,
-        }
-        if has_ids:
-            choice["token_ids"] = [4711]
-        event = {
-            "id": "cmpl-1",
-            "object": "chat.completion.chunk",
-            "created": 1,
-            "model": "m",
-            "choices": [choice],
-        }
-        data = b"data: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
-        head = (
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-            b"transfer-encoding: chunked\r\n\r\n"
-        )
-        chunk = b"%x\r\n%b\r\n" % (len(data), data)
-        known = [head, *(chunk for _ in range(count)), b"e\r\ndata: [DONE]\n\n\r\n", b"0\r\n\r\n"]
-        _Worker.answers[key] = known
-    return known
+@functools.cache
+def _answer(count: int, has_ids: bool) -> list[bytes]:
+    """Its head, as many chunks, and its end."""
+    choice: dict[str, Any] = {"index": 0, "delta": {"content": " token"}, "finish_reason": None}
+    if has_ids:
+        choice["token_ids"] = [4711]
+    event = {
+        "id": "cmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+    }
+    data = b"data: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    chunk = b"%x\r\n%b\r\n" % (len(data), data)
+    return [head, *(chunk for _ in range(count)), b"e\r\ndata: [DONE]\n\n\r\n", b"0\r\n\r\n"]
 
 
 async def _serve(port: int) -> None:
-
     loop = asyncio.get_running_loop()
     await loop.create_server(_Worker, "127.0.0.1", port)
     await asyncio.Event().wait()
@@ -152,14 +141,9 @@ async def _load(port: int, chunks: int, requests: int) -> None:
 # -- the candidates -------------------------------------------------------------------------------
 
 
-def _cpu_s(pid: int) -> float:
+def _cpu_ns(pid: int) -> int:
     """Of a process and its children, user and system."""
-    total = 0.0
-    for each in [pid, *_children(pid)]:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) * _TICK_S
-    return total
+    return sum(map(cpu_ns, [pid, *_children(pid)]))
 
 
 def _children(pid: int) -> list[int]:
@@ -171,79 +155,54 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-@contextlib.contextmanager
-def _gateway(worker: int, *flags: str) -> Iterator[tuple[int, int]]:
-    port, api = free_port(), free_port()
-    ports = ("--port", str(port), "--selector-port", str(api))
+def _gateway(port: int, worker: int, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "lean_selector", "gateway", f"http://127.0.0.1:{worker}"]
-    child = ChildService(
-        [*command, *ports, "--worker-health-interval-secs", "none", *flags],
-        api,
-        env=plain_environment(),
-    )
-    try:
-        _wait(api, "/health")
-        _wait(port, "/health")
-        yield port, child.process.pid
-    finally:
-        child.stop()
+    ports = ("--port", str(port), "--selector-port", str(free_port()))
+    return [*command, *ports, "--worker-health-interval-secs", "none", *flags]
 
 
-@contextlib.contextmanager
-def _nginx(worker: int) -> Iterator[tuple[int, int]]:
-    port = free_port()
+def _nginx(port: int, worker: int, folder: str) -> list[str]:
     program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
     assert program is not None, "nginx is missing: apt-get install nginx-light"
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "nginx.conf"
-        config.write_text(
-            f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
-            events {{ worker_connections 512; }}
-            http {{
-              access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-              fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-              upstream workers {{ server 127.0.0.1:{worker}; keepalive 64; }}
-              server {{
-                listen 127.0.0.1:{port}; keepalive_requests 1000000;
-                location / {{
-                  proxy_pass http://workers; proxy_http_version 1.1; proxy_buffering off;
-                  proxy_set_header Connection "";
-                }}
-              }}
-            }}"""
-        )
-        process = subprocess.Popen([program, "-p", folder, "-c", str(config)])
-        try:
-            _wait(port, "/health")
-            yield port, process.pid
-        finally:
-            process.terminate()
-            process.wait()
+    config = Path(folder) / "nginx.conf"
+    config.write_text(
+        f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+        events {{ worker_connections 512; }}
+        http {{
+          access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+          fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+          upstream workers {{ server 127.0.0.1:{worker}; keepalive 64; }}
+          server {{
+            listen 127.0.0.1:{port}; keepalive_requests 1000000;
+            location / {{
+              proxy_pass http://workers; proxy_http_version 1.1; proxy_buffering off;
+              proxy_set_header Connection "";
+            }}
+          }}
+        }}"""
+    )
+    return [program, "-p", folder, "-c", str(config)]
+
+
+def _router(port: int, worker: int, program: str) -> list[str]:
+    command = [program, "--worker-urls", f"http://127.0.0.1:{worker}", "--policy", "round_robin"]
+    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
+    return [*command, "--host", "127.0.0.1", *ports]
 
 
 @contextlib.contextmanager
-def _router(program: str, worker: int) -> Iterator[tuple[int, int]]:
-    port, metrics = free_port(), free_port()
-    command = [program, "--worker-urls", f"http://127.0.0.1:{worker}", "--policy", "round_robin"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
-    with open(os.devnull, "wb") as nothing:
-        process = subprocess.Popen(command, stdout=nothing, stderr=nothing)
+def _running(command: list[str], port: int) -> Iterator[int]:
+    """Its process, once it answers."""
+    child = ChildService(command, port, env=plain_environment())
     try:
-        _wait(port, "/health")
-        yield port, process.pid
+        deadline = time.monotonic() + 30.0
+        while not child.is_healthy():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{command[0]} does not answer: {child.log()[-500:]}")
+            time.sleep(0.05)
+        yield child.process.pid
     finally:
-        process.kill()
-        process.wait()
-
-
-def _wait(port: int, path: str) -> None:
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if asked(port, "GET", path)[0] == 200:
-                return
-        time.sleep(0.05)
-    raise SystemExit(f"nobody answers {path} at {port}")
+        child.stop()
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -252,12 +211,12 @@ def _wait(port: int, path: str) -> None:
 def _measured(port: int, pid: int, requests: int) -> tuple[float, float]:
     """Microseconds of CPU for a request with one chunk, and for each further chunk."""
     asyncio.run(_load(port, FEW, 64))
-    seconds = []
+    costs = []
     for chunks, count in ((FEW, requests), (MANY, requests // 32)):
-        before = _cpu_s(pid)
+        before = _cpu_ns(pid)
         asyncio.run(_load(port, chunks, count))
-        seconds.append((_cpu_s(pid) - before) / (count // CLIENTS * CLIENTS))
-    return seconds[0] * 1e6, (seconds[1] - seconds[0]) / (MANY - FEW) * 1e6
+        costs.append((_cpu_ns(pid) - before) / 1e3 / (count // CLIENTS * CLIENTS))
+    return costs[0], (costs[1] - costs[0]) / (MANY - FEW)
 
 
 def main() -> None:
@@ -273,25 +232,23 @@ def main() -> None:
         uvloop.run(_serve(options.worker))
         return
     worker = free_port()
-    command = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
-    process = subprocess.Popen(command)
-    candidates: dict[str, Callable[[], AbstractContextManager[tuple[int, int]]]] = {
-        "gateway, --prompts learn": lambda: _gateway(worker),
-        "gateway, --prompts off": lambda: _gateway(worker, "--prompts", "off"),
-        "nginx, round-robin": lambda: _nginx(worker),
-    }
-    if options.router:
-        candidates["vllm-router, round_robin"] = lambda: _router(options.router, worker)
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    try:
-        _wait(worker, "/health")
+    serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
+    with tempfile.TemporaryDirectory() as folder, _running(serving, worker):
+        candidates: dict[str, Callable[[int], list[str]]] = {
+            "gateway, --prompts learn": lambda port: _gateway(port, worker),
+            "gateway, --prompts off": lambda port: _gateway(port, worker, "--prompts", "off"),
+            "nginx, round-robin": lambda port: _nginx(port, worker, folder),
+        }
+        if options.router:
+            candidates["vllm-router, round_robin"] = lambda port: _router(
+                port, worker, options.router
+            )
+        figures: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
         for _ in range(options.rounds):
-            for name, start in candidates.items():
-                with start() as (port, pid):
+            for name, command in candidates.items():
+                port = free_port()
+                with _running(command(port), port) as pid:
                     figures[name].append(_measured(port, pid, options.requests))
-    finally:
-        process.kill()
-        process.wait()
     out = sys.stdout.write
     out("| | us per request | us per chunk |\n|---|---|---|\n")
     for name, rows in figures.items():
