@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -52,33 +53,27 @@ from lean_selector.workers.engine_questions import ask_engine
 MOST_AT_ONCE: Final = 16  # engines that are asked
 
 
+@dataclass(eq=False)
 class Examination:
     """A check of one selector. `patience_s`: for each answer, and for events after a completion."""
 
-    def __init__(
-        self,
-        selector: Selector,
-        engines: OutboundClient,
-        replays: Replays,
-        resolve: Resolve,
-        patience_s: float,
-        may_probe: bool,
-    ) -> None:
-        self._selector = selector
-        self._engines = engines
-        self._replays = replays
-        self._resolve = resolve
-        self._patience_s = patience_s
-        self._may_probe = may_probe
+    selector: Selector
+    engines: OutboundClient
+    replays: Replays
+    resolve: Resolve
+    patience_s: float
+    may_probe: bool
+
+    def __post_init__(self) -> None:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def run(self) -> list[Finding]:
         """Raises NotASelector."""
-        facts = await self._selector.facts()
+        facts = await self.selector.facts()
         probed: list[Finding] = []
-        if self._may_probe:
+        if self.may_probe:
             probed = await self._probe(facts)
-            facts = await self._selector.facts()  # a source that was silent may have told something
+            facts = await self.selector.facts()  # a source that was silent may have told something
         asked = [self._ask(worker) for worker in facts.workers if worker.endpoint]
         knocked = [self._knock(source) for source in facts.sources or []]
         lists = [*await asyncio.gather(*asked), *await asyncio.gather(*knocked), probed]
@@ -88,7 +83,7 @@ class Examination:
         async with self._turn:
             try:
                 base = base_without_version(worker.endpoint or "")
-                return list(judge_engine(worker, await ask_engine(self._engines, base)))
+                return list(judge_engine(worker, await ask_engine(self.engines, base)))
             except (OutboundFailed, ValueError) as error:
                 what = f"its engine does not tell what it is: {error}"
                 mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
@@ -98,7 +93,7 @@ class Examination:
         subject = subject_of(source)
 
         async def port(field: str, endpoint: str) -> Finding:
-            return await judge_port(self._resolve, subject, field, endpoint, self._patience_s)
+            return await judge_port(self.resolve, subject, field, endpoint, self.patience_s)
 
         async with self._turn:
             found = [await port("kv_events_endpoint", source.endpoint)]
@@ -121,14 +116,14 @@ class Examination:
     async def _ask_replay(self, subject: str, endpoint: str) -> Finding:
         level, mend = Level.OK, None
         try:
-            await self._replays.stored_since(endpoint, BEYOND_ALL, self._patience_s)
+            await self.replays.stored_since(endpoint, BEYOND_ALL, self.patience_s)
             what = "answers"
         except NoReplay as error:
             if is_about_keys(str(error)):  # whether the selector has the right ones, it says itself
                 level, what = Level.NOTE, f"not asked from here: {error}"
                 mend = f"give this check {SERVERS} and {SECRET} as the selector has them"
             else:
-                level, what = Level.ERROR, f"no replay in {self._patience_s:g} s: {error}"
+                level, what = Level.ERROR, f"no replay in {self.patience_s:g} s: {error}"
                 mend = (
                     "register the engine's replay_endpoint (vLLM: one port per rank), "
                     "not its endpoint"
@@ -140,7 +135,7 @@ class Examination:
         workers = {each.worker_id: each for each in facts.workers if each.endpoint}
         sizes = {each.worker_id: each.block_size for each in workers.values() if each.block_size}
         probes = {
-            size: Probe(self._selector, self._engines, self._replays, size, self._patience_s)
+            size: Probe(self.selector, self.engines, self.replays, size, self.patience_s)
             for size in sizes.values()
         }
 

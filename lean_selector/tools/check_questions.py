@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -277,23 +278,18 @@ _LOOK_EVERY_S: Final = 0.1
 _SAID_CHARACTERS: Final = 200
 
 
+@dataclass(eq=False)
 class Probe:
     """A probe of all engines whose blocks have `block_size` tokens."""
 
-    def __init__(
-        self,
-        selector: Selector,
-        engines: OutboundClient,
-        replays: Replays,
-        block_size: int,
-        patience_s: float,
-    ) -> None:
-        self._selector = selector
-        self._engines = engines
-        self._replays = replays
-        self._patience_s = patience_s
-        self._block_size = block_size
-        self.prompt: Final = random.choices(_TOKEN_IDS, k=BLOCKS * block_size + 1)
+    selector: Selector
+    engines: OutboundClient
+    replays: Replays
+    block_size: int
+    patience_s: float
+
+    def __post_init__(self) -> None:
+        self.prompt = random.choices(_TOKEN_IDS, k=BLOCKS * self.block_size + 1)
 
     async def run(self, worker: WorkerRecord) -> Finding:
         """A completion, then patience until the index has its blocks at this worker."""
@@ -304,7 +300,7 @@ class Probe:
             mend = "check the engine, its model name and --worker-token-file"
             return Finding(Level.ERROR, subject, f"no completion: {error.message}", mend)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 while not await self._is_known(worker):  # noqa: ASYNC110  it is asked, not told
                     await asyncio.sleep(_LOOK_EVERY_S)
         except TimeoutError:
@@ -312,7 +308,7 @@ class Probe:
                 Level.ERROR,
                 subject,
                 f"a completion of {BLOCKS} blocks was answered, and no event of them came "
-                f"in {self._patience_s:g} s",
+                f"in {self.patience_s:g} s",
                 "start the engine with prefix caching and KV events (vLLM: "
                 "--enable-prefix-caching --kv-events-config, SGLang: --kv-events-config)",
             )
@@ -324,15 +320,15 @@ class Probe:
     async def _complete(self, worker: WorkerRecord) -> None:
         body = {"model": worker.model_name, "prompt": self.prompt, "max_tokens": 1}
         url = f"{base_without_version(worker.endpoint or '')}/v1/completions"
-        answer = await self._engines.post(
-            url, msgspec.json.encode(body), timeout_s=max(self._patience_s, 30.0)
+        answer = await self.engines.post(
+            url, msgspec.json.encode(body), timeout_s=max(self.patience_s, 30.0)
         )
         if answer.status != 200:
             said = answer.body[:_SAID_CHARACTERS].decode(errors="replace")
             raise OutboundFailed(f"POST {url}: status {answer.status}: {said}", answer.status)
 
     async def _is_known(self, worker: WorkerRecord) -> bool:
-        cached = await self._selector.cached_blocks(worker, self.prompt)
+        cached = await self.selector.cached_blocks(worker, self.prompt)
         return any(
             blocks >= BLOCKS
             for (worker_id, _), blocks in cached.items()
@@ -345,9 +341,7 @@ class Probe:
             return None
         first = 0 if source.last_seq is None else source.last_seq + 1
         try:
-            stored = await self._replays.stored_since(
-                source.replay_endpoint, first, self._patience_s
-            )
+            stored = await self.replays.stored_since(source.replay_endpoint, first, self.patience_s)
         except NoReplay:
             return None
         for event in stored:

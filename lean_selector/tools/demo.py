@@ -16,6 +16,7 @@ from typing import TextIO
 import msgspec
 import uvloop
 
+from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, hit_rate
 from lean_selector.tools.service_process import (
     ServiceError,
@@ -302,13 +303,13 @@ class Demo:
         loads = {row.worker_id: row for part in await player.loads() for row in part.loads}
         rows = []
         for worker_id, engine in self._engines.items():
-            load = loads.get(worker_id)
+            load = loads.get(worker_id) or RankLoadRow(worker_id, 0, 0, 0, 0)
             rows.append(
                 WorkerRow(
                     worker_id,
-                    load.potential_prefill_tokens if load else 0,
-                    load.potential_decode_blocks if load else 0,
-                    load.active_requests if load else 0,
+                    load.potential_prefill_tokens,
+                    load.potential_decode_blocks,
+                    load.active_requests,
                     len(engine.cache),
                     engine.cache.capacity,
                 )

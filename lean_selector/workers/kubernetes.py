@@ -148,10 +148,6 @@ AGAIN_FIRST_S: Final = 0.2
 AGAIN_LIMIT_S: Final = 30.0
 
 
-class WatchGone(Exception):
-    """The server has forgotten what came after our resource version: list again."""
-
-
 @dataclass(eq=False)
 class KubernetesFinder:
     """Follows one service. `client` brings the service account's token and authority; `api` is the
@@ -188,11 +184,10 @@ class KubernetesFinder:
                 await self._watch()
                 if time.monotonic() - began >= AGAIN_LIMIT_S:
                     pause_s = self.again_first_s
-            except WatchGone:
-                log.info("discovery %s: the watch is too old, listing again", self.sighting.name)
-                self.version = ""
             except OutboundFailed as error:
                 if error.status == GONE:
+                    name = self.sighting.name
+                    log.info("discovery %s: the watch is too old, listing again", name)
                     self.version = ""
                 else:
                     self.sighting.failed(error.message)
@@ -228,7 +223,8 @@ class KubernetesFinder:
         self._tell()
 
     async def _watch(self) -> None:
-        """Until the server ends it. Raises WatchGone and OutboundFailed."""
+        """Until the server ends it. Raises OutboundFailed, with the status GONE
+        where it has forgotten what came after our resource version."""
         url = (
             f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
             f"&resourceVersion={quote(self.version, safe='')}"
@@ -242,9 +238,8 @@ class KubernetesFinder:
     def _take(self, event: WatchEvent) -> None:
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=Status)
-            if status.code == GONE or status.reason in ("Expired", "Gone"):
-                raise WatchGone
-            raise OutboundFailed(f"the watch failed: {status.message}", status.code)
+            code = GONE if status.reason in ("Expired", "Gone") else status.code
+            raise OutboundFailed(f"the watch failed: {status.message}", code)
         told = msgspec.json.decode(event.object, type=Slice)
         if told.metadata.resource_version:
             self.version = told.metadata.resource_version

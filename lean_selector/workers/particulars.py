@@ -32,8 +32,8 @@ _FORMS: Final = (
 )
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\.?")
 _SERVICE_HOST: Final = re.compile(r"_[A-Za-z0-9-]+\._(tcp|udp)(\.[A-Za-z0-9_-]+)+\.?")
+# Of a namespace, a service, and the name of a port.
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-_PORT_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def target_of(text: str) -> Target:
@@ -85,7 +85,7 @@ def _kubernetes(text: str, rest: str) -> Target:
         raise ValueError(
             f"`{text}`: expected kubernetes:NAMESPACE/SERVICE, and :PORT if it has several"
         )
-    if colon and _PORT_NAME.fullmatch(port) is None:
+    if colon and _LABEL.fullmatch(port) is None:
         raise ValueError(f"`{text}`: `{port}` is neither the name of a port nor its number")
     return Target(text, "kubernetes", service, namespace, port or None)
 

@@ -9,12 +9,13 @@ sockets and waits for nothing: time is an argument.
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 from lean_selector.core.errors import SelectorError
+from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.outbound import OutboundFailed
 from lean_selector.tasks import supervise
@@ -70,28 +71,12 @@ class KnownWorker:
 log = logging.getLogger("lean_selector.discovery")
 
 
-class Registered(Protocol):
-    """A worker of the catalog, as far as it is looked at."""
-
-    @property
-    def spec(self) -> WorkerSpec: ...
-
-
-class Workers(Protocol):
-    """The catalog, as far as it is looked at."""
-
-    revision: int
-
-    @property
-    def workers(self) -> Mapping[int, Registered]: ...
-
-
 @dataclass(eq=False)
 class Roster:
     """From the loop's thread only. `register` and `remove` raise SelectorError; `register` says
     what is probably wrong with what it registered."""
 
-    catalog: Workers
+    catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
     remove: Callable[[int], object]
     defaults: Particulars
@@ -145,9 +130,11 @@ class Roster:
     def look(self, now: float) -> None:
         """Lets go of workers whose time is over, and sees what HTTP did. About every second."""
         self._compare()
-        for known in [each for each in self._known.values() if each.leaves_at is not None]:
+        for known in list(self._known.values()):
             if known.leaves_at is not None and known.leaves_at <= now:
-                self._forget(known)
+                del self._known[known.key]
+                self.on_gone(known)
+                self._withdraw(known)
 
     # -- what outlives the process -------------------------------------------------------------
 
@@ -211,11 +198,6 @@ class Roster:
 
     def _is_complete(self, known: KnownWorker) -> bool:
         return is_complete(known.entry, self.use_kv_events)
-
-    def _forget(self, known: KnownWorker) -> None:
-        del self._known[known.key]
-        self.on_gone(known)
-        self._withdraw(known)
 
     # -- what is registered --------------------------------------------------------------------
 
@@ -314,11 +296,9 @@ class Roster:
                 self._withdraw(known)
                 known.state = State.BY_HTTP
             elif known.state in (State.BY_HTTP, State.REMOVED):
-                known.state = State.REMOVED if self._is_away(known) else State.BY_HTTP
+                is_there = known.worker_id in workers or known.key in self._others
+                known.state = State.BY_HTTP if is_there else State.REMOVED
         self._revision = self.catalog.revision
-
-    def _is_away(self, known: KnownWorker) -> bool:
-        return known.worker_id not in self.catalog.workers and known.key not in self._others
 
 
 def _named(known: KnownWorker) -> dict[str, object]:
