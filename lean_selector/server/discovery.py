@@ -4,9 +4,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.endpoints import AllowedEndpoints
@@ -17,26 +15,16 @@ from lean_selector.server.outbound import engine_client
 from lean_selector.server.replication import ReplicaPlane
 from lean_selector.server.selector_flags import Discover, SelectorConfig
 from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
+from lean_selector.service.exposition import Families, by, labels, table, table_of
 from lean_selector.service.header_warnings import Sources, registration_warnings
 from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.sockets.links import Links
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.engine_questions import ask_engine
-from lean_selector.workers.finders import AskService
+from lean_selector.workers.finders import AskService, Sighting
 from lean_selector.workers.particulars import Target, defaults_of, peer_target_of, target_of
 from lean_selector.workers.peer_roster import PeerRoster
 from lean_selector.workers.roster import Asking, Roster
-
-
-class Registry(Protocol):
-    """Where workers are registered: what the routes call."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    def upsert_worker(self, spec: WorkerSpec, now: float) -> Worker: ...
-
-    def remove_worker(self, worker_id: int, now: float) -> object: ...
 
 
 def selector_discoveries(
@@ -77,6 +65,30 @@ def tracker_discoveries(config: TrackerConfig, plane: ReplicaPlane, links: Links
     return finding
 
 
+def discovery_families(finding: Discoveries) -> Families:
+    """As many series as there are flags."""
+
+    def sightings() -> list[tuple[str, Sighting]]:
+        return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
+
+    return [
+        table_of(sightings, {
+            "discovery_failing": (lambda one: int(one.error is not None),
+                "1 while a discovery cannot look: what it found before holds."),
+            "discovery_found": (lambda one: one.count or 0,
+                "Endpoints that a discovery found last."),
+            "discovery_failures_total": (lambda one: one.failures,
+                "Times that a discovery failed."),
+        }),
+        *table({
+            "discovered_workers": (lambda: by("state", finding.worker_states()),
+                "Workers by discovery, by state."),
+            "discovery_changes_total": (lambda: by("change", finding.changes()),
+                "Registrations (new or changed) and removals by discovery."),
+        }),
+    ]  # fmt: skip
+
+
 def _discoveries_of(
     finder: Finder, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
@@ -100,7 +112,7 @@ def find_workers(
     targets: list[Target],
     config: Discover,
     finder: Finder,
-    registry: Registry,
+    registry: Selector,
     sources: Sources,
     clock: Callable[[], float],
     engines: OutboundClient,

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -31,9 +32,9 @@ from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError
 from lean_selector.server.host import StartError
 from lean_selector.server.outbound import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
+from lean_selector.service.exposition import Families, Sample, by, labels, table
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.sockets.links import Links
-from lean_selector.sockets.resolver import Resolver
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_shapes import CurveState, PeerState, PlaneState, PublisherState
 from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot
@@ -70,7 +71,7 @@ class ReplicaPlane:
         lookup: Lookup,
         targets: Callable[[], Iterable[ReplicaTarget]],
         on_applied: Callable[[ReplicaEvent, float], None],
-        links: Links | None = None,
+        links: Links,
         *,
         tells_sessions: bool = False,
     ) -> None:
@@ -81,8 +82,8 @@ class ReplicaPlane:
         """
         self._lookup = lookup
         self._credentials = credentials_of(config.peers)  # for the peers that are asked over HTTP
-        self._allowed = None if links is None else links.allowed
-        self._resolve = (Resolver() if links is None else links.resolver).resolve
+        self._allowed = links.allowed
+        self._resolve = links.resolver.resolve
         self._targets = targets
         self._copies_expire_s = copies_expire_s(config.reservations.reservation_expiry_s)
         replica = config.replica
@@ -242,10 +243,6 @@ class ReplicaPlane:
             self._on_applied(event, now)
         return verdict
 
-    def publish_session(self, event: SessionEvent) -> None:
-        """Tells peers of a binding."""
-        self.sync.publish(event)
-
     def _on_session(self, event: SessionEvent, now: float) -> SessionVerdict:
         return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
 
@@ -280,6 +277,37 @@ class ReplicaPlane:
         for target in list(self._targets()):
             for held in target.slots.by_touch():
                 yield live_booking(target, held, self.router_id)
+
+    def families(self) -> Families:
+        """Events sent to and received from replicas."""
+        sync, applier, events = self.sync, self.applier, self.events
+
+        def exchanged() -> Iterator[Sample]:
+            for kind, name in _KIND_NAMES.items():
+                yield labels(direction="out", kind=name, result="published"), events.counts[kind]
+                for verdict in Verdict:
+                    result = verdict.name.lower()
+                    count = applier.counts[kind][verdict]
+                    yield labels(direction="in", kind=name, result=result), count
+            for result, count in (("undecodable", sync.undecodable), ("too_big", sync.too_big)):
+                yield labels(direction="in", kind="unknown", result=result), count
+
+        def peers() -> list[Sample]:
+            states = Counter(peer.state for peer in sync.peer_states())
+            known = ("resolving", "connecting", "connected", "disconnected")
+            return by("state", {state: states[state] for state in known})
+
+        return table({
+            "replica_events_total": (exchanged,
+                "Replica events by direction, kind and what became of them."),
+            "replica_send_overflows_total": (lambda: sync.overflows,
+                "Times that a peer's send queue was found full."),
+            "replica_outbox_events": (lambda: sync.waiting,
+                "Events that wait to be published to peers."),
+            "replica_missed_events_total": (lambda: sync.heard.missed,
+                "Events that peers of ours published and that never arrived here."),
+            "replica_peers": (peers, "Peers by connection state."),
+        })  # fmt: skip
 
     def state(self) -> PlaneState:
         now = time.monotonic()

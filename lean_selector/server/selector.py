@@ -36,16 +36,11 @@ from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import observed
-from lean_selector.service.exposition import AnyFamily
+from lean_selector.service.exposition import AnyFamily, Families
 from lean_selector.service.gate import durable
 from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.lifecycle_log import SelectorLog
-from lean_selector.service.metrics import (
-    connection_families,
-    discovery_families,
-    replica_families,
-    state_families,
-)
+from lean_selector.service.metrics import connection_families
 from lean_selector.service.selection import SHUTDOWN, DumpAnswers, SelectionService
 from lean_selector.service.selector_metrics import (
     selection_cache_families,
@@ -62,7 +57,6 @@ if TYPE_CHECKING:
     from lean_selector.core.selection.peer_sessions import PeerSessions
     from lean_selector.core.selection.shapes import WorkerSpec
     from lean_selector.http.outbound import OutboundClient
-    from lean_selector.replicas.recovery import Recovery
     from lean_selector.server.gateway_routes import GatewayDoors
     from lean_selector.server.replication import ReplicaPlane
     from lean_selector.server.state_persister import Persister
@@ -157,6 +151,7 @@ class SelectorParts:
             request_id = event.booking.request_id
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
+        self.families: Families = []  # metrics of what is off by default
         plane: ReplicaPlane | None = None
         tables: SessionTables | None = None  # None: of no replica
         if config.replica.endpoint is not None:
@@ -172,8 +167,8 @@ class SelectorParts:
                 tells_sessions=config.settings.sessions is not None,
             )
             if (sessions := config.settings.sessions) is not None:
-                publish = plane.publish_session
-                tables = SessionTables(sessions, plane.router_id, time.time_ns, publish)
+                tables = SessionTables(sessions, plane.router_id, time.time_ns, plane.sync.publish)
+            self.families += plane.families()
         self.plane = plane
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
@@ -201,9 +196,12 @@ class SelectorParts:
                 plane.sessions = self.sessions
         self.finding: Discoveries | None = None
         if config.discover.targets or config.replica.discover:
-            from lean_selector.server.discovery import selector_discoveries
+            from lean_selector.server import discovery
 
-            self.finding = selector_discoveries(config, selector, subscriptions, plane, links)
+            self.finding = discovery.selector_discoveries(
+                config, selector, subscriptions, plane, links
+            )
+            self.families += discovery.discovery_families(self.finding)
         peers = config.index.recover_from if config.settings.use_kv_events else []
         if peers:
             subscriptions.hold()  # workers that are restored wait for the recovery, too
@@ -228,6 +226,7 @@ class SelectorParts:
             from lean_selector.server.state import keep_selector
 
             self.persister = keep_selector(config, selector, plane, self.finding, self._state)
+            self.families += self.persister.families()
         routes = (
             *self.service.routes(),
             *discovery_routes(None if self.finding is None else self.finding.report),
@@ -244,7 +243,15 @@ class SelectorParts:
             recovering = recovery.Recovery(
                 selector.catalog, subscriptions, peers, timeout_s, self.peer_client()
             )
-            self._recovering = start_recovery(recovering, self._state)
+
+            async def recover() -> None:
+                try:
+                    await recovering.run()
+                finally:
+                    self._state.is_recovering = False  # what there is now is what is served
+                await recovering.forget_unclaimed()
+
+            self._recovering = supervise("recovery", recover, again=False)
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.health.interval_s is not None:
@@ -300,7 +307,7 @@ class SelectorParts:
             self.sessions.tend(now, SESSION_STEPS)
 
     def refuse_new(self) -> None:
-        self._state.drain()
+        self._state.is_draining = True
         if self._recovering is not None:
             self._recovering.cancel()
         self.selector.refuse_parked(Unavailable(SHUTDOWN))
@@ -331,19 +338,6 @@ def _log_discarded(partition: Partition) -> None:
     from lean_selector.replicas.recovery import log_discarded
 
     log_discarded(partition)
-
-
-def start_recovery(recovery: "Recovery", state: ServiceState) -> "asyncio.Task[None]":
-    """Recovers the KV index from a peer beside everything else."""
-
-    async def recover() -> None:
-        try:
-            await recovery.run()
-        finally:
-            state.recovered()
-        await recovery.forget_unclaimed()
-
-    return supervise("recovery", recover, again=False)
 
 
 # -- the selector behind its listener ------------------------------------------------------------
@@ -422,13 +416,11 @@ def selector_app(
                 parts.selector, parts.subscriptions, meters, config.overload_status
             ),
             *selection_cache_families(parts.selector.selections),
-            *replica_families(parts.plane),
             *session_families(
                 lambda: list(established(parts.selector.catalog, None, None)), parts.sessions
             ),
             *connection_families(connections),
-            *discovery_families(parts.finding),
-            *state_families(parts.persister),
+            *parts.families,
             *([] if doors is None else doors.families()),
             *more,
         ],

@@ -17,13 +17,9 @@ from lean_selector.server.host import (
 from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.service import logs
 from lean_selector.service.application import observed
+from lean_selector.service.exposition import Families
 from lean_selector.service.gate import durable
-from lean_selector.service.metrics import (
-    connection_families,
-    discovery_families,
-    replica_families,
-    state_families,
-)
+from lean_selector.service.metrics import connection_families
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker import SlotTrackerService, TrackerLog, tracker_families
 from lean_selector.sockets.links import Links
@@ -53,6 +49,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     def every_tracker() -> list[Tracker]:
         return trackers.in_order()
 
+    families: Families = []  # metrics of what is off by default
     plane: ReplicaPlane | None = None
     if config.replica.endpoint is not None:
         from lean_selector.server import replication as replica_plane
@@ -60,21 +57,24 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
         plane = replica_plane.ReplicaPlane(
             context, config, lookup, every_tracker, _on_applied, links
         )
+        families += plane.families()
     trackers = Trackers(
         None if plane is None else plane.events,
         reservation_expiry_s=config.reservations.reservation_expiry_s,
     )
     finding: Discoveries | None = None
     if config.replica.discover and plane is not None:
-        from lean_selector.server.discovery import tracker_discoveries
+        from lean_selector.server import discovery
 
-        finding = tracker_discoveries(config, plane, links)
+        finding = discovery.tracker_discoveries(config, plane, links)
+        families += discovery.discovery_families(finding)
     service = SlotTrackerService(trackers, plane=plane)
     persister: Persister | None = None
     if config.state.path is not None:
         from lean_selector.server.state import keep_trackers
 
         persister = keep_trackers(config, trackers, plane, finding)
+        families += persister.families()
     routes = (
         *service.routes(),
         *discovery_routes(None if finding is None else finding.report),
@@ -89,10 +89,8 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
             routes if persister is None else durable(routes, persister),
             lambda _: [
                 *tracker_families(trackers),
-                *replica_families(plane),
                 *connection_families(connections),
-                *discovery_families(finding),
-                *state_families(persister),
+                *families,
             ],
             log_state,
             service="slot_tracker",

@@ -21,6 +21,7 @@ from lean_selector.server.state_files import (
     StateDirectory,
     stamp_now,
 )
+from lean_selector.service.exposition import Families, by, table
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, snapshot_head
 
@@ -128,9 +129,6 @@ class Persister:
         """Why what changes is not on disk; None while it is."""
         return next((f"{name}: {why}" for name, why in self._faults.items()), None)
 
-    def size(self, name: str) -> int:
-        return self._files[name].bytes
-
     def spent_s(self) -> float:
         """Processor time, of the loop and of the threads."""
         return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
@@ -140,6 +138,27 @@ class Persister:
         if self._bookings.revision() == self._saved_revision:
             return 0.0
         return time.monotonic() - self._saved_at
+
+    def families(self) -> Families:
+        """How far the state directory is behind."""
+        return table({
+            "state_failing": (lambda: int(self.fault is not None),
+                "1 while the state directory cannot be written."),
+            "state_age_seconds": (self.age_s,
+                "How old the live reservations on disk are: 0 while nothing has changed since."),
+            "state_writes_total": (lambda: by("file", self.writes),
+                "Files that were written, by file."),
+            "state_write_failures_total": (lambda: by("file", self.failures),
+                "Files that could not be written, by file."),
+            "state_file_bytes": (
+                lambda: by("file", {name: file.bytes for name, file in self._files.items()}),
+                "The file that was written last, by file."),
+            "state_cpu_seconds_total": (self.spent_s,
+                "Processor time that keeping state took, of the loop and of its threads."),
+            "state_restored_reservations": (
+                lambda: by("result", {"live": self.restored, "dropped": self.dropped}),
+                "Reservations on disk at the start, by what became of them."),
+        })  # fmt: skip
 
     # -- the catalog -----------------------------------------------------------------------------
 

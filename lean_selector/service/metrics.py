@@ -1,5 +1,5 @@
 """The metrics that both services have: a table for each subject, with the name, the source and the
-meaning of each.
+meaning of each. Those of what is off by default stand where it is wired, in `server/`.
 
 Read when a scrape asks, from counters that other modules keep. Iterators run across slices, so what
 they walk is copied first. Labels are registered models and workers, never an id that a client
@@ -7,19 +7,11 @@ chose.
 """
 
 import platform
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.events import (
-    ReplicaApplier,
-    ReplicaEvents,
-    ReplicaSequences,
-    Verdict,
-)
-from lean_selector.core.replication.shapes import EventKind
 from lean_selector.http.connections import Connections
 from lean_selector.service.exposition import (
     LATENCY_BOUNDS_S,
@@ -137,7 +129,7 @@ def connection_families(connections: Connections) -> Families:
     })  # fmt: skip
 
 
-# -- loads, reservations and replicas -------------------------------------------------------------
+# -- loads and reservations -----------------------------------------------------------------------
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]], now: Callable[[], float]) -> Families:
@@ -187,165 +179,6 @@ def load_families(scopes: Callable[[], Sequence[LoadScope]], now: Callable[[], f
 
 def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
     return rank[0]
-
-
-class PeerState(Protocol):
-    @property
-    def state(self) -> str: ...
-
-
-class ReplicaCounts(Protocol):
-    """The counters of the replica sockets."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    overflows: int
-    undecodable: int
-    too_big: int
-    heard: ReplicaSequences
-
-    def peer_states(self) -> Sequence[PeerState]: ...
-
-
-class Replicas(Protocol):
-    """The counters of replica synchronization."""
-
-    @property
-    def sync(self) -> ReplicaCounts: ...
-    @property
-    def applier(self) -> ReplicaApplier: ...
-    @property
-    def events(self) -> ReplicaEvents: ...
-
-
-def replica_families(plane: Replicas | None) -> Families:
-    """Events sent to and received from replicas; nothing while replica sync is off."""
-    if plane is None:
-        return []
-    sync, applier, events = plane.sync, plane.applier, plane.events
-
-    def exchanged() -> Iterator[Sample]:
-        for kind in EventKind:
-            name = kind.name.lower()
-            yield labels(direction="out", kind=name, result="published"), events.counts[kind]
-            for verdict in Verdict:
-                result = verdict.name.lower()
-                count = applier.counts[kind][verdict]
-                yield labels(direction="in", kind=name, result=result), count
-        for result, count in (("undecodable", sync.undecodable), ("too_big", sync.too_big)):
-            yield labels(direction="in", kind="unknown", result=result), count
-
-    def peers() -> list[Sample]:
-        states = Counter(peer.state for peer in sync.peer_states())
-        known = ("resolving", "connecting", "connected", "disconnected")
-        return by("state", {state: states[state] for state in known})
-
-    return table({
-        "replica_events_total": (exchanged,
-            "Replica events by direction, kind and what became of them."),
-        "replica_send_overflows_total": (lambda: sync.overflows,
-            "Times that a peer's send queue was found full."),
-        "replica_outbox_events": (lambda: sync.waiting,
-            "Events that wait to be published to peers."),
-        "replica_missed_events_total": (lambda: sync.heard.missed,
-            "Events that peers of ours published and that never arrived here."),
-        "replica_peers": (peers, "Peers by connection state."),
-    })  # fmt: skip
-
-
-# -- what is not always there ---------------------------------------------------------------------
-
-
-class Discovery(Protocol):
-    """One discovery."""
-
-    @property
-    def name(self) -> str: ...
-
-    error: str | None
-    count: int | None
-    failures: int
-
-
-class Finding(Protocol):
-    """All discoveries."""
-
-    @property
-    def sightings(self) -> Sequence[tuple[str, Discovery]]: ...
-
-    def worker_states(self) -> Mapping[str, int]: ...
-
-    def changes(self) -> Mapping[str, int]: ...
-
-
-def discovery_families(finding: Finding | None) -> Families:
-    """Nothing without discovery. As many series as there are flags."""
-    if finding is None:
-        return []
-
-    def sightings() -> list[tuple[str, Discovery]]:
-        return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
-
-    return [
-        table_of(sightings, {
-            "discovery_failing": (lambda one: int(one.error is not None),
-                "1 while a discovery cannot look: what it found before holds."),
-            "discovery_found": (lambda one: one.count or 0,
-                "Endpoints that a discovery found last."),
-            "discovery_failures_total": (lambda one: one.failures,
-                "Times that a discovery failed."),
-        }),
-        *table({
-            "discovered_workers": (lambda: by("state", finding.worker_states()),
-                "Workers by discovery, by state."),
-            "discovery_changes_total": (lambda: by("change", finding.changes()),
-                "Registrations (new or changed) and removals by discovery."),
-        }),
-    ]  # fmt: skip
-
-
-class Kept(Protocol):
-    """What keeps a state directory."""
-
-    @property
-    def fault(self) -> str | None: ...
-    @property
-    def writes(self) -> dict[str, int]: ...
-    @property
-    def failures(self) -> dict[str, int]: ...
-
-    restored: int
-    dropped: int
-
-    def size(self, name: str) -> int: ...
-
-    def age_s(self) -> float: ...
-
-    def spent_s(self) -> float: ...
-
-
-def state_families(kept: Kept | None) -> Families:
-    """How far the state directory is behind; nothing without one."""
-    if kept is None:
-        return []
-    return table({
-        "state_failing": (lambda: int(kept.fault is not None),
-            "1 while the state directory cannot be written."),
-        "state_age_seconds": (kept.age_s,
-            "How old the live reservations on disk are: 0 while nothing has changed since."),
-        "state_writes_total": (lambda: by("file", kept.writes),
-            "Files that were written, by file."),
-        "state_write_failures_total": (lambda: by("file", kept.failures),
-            "Files that could not be written, by file."),
-        "state_file_bytes": (lambda: by("file", {name: kept.size(name) for name in kept.writes}),
-            "The file that was written last, by file."),
-        "state_cpu_seconds_total": (kept.spent_s,
-            "Processor time that keeping state took, of the loop and of its threads."),
-        "state_restored_reservations": (
-            lambda: by("result", {"live": kept.restored, "dropped": kept.dropped}),
-            "Reservations on disk at the start, by what became of them."),
-    })  # fmt: skip
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:

@@ -47,8 +47,9 @@ from lean_selector.wire.selection import (
 
 
 class ServiceState:
-    """`is_recovering` while an index is fetched from a peer; `is_draining` once a stop began;
-    `state_fault` while the state directory cannot be written: why."""
+    """`is_recovering` while an index is fetched from a peer; `is_draining` once a stop began: not
+    ready, and what comes is still answered; `state_fault`: why the state directory cannot be
+    written."""
 
     __slots__ = ("is_draining", "is_recovering", "state_fault")
 
@@ -56,14 +57,6 @@ class ServiceState:
         self.is_recovering = is_recovering
         self.is_draining = False
         self.state_fault: str | None = None
-
-    def recovered(self) -> None:
-        """Whether the index came or not: what there is now is what is served."""
-        self.is_recovering = False
-
-    def drain(self) -> None:
-        """From here on not ready: what comes is still answered."""
-        self.is_draining = True
 
 
 # -- encoded records ------------------------------------------------------------------------------
