@@ -146,8 +146,11 @@ class _Pattern:
             raise ValueError(f"`{text}`: name addresses by their network, such as 10.0.0.0/8")
         self.name = _glob(host, "[^.]*")
 
-    def has_port(self, scheme: str, port: int) -> bool:
-        return self.scheme in (scheme, "*") and port in self.ports
+    def concerns(self, target: "_Target") -> bool:
+        """Whether it judges endpoints with this scheme and port."""
+        if self.is_local or target.scheme in _LOCAL:
+            return self.scheme == target.scheme
+        return self.scheme in (target.scheme, "*") and target.port in self.ports
 
     def has_name(self, name: str) -> bool:
         """Any host is, where the pattern names none."""
@@ -205,14 +208,14 @@ class AllowedEndpoints:
         """Why an endpoint is not connected to, in one line; None where it is, or where that is
         known only when its name is resolved."""
         try:
-            target = _Target(endpoint)
+            target, patterns = self._judged(endpoint)
         except ValueError:
-            target = None
-        if target is not None:
+            patterns = []
+        for each in patterns:
             if target.address is not None:
-                if self._has_address(target, target.address):
+                if each.has_address(target.address):
                     return None
-            elif self._has_name(target) or self._networks(target):
+            elif each.has_name(target.name) or each.network is not None:
                 return None
         return f"`{endpoint}` is not allowed by {FLAG}"
 
@@ -226,41 +229,24 @@ class AllowedEndpoints:
         """Those of `addresses`, which `endpoint` resolves to, that may be connected to; never
         empty. Raises PermissionError."""
         self.check(endpoint)
-        target = _Target(endpoint)
-        if target.address is None and self._has_name(target):
+        target, patterns = self._judged(endpoint)
+        if target.address is None and any(each.has_name(target.name) for each in patterns):
             return list(addresses)
         allowed: list[A] = []
         refused: list[A] = []
         for each in addresses:
             address = _address(str(each[1][0]))
-            is_allowed = address is not None and self._has_address(target, address)
+            is_allowed = address is not None and any(p.has_address(address) for p in patterns)
             (allowed if is_allowed else refused).append(each)
         if not allowed:
             found = ", ".join(str(each[1][0]) for each in refused[:3]) or "no address"
             raise PermissionError(f"`{endpoint}` is {found}, which is not allowed by {FLAG}")
         return allowed
 
-    def _has_name(self, target: _Target) -> bool:
-        return any(
-            each.has_name(target.name) for each in self._patterns if self._concerns(each, target)
-        )
-
-    def _has_address(self, target: _Target, address: IpAddress) -> bool:
-        return any(
-            each.has_address(address) for each in self._patterns if self._concerns(each, target)
-        )
-
-    def _networks(self, target: _Target) -> bool:
-        """Whether some pattern judges the addresses of the target's name."""
-        return any(
-            each.network is not None for each in self._patterns if self._concerns(each, target)
-        )
-
-    @staticmethod
-    def _concerns(pattern: _Pattern, target: _Target) -> bool:
-        if pattern.is_local or target.scheme in _LOCAL:
-            return pattern.scheme == target.scheme
-        return pattern.has_port(target.scheme, target.port)
+    def _judged(self, endpoint: str) -> tuple[_Target, list[_Pattern]]:
+        """An endpoint, and the patterns for its scheme and port. Raises ValueError."""
+        target = _Target(endpoint)
+        return target, [each for each in self._patterns if each.concerns(target)]
 
 
 def _glob(text: str, star: str) -> re.Pattern[str]:
