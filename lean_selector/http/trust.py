@@ -121,13 +121,16 @@ class Trust:
         return self._context
 
     def _made(self) -> ssl.SSLContext:
-        context = _believing(self._ca_file)
+        try:
+            context = ssl.create_default_context(cafile=self._ca_file)
+        except ssl.SSLError as error:
+            raise OSError(f"{self._ca_file} holds no certificates in PEM: {error}") from None
         if self._cert_file is not None:
             key_file = self._key_file or self._cert_file
             try:
-                context.load_cert_chain(self._cert_file, key_file, _no_passphrase)
-            except _Locked:
-                raise OSError(f"{key_file}: a key with a passphrase is not supported") from None
+                load_certificate(context, self._cert_file, key_file)
+            except LockedKey as error:
+                raise OSError(str(error)) from None
             except ssl.SSLError:
                 raise OSError(
                     f"{self._cert_file} and {key_file} hold no certificate and its key in PEM"
@@ -135,20 +138,17 @@ class Trust:
         return context
 
 
-def _believing(ca_file: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except ssl.SSLError as error:
-        raise OSError(f"{ca_file} holds no certificates in PEM: {error}") from None
-
-
-class _Locked(Exception):
+class LockedKey(Exception):
     """The key has a passphrase."""
 
 
-def _no_passphrase() -> NoReturn:
-    """OpenSSL would ask for it on the terminal, and wait."""
-    raise _Locked
+def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
+    """Raises LockedKey; for a passphrase OpenSSL would ask on the terminal, and wait."""
+
+    def refuse() -> NoReturn:
+        raise LockedKey(f"{key_file}: a key with a passphrase is not supported")
+
+    context.load_cert_chain(cert_file, key_file, refuse)
 
 
 class Credentials:

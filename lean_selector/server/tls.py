@@ -9,10 +9,11 @@ import logging
 import os
 import ssl
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import Final
 
 from lean_selector.http.connections import Connections, TlsCounts
 from lean_selector.http.tls import TlsDoor, not_after_of
+from lean_selector.http.trust import LockedKey, load_certificate
 from lean_selector.server.service_flags import TlsFiles
 
 log = logging.getLogger("lean_selector.server")
@@ -107,11 +108,9 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     _check_certificates("--tls-cert", files.cert)
     _read("--tls-key", files.key)
     try:
-        context.load_cert_chain(files.cert, files.key, _no_passphrase)
-    except _Locked:
-        raise ValueError(
-            f"--tls-key: {files.key}: a key with a passphrase is not supported"
-        ) from None
+        load_certificate(context, files.cert, files.key)
+    except LockedKey as error:
+        raise ValueError(f"--tls-key: {error}") from None
     except ssl.SSLError as error:
         raise ValueError(_unfit(files, error)) from None
     except OSError as error:
@@ -121,15 +120,6 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
         context.load_verify_locations(files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _no_passphrase() -> NoReturn:
-    """OpenSSL would ask for it on the terminal, and wait."""
-    raise _Locked
-
-
-class _Locked(Exception):
-    """The key has a passphrase."""
 
 
 def _read(flag: str, path: str) -> bytes:
