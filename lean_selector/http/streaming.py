@@ -24,10 +24,8 @@ class StreamedReply(PendingReply):
     """
 
     __slots__ = (
-        "_break_off",
         "_closes",
-        "_finish",
-        "_last_word",
+        "_protocol",
         "begun",
         "is_paused",
         "on_pause",
@@ -47,51 +45,39 @@ class StreamedReply(PendingReply):
         self.is_paused = False
         self.begun = False
         self._closes = False
-        # The protocol's; nothing is begun before it has them.
+        # Of the connection; nothing is begun before it is there.
         self.write: Callable[[bytes], None] = _too_early
-        self._last_word: Callable[[], bytes] | None = None
-        self._finish: Callable[[bool], None] | None = None
-        self._break_off: Callable[[bool], None] | None = None
+        self._protocol: StreamingProtocol | None = None
 
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
         """From here on pieces are written. Returns the `connection` line that belongs into the
         head, or nothing. `closes`: only the end of the connection says where the answer ends."""
-        assert self._last_word is not None, "the request is not parked yet"
+        assert self._protocol is not None, "the request is not parked yet"
         self.begun = True
-        line = self._last_word()
+        line = self._protocol.connection_line()
         self._closes = closes or line == CLOSE_LINE
         return CLOSE_LINE if closes else line
 
     def finish(self) -> None:
         """All of it is written."""
-        finish = self._finish
-        self._ended()
-        if finish is not None:
-            finish(self._closes)
+        protocol = self._ended()
+        if protocol is not None:
+            protocol.finish(self._closes)
 
     def break_off(self) -> None:
         """There will be no more, and the client shall see it: where the answer's framing does not
         show that it is cut short, the connection is reset."""
-        break_off = self._break_off
-        self._ended()
-        if break_off is not None:
-            break_off(self._closes)
+        protocol = self._ended()
+        if protocol is not None:
+            protocol.break_off(self._closes)
 
     # -- for the protocol ----------------------------------------------------------------------
 
-    def attach(
-        self,
-        write: Callable[[bytes], None],
-        last_word: Callable[[], bytes],
-        finish: Callable[[bool], None],
-        break_off: Callable[[bool], None],
-    ) -> None:
-        """Where pieces go. `last_word` is the `connection` line, `finish(closes)` and
-        `break_off(resets)` end the answer."""
-        self.write, self._last_word = write, last_word
-        self._finish, self._break_off = finish, break_off
+    def attach(self, protocol: "StreamingProtocol") -> None:
+        """The connection on which it goes out."""
+        self.write, self._protocol = protocol.transport.write, protocol
 
     def pause(self) -> None:
         self.is_paused = True
@@ -107,10 +93,11 @@ class StreamedReply(PendingReply):
         self.on_pause = self.on_resume = None
         super().hang_up()
 
-    def _ended(self) -> None:
+    def _ended(self) -> "StreamingProtocol | None":
         self.on_disconnect = self.on_pause = self.on_resume = None
-        self._finish = self._break_off = self._last_word = None
+        protocol, self._protocol = self._protocol, None
         self.write = _too_early
+        return protocol
 
 
 def _too_early(data: bytes) -> None:
@@ -152,9 +139,9 @@ class StreamingProtocol(HttpProtocol):
     def _park(self, reply: PendingReply, request: Request) -> None:
         super()._park(reply, request)
         if isinstance(reply, StreamedReply):
-            reply.attach(self.transport.write, self._last_word, self._finish, self._break_off)
+            reply.attach(self)
 
-    def _last_word(self) -> bytes:
+    def connection_line(self) -> bytes:
         """The `connection` line of an answer that begins now."""
         request = self._parked_request
         assert request is not None
@@ -162,7 +149,7 @@ class StreamingProtocol(HttpProtocol):
             return CLOSE_LINE
         return _KEPT_LINE if request.headers.is_http10 else b""
 
-    def _finish(self, closes: bool) -> None:
+    def finish(self, closes: bool) -> None:
         """A streamed answer is written to its end."""
         self._unpark()
         if not self.transport.is_closing():
@@ -170,7 +157,7 @@ class StreamingProtocol(HttpProtocol):
                 self._holds |= _ANSWERED_LAST
             self._after_parked()
 
-    def _break_off(self, resets: bool) -> None:
+    def break_off(self, resets: bool) -> None:
         """A streamed answer will have no end."""
         self._unpark()
         if resets:
