@@ -32,15 +32,6 @@ class MethodNotAllowed:
         self.allow = allow
 
 
-class NotFound:
-    """No route has this path."""
-
-    __slots__ = ()
-
-
-NOT_FOUND: Final = NotFound()
-
-
 class _Resource(Generic[T]):
     """The routes of one path: what each method leads to, in the order declared."""
 
@@ -86,8 +77,9 @@ class RouteTable(Generic[T]):
         rest = "/".join(segments[3:]).encode() if len(segments) > 3 else None
         return behind.setdefault(rest, _Resource())
 
-    def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | NotFound:
-        """The route of a request; a literal path goes before a parameter."""
+    def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | None:
+        """The route of a request, None where no route has its path; a literal path goes before a
+        parameter."""
         resource = self._literal.get(path)
         if resource is not None:
             return resource.by_method.get(method) or resource.method_not_allowed
@@ -102,17 +94,17 @@ class RouteTable(Generic[T]):
         else:
             resource = behind.get(None) if param else None
         if resource is None:
-            return NOT_FOUND
+            return None
         found = resource.by_method.get(method)
         return resource.method_not_allowed if found is None else Match(found.value, param)
 
     def _with_tail(
         self, method: bytes, path: bytes, segments: list[bytes]
-    ) -> Match[T] | MethodNotAllowed | NotFound:
+    ) -> Match[T] | MethodNotAllowed | None:
         """For a path that no other template has; the parameter is what stands behind its slash."""
         resource = self._tails.get(segments[1]) if len(segments) > 2 else None
         if resource is None:
-            return NOT_FOUND
+            return None
         found = resource.by_method.get(method)
         if found is None:
             return resource.method_not_allowed

@@ -16,7 +16,7 @@ import msgspec
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import status_of
-from lean_selector.http.router import Match, MethodNotAllowed, NotFound, RouteTable
+from lean_selector.http.router import Match, MethodNotAllowed, RouteTable
 from lean_selector.service.access import ADMIN, OPEN, READ, AccessTokens, Refusal, Role, refusal_of
 from lean_selector.service.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
 from lean_selector.service.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
@@ -171,7 +171,7 @@ class Gate:
             return endpoint.refused(refusal)
         return error_reply(request, refusal.status, refusal.text, refusal.line)
 
-    def _unrouted_answer(self, request: Request, found: MethodNotAllowed | NotFound) -> bytes:
+    def _unrouted_answer(self, request: Request, found: MethodNotAllowed | None) -> bytes:
         # Without a token it is not told which routes there are.
         refused = self._refused(request, READ)
         if refused is not None:
