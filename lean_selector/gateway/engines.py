@@ -253,8 +253,12 @@ class EngineTokenizer:
         for attempt in range(min(2, len(bases))):
             base = bases[(self._turn + attempt) % len(bases)]
             try:
-                answer = await self._client.post(
-                    base + "/tokenize", body, timeout_s=self._timeout_s, most_bytes=MOST_ID_BYTES
+                answer = await self._client.request(
+                    "POST",
+                    base + "/tokenize",
+                    body,
+                    timeout_s=self._timeout_s,
+                    most_bytes=MOST_ID_BYTES,
                 )
             except OutboundFailed as error:
                 failures.append(error)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lean_selector import __version__
 from lean_selector.http.client import AnswerHead, ClientConnection, Upstream
@@ -46,14 +46,11 @@ class OutboundTimedOut(OutboundFailed):
     """There was no answer in time."""
 
 
-class OutboundAnswer:
+class OutboundAnswer(NamedTuple):
     """A whole answer, whatever its status."""
 
-    __slots__ = ("body", "status")
-
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status = status
-        self.body = body
+    status: int
+    body: bytes
 
 
 # -- connecting -----------------------------------------------------------------------------------
@@ -267,17 +264,6 @@ class OutboundClient:
     ) -> OutboundAnswer:
         """`request` of a GET."""
         return await self.request("GET", url, timeout_s=timeout_s, most_bytes=most_bytes)
-
-    async def post(
-        self,
-        url: str,
-        body: bytes,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        most_bytes: int = MOST_BODY_BYTES,
-    ) -> OutboundAnswer:
-        """`request` of a POST of JSON."""
-        return await self.request("POST", url, body, timeout_s=timeout_s, most_bytes=most_bytes)
 
     async def request(
         self,

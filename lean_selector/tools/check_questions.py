@@ -116,7 +116,8 @@ class Selector:
             "token_ids": token_ids,
         }
         url = f"{self.url}/overlap_scores"
-        answer = await self._client.post(url, msgspec.json.encode(body), timeout_s=self._timeout_s)
+        text = msgspec.json.encode(body)
+        answer = await self._client.request("POST", url, text, timeout_s=self._timeout_s)
         if answer.status != 200:
             raise OutboundFailed(f"POST {url}: status {answer.status}", answer.status)
         rows = msgspec.json.decode(answer.body, type=OverlapScores).workers
@@ -320,8 +321,8 @@ class Probe:
     async def _complete(self, worker: WorkerRecord) -> None:
         body = {"model": worker.model_name, "prompt": self.prompt, "max_tokens": 1}
         url = f"{base_without_version(worker.endpoint or '')}/v1/completions"
-        answer = await self.engines.post(
-            url, msgspec.json.encode(body), timeout_s=max(self.patience_s, 30.0)
+        answer = await self.engines.request(
+            "POST", url, msgspec.json.encode(body), timeout_s=max(self.patience_s, 30.0)
         )
         if answer.status != 200:
             said = answer.body[:_SAID_CHARACTERS].decode(errors="replace")

@@ -48,7 +48,7 @@ async def test_a_get_brings_status_and_body() -> None:
 @on_loop
 async def test_a_post_sends_its_body_as_json() -> None:
     async with serving(says(response(b"{}"))) as served:
-        answer = await client().post(served.url, b'{"a":1}')
+        answer = await client().request("POST", served.url, b'{"a":1}')
         assert answer.body == b"{}"
         assert served.requests[0].startswith(b"POST / HTTP/1.1\r\n")
         assert b"content-type: application/json\r\n" in served.requests[0]
