@@ -33,7 +33,7 @@ ALLOWED = {
     ("gateway/placing.py", "Placing.begin", "create_task"): (
         "whatever it raises is logged in _place, and answered with 500; the request cancels it"
     ),
-    ("http/listener.py", "Listener._accept_some", "create_task"): (
+    ("http/listener.py", "Listener._accept", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
     ("inprocess/running.py", "Running.in_time.begin", "create_task"): (

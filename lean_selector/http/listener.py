@@ -239,17 +239,14 @@ class Listener:
         if self._path is not None:
             self._path.let_go()
         self._is_closed = True
-        while self._accept_some():
+        while self._accept():
             pass
         self._stop_waiting()
         self._socket.close()
 
-    def _accept(self) -> None:
-        """Called when somebody has connected; once more if not all could be taken."""
-        self._accept_some()
-
-    def _accept_some(self) -> bool:
-        """Take as many as one turn bears. True when more may be there."""
+    def _accept(self) -> bool:
+        """Called when somebody has connected; once more if not all could be taken. Take as many as
+        one turn bears. True when more may be there."""
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, _ = self._socket.accept()

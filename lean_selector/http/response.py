@@ -33,10 +33,9 @@ class DateHeader:
     one.
     """
 
-    def __init__(self, json_heads: dict[int, bytes]) -> None:
+    def __init__(self) -> None:
         self.line = b""
         self._second = -1
-        self._json_heads = json_heads
 
     def set(self, unix_time: float) -> None:
         """Take over the wall clock, in seconds since 1970; cheap when the second is the same."""
@@ -44,12 +43,12 @@ class DateHeader:
         if second != self._second:
             self._second = second
             self.line = b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
-            self._json_heads.clear()
+            _json_heads.clear()
 
 
 # Status -> head up to content-length; at most one per HTTPStatus.
 _json_heads: Final[dict[int, bytes]] = {}
-date_header: Final = DateHeader(_json_heads)
+date_header: Final = DateHeader()
 
 
 def _start_of_head(status: int, content_type: bytes) -> bytes:
