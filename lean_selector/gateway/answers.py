@@ -53,20 +53,6 @@ class UsageReader:
 class AnswerReader:
     """Reads an answer with status 200. At its end `on_ids` is told the ids: JSON lists' insides."""
 
-    __slots__ = (
-        "_array",
-        "_drops_usage",
-        "_event",
-        "_held",
-        "_is_of_prompt",
-        "_is_too_long",
-        "_on_ids",
-        "_output",
-        "_prompt",
-        "_strips",
-        "_usage",
-    )
-
     def __init__(
         self,
         on_ids: Callable[[bytes | None, bytes], None] | None,

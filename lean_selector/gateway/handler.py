@@ -11,10 +11,10 @@ from typing import Final
 import msgspec
 
 from lean_selector.gateway.headers import (
-    RequestIds,
     id_line,
-    id_of,
+    new_id,
     refusal,
+    request_id_of,
     wants_websocket,
     without_authorization,
 )
@@ -140,12 +140,11 @@ class GatewayHandler:
         self._token = token
         self._access_log = access_log
         self._most_body_bytes = most_body_bytes
-        self._ids = RequestIds()
         self._under_way: set[ProxiedRequest] = set()
 
     def __call__(self, request: Request) -> bytes | PendingReply:
-        own_id = self._ids.new()
-        request_id = id_of(request.section, own_id)
+        own_id = new_id()
+        request_id = request_id_of(request.section) or own_id.encode()
         if not request.keep_alive and wants_websocket(request.section):
             text = "websocket upgrades are not supported by this gateway"
             return self._refused(request_id, 501, text, "no_websocket")
@@ -227,7 +226,6 @@ def guarded(handle: App, tokens: AccessTokens, counts: Counts) -> App:
     Listing models needs `read`, everything else `write`, for it makes a worker work. The token is
     for us, so no worker is sent it. Refusals have OpenAI's shape.
     """
-    ids = RequestIds()
 
     def app(request: Request) -> bytes | PendingReply:
         role = tokens.role_of(request.credential)
@@ -235,7 +233,7 @@ def guarded(handle: App, tokens: AccessTokens, counts: Counts) -> App:
         if role < needed:
             refused = refusal_of(request.credential, role, needed)
             counts.answers[refused.status] += 1
-            line = id_line(id_of(request.section, ids.new())) + refused.line
+            line = id_line(request_id_of(request.section) or new_id().encode()) + refused.line
             return refusal(refused.status, refused.text, refused.code, line)
         if request.credential is not None:
             request.section = without_authorization(request.section)

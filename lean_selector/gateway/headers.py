@@ -7,6 +7,7 @@ folded.
 
 import os
 import re
+from itertools import count
 from typing import Final
 
 from lean_selector.http.response import encode_response
@@ -91,21 +92,13 @@ def _without(lines: bytes, names: list[bytes]) -> bytes:
     return lines
 
 
-class RequestIds:
-    """Ids of ours: each is given once, and no other process gives it."""
-
-    def __init__(self) -> None:
-        self._prefix: Final = os.urandom(8).hex()
-        self._given = 0
-
-    def new(self) -> str:
-        self._given += 1
-        return f"{self._prefix}-{self._given:x}"
+_PROCESS: Final = os.urandom(8).hex()
+_numbers: Final = count(1)
 
 
-def id_of(section: bytes, own_id: str) -> bytes:
-    """The id of the request with this section: its client's, or else ours."""
-    return request_id_of(section) or own_id.encode()
+def new_id() -> str:
+    """An id of ours: it is given once, and no other process gives it."""
+    return f"{_PROCESS}-{next(_numbers):x}"
 
 
 def id_line(request_id: bytes) -> bytes:

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
-from lean_selector.gateway.answers import UsageReader
+from lean_selector.gateway.answers import AnswerReader, UsageReader
 from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
 from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.prompt_shapes import Unknown
@@ -34,33 +34,6 @@ _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 class ProxiedRequest:
     """From the request to its end. The app's answer is `reply`."""
-
-    __slots__ = (
-        "_began",
-        "_connection",
-        "_counts",
-        "_head",
-        "_is_chunking",
-        "_last_pieces",
-        "_on_failed",
-        "_on_over",
-        "_place",
-        "_token",
-        "attempts",
-        "is_over",
-        "lease",
-        "lease_id",
-        "lease_since",
-        "outcome",
-        "placing",
-        "reply",
-        "request",
-        "request_id",
-        "routed",
-        "status",
-        "tried",
-        "why",
-    )
 
     def __init__(
         self,
@@ -146,18 +119,16 @@ class ProxiedRequest:
         self.reply.resolve(refusal(status, message, code, self._own_lines() + extra))
 
     def _request_head(self, lease: WorkerLease, length: int) -> bytes:
-        request, routed, endpoint = self.request, self.routed, lease.endpoint
-        reads = routed is not None and routed.answer is not None
+        request, routed = self.request, self.routed
         query = b"" if request.query is None else b"?" + request.query
-        lines = request_lines(
-            request.section,
-            without_codings=reads,
-            drops_authorization=self._token is not None,
-        )
         parts = [
             b"%b %b%b HTTP/1.1\r\n" % (request.method, request.path, query),
-            endpoint.host_line,
-            lines,
+            lease.endpoint.host_line,
+            request_lines(
+                request.section,
+                without_codings=routed is not None and routed.answer is not None,
+                drops_authorization=self._token is not None,
+            ),
         ]
         if self._token is not None:
             parts.append(b"\r\nauthorization: Bearer " + self._token())
@@ -184,24 +155,25 @@ class ProxiedRequest:
             self._begin(data)
             return
         counts.passed_on_bytes += len(data)
-        if self._is_reading():
-            self._write_read(b"", data)
-        else:
+        reader = self._reader
+        if reader is None:
             self._last_pieces.append(data)
             self.reply.write(data)
+        elif read := reader.feed(data):
+            self.reply.write(self._piece(read))
 
     def on_end(self) -> None:
         self._connection = None
         if not self.reply.begun:
             self._begin(b"")
-        if self._is_reading():
-            assert self.routed is not None
-            assert self.routed.answer is not None
-            rest = self.routed.answer.end()
-            last = _LAST_CHUNK if self._is_chunking else b""
-            if rest or last:
-                self.reply.write((self._piece(rest) if rest else b"") + last)
-        reply = self.reply
+        reply, reader = self.reply, self._reader
+        if reader is not None:
+            rest = reader.end()
+            last = (self._piece(rest) if rest else b"") + (
+                _LAST_CHUNK if self._is_chunking else b""
+            )
+            if last:
+                reply.write(last)
         self._finish(outcome_of_status(self.status))
         reply.finish()
 
@@ -233,7 +205,8 @@ class ProxiedRequest:
         counts.first_byte.add(monotonic() - self._began)
         counts.passed_on_bytes += len(data)
         lease.prefill_complete()
-        reads = self._is_reading()
+        reader = self._reader
+        reads = reader is not None
         is_http10 = self.request.headers.is_http10
         is_unframed = isinstance(head.relay, UnboundedRelay) or (head.is_chunked and is_http10)
         self._is_chunking = reads and not is_http10
@@ -250,27 +223,18 @@ class ProxiedRequest:
         self.request.body = b""  # no other worker will be asked
         if self.routed is not None:
             self.routed.body = b""
-        if reads:
-            self._write_read(b"".join(parts), data)
-            return
-        if data:
-            parts.append(data)
-            self._last_pieces.append(data)
+        if reader is None:
+            if data:
+                parts.append(data)
+                self._last_pieces.append(data)
+        elif data and (read := reader.feed(data)):
+            parts.append(self._piece(read))
         self.reply.write(b"".join(parts))
 
-    def _is_reading(self) -> bool:
-        """Whether what was added to the request is taken out of the answer."""
-        return self.routed is not None and self.routed.answer is not None and self.status == 200
-
-    def _write_read(self, before: bytes, data: bytes) -> None:
-        assert self.routed is not None
-        assert self.routed.answer is not None
-        if data:
-            read = self.routed.answer.feed(data)
-            if read:
-                before += self._piece(read)
-        if before:
-            self.reply.write(before)
+    @property
+    def _reader(self) -> AnswerReader | None:
+        """What takes out of the answer what was added to the request."""
+        return None if self.routed is None or self.status != 200 else self.routed.answer
 
     def _piece(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunking else data
@@ -329,10 +293,8 @@ class ProxiedRequest:
 
     def _cached_tokens(self) -> int | None:
         """As the engine counted them, of an answer that is complete."""
-        if self._is_reading():
-            assert self.routed is not None
-            assert self.routed.answer is not None
-            return self.routed.answer.cached_tokens
+        if self._reader is not None:
+            return self._reader.cached_tokens
         if self.routed is None or self.status != 200:
             return None
         usage = UsageReader()
