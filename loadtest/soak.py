@@ -12,8 +12,6 @@ SIGINT or SIGTERM ends it in order once the fault of now is healed: with its tab
 import argparse
 import asyncio
 import contextlib
-import os
-import platform
 import re
 import signal
 import statistics
@@ -27,8 +25,9 @@ from typing import TypeVar
 
 import msgspec
 
+from loadtest.duel.targets import TargetError, machine, ours
 from loadtest.soaking.faults import Faults, continue_all
-from loadtest.soaking.fleet import Fleet, Layout, Program, SoakError, ended_in_order
+from loadtest.soaking.fleet import Fleet, Program, SoakError, ended_in_order
 from loadtest.soaking.lanes import Report
 from loadtest.soaking.mischief import Mischief, Rogues
 from loadtest.soaking.preload import Preload, Unavailable
@@ -136,124 +135,102 @@ def all_lines(path: Path, kind: type[T]) -> list[T]:
     return [msgspec.json.decode(line, type=kind) for line in lines]
 
 
-class Soak:
-    """One run. `folder` takes its files; `state` the measured process' state, if anywhere."""
+async def live(
+    args: argparse.Namespace, fleet: Fleet, faults: Faults, preload: Preload | str
+) -> Outcome:
+    """One run. Raises what is no SoakError; that is a problem of the outcome."""
+    rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
+    port, problem = str(fleet.ports[0]), ""
+    await rogues.begin(fleet.names_hosts)
+    mischief = Mischief(fleet.ports[0], args.mischief_rate, args.seed, rogues.sources)
+    probe = fleet.program("watch", "probe", port)
+    control = fleet.program("watch", "control", str(fleet.measured.pid), beside_measured=True)
+    own = ["--seed", str(args.seed)]
+    goal = [] if args.seconds else ["--lifecycles", str(args.lifecycles)]
+    lanes = fleet.program("lanes", port, "--uds", fleet.uds, *goal, *own)
+    second = ["--tolerant", "--pause", "0.05", "--lanes", "2", "--prefix", "b-"]
+    beside = fleet.program("lanes", str(fleet.ports[1]), *second, *own)
+    began, pid = time.monotonic(), fleet.measured.pid
+    lifecycles = None if args.seconds else args.lifecycles
+    sampler = Sampler(fleet, lanes, faults, preload, lifecycles, args.seconds)
 
-    def __init__(
-        self, args: argparse.Namespace, fleet: Fleet, faults: Faults, preload: Preload | str
-    ) -> None:
-        self._args, self._fleet, self._faults, self._preload = args, fleet, faults, preload
-        self._rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
-        self._problem = ""
+    def end() -> None:
+        sampler.is_ended_by_hand = faults.is_enough = True
+        for number in ENDING_SIGNALS:  # a second one is not waited for
+            loop.remove_signal_handler(number)
 
-    async def run(self) -> Outcome:
-        args, fleet = self._args, self._fleet
-        port = str(fleet.ports[0])
-        await self._rogues.begin(fleet.names_hosts)
-        mischief = Mischief(fleet.ports[0], args.mischief_rate, args.seed, self._rogues.sources)
-        probe = fleet.program("watch", "probe", port)
-        control = fleet.program("watch", "control", str(fleet.measured.pid), beside_measured=True)
-        own = ["--seed", str(args.seed)]
-        goal = [] if args.seconds else ["--lifecycles", str(args.lifecycles)]
-        lanes = fleet.program("lanes", port, "--uds", fleet.uds, *goal, *own)
-        second = ["--tolerant", "--pause", "0.05", "--lanes", "2", "--prefix", "b-"]
-        beside = fleet.program("lanes", str(fleet.ports[1]), *second, *own)
-        began, pid = time.monotonic(), fleet.measured.pid
-        lifecycles = None if args.seconds else args.lifecycles
-        sampler = Sampler(fleet, lanes, self._faults, self._preload, lifecycles, args.seconds)
+    loop = asyncio.get_running_loop()
+    for number in ENDING_SIGNALS:
+        loop.add_signal_handler(number, end)
+    stop = asyncio.Event()
+    others = [asyncio.create_task(each.run(stop)) for each in (mischief, rogues)]
+    injecting = asyncio.create_task(
+        faults.run(lambda: sampler.share() >= 1.0, args.fault_pause, args.faults)
+    )
+    try:
+        await sampler.run(injecting)
+        await injecting
+        seconds = time.monotonic() - began
+        stop.set()
+        await asyncio.gather(*others)
+        for program in (lanes, beside):
+            ended_in_order(program.process, DRAIN_S)
+            fleet.programs.remove(program)
+        fleet.check()
+        await faults.settle()
+        left = await _loads_left(fleet, args.expiry)
+    except SoakError as error:
+        problem, left, seconds = f"SoakError: {error}", [], 0.0
+    finally:
+        stop.set()
+        injecting.cancel()
+        await asyncio.gather(injecting, *others, return_exceptions=True)
+        continue_all(fleet)
+        rogues.close()
+    measured = fleet.measured
+    survived = measured.child.process.poll() is None and measured.pid == pid
+    # Before the probe notices that we stop the process.
+    late, kept = (all_lines(each.output, Late) for each in (probe, control))
+    failures, late_turns = -1, -1
+    with contextlib.suppress(OSError, SoakError):
+        failures = int(measured.metric("lean_selector_task_failures_total"))
+        late_turns = _late_turns(measured.metrics())
+    status = measured.child.stop(signal.SIGTERM, DRAIN_S)
+    log = measured.child.log()
+    (fleet.folder / "measured.log").write_text(log)
+    return Outcome(
+        machine=f"{time.strftime('%Y-%m-%d')}, {machine()}",
+        form=_form(args.python),
+        seconds=seconds,
+        report=last(lanes.output, Report) or sampler.report,
+        beside=last(beside.output, Report) or Report(),
+        stalls=stalls(late, kept, faults.stops, faults.times),
+        memory=sampler.marks,
+        samples=sampler.samples,
+        faults=[each for each in faults.injected.values() if each.done or each.skipped],
+        acts=dict(mischief.acts),
+        nonsense=dict(rogues.sent),
+        acts_wrong=mischief.wrong[:20],
+        loads=left,
+        survived=survived,
+        status=status,
+        task_failures=failures,
+        tracebacks=log.count("Traceback (most recent call last)"),
+        late_turns=late_turns,
+        judges_times=not args.seconds,
+        is_ended_by_hand=sampler.is_ended_by_hand,
+        problem=problem,
+    )
 
-        def end() -> None:
-            sampler.is_ended_by_hand = self._faults.is_enough = True
-            for number in ENDING_SIGNALS:  # a second one is not waited for
-                loop.remove_signal_handler(number)
 
-        loop = asyncio.get_running_loop()
-        for number in ENDING_SIGNALS:
-            loop.add_signal_handler(number, end)
-        stop = asyncio.Event()
-        others = [asyncio.create_task(each.run(stop)) for each in (mischief, self._rogues)]
-        injecting = asyncio.create_task(
-            self._faults.run(lambda: sampler.share() >= 1.0, args.fault_pause, args.faults)
-        )
-        try:
-            await sampler.run(injecting)
-            await injecting
-            seconds = time.monotonic() - began
-            stop.set()
-            await asyncio.gather(*others)
-            for program in (lanes, beside):
-                ended_in_order(program.process, DRAIN_S)
-                fleet.programs.remove(program)
-            fleet.check()
-            await self._faults.settle()
-            left = await self._loads_left()
-        except Exception as error:
-            self._problem, left, seconds = f"{type(error).__name__}: {error}", [], 0.0
-            if not isinstance(error, SoakError):
-                raise
-        finally:
-            stop.set()
-            injecting.cancel()
-            await asyncio.gather(injecting, *others, return_exceptions=True)
-            continue_all(fleet)
-            self._rogues.close()
-        watch = probe.output, control.output
-        return self._outcome(sampler, lanes, beside, watch, mischief, left, seconds, pid)
-
-    async def _loads_left(self) -> list[str]:
-        """What is not zero when everything was freed, or had the time to expire."""
-        fleet = self._fleet
-        deadline = time.monotonic() + self._args.expiry + COPIES_S
-        while left := [*_loads(fleet), *_reservations(fleet)]:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.5)
-        return left
-
-    def _outcome(
-        self,
-        sampler: Sampler,
-        lanes: Program,
-        beside: Program,
-        watch: tuple[Path, Path],
-        mischief: Mischief,
-        left: list[str],
-        seconds: float,
-        pid: int,
-    ) -> Outcome:
-        measured, args = self._fleet.measured, self._args
-        survived = measured.child.process.poll() is None and measured.pid == pid
-        lates = [all_lines(path, Late) for path in watch]
-        failures, late_turns = -1, -1
-        with contextlib.suppress(OSError, SoakError):
-            failures = int(measured.metric("lean_selector_task_failures_total"))
-            late_turns = _late_turns(measured.metrics())
-        status = measured.child.stop(signal.SIGTERM, DRAIN_S)
-        log = measured.child.log()
-        (self._fleet.folder / "measured.log").write_text(log)
-        return Outcome(
-            machine=_machine(),
-            form=_form(args.python),
-            seconds=seconds,
-            report=last(lanes.output, Report) or sampler.report,
-            beside=last(beside.output, Report) or Report(),
-            stalls=stalls(lates[0], lates[1], self._faults.stops, self._faults.times),
-            memory=sampler.marks,
-            samples=sampler.samples,
-            faults=[each for each in self._faults.injected.values() if each.done or each.skipped],
-            acts=dict(mischief.acts),
-            nonsense=dict(self._rogues.sent),
-            acts_wrong=mischief.wrong[:20],
-            loads=left,
-            survived=survived,
-            status=status,
-            task_failures=failures,
-            tracebacks=log.count("Traceback (most recent call last)"),
-            late_turns=late_turns,
-            judges_times=not args.seconds,
-            is_ended_by_hand=sampler.is_ended_by_hand,
-            problem=self._problem,
-        )
+async def _loads_left(fleet: Fleet, expiry_s: float) -> list[str]:
+    """What is not zero when everything was freed, or had the time to expire."""
+    deadline = time.monotonic() + expiry_s + COPIES_S
+    while left := [*_loads(fleet), *_reservations(fleet)]:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.5)
+    return left
 
 
 def _loads(fleet: Fleet) -> Iterator[str]:
@@ -279,24 +256,12 @@ def _late_turns(metrics: str) -> int:
     return int(float(found["+Inf"]) - float(found["0.05"]))
 
 
-def _machine() -> str:
-    model = platform.machine()
-    with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        model = found[1] if found else model
-    return f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPUs of {model}, Linux"
-
-
 def _form(python: str) -> str:
     """What the measured process runs. Raises SoakError."""
-    command = [python, "-P", "-m", "lean_selector", "--version"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise SoakError(f"--python {python}: {error}") from None
-    if done.returncode:
-        raise SoakError(f"--python {python} has no lean-selector: {done.stderr.strip()[-200:]}")
-    return done.stdout.strip()
+        return ours(python).name
+    except TargetError as error:
+        raise SoakError(f"--python {error}") from None
 
 
 @contextlib.contextmanager
@@ -334,19 +299,11 @@ def soak(args: argparse.Namespace) -> Outcome:
             disk = stack.enter_context(small_disk(folder / "disk"))
         except Unavailable as error:
             disk = str(error)
-        layout = Layout(
-            python=args.python,
-            engines=args.engines,
-            expiry_s=args.expiry,
-            engine_rate=args.engine_rate,
-            seed=args.seed,
-            pinned=args.pin,
-            state=str((folder if isinstance(disk, str) else disk) / "state"),
-        )
+        state = (folder if isinstance(disk, str) else disk) / "state"
         environment = {} if isinstance(preload, str) else preload.environment
-        fleet = stack.enter_context(Fleet(layout, folder, environment))
+        fleet = stack.enter_context(Fleet(args, state, folder, environment))
         faults = Faults(fleet, preload, disk, args.seed)
-        return asyncio.run(Soak(args, fleet, faults, preload).run())
+        return asyncio.run(live(args, fleet, faults, preload))
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:

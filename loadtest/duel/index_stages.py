@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from loadtest.duel import index_match
 from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
-from loadtest.duel.prompts import Prompt, Prompts, select_request
-from loadtest.duel.results import RequestFile, Results, closed_load, latencies, open_load
+from loadtest.duel.prompts import Prompts
+from loadtest.duel.results import RequestFile, Results, latencies, open_load
 from loadtest.duel.stages import Plan
 from loadtest.duel.targets import Service, Target, run_beside
 
@@ -23,7 +23,6 @@ CHURN_MEMORY = "index, memory per block-holding after churn"
 REMOVE_ONE = "index, removal, one block an event"
 REMOVE_MANY = "index, removal, 64 blocks an event"
 MEMORY = "index, memory per block-holding"
-MATCH_HTTP = "index, match of a held trace prompt, by difference over HTTP"
 MATCH = "index, match of a held trace prompt, in process"
 MATCH_SMALL = "index, the same at 10 000 holdings"
 MATCH_LARGE = "index, the same at 1 000 000 holdings"
@@ -37,7 +36,6 @@ NAMES = [
     REMOVE_ONE,
     REMOVE_MANY,
     MEMORY,
-    MATCH_HTTP,
     MATCH,
     MATCH_SMALL,
     MATCH_LARGE,
@@ -61,7 +59,7 @@ def run(
     """All index cases that are wanted; where a target fails, the others go on."""
     # A log line per selection is no part of the index: the references' quiet variants will do.
     targets = [target for target in plan.targets if target.is_ours or target.log is not None]
-    if names := list(filter(wanted, (INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY, MATCH_HTTP))):
+    if names := list(filter(wanted, (INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY))):
         for number in range(plan.index_rounds):
             for target in targets:
                 say(f"index of {target.name}: round {number + 1}")
@@ -95,9 +93,6 @@ def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Resul
         results.add(INGEST, target.name, block_cpu_us=cost)
         held = sum(message.stored for message in messages)
         results.add(MEMORY, target.name, holding_bytes=(service.footprint().rss - rss) / held)
-        _match_by_difference(
-            service, plan, prompts, min(engines.used, index_match.PROMPTS), results
-        )
         # Half of the engines tell it one way, half the other.
         for case, of, size in (
             (REMOVE_ONE, range(0, WORKERS, 2), 1),
@@ -131,23 +126,6 @@ def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) ->
     blocks = engines.send(messages)
     engines.settle(service)
     return (service.cpu_ns() - before) / 1e3 / blocks
-
-
-def _match_by_difference(
-    service: Service, plan: Plan, prompts: Prompts, count: int, results: Results
-) -> None:
-    """A prompt that is held, against one of the same length whose first block nobody holds."""
-    count = max(32, round(count * min(1.0, plan.share * 4)))
-    held = [prompts.at(number) for number in range(count)]
-    new = [Prompt(p.line, p.isl_tokens, b"\xff" * 8 + p.local[8:], p.sequence) for p in held]
-    costs = []
-    for some in (held, new):
-        with RequestFile([select_request(prompt) for prompt in some]) as file:
-            before = service.cpu_ns()
-            load = closed_load(service.port, file)
-            results.refused(MATCH_HTTP, service.target.name, load.bad)
-            costs.append((service.cpu_ns() - before) / 1e3 / count)
-    results.add(MATCH_HTTP, service.target.name, match_us=costs[0] - costs[1])
 
 
 def _match_in_process(plan: Plan, results: Results) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -80,12 +79,7 @@ class RequestFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._directory.cleanup()
 
 

@@ -322,11 +322,6 @@ class StageRun:
         prompts = self._next_prompts(case)
         only_ours = case.kind == "msgpack" or case.client == "unix"
         asked = [pair for pair in pairs if not only_ours or pair.main.target.is_ours]
-        if case.kind == "msgpack" and (
-            reason := _refusal(asked[0].main, msgpack_select_request(prompts[0]))
-        ):
-            self._results.skipped[case.name] = reason
-            return
         first = number % len(asked)  # the targets take turns in going first
         with ExitStack() as stack:
             files = dict[str, tuple[RequestFile, RequestFile]]()  # services differ by a name only
@@ -398,13 +393,3 @@ def _requests(
     if case.kind == "msgpack":
         return [[msgpack_select_request(prompt) for prompt in prompts]]
     return [[select_request(prompt, case.asks) for prompt in prompts]]
-
-
-def _refusal(service: Service, request: bytes) -> str:
-    """Why a service does not take this MessagePack body; empty when it does."""
-    body = request.partition(b"\r\n\r\n")[2]
-    headers = {"content-type": "application/msgpack"}
-    status, answer = service.request("POST", "/select", body, headers)
-    if status == 415:
-        return "skipped: the service answers 415 to application/msgpack"
-    return "" if status == 200 else f"skipped: {status} {answer.decode(errors='replace')[:200]}"

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -274,12 +273,7 @@ class Service(ChildService):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()  # nothing in it is wanted any more
 
 
@@ -365,12 +359,7 @@ class Pair:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for service in self.services:
             service.stop()
 

@@ -341,6 +341,3 @@ def continue_all(fleet: Fleet) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-
-
-__all__ = ["Faults", "Injected", "NotFelt", "SoakError", "continue_all", "until"]

@@ -3,6 +3,7 @@
 Every process has fixed ports, so that one that was killed comes back as itself.
 """
 
+import argparse
 import contextlib
 import os
 import signal
@@ -156,28 +157,19 @@ class Engine(Program):
         }
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """What a run is made of. expiry_s: of reservations. One CPU for the measured process and one
-    for all else, where `pinned`. state: where the measured process keeps its state."""
-
-    python: str
-    engines: int
-    expiry_s: float
-    engine_rate: float
-    seed: int
-    pinned: bool
-    state: str
-
-
 class Fleet:
     """All processes of a run; gone when the context ends."""
 
-    def __init__(self, layout: Layout, folder: Path, preload: Mapping[str, str]) -> None:
-        """`folder` takes what they write, `preload` is the measured process' environment."""
-        self.layout, self.folder = layout, folder
+    def __init__(
+        self, args: argparse.Namespace, state: Path, folder: Path, preload: Mapping[str, str]
+    ) -> None:
+        """`state`: where the measured process keeps it. `folder` takes what all write. `preload` is
+        the measured process' environment."""
+        self.folder = folder
+        self._args, self._state = args, state
         cpus = sorted(os.sched_getaffinity(0))
-        self.measured_cpus = cpus[-1:] if layout.pinned else []
-        self.other_cpus = cpus[:-1] if layout.pinned else []
+        self.measured_cpus = cpus[-1:] if args.pin else []
+        self.other_cpus = cpus[:-1] if args.pin else []
         self.sync_ports = [free_port() for _ in range(3)]
         self.ports = [free_port() for _ in range(3)]
         self.rogue_peer = free_port()
@@ -200,11 +192,11 @@ class Fleet:
         self._stack.close()
 
     def _start(self) -> None:
-        layout = self.layout
+        args = self._args
         host = "engines.soak" if self._preload else "127.0.0.1"
-        for number in range(1, layout.engines + 1):
-            args = (number, host, layout.engine_rate, layout.seed)
-            engine = Engine(*args, self.folder, self.other_cpus)
+        for number in range(1, args.engines + 1):
+            own = (number, host, args.engine_rate, args.seed)
+            engine = Engine(*own, self.folder, self.other_cpus)
             self._stack.callback(engine.kill)
             self.engines.append(engine)
         self.measured = self._service("lean_selector", 0)
@@ -216,15 +208,15 @@ class Fleet:
         self.register_with_tracker()
 
     def _service(self, module: str, at: int) -> Service:
-        layout = self.layout
+        args = self._args
         peers = [
             f"tcp://127.0.0.1:{port}" for port in self.sync_ports if port != self.sync_ports[at]
         ]
         urls = [f"http://127.0.0.1:{port}" for port in self.ports if port != self.ports[at]]
         # -P: the folder of the checkout is no place to find a compiled form's modules in.
-        command = [layout.python, "-P", "-m", module, "--host", "127.0.0.1"]
+        command = [args.python, "-P", "-m", module, "--host", "127.0.0.1"]
         command += ["--port", str(self.ports[at]), "--log-level", "error"]
-        command += ["--reservation-expiry-secs", str(layout.expiry_s)]
+        command += ["--reservation-expiry-secs", str(args.expiry)]
         command += ["--replica-sync-port", str(self.sync_ports[at])]
         if module == "lean_selector":
             command += ["--active-decode-blocks-threshold", str(SHED_ABOVE)]
@@ -233,7 +225,7 @@ class Fleet:
             command += ["--uds", self.uds, "--kv-source-grace-secs", "5"]
             if self._preload:
                 command += ["--discover", "dns:discovered.soak:9"]
-            command += ["--state-dir", layout.state]
+            command += ["--state-dir", str(self._state)]
         command += ["--replica-sync-peers", ",".join(peers)]
         command += ["--replica-sync-catch-up", ",".join(urls)]
         env = self._preload if at == 0 else {}
