@@ -24,7 +24,7 @@ PACKAGE = Path("lean_selector")
 DEPLOY = Path("deploy")  # lies inside the package in a wheel: see lean_selector/tools/recipes.py
 # Where the time of a request or of an event goes. Commands and wiring run once; the client and the
 # publisher are part of other programs.
-ROOMS = {"core", "wire", "http", "service", "sockets", "events"}
+ROOMS = {"core", "wire", "http", "service", "events", "replicas"}
 # Modules that the rule would take, and why they stay interpreted.
 _OF_LOGGING = "its classes are kinds of logging's, whose instances mypyc lays out a second time"
 EXCEPTIONS: dict[str, str] = {

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return deploy(arguments[1:])
     if arguments[:1] == ["keys"]:
-        from lean_selector.curve.command import main as keys
+        from lean_selector.tools.keys import main as keys
 
         return keys(arguments[1:])
     if arguments[:1] == ["gateway"]:

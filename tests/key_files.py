@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from lean_selector.curve.command import write_pair
-from lean_selector.curve.keys import KeyPair, new_pair
+from lean_selector.events.curve_keys import KeyPair, new_pair
+from lean_selector.tools.keys import write_pair
 
 
 class KeyFiles:

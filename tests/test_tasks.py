@@ -57,7 +57,7 @@ ALLOWED = {
     ("server/state_files.py", "FileWriter.__init__", "Thread"): (
         "whatever it raises is told to who awaits the end of the file"
     ),
-    ("sockets/resolver.py", "Resolver._start", "Thread"): "whatever it raises is its result",
+    ("events/names.py", "Resolver._start", "Thread"): "whatever it raises is its result",
     ("replicas/peer_fetch.py", "PeerFetch.__init__", "create_task"): (
         "`fetched` waits for it, and raises what it raised"
     ),

@@ -26,17 +26,12 @@ from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import ReplicaSequences, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
-from lean_selector.curve.gate import CurveGate
-from lean_selector.curve.keys import CurveClient
-from lean_selector.sockets.link import check_link
-from lean_selector.sockets.links import Links
-from lean_selector.sockets.replica_links import (
-    MAX_EVENTS_PER_TURN,
-    MAX_TURN_S,
-    ReplicaLinks,
-)
-from lean_selector.sockets.replica_peer import Peer
-from lean_selector.sockets.replica_pub import ReplicaPub
+from lean_selector.events.curve_admission import CurveGate
+from lean_selector.events.curve_keys import CurveClient
+from lean_selector.events.link import check_link
+from lean_selector.events.links import Links
+from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN, MAX_TURN_S, Peer, ReplicaLinks
+from lean_selector.replicas.pub_socket import ReplicaPub
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,

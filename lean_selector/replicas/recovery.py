@@ -18,10 +18,10 @@ from lean_selector.core.index.shapes import StoreResult
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
+from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.events.turns import Pauses
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched
-from lean_selector.sockets.kv_subscriptions import KvSubscriptions
 from lean_selector.wire.dump import BadEvent, decode_event, split_dump
 from lean_selector.wire.dump_shapes import (
     ClearedRank,

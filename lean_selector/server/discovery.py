@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.events.links import Links
+from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
@@ -17,8 +19,6 @@ from lean_selector.server.selector_flags import Discover, SelectorConfig
 from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
 from lean_selector.service.exposition import Families, by, labels, table, table_of
 from lean_selector.service.header_warnings import Sources, registration_warnings
-from lean_selector.sockets.kv_subscriptions import KvSubscriptions
-from lean_selector.sockets.links import Links
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.finders import AskService, Sighting

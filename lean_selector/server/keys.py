@@ -6,14 +6,8 @@ from typing import TypeVar
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from lean_selector.curve.gate import CurveGate
-from lean_selector.curve.keys import (
-    CurveClient,
-    check_curve,
-    new_pair,
-    read_list,
-    read_pair,
-)
+from lean_selector.events.curve_admission import CurveGate
+from lean_selector.events.curve_keys import CurveClient, check_curve, new_pair, read_list, read_pair
 from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import EngineKeys
 from lean_selector.server.service_flags import ReplicaKeys

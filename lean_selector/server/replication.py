@@ -25,7 +25,8 @@ from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
-from lean_selector.curve.gate import CurveGate
+from lean_selector.events.curve_admission import CurveGate
+from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError
@@ -34,7 +35,6 @@ from lean_selector.server.outbound import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.exposition import Families, Sample, by, labels, table
 from lean_selector.service.replies import Answer, SlicedAnswers
-from lean_selector.sockets.links import Links
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_shapes import CurveState, PeerState, PlaneState, PublisherState
 from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot

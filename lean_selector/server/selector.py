@@ -21,6 +21,8 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import PartitionKey
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
+from lean_selector.events.links import Links
+from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.events.turns import IndexSweeps
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
@@ -49,8 +51,6 @@ from lean_selector.service.selector_metrics import (
 )
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.sockets.kv_subscriptions import KvSubscriptions
-from lean_selector.sockets.links import Links
 from lean_selector.tasks import supervise
 
 if TYPE_CHECKING:

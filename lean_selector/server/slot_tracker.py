@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.trackers import Tracker, Trackers
+from lean_selector.events.links import Links
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.server.host import (
@@ -22,7 +23,6 @@ from lean_selector.service.gate import durable
 from lean_selector.service.metrics import connection_families
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker import SlotTrackerService, TrackerLog, tracker_families
-from lean_selector.sockets.links import Links
 
 if TYPE_CHECKING:
     from lean_selector.server.replication import ReplicaPlane

@@ -9,12 +9,12 @@ from typing import Final, TypeVar
 import msgspec
 
 from lean_selector.core.index.shapes import BlockStored
+from lean_selector.events.kv_sockets import replay_frames
+from lean_selector.events.links import Links
 from lean_selector.events.listener import KvReplay, ReplayEnd
 from lean_selector.events.turns import IngestTurns
 from lean_selector.http.endpoints import base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
-from lean_selector.sockets.kv_sockets import replay_frames
-from lean_selector.sockets.links import Links
 from lean_selector.tools.check_judgements import (
     Finding,
     Level,

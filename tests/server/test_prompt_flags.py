@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lean_selector.events.names import Resolver
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.server.flags import OneLineParser, add_flags, load
@@ -12,7 +13,6 @@ from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import SelectorConfig
-from lean_selector.sockets.resolver import Resolver
 from tests.prompts.test_prompts import Workers
 
 

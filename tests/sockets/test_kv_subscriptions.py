@@ -8,10 +8,10 @@ import zmq.asyncio
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
+from lean_selector.events import subscriptions as kv_subscriptions
+from lean_selector.events.links import Links
 from lean_selector.events.listener import KvListener
-from lean_selector.sockets import kv_subscriptions
-from lean_selector.sockets.kv_subscriptions import KvSubscriptions
-from lean_selector.sockets.links import Links
+from lean_selector.events.subscriptions import KvSubscriptions
 from tests.on_loop import on_loop, until
 
 

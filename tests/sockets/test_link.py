@@ -18,13 +18,12 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from lean_selector.events import link as module
+from lean_selector.events import links as links_module
+from lean_selector.events.link import Link, LinkState, Message, Opening, check_link
+from lean_selector.events.links import Links, Waiting
+from lean_selector.events.names import Address, Resolver
 from lean_selector.http.endpoints import AllowedEndpoints
-from lean_selector.sockets import link as module
-from lean_selector.sockets import links as links_module
-from lean_selector.sockets.link import Link, LinkState, Message, Opening, check_link
-from lean_selector.sockets.links import Links, Waiting
-from lean_selector.sockets.lookups import Address
-from lean_selector.sockets.resolver import Resolver
 from tests.on_loop import until
 
 # What ZMTP 3 begins with, the NULL mechanism.
@@ -356,7 +355,7 @@ def test_all_links_together_probe_so_often_a_second_and_each_learns_why(
 @told
 async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lean_selector.sockets.resolver.HOLDS_S", 0.0)
+        patch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
         addresses = ["127.0.0.1"]
         async with publisher("tcp://127.0.0.1:*") as first:
             port = port_of(first)
@@ -375,7 +374,7 @@ async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
 @told
 async def test_a_name_that_moves_to_where_we_may_not_connect_is_not_followed() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lean_selector.sockets.resolver.HOLDS_S", 0.0)
+        patch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
         addresses = ["127.0.0.2", "127.0.0.1"]  # the first was never allowed
         allowed = AllowedEndpoints(["tcp://127.0.0.1:*"])
         async with publisher("tcp://127.0.0.1:*") as first:

@@ -19,14 +19,14 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.events.links import Links
+from lean_selector.events.names import Resolver
+from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
 from lean_selector.replicas.peer_fetch import PeerFetch
 from lean_selector.replicas.recovery import Recovery, log_discarded
-from lean_selector.sockets.kv_subscriptions import KvSubscriptions
-from lean_selector.sockets.links import Links
-from lean_selector.sockets.resolver import Resolver
 from tests.on_loop import on_loop, until
 from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 

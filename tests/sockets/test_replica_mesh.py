@@ -18,18 +18,17 @@ import zmq.asyncio
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
+from lean_selector.events.links import Links
+from lean_selector.events.names import Address, Resolver
 from lean_selector.replicas import mesh as replica_mesh
+from lean_selector.replicas import peer_links as replica_links
 from lean_selector.replicas.mesh import (
     HIGH_WATER_MARK,
     MAX_DUE_PER_TURN,
     ReplicaSync,
     ReplicaSyncError,
 )
-from lean_selector.sockets import replica_links
-from lean_selector.sockets.links import Links
-from lean_selector.sockets.lookups import Address
-from lean_selector.sockets.replica_links import MAX_EVENTS_PER_TURN
-from lean_selector.sockets.resolver import Resolver
+from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN
 from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.bookings import changed, replica_event

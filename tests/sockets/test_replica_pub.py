@@ -8,7 +8,7 @@ BINDING = """
 import os, resource, sys
 import zmq, zmq.asyncio
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.sockets.replica_pub import ReplicaPub
+from lean_selector.replicas.pub_socket import ReplicaPub
 
 context = zmq.asyncio.Context()
 context.socket(zmq.PUB).close(0)  # its threads have theirs

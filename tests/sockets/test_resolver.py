@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 import uvloop
 
-from lean_selector.sockets import resolver as module
-from lean_selector.sockets.lookups import Address
-from lean_selector.sockets.resolver import Resolver, look_up
+from lean_selector.events import names as module
+from lean_selector.events.names import Address, Resolver, look_up
 
 DEADLINE_S = 20.0
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lean_selector.sockets.source_watch import SourceWatch
+from lean_selector.events.source_watch import SourceWatch
 
 GRACE_S = 60.0
 

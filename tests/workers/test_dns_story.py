@@ -15,12 +15,12 @@ from lean_selector.core.errors import NotFound
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest
+from lean_selector.events.links import Links
+from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.server.discovery import find_workers
 from lean_selector.server.selector_flags import Discover
 from lean_selector.server.service_flags import Finder
-from lean_selector.sockets.kv_subscriptions import KvSubscriptions
-from lean_selector.sockets.links import Links
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.finders import SocketAddress, SrvRecords
 from lean_selector.workers.particulars import target_of, worker_id_of

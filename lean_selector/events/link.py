@@ -29,10 +29,9 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lean_selector.curve.keys import CurveClient, give_keys
-from lean_selector.sockets.links import MAX_BACKLOG_BYTES, Links
-from lean_selector.sockets.lookups import Address
-from lean_selector.sockets.resolver import numeric
+from lean_selector.events.curve_keys import CurveClient, give_keys
+from lean_selector.events.links import MAX_BACKLOG_BYTES, Links
+from lean_selector.events.names import Address, numeric
 from lean_selector.tasks import supervise
 
 Message = list[bytes]  # its frames

@@ -18,10 +18,10 @@ from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
+from lean_selector.events.links import Links, Rounds
 from lean_selector.events.listener import KvListener
+from lean_selector.events.source_watch import GRACE_S
 from lean_selector.events.turns import IngestTurns
-from lean_selector.sockets.links import Links, Rounds
-from lean_selector.sockets.source_watch import GRACE_S
 from lean_selector.wire.selection import KvSource, SourceCondition, SourceStatus
 
 # Replays that run at once. An idle fleet is asked when its selector starts: so many at a time, of

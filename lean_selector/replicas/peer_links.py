@@ -1,7 +1,4 @@
-"""The peers of a replica: a link to each, and their messages in bounded turns of the loop.
-
-Knows nothing of what a message means. Spec: slot_tracker.md 3.1 and 3.6.
-"""
+"""A peer of a replica, as it is shown."""
 
 import asyncio
 import logging
@@ -9,12 +6,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import zmq
 
-from lean_selector.curve.keys import CurveClient
-from lean_selector.sockets.link import Link, LinkState, Message
-from lean_selector.sockets.links import Links
-from lean_selector.sockets.replica_peer import Peer
+from lean_selector.events.curve_keys import CurveClient
+from lean_selector.events.link import Link, LinkState, Message
+from lean_selector.events.links import Links
+
+
+class Peer(msgspec.Struct):
+    """A peer and the state of the connection to it."""
+
+    endpoint: str
+    state: str  # "connecting" or "resolving" until the first handshake, then "connected" or
+    # "disconnected"
+    since: float  # monotonic seconds of the last change of state
+    retries: int  # attempts to connect since then
+    last_error: str | None  # why there is no connection now
+
+
+# -- replica links -------------------------------------------------------------------------------
+#
+# The peers of a replica: a link to each, and their messages in bounded turns of the loop.
+#
+# Knows nothing of what a message means. Spec: slot_tracker.md 3.1 and 3.6.
 
 log = logging.getLogger("lean_selector.replica")
 

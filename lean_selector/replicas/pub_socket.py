@@ -16,8 +16,8 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from lean_selector.curve.gate import CurveGate
-from lean_selector.sockets.replica_links import MAX_MESSAGE_BYTES
+from lean_selector.events.curve_admission import CurveGate
+from lean_selector.replicas.peer_links import MAX_MESSAGE_BYTES
 
 _OPTIONS: Final = {
     zmq.LINGER: 0,

@@ -10,7 +10,7 @@ from typing import Final
 
 from lean_selector.core.index.kv_cursor import KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.sockets.link import Link, LinkState
+from lean_selector.events.link import Link, LinkState
 
 # How long a source may be unreachable, silent though its rank has work, or without a replay before
 # that is a warning.

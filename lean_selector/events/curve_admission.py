@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from lean_selector.curve.keys import DOMAIN, KeyPair, ask_for_keys
+from lean_selector.events.curve_keys import DOMAIN, KeyPair, ask_for_keys
 
 if TYPE_CHECKING:
     from zmq.auth import Authenticator

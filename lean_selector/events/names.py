@@ -1,10 +1,4 @@
-"""Names to addresses, off the loop: a name that hangs in DNS delays nobody but those who want it.
-
-getaddrinfo blocks for as long as its servers are silent, often 30 s. It runs in daemon threads of
-their own, which are never waited for: also not at the end of the process. A name is looked up once
-for all who ask at the same time, its answer holds for a moment, and names that hang may not take
-all threads. An address that is one already takes no thread.
-"""
+"""What the resolver keeps: the names that it is looking up, and the answers that hold."""
 
 import asyncio
 import contextlib
@@ -13,8 +7,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from lean_selector.sockets.lookups import Address, Answer, LookingUp
+import msgspec
+
+# (ip, port), (ip, port, flow, scope) of IPv6, a path of a UNIX socket
+SocketAddress = tuple[Any, ...] | bytes
+
+Address = tuple[int, SocketAddress]  # with its family
+
+
+class LookingUp(msgspec.Struct, eq=False):
+    name: str
+    done: "asyncio.Future[list[Address]]"
+    is_slow: bool
+    began: float = 0.0  # monotonic
+
+
+class Answer(msgspec.Struct):
+    until: float  # monotonic
+    addresses: list[Address]
+    error: OSError | None
+    was_slow: bool
+
+
+# -- resolver ------------------------------------------------------------------------------------
+#
+# Names to addresses, off the loop: a name that hangs in DNS delays nobody but those who want it.
+#
+# getaddrinfo blocks for as long as its servers are silent, often 30 s. It runs in daemon threads of
+# their own, which are never waited for: also not at the end of the process. A name is looked up
+# once for all who ask at the same time, its answer holds for a moment, and names that hang may not
+# take all threads. An address that is one already takes no thread.
 
 LookUp = Callable[[str], list[Address]]  # blocks; port 0; raises OSError
 

@@ -1,1 +1,0 @@
-"""Keys for ZeroMQ's CURVE: made, read from files, asked for and given at a handshake."""

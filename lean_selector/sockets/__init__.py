@@ -1,1 +1,0 @@
-"""Everything that awaits on the network, except HTTP serving."""
