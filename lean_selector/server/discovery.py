@@ -13,7 +13,7 @@ from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
-from lean_selector.server.outbound import engine_client
+from lean_selector.server.outbound import credentials_of
 from lean_selector.server.replication import ReplicaPlane
 from lean_selector.server.selector_flags import Discover, SelectorConfig
 from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
@@ -47,7 +47,7 @@ def selector_discoveries(
             selector,
             subscriptions,
             time.monotonic,
-            engine_client(config.engines, links.resolver.resolve, links.allowed),
+            OutboundClient(links.resolver.resolve, credentials_of(config.engines), links.allowed),
             config.router.use_kv_events,
             links.allowed,
         )

@@ -14,11 +14,12 @@ from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.upstreams import Directory, Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
+from lean_selector.http.outbound import OutboundClient
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import HttpServer, new_zmq_context, run, tokens_of
-from lean_selector.server.outbound import credentials_of, engine_client
+from lean_selector.server.outbound import credentials_of
 from lean_selector.server.selector import SelectorParts, doors_of, selector_app
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
@@ -41,7 +42,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     chooser = Chooser(parts.selector, rotation.endpoint, time.monotonic)
     credentials = credentials_of(config.engines)
     counts = Counts()
-    client = engine_client(config.engines, parts.resolve, parts.allowed)
+    client = OutboundClient(parts.resolve, credentials, parts.allowed)
     prompts = prompts_of(config.prompt_settings, CatalogFleet(catalog), client)
     placing = Placing(
         prompts,

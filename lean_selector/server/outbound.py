@@ -7,17 +7,9 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.endpoints import AllowedEndpoints
-from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
 from lean_selector.server.service_flags import Access
-
-
-def engine_client(
-    access: Access, resolve: Resolve, allowed: AllowedEndpoints | None
-) -> OutboundClient:
-    """For every request that we make of an engine. Raises StartError."""
-    return OutboundClient(resolve, credentials_of(access), allowed)
 
 
 def credentials_of(access: Access) -> Credentials:

@@ -255,14 +255,12 @@ class SelectorParts:
         self._polls: WorkerPolls | None = None
         self._polling: asyncio.Task[None] | None = None
         if config.health.interval_s is not None:
-            from lean_selector.server.outbound import engine_client
             from lean_selector.workers import polls
 
-            client = engine_client(config.engines, links.resolver.resolve, allowed)
             self._polls = worker_polls = polls.WorkerPolls(
                 selector.catalog,
                 selector.health,
-                client,
+                self.engine_client(),
                 random.Random(),
                 interval_s=config.health.interval_s,
                 path=config.health.path,
@@ -276,6 +274,13 @@ class SelectorParts:
         if (ttl_s := config.settings.routed_ttl_s) > 0.0:
             self._forgetting = RoutedExpiry(selector.catalog.partitions, ttl_s, loop.call_later)
             self._forgetting.start()
+
+    def engine_client(self) -> "OutboundClient":
+        """For requests to engines. Raises StartError."""
+        from lean_selector.http.outbound import OutboundClient
+        from lean_selector.server.outbound import credentials_of
+
+        return OutboundClient(self.resolve, credentials_of(self._config.engines), self.allowed)
 
     def peer_client(self) -> "OutboundClient":
         """For requests to peers. Raises StartError."""
@@ -379,7 +384,6 @@ def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | No
     if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.server.gateway_routes import GatewayDoors
-    from lean_selector.server.outbound import engine_client
 
     # What gateways are told is the same in every dialect.
     service = SelectionService(
@@ -393,7 +397,7 @@ def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | No
         service,
         config.access_logs,
         config.prompts.settings,
-        lambda: engine_client(config.engines, parts.resolve, parts.allowed),
+        parts.engine_client,
     )
 
 

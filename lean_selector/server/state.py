@@ -49,21 +49,17 @@ def keep_selector(
     """
     peers = PeersByHttp(plane, config.replica.peers, _found_peers(finding))
     contents = SelectorCatalog(selector, peers)
-    if finding is not None and finding.workers is not None:
-        names = [each.name for finds, each in finding.sightings if finds == "workers"]
-        contents = SelectorCatalog(selector, peers, finding.workers, names)
+    if finding is not None:
+        contents.roster = finding.workers
+        contents.discoveries = [one.name for finds, one in finding.sightings if finds == "workers"]
 
     def book(live: LiveBooking, router_id: int | None) -> bool:
         return restore_booking(selector, live, router_id)
 
-    return _kept(
-        config,
-        contents,
-        lambda: established(selector.catalog, None, None),
-        book,
-        plane,
-        state,
-    )
+    def targets() -> Iterable[ReplicaTarget]:
+        return established(selector.catalog, None, None)
+
+    return _kept(config, contents, targets, book, plane, state)
 
 
 def keep_trackers(

@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ from lean_selector.wire.discovery_states import KeptWorker
 from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
 
 if TYPE_CHECKING:
+    from lean_selector.server.replication import ReplicaPlane
     from lean_selector.workers.roster import Roster
 
 # -- the file --------------------------------------------------------------------------------------
@@ -88,21 +89,11 @@ def read_rows(
 # -- peers added and removed over HTTP -------------------------------------------------------------
 
 
-class Mesh(Protocol):
-    """The replica plane, as far as peers go."""
-
-    def register_peer(self, endpoint: str) -> bool: ...
-
-    def deregister_peer(self, endpoint: str) -> bool: ...
-
-    def peers(self) -> list[str]: ...
-
-
 @dataclass
 class PeersByHttp:
     """What was said over HTTP holds, also against a flag."""
 
-    mesh: Mesh | None  # without one what was restored is kept as it is
+    mesh: "ReplicaPlane | None"  # without one what was restored is kept as it is
     given: Collection[str]  # by flags
     found: Callable[[], Collection[str]]  # by discoveries
     restored: tuple[list[str], list[str]] = ([], [])

@@ -5,7 +5,7 @@ Looked for only where a request has failed, and where a worker is registered or 
 request that is given a worker pays for it.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
@@ -14,7 +14,7 @@ import msgspec
 from lean_selector.core.endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.catalog import HttpPlaces, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.head import Request
 from lean_selector.service.gate import Endpoint
@@ -135,14 +135,6 @@ _LISTENING: Final = ("*", "0.0.0.0", "[::]")  # where a socket binds, not where 
 _NAMED: Final = 4  # endpoints, and workers that share one; a worker may have 4 096
 
 
-class Places(Protocol):
-    """The workers, the one in question included, by their HTTP endpoints."""
-
-    def at_address(self, address: str) -> Collection[int]: ...
-
-    def sharing(self, spec: WorkerSpec) -> Iterator[int]: ...
-
-
 class Sources(Protocol):
     """The ranks, those of the worker in question included, by the `zmq_key` of their endpoints."""
 
@@ -152,9 +144,10 @@ class Sources(Protocol):
 
 
 def registration_warnings(
-    worker: Worker, places: Places, sources: Sources, *, listens: bool = True
+    worker: Worker, places: HttpPlaces, sources: Sources, *, listens: bool = True
 ) -> list[str]:
-    """One line for each, in the order of the ranks; few.
+    """One line for each, in the order of the ranks; few. `places` and `sources` have the worker's
+    own, too.
 
     Without `listens` no events are subscribed to, and only the worker's own endpoint is judged.
     """
@@ -172,7 +165,7 @@ def registration_warnings(
 class _Judgement:
     """Judges one worker's endpoints, by themselves and beside those of all others."""
 
-    def __init__(self, worker: Worker, places: Places, sources: Sources) -> None:
+    def __init__(self, worker: Worker, places: HttpPlaces, sources: Sources) -> None:
         self._worker = worker
         self._spec = spec = worker.spec
         self._places = places

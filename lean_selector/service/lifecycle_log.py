@@ -16,23 +16,15 @@ from lean_selector.core.selection.selector import Selector
 _log = logging.getLogger("lean_selector.lifecycle")
 
 
-class Shedding:
-    """How many requests of a model and tenant were shed."""
-
-    __slots__ = ("shed", "since")
-
-    def __init__(self, shed: int) -> None:
-        self.shed = shed  # when last looked at
-        self.since: int | None = None  # how many they were before; None while nothing is shed
-
-
 class SelectorLog:
     """The lines of the selection service. Call `look` about every second."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._workers: dict[int, Worker] = {}
-        self._shedding: dict[tuple[str, str], Shedding] = {}
+        # By model and tenant, the requests that were shed when last looked at, and before it began
+        # to shed; None while it does not.
+        self._shedding: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._expired: Counter[tuple[str, str]] = Counter()
         self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by where they are
 
@@ -91,18 +83,18 @@ class SelectorLog:
     def _look_at_shedding(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
         for key, partition in partitions.items():
             shed = partition.shed_selects + partition.shed_bookings
-            seen = self._shedding.get(key)
-            if seen is None or seen.shed > shed:  # a new partition of that name
-                seen = self._shedding[key] = Shedding(0)
+            seen, since = self._shedding.get(key, (0, None))
+            if seen > shed:  # a new partition of that name
+                seen, since = 0, None
             fields: dict[str, object] = {"model": key[0], "tenant_id": key[1]}
-            if shed > seen.shed and seen.since is None:
-                seen.since = seen.shed
+            if shed > seen and since is None:
+                since = seen
                 _log.warning("shedding began: all workers are busy", extra=fields)
-            elif shed == seen.shed and seen.since is not None and _has_room(partition):
-                fields["requests_shed"] = shed - seen.since
-                seen.since = None
+            elif shed == seen and since is not None and _has_room(partition):
+                fields["requests_shed"] = shed - since
+                since = None
                 _log.warning("shedding ended", extra=fields)
-            seen.shed = shed
+            self._shedding[key] = shed, since
         for key in self._shedding.keys() - partitions.keys():
             del self._shedding[key]
 

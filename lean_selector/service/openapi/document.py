@@ -154,11 +154,10 @@ class _Shapes:
 
 
 def _alternatives(answer: Any) -> list[Any]:
-    return [one for one in (answer if isinstance(answer, list) else [answer]) if _is_json(one)]
-
-
-def _is_json(answer: Any) -> bool:
-    return answer is not None and not isinstance(answer, Text)
+    """The types of an answer that is JSON."""
+    if answer is None or isinstance(answer, Text):
+        return []
+    return answer if isinstance(answer, list) else [answer]
 
 
 def _operation(
@@ -168,7 +167,7 @@ def _operation(
     fields = [name for name in _QUERY if name in endpoint.query]
     parameters = [*map(_path_parameter, names), *map(_query_parameter, fields)]
     operation: dict[str, Any] = {
-        "operationId": _operation_id(method, path),
+        "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": about.summary,
         "tags": [about.group],
     }
@@ -176,16 +175,8 @@ def _operation(
         operation["parameters"] = parameters
     if endpoint.body is not None:
         operation["requestBody"] = _body(endpoint, about, shapes)
-    operation["responses"] = {
-        str(status): answer
-        for status, answer in sorted(_responses(endpoint, about, names, shapes).items())
-    }
+    operation["responses"] = _responses(endpoint, about, names, shapes)
     return operation
-
-
-def _operation_id(method: str, path: str) -> str:
-    words = re.findall(r"\w+", path)
-    return "_".join([method.lower(), *words])
 
 
 def _path_parameter(name: str) -> dict[str, Any]:
@@ -217,7 +208,7 @@ def _body(endpoint: Endpoint, about: RouteDescription, shapes: _Shapes) -> dict[
 
 def _responses(
     endpoint: Endpoint, about: RouteDescription, params: list[str], shapes: _Shapes
-) -> dict[int, dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     texts: dict[int, list[str]] = {}
 
     def add(found: Mapping[int, str]) -> None:
@@ -248,7 +239,7 @@ def _responses(
         responses[status] = _answer(answer, schemas)
         if others is not None:
             responses[status]["description"] += f"; or {others['description']}"
-    return responses
+    return {str(status): answer for status, answer in sorted(responses.items())}
 
 
 def _error(reasons: list[str], shapes: _Shapes, *, sheds: bool = False) -> dict[str, Any]:

@@ -46,7 +46,7 @@ _TOGETHER: Final[dict[str, Schema]] = {
         ]
     }
 }
-# By struct and field: what its type does not say.
+# By struct and field: what its type does not say; of a struct of 1.6 unless it has its own.
 _MORE: Final[dict[tuple[str, str], Schema]] = {
     ("RouterOverride", "overlap_score_credit"): {"minimum": 0, "maximum": 1},
     ("RouterOverride", "prefill_load_scale"): {"minimum": 0},
@@ -54,10 +54,6 @@ _MORE: Final[dict[tuple[str, str], Schema]] = {
     ("RouterOverride", "router_temperature"): {"minimum": 0},
     ("RouterOverride", "shared_cache_multiplier"): {"minimum": 0, "maximum": 1},
     ("RouterOverride16", "overlap_score_credit"): {"minimum": 0},
-    ("RouterOverride16", "prefill_load_scale"): {"minimum": 0},
-    ("RouterOverride16", "overlap_score_weight"): {"minimum": 0},
-    ("RouterOverride16", "router_temperature"): {"minimum": 0},
-    ("RouterOverride16", "shared_cache_multiplier"): {"minimum": 0, "maximum": 1},
     ("OutputBlockRequest", "decay_fraction"): {"minimum": 0, "maximum": 1},
     ("ThresholdRequest", "active_decode_blocks_threshold"): {"minimum": 0, "maximum": 1},
     ("ThresholdRequest", "active_prefill_tokens_threshold_frac"): {"minimum": 0},
@@ -138,7 +134,8 @@ def _complete(struct: type[msgspec.Struct], schema: Schema) -> None:
         elif UnsetType in get_args(field.type):
             required.discard(field.encode_name)  # an answer leaves it out
         shown = _bounded(shown)
-        if more := _MORE.get((struct.__name__, field.name)):
+        name, older = struct.__name__, struct.__name__.removesuffix("16")
+        if more := _MORE.get((name, field.name), _MORE.get((older, field.name))):
             shown = _narrowed(shown, more)
         if meaning := meaning_of(struct.__name__, field.encode_name):
             shown = {**shown, "description": meaning}
