@@ -96,19 +96,17 @@ class Trust:
         self._key_file: Final = key_file
         self._files: Final = [WatchedFile(path) for path in (ca_file, cert_file, key_file) if path]
         self._context: ssl.SSLContext | None = None
-        self._is_stale = True
-        self._is_unfit = False  # what the files hold since they changed last
+        self._held: list[bytes] = []  # by the files when they were used, or tried, last
+        self._is_unfit = False  # what they held
         self._complains = False
 
     def context(self) -> ssl.SSLContext:
         """Raises OSError when the files cannot be used, and could not be before."""
         try:
-            for file in self._files:
-                if file.read()[1]:
-                    self._is_stale = True
-            if self._context is None or self._is_stale:
+            held = [file.read()[0] for file in self._files]
+            if self._context is None or held != self._held:
                 # Once for each change: the system's authorities alone take some 20 ms.
-                self._is_stale, self._is_unfit = False, True
+                self._held, self._is_unfit = held, True
                 self._context = self._made()
                 self._is_unfit = False
             self._complains = self._is_unfit
