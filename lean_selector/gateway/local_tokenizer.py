@@ -7,7 +7,7 @@ with `--prompts local`: it needs what the extra `tokenizers` names.
 import asyncio
 import datetime
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -176,14 +176,10 @@ def _looks_into_contents(template: nodes.Template) -> bool:
 
 
 def _is_content(node: nodes.Node) -> bool:
-    return any(name == _CONTENT for name in _last_names(node))
-
-
-def _last_names(node: nodes.Node) -> Iterator[object]:
-    if isinstance(node, nodes.Getattr):
-        yield node.attr
-    elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-        yield node.arg.value
+    name = node.attr if isinstance(node, nodes.Getattr) else None
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        name = node.arg.value
+    return name == _CONTENT
 
 
 THREADS: Final = 2
