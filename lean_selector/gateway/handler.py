@@ -6,6 +6,7 @@ Every request but a list of models is proxied to a worker. Which one, `placing` 
 import asyncio
 import logging
 from collections.abc import Callable
+from time import monotonic
 from typing import Final
 
 import msgspec
@@ -43,19 +44,16 @@ class ModelList:
     """GET /v1/models: what all workers list, each model once. They are asked when a client asks,
     all at once, and the answer is kept for a moment."""
 
-    def __init__(
-        self, rotation: Rotation, client: OutboundClient, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation
         self._client = client
-        self._clock = clock
         self._known: bytes | None = None
         self._until = 0.0
         self._asking: asyncio.Task[bytes | None] | None = None
 
     def answer(self, line: bytes) -> bytes | PendingReply:
         """With this header line, which is the request's own."""
-        if self._known is not None and self._clock() < self._until:
+        if self._known is not None and monotonic() < self._until:
             return encode_response(200, self._known, extra=line)
         if self._asking is None:
             self._asking = watched("list of models", self._ask())
@@ -86,7 +84,7 @@ class ModelList:
                 return None
             listed = b",".join(bytes(row) for row in models.values())
             body = b'{"object":"list","data":[%b]}' % listed
-            self._known, self._until = body, self._clock() + HOLDS_S
+            self._known, self._until = body, monotonic() + HOLDS_S
             return body
         finally:
             self._asking = None
@@ -121,7 +119,6 @@ class GatewayHandler:
         models: ModelList,
         counts: Counts,
         *,
-        clock: Callable[[], float],
         silence_s: float,
         touch_after_s: float,
         token: Callable[[], bytes] | None,
@@ -134,7 +131,6 @@ class GatewayHandler:
         self._rotation = rotation
         self._models = models
         self._counts = counts
-        self._clock = clock
         self._silence_s = silence_s
         self._touch_after_s = touch_after_s
         self._token = token
@@ -172,13 +168,13 @@ class GatewayHandler:
         return refusal(status, message, code, id_line(request_id))
 
     def _failed(self, lease: WorkerLease, outcome: str) -> None:
-        self._rotation.report(lease.endpoint, outcome, self._clock())
+        self._rotation.report(lease.endpoint, outcome, monotonic())
 
     def _over(self, proxied: ProxiedRequest) -> None:
         self._under_way.discard(proxied)
         lease = proxied.lease
         if lease is not None and proxied.outcome is not None:
-            self._rotation.report(lease.endpoint, proxied.outcome, self._clock())
+            self._rotation.report(lease.endpoint, proxied.outcome, monotonic())
         if self._access_log:
             self._log(proxied)
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Callable
+from time import monotonic
 from typing import Final
 
 import msgspec
@@ -52,14 +53,11 @@ class Shed(Exception):
 
 
 class Chooser:
-    """`clock` is monotonic seconds; `endpoint` gives the one of a base URL."""
+    """Asks the selector for the worker of a completion, and books it there."""
 
-    def __init__(
-        self, selector: Selector, endpoint: Callable[[str], Upstream], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, selector: Selector, rotation: Rotation) -> None:
         self._selector = selector
-        self._endpoint = endpoint
-        self._clock = clock
+        self._rotation = rotation
 
     async def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
@@ -78,21 +76,20 @@ class Chooser:
             if selector.parks:
                 placement = await self._parked(partition, request)
             else:
-                placement = selector.select_now(partition, request, self._clock())
+                placement = selector.select_now(partition, request, monotonic())
         except AllWorkersBusy as error:
             raise Shed(error.message) from None
         except SelectorError as error:
             raise NotChosen("no_worker" if error.status == 503 else "refused") from None
         try:
-            endpoint = self._endpoint(placement.endpoint)
+            endpoint = self._rotation.endpoint(placement.endpoint)
         except ValueError:
-            selector.free(reservation_id, self._clock())
+            selector.free(reservation_id, monotonic())
             raise NotChosen("no_url") from None
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
         return Reservation(
             selector,
-            self._clock,
             reservation_id,
             endpoint,
             placement.worker_id,
@@ -108,10 +105,10 @@ class Chooser:
             if not answer.done():
                 answer.set_result(outcome)
             elif isinstance(outcome, Placement):  # cancelled a moment ago
-                self._selector.free(request.reservation_id, self._clock())
+                self._selector.free(request.reservation_id, monotonic())
 
         selector = self._selector
-        outcome = selector.select(partition, request, self._clock(), on_answer)
+        outcome = selector.select(partition, request, monotonic(), on_answer)
         if not isinstance(outcome, Parked):
             return outcome
         limit_s = selector.settings.queue_max_wait_s
@@ -120,7 +117,7 @@ class Chooser:
                 given = await answer
         except (TimeoutError, asyncio.CancelledError) as error:
             # Leaves the queue; what was booked in the same moment is freed.
-            now = self._clock()
+            now = monotonic()
             if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
                 selector.free(request.reservation_id, now)
             else:
@@ -151,7 +148,6 @@ class Reservation(WorkerLease):
     def __init__(
         self,
         selector: Selector,
-        clock: Callable[[], float],
         reservation_id: str,
         endpoint: Upstream,
         worker_id: int,
@@ -160,19 +156,18 @@ class Reservation(WorkerLease):
     ) -> None:
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
-        self._clock = clock
         self._id = reservation_id
 
     def _begun(self) -> None:
         with contextlib.suppress(NotFound):  # it went with its worker's registration
-            self._selector.prefill_complete(self._id, self._clock())
+            self._selector.prefill_complete(self._id, monotonic())
 
     def _touched(self) -> None:
         with contextlib.suppress(NotFound):
-            self._selector.output_block(self._id, None, self._clock())
+            self._selector.output_block(self._id, None, monotonic())
 
     def _freed(self, outcome: str | None, cached_tokens: int | None) -> None:
-        now = self._clock()
+        now = monotonic()
         try:
             self._selector.end(self._id, outcome, cached_tokens, now)
         except NotFound:

@@ -39,7 +39,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     catalog = parts.selector.catalog
     rotation = Rotation(config.settings.ejection, now)
     directory = Directory(config.gateway.workers, rotation, catalog)
-    chooser = Chooser(parts.selector, rotation.endpoint, time.monotonic)
+    chooser = Chooser(parts.selector, rotation)
     credentials = credentials_of(config.engines)
     counts = Counts()
     client = OutboundClient(parts.resolve, credentials, parts.allowed)
@@ -58,9 +58,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     handler = GatewayHandler(
         placing,
         rotation,
-        ModelList(rotation, client, time.monotonic),
+        ModelList(rotation, client),
         counts,
-        clock=time.monotonic,
         silence_s=config.gateway.silence_s,
         touch_after_s=config.touch_after_s,
         token=None if credentials.token is None else credentials.token.token,
