@@ -18,7 +18,6 @@ from lean_selector.workers.finders import (
     AskService,
     DnsFinder,
     FileFinder,
-    OnPlaces,
     Resolve,
     Sighting,
 )
@@ -61,28 +60,31 @@ class Discoveries:
         """Engines that `roster` names are asked by `asking`."""
         self.workers, self._asking = roster, asking
         for target in targets:
-            self._add("workers", target, partial(_report_workers, roster, target.text))
+            self._add("workers", target)
 
     def find_peers(self, targets: Iterable[Target], roster: PeerRoster) -> None:
         self.peers = roster
-
-        def report(discovery: str, places: Iterable[Place], leaving: Iterable[Place]) -> None:
-            roster.found(discovery, places, leaving, time.monotonic())
-
         for target in targets:
-            self._add("peers", target, partial(report, target.text))
+            self._add("peers", target)
 
-    def _add(self, finds: str, target: Target, on_places: OnPlaces) -> None:
+    def _add(self, finds: str, target: Target) -> None:
         sighting = Sighting(target.text)
         self.sightings.append((finds, sighting))
-        self._finders.append((sighting, self._finder(target, sighting, on_places)))
+        self._finders.append((sighting, self._finder(finds, target, sighting)))
 
-    def _finder(self, target: Target, sighting: Sighting, on_places: OnPlaces) -> Run:
-        world, roster = self._world, self.workers
+    def _finder(self, finds: str, target: Target, sighting: Sighting) -> Run:
+        world, workers, peers = self._world, self.workers, self.peers
 
         def on_found(found: Found) -> None:
-            assert roster is not None, "files and URLs name workers"
-            roster.found(target.text, found, time.monotonic())
+            assert workers is not None, "files and URLs name workers"
+            workers.found(target.text, found, time.monotonic())
+
+        def on_places(places: Iterable[Place], leaving: Iterable[Place]) -> None:
+            if finds == "peers" and peers is not None:
+                peers.found(target.text, places, leaving, time.monotonic())
+                return
+            entries = tuple(Particulars(endpoint=place.url) for place in places)
+            on_found(Found(entries, frozenset(place.url for place in leaving)))
 
         if target.kind == "url":
 
@@ -199,14 +201,6 @@ async def _look(look: Callable[[float], None]) -> None:
     while True:
         look(time.monotonic())
         await asyncio.sleep(LOOK_S)
-
-
-def _report_workers(
-    roster: Roster, discovery: str, places: Iterable[Place], leaving: Iterable[Place]
-) -> None:
-    entries = tuple(Particulars(endpoint=place.url) for place in places)
-    found = Found(entries, frozenset(place.url for place in leaving))
-    roster.found(discovery, found, time.monotonic())
 
 
 def _left_s(leaves_at: float | None, now: float) -> float | None:
