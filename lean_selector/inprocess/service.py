@@ -34,6 +34,7 @@ from lean_selector.server.host import StartError
 from lean_selector.server.replication import ReplicaPlane
 from lean_selector.server.selector import SelectorParts
 from lean_selector.service.replies import LaterReply, Reply, Standing
+from lean_selector.service.selection import SelectionService as Handlers
 from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.prompt import binary_form
 from lean_selector.wire.selection import OutputBlockRequest, PromptFields
@@ -111,16 +112,20 @@ class SelectionService:
         if self._is_shut_down:
             raise shut_down()
 
+    @property
+    def _handlers(self) -> Handlers:
+        return self._start().parts.service
+
     async def _asked(
         self,
-        handler: Callable[[SelectorParts], Handler],
+        handler: Handler,
         *arguments: object,
         undo: Callable[[Fields], None] | None = None,
-    ) -> Any:
+    ) -> Fields:
         """What the handler answers, perhaps later, as its JSON says it."""
         running = self._start()
-        answering = handler(running.parts)
-        return await running.in_time(lambda: _awaited(answering, arguments, undo), undo)
+        answer: Fields = await running.in_time(lambda: _awaited(handler, arguments, undo), undo)
+        return answer
 
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
@@ -139,19 +144,19 @@ class SelectionService:
         """Register a worker, or change it whole; its record."""
         self._check_open()
         body = _body(WorkerRequest16, worker_fields("worker", worker))
-        return record(await self._asked(lambda parts: parts.service.register, body))
+        return record(await self._asked(self._handlers.register, body))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
         """Change what is given and not None; the record."""
         self._check_open()
         worker_id = worker_id_of(worker_id)
         body = _body(WorkerPatch16, worker_fields("patch", patch))
-        return record(await self._asked(lambda parts: parts.service.patch, worker_id, body))
+        return record(await self._asked(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:
         """Remove a worker, its blocks and its reservations; the record that it had."""
         worker_id = worker_id_of(worker_id)
-        return record(await self._asked(lambda parts: parts.service.remove, worker_id))
+        return record(await self._asked(self._handlers.remove, worker_id))
 
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
@@ -172,37 +177,32 @@ class SelectionService:
         """Choose a rank. With a selection_id, the choice is kept for create_reservation."""
         self._check_open()
         body = _body(_SELECT, fields_of("request", request))
-        selection: Fields = await self._asked(lambda parts: parts.service.select, body)
-        return selection
+        return await self._asked(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
         """Choose a rank and book it, in one step. May wait in the queue, if there is one; a caller
         that is cancelled leaves it, and nothing stays booked."""
         self._check_open()
         body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
-        service = self._start().parts.service
+        service = self._handlers
 
         def undo(booked: Fields) -> None:
             with contextlib.suppress(SelectorError):
                 service.free(booked["selection_id"], None)
 
-        selection: Fields = await self._asked(
-            lambda parts: parts.service.select_and_reserve, body, undo=undo
-        )
-        return selection
+        return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
         """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
         the rank that the caller chose."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
-        booked: Fields = await self._asked(lambda parts: parts.service.reserve, body)
-        return booked
+        return await self._asked(self._handlers.reserve, body)
 
     async def prefill_complete(self, selection_id: str) -> Done:
         """The first token is there: no prefill waits any more."""
         name = selection_id_of(selection_id)
-        await self._asked(lambda parts: parts.service.prefill_complete, name)
+        await self._asked(self._handlers.prefill_complete, name)
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
@@ -215,7 +215,7 @@ class SelectionService:
     async def free_reservation(self, selection_id: str) -> Done:
         """The request has ended."""
         name = selection_id_of(selection_id)
-        await self._asked(lambda parts: parts.service.free, name, None)
+        await self._asked(self._handlers.free, name, None)
         return ()
 
     # -- inspection ----------------------------------------------------------------------------
@@ -233,14 +233,13 @@ class SelectionService:
     async def potential_loads(self, request: object) -> list[Fields]:
         """What the load of every rank would be with this prompt."""
         body = _body(_PROJECTION, fields_of("request", request))
-        rows: list[Fields] = await self._asked(lambda parts: parts.service.potential_loads, body)
-        return rows
+        rows: Any = await self._asked(self._handlers.potential_loads, body)
+        return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
         """How many blocks of this prompt each rank has cached, by tier."""
         body = _body(_PROJECTION, fields_of("request", request))
-        scores: Fields = await self._asked(lambda parts: parts.service.overlap_scores, body)
-        return scores
+        return await self._asked(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
         """The index, in the form of GET /dump. Others are served while it is made."""

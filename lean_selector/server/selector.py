@@ -7,7 +7,7 @@ hands each the two or three others that it uses (decision D14).
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -140,13 +140,6 @@ class SelectorParts:
                 on_sweep=sweeps.start,
             )
 
-        # What the plane asks; it does so only once all is made, the selector below too.
-        def lookup(model_name: str, tenant_id: str) -> Partition | None:
-            return selector.scheduling_partition(model_name, tenant_id)
-
-        def every_partition() -> Iterable[Partition]:
-            return established(selector.catalog, None, None)
-
         def on_applied(event: ReplicaEvent, now: float) -> None:
             request_id = event.booking.request_id
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
@@ -155,13 +148,13 @@ class SelectorParts:
         plane: ReplicaPlane | None = None
         tables: SessionTables | None = None  # None: of no replica
         if config.replica.endpoint is not None:
-            from lean_selector.server import replication as replica_plane
+            from lean_selector.server import replication as wiring
 
-            plane = replica_plane.ReplicaPlane(
+            plane = wiring.ReplicaPlane(
                 context,
                 config,
-                lookup,
-                every_partition,
+                lambda model, tenant_id: selector.scheduling_partition(model, tenant_id),  # below
+                lambda: established(selector.catalog, None, None),
                 on_applied,
                 links,
                 tells_sessions=config.settings.sessions is not None,
@@ -290,12 +283,9 @@ class SelectorParts:
         return OutboundClient(self.resolve, credentials_of(self._config.peers))
 
     def start(self) -> None:
-        if self.plane is not None:
-            self.plane.start()
-        if self.finding is not None:
-            self.finding.start()
-        if self.persister is not None:
-            self.persister.start()
+        for part in (self.plane, self.finding, self.persister):
+            if part is not None:
+                part.start()
 
     def _expire(self, now: float, max_steps: int) -> int:
         expired = self.selector.expire(now, max_steps)

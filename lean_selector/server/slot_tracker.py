@@ -3,8 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from lean_selector.core.replication.shapes import ReplicaEvent
-from lean_selector.core.trackers import Tracker, Trackers
+from lean_selector.core.trackers import Trackers
 from lean_selector.events.links import Links
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
@@ -42,20 +41,18 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     context = new_zmq_context()
     links = Links(context, allowed=config.endpoints.rules)
 
-    # What the plane asks; it does so only once all is made, the trackers below too.
-    def lookup(model_name: str, tenant_id: str) -> Tracker | None:
-        return trackers.lookup(model_name, tenant_id)
-
-    def every_tracker() -> list[Tracker]:
-        return trackers.in_order()
-
     families: Families = []  # metrics of what is off by default
     plane: ReplicaPlane | None = None
     if config.replica.endpoint is not None:
-        from lean_selector.server import replication as replica_plane
+        from lean_selector.server import replication as wiring
 
-        plane = replica_plane.ReplicaPlane(
-            context, config, lookup, every_tracker, _on_applied, links
+        plane = wiring.ReplicaPlane(
+            context,
+            config,
+            lambda model_name, tenant_id: trackers.lookup(model_name, tenant_id),  # made below
+            lambda: trackers.in_order(),
+            lambda event, now: None,  # no requests wait here that an event could let in
+            links,
         )
         families += plane.families()
     trackers = Trackers(
@@ -105,12 +102,10 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     if tokens is not None:
         server.watch(tokens.look)
     await server.start()
-    if plane is not None:
-        plane.start()
-    if finding is not None:
-        finding.start()
-    if persister is not None:
-        persister.start()
+    optional: list[ReplicaPlane | Discoveries | Persister | None] = [plane, finding, persister]
+    parts = [part for part in optional if part is not None]
+    for part in parts:
+        part.start()
 
     lifecycle = TrackerLog(trackers)
 
@@ -132,17 +127,9 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
             persister.let_go()
 
     async def close() -> None:
-        if persister is not None:
-            await persister.close()
         expiry.stop()
-        if finding is not None:
-            await finding.close()
-        if plane is not None:
-            await plane.close()
+        for part in reversed(parts):
+            await part.close()
 
     await server.serve(tick, refuse_new, close)
     context.destroy(linger=0)
-
-
-def _on_applied(event: ReplicaEvent, now: float) -> None:
-    """The slot tracker parks no requests that an event could let in."""
