@@ -31,7 +31,7 @@ from lean_selector.inprocess.dialect import (
 from lean_selector.inprocess.running import Running, config_of, texts_of
 from lean_selector.replicas.recovery import Recovery
 from lean_selector.server.host import StartError
-from lean_selector.server.replication import ReplicaPlane
+from lean_selector.server.replication import Replication
 from lean_selector.server.selector import SelectorParts
 from lean_selector.service.replies import LaterReply, Reply, Standing
 from lean_selector.service.selection import SelectionService as Handlers
@@ -260,25 +260,25 @@ class SelectionService:
     async def register_replica_peer(self, endpoint: str) -> bool:
         """Listen to a replica; whether that is new. Raises ValueError, or RuntimeError while
         replica sync is off."""
-        plane = self._plane()
-        return self._start().at_once(lambda: plane.register_peer(endpoint))
+        replication = self._replication()
+        return self._start().at_once(lambda: replication.register_peer(endpoint))
 
     async def deregister_replica_peer(self, endpoint: str) -> bool:
         """Listen to it no more; whether it was listened to."""
-        plane = self._plane()
-        return self._start().at_once(lambda: plane.deregister_peer(endpoint))
+        replication = self._replication()
+        return self._start().at_once(lambda: replication.deregister_peer(endpoint))
 
     def list_replica_peers(self) -> list[str]:
         """The endpoints of the replicas that are listened to."""
-        if self._running is None or (plane := self._running.parts.plane) is None:
+        if self._running is None or (replication := self._running.parts.replication) is None:
             return []
-        return self._running.at_once(plane.peers)
+        return self._running.at_once(replication.peers)
 
-    def _plane(self) -> ReplicaPlane:
-        plane = self._start().parts.plane
-        if plane is None:
+    def _replication(self) -> Replication:
+        replication = self._start().parts.replication
+        if replication is None:
             raise RuntimeError("replica sync is disabled")
-        return plane
+        return replication
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
         """Take over the index of the first peer, by its HTTP URL, that can be reached."""

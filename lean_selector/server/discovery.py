@@ -14,7 +14,7 @@ from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
 from lean_selector.server.outbound import credentials_of
-from lean_selector.server.replication import ReplicaPlane
+from lean_selector.server.replication import Replication
 from lean_selector.server.selector_flags import Discover, SelectorConfig
 from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
 from lean_selector.service.exposition import Families, by, labels, table, table_of
@@ -31,7 +31,7 @@ def selector_discoveries(
     config: SelectorConfig,
     selector: Selector,
     subscriptions: KvSubscriptions,
-    plane: ReplicaPlane | None,
+    replication: Replication | None,
     links: Links,
 ) -> Discoveries:
     """What finds workers and peers. Raises StartError."""
@@ -51,17 +51,19 @@ def selector_discoveries(
             config.router.use_kv_events,
             links.allowed,
         )
-    if others and plane is not None:
-        _find_peers(finding, others, config, plane, links.allowed)
+    if others and replication is not None:
+        _find_peers(finding, others, config, replication, links.allowed)
     return finding
 
 
-def tracker_discoveries(config: TrackerConfig, plane: ReplicaPlane, links: Links) -> Discoveries:
+def tracker_discoveries(
+    config: TrackerConfig, replication: Replication, links: Links
+) -> Discoveries:
     """What finds peers. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
-    _find_peers(finding, targets, config, plane, links.allowed)
+    _find_peers(finding, targets, config, replication, links.allowed)
     return finding
 
 
@@ -147,17 +149,17 @@ def _find_peers(
     discoveries: Discoveries,
     targets: list[Target],
     config: ServiceConfig,
-    plane: ReplicaPlane,
+    replication: Replication,
     allowed: AllowedEndpoints | None,
 ) -> None:
     """The peers behind `targets` join and leave the mesh as over HTTP."""
     http_port = config.replica.discover_http_port
-    port = plane.sync.bound_endpoint.rpartition(":")[2]
+    port = replication.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
     roster = PeerRoster(
-        plane,
+        replication,
         own_port,
-        plane.advertise,
+        replication.advertise,
         config.listen.port if http_port is None else http_port,
         config.finder.grace_s,
         refusal=_refusal_of(allowed),

@@ -20,7 +20,7 @@ from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import HttpServer, new_zmq_context, run, tokens_of
 from lean_selector.server.outbound import credentials_of
-from lean_selector.server.selector import SelectorParts, doors_of, selector_app
+from lean_selector.server.selector import SelectorParts, gateway_routes_of, selector_app
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
 
@@ -35,7 +35,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = SelectorParts(config.selector, context)
-    doors = doors_of(config.selector, parts)
+    gateways = gateway_routes_of(config.selector, parts)
     catalog = parts.selector.catalog
     rotation = Rotation(config.settings.ejection, now)
     directory = Directory(config.gateway.workers, rotation, catalog)
@@ -75,7 +75,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     behind = Connections(loop.call_soon, Limits(), max_connections=most)
     families = [*gateway_families(counts, rotation), *prompt_families(prompts.unknown)]
     api = HttpServer(
-        selector_app(config.selector, parts, behind, log_state, doors, families, tokens),
+        selector_app(config.selector, parts, behind, log_state, gateways, families, tokens),
         behind,
         config.selector.listen,
         "lean-selector",
@@ -99,8 +99,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         await handler.close()
         await prompts.close()
         api.abort()
-        if doors is not None:
-            await doors.close()
+        if gateways is not None:
+            await gateways.close()
         await parts.close()
 
     await server.serve(tick, parts.refuse_new, close)

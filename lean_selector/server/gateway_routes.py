@@ -47,13 +47,11 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
     return Prompts(settings, fleet, client, local)
 
 
-# -- access log plane ----------------------------------------------------------------------------
-#
-# Wires what reads access logs: sockets bound, lines taken, all closed again.
+# -- access logs ---------------------------------------------------------------------------------
 
 
-class AccessLogPlane:
-    """Reads from when it is made until it is closed."""
+class AccessLogReaders:
+    """Reads access logs from when it is made until it is closed: sockets bound, lines taken."""
 
     def __init__(self, config: AccessLogs, selector: Selector, clock: Callable[[], float]) -> None:
         """Raises StartError."""
@@ -99,15 +97,11 @@ class AccessLogPlane:
             reader.close()
 
 
-# -- gateway doors -------------------------------------------------------------------------------
-#
-# What gateways are offered besides the API: POST /route, and the reading of their access logs.
-#
-# Imported only where one of them is asked for.
+# -- both ----------------------------------------------------------------------------------------
 
 
-class GatewayDoors:
-    """Both, or either; logs are read from when it is made until it is closed."""
+class GatewayRoutes:
+    """POST /route and access logs, or either; logs are read from when it is made to its close."""
 
     def __init__(
         self,
@@ -121,9 +115,9 @@ class GatewayDoors:
         self._prompts: Prompts | None = None
         if prompts is not None:
             self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), new_client())
-        self._logs: AccessLogPlane | None = None
+        self._logs: AccessLogReaders | None = None
         if access_logs.places:
-            self._logs = AccessLogPlane(access_logs, selector, time.monotonic)
+            self._logs = AccessLogReaders(access_logs, selector, time.monotonic)
         self._route: RouteHandler | None = None
         if self._prompts is not None:
             self._route = RouteHandler(

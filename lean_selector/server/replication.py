@@ -1,4 +1,4 @@
-"""The replica plane of a service, wired: sockets, what hears them, and what speaks through them.
+"""Replica sync of a service, wired: sockets, what hears them, and what speaks through them.
 
 Both services have the same one; they differ in where a partition is looked up, and in what happens
 after an event was applied.
@@ -58,7 +58,7 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
     return CurveState(public, len(gate.admitted or ()), gate.refused, gate.last_refused)
 
 
-class ReplicaPlane:
+class Replication:
     """What a service has of its replicas. Raises StartError when it cannot be set up.
 
     `on_applied(event, now)` hears of each event of a peer that changed something here.

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from lean_selector.core.selection.peer_sessions import PeerSessions
     from lean_selector.core.selection.shapes import WorkerSpec
     from lean_selector.http.outbound import OutboundClient
-    from lean_selector.server.gateway_routes import GatewayDoors
-    from lean_selector.server.replication import ReplicaPlane
+    from lean_selector.server.gateway_routes import GatewayRoutes
+    from lean_selector.server.replication import Replication
     from lean_selector.server.state_persister import Persister
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
@@ -145,12 +145,12 @@ class SelectorParts:
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
         self.families: Families = []  # metrics of what is off by default
-        plane: ReplicaPlane | None = None
+        replication: Replication | None = None
         tables: SessionTables | None = None  # None: of no replica
         if config.replica.endpoint is not None:
             from lean_selector.server import replication as wiring
 
-            plane = wiring.ReplicaPlane(
+            replication = wiring.Replication(
                 context,
                 config,
                 lambda model, tenant_id: selector.scheduling_partition(model, tenant_id),  # below
@@ -160,9 +160,11 @@ class SelectorParts:
                 tells_sessions=config.settings.sessions is not None,
             )
             if (sessions := config.settings.sessions) is not None:
-                tables = SessionTables(sessions, plane.router_id, time.time_ns, plane.sync.publish)
-            self.families += plane.families()
-        self.plane = plane
+                tables = SessionTables(
+                    sessions, replication.router_id, time.time_ns, replication.sync.publish
+                )
+            self.families += replication.families()
+        self.replication = replication
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
             from lean_selector.server.outbound import worker_check
@@ -173,7 +175,7 @@ class SelectorParts:
             subscriptions,
             random.Random(),
             new_index=new_index,
-            events=None if plane is None else plane.events,
+            events=None if replication is None else replication.events,
             thresholds=config.thresholds,
             on_discarded=_log_discarded,
             sessions=tables,
@@ -183,16 +185,16 @@ class SelectorParts:
         if config.settings.sessions is not None:
             from lean_selector.core.selection import peer_sessions
 
-            writer_id = 0 if plane is None else plane.router_id
+            writer_id = 0 if replication is None else replication.router_id
             self.sessions = peer_sessions.PeerSessions(selector.catalog, writer_id)
-            if plane is not None:
-                plane.sessions = self.sessions
+            if replication is not None:
+                replication.sessions = self.sessions
         self.finding: Discoveries | None = None
         if config.discover.targets or config.replica.discover:
             from lean_selector.server import discovery
 
             self.finding = discovery.selector_discoveries(
-                config, selector, subscriptions, plane, links
+                config, selector, subscriptions, replication, links
             )
             self.families += discovery.discovery_families(self.finding)
         peers = config.index.recover_from if config.settings.use_kv_events else []
@@ -211,14 +213,14 @@ class SelectorParts:
             bare_dump=self.dumps.answer_16,
             sources=subscriptions,
             state=self._state,
-            plane=plane,
+            replication=replication,
             call_later=loop.call_later,
         )
         self.persister: Persister | None = None
         if config.state.path is not None:
             from lean_selector.server.state import keep_selector
 
-            self.persister = keep_selector(config, selector, plane, self.finding, self._state)
+            self.persister = keep_selector(config, selector, replication, self.finding, self._state)
             self.families += self.persister.families()
         routes = (
             *self.service.routes(),
@@ -283,7 +285,7 @@ class SelectorParts:
         return OutboundClient(self.resolve, credentials_of(self._config.peers))
 
     def start(self) -> None:
-        for part in (self.plane, self.finding, self.persister):
+        for part in (self.replication, self.finding, self.persister):
             if part is not None:
                 part.start()
 
@@ -325,8 +327,8 @@ class SelectorParts:
             self._polling.cancel()
             await self._polls.close()
         await self.subscriptions.close()
-        if self.plane is not None:
-            await self.plane.close()
+        if self.replication is not None:
+            await self.replication.close()
 
 
 def _log_discarded(partition: Partition) -> None:
@@ -349,11 +351,11 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = SelectorParts(config, context)
-    doors = doors_of(config, parts)
+    gateways = gateway_routes_of(config, parts)
     connections = Connections(
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
-    app = selector_app(config, parts, connections, log_state, doors, tokens=tokens)
+    app = selector_app(config, parts, connections, log_state, gateways, tokens=tokens)
     server = HttpServer(app, connections, config.listen)
     if tokens is not None:
         server.watch(tokens.look)
@@ -361,19 +363,19 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     parts.start()
 
     async def close() -> None:
-        if doors is not None:
-            await doors.close()
+        if gateways is not None:
+            await gateways.close()
         await parts.close()
 
     await server.serve(parts.tick, parts.refuse_new, close)
     context.destroy(linger=0)
 
 
-def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | None":
+def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayRoutes | None":
     """What gateways are offered besides the API, if anything. Raises StartError."""
     if not config.access_logs.places and config.prompts.settings is None:
         return None
-    from lean_selector.server.gateway_routes import GatewayDoors
+    from lean_selector.server.gateway_routes import GatewayRoutes
 
     # What gateways are told is the same in every dialect.
     service = SelectionService(
@@ -383,7 +385,7 @@ def doors_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayDoors | No
         state=ServiceState(),
         call_later=asyncio.get_running_loop().call_later,
     )
-    return GatewayDoors(
+    return GatewayRoutes(
         service,
         config.access_logs,
         config.prompts.settings,
@@ -396,7 +398,7 @@ def selector_app(
     parts: SelectorParts,
     connections: Connections,
     log_state: logs.LogState,
-    doors: "GatewayDoors | None",
+    gateways: "GatewayRoutes | None",
     more: Sequence[AnyFamily] = (),
     tokens: AccessTokens | None = None,
 ) -> App:
@@ -404,7 +406,7 @@ def selector_app(
     are asked for."""
     is_16 = config.settings.dialect == API_1_6
     return observed(
-        (*parts.routes, *(() if doors is None else doors.routes())),
+        (*parts.routes, *(() if gateways is None else gateways.routes())),
         lambda meters: [
             *selection_families(
                 parts.selector, parts.subscriptions, meters, config.overload_status
@@ -415,7 +417,7 @@ def selector_app(
             ),
             *connection_families(connections),
             *parts.families,
-            *([] if doors is None else doors.families()),
+            *([] if gateways is None else gateways.families()),
             *more,
         ],
         log_state,

@@ -24,7 +24,7 @@ from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker import SlotTrackerService, TrackerLog, tracker_families
 
 if TYPE_CHECKING:
-    from lean_selector.server.replication import ReplicaPlane
+    from lean_selector.server.replication import Replication
     from lean_selector.server.state_persister import Persister
     from lean_selector.workers.discoveries import Discoveries
 
@@ -42,11 +42,11 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     links = Links(context, allowed=config.endpoints.rules)
 
     families: Families = []  # metrics of what is off by default
-    plane: ReplicaPlane | None = None
+    replication: Replication | None = None
     if config.replica.endpoint is not None:
         from lean_selector.server import replication as wiring
 
-        plane = wiring.ReplicaPlane(
+        replication = wiring.Replication(
             context,
             config,
             lambda model_name, tenant_id: trackers.lookup(model_name, tenant_id),  # made below
@@ -54,23 +54,23 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
             lambda event, now: None,  # no requests wait here that an event could let in
             links,
         )
-        families += plane.families()
+        families += replication.families()
     trackers = Trackers(
-        None if plane is None else plane.events,
+        None if replication is None else replication.events,
         reservation_expiry_s=config.reservations.reservation_expiry_s,
     )
     finding: Discoveries | None = None
-    if config.replica.discover and plane is not None:
+    if config.replica.discover and replication is not None:
         from lean_selector.server import discovery
 
-        finding = discovery.tracker_discoveries(config, plane, links)
+        finding = discovery.tracker_discoveries(config, replication, links)
         families += discovery.discovery_families(finding)
-    service = SlotTrackerService(trackers, plane=plane)
+    service = SlotTrackerService(trackers, replication=replication)
     persister: Persister | None = None
     if config.state.path is not None:
         from lean_selector.server.state import keep_trackers
 
-        persister = keep_trackers(config, trackers, plane, finding)
+        persister = keep_trackers(config, trackers, replication, finding)
         families += persister.families()
     routes = (
         *service.routes(),
@@ -102,7 +102,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     if tokens is not None:
         server.watch(tokens.look)
     await server.start()
-    optional: list[ReplicaPlane | Discoveries | Persister | None] = [plane, finding, persister]
+    optional: list[Replication | Discoveries | Persister | None] = [replication, finding, persister]
     parts = [part for part in optional if part is not None]
     for part in parts:
         part.start()

@@ -12,7 +12,7 @@ from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.selector import Selector, restore_booking
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.host import StartError, os_reason
-from lean_selector.server.replication import ReplicaPlane
+from lean_selector.server.replication import Replication
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.server.state_catalog import (
     OtherService,
@@ -39,15 +39,16 @@ _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 def keep_selector(
     config: ServiceConfig,
     selector: Selector,
-    plane: ReplicaPlane | None,
+    replication: Replication | None,
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> Persister:
     """Takes the directory, restores what is in it, and keeps it from `start` on.
 
-    Before anything else is put into the selector, and before the plane starts. Raises StartError.
+    Before anything else is put into the selector, and before replica sync starts. Raises
+    StartError.
     """
-    peers = PeersByHttp(plane, config.replica.peers, _found_peers(finding))
+    peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = SelectorCatalog(selector, peers)
     if finding is not None:
         contents.roster = finding.workers
@@ -59,24 +60,24 @@ def keep_selector(
     def targets() -> Iterable[ReplicaTarget]:
         return established(selector.catalog, None, None)
 
-    return _kept(config, contents, targets, book, plane, state)
+    return _kept(config, contents, targets, book, replication, state)
 
 
 def keep_trackers(
     config: ServiceConfig,
     trackers: Trackers,
-    plane: ReplicaPlane | None,
+    replication: Replication | None,
     finding: "Discoveries | None",
 ) -> Persister:
     """The same of a slot tracker."""
-    peers = PeersByHttp(plane, config.replica.peers, _found_peers(finding))
+    peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
     def book(live: LiveBooking, router_id: int | None) -> bool:
         target = trackers.lookup(live.model_name, live.tenant_id)
         return target is not None and restore(target, live, router_id)
 
-    return _kept(config, contents, trackers.in_order, book, plane, ServiceState())
+    return _kept(config, contents, trackers.in_order, book, replication, ServiceState())
 
 
 def _kept(
@@ -84,7 +85,7 @@ def _kept(
     contents: SelectorCatalog | TrackerCatalog,
     targets: Callable[[], Iterable[ReplicaTarget]],
     book: Callable[[LiveBooking, int | None], bool],
-    plane: ReplicaPlane | None,
+    replication: Replication | None,
     state: ServiceState,
 ) -> Persister:
     assert config.state.path is not None
@@ -104,8 +105,8 @@ def _kept(
 
     lives = LiveBookings(
         targets,
-        0 if plane is None else plane.router_id,
-        (lambda: 0) if plane is None else (lambda: plane.sync.sequence),
+        0 if replication is None else replication.router_id,
+        (lambda: 0) if replication is None else (lambda: replication.sync.sequence),
     )
     persister = Persister(directory, contents, lives, config.state.interval_s, on_fault)
     persister.restored, persister.dropped = booked, dropped

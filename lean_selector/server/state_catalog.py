@@ -36,7 +36,7 @@ from lean_selector.wire.discovery_states import KeptWorker
 from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
 
 if TYPE_CHECKING:
-    from lean_selector.server.replication import ReplicaPlane
+    from lean_selector.server.replication import Replication
     from lean_selector.workers.roster import Roster
 
 # -- the file --------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def read_rows(
 class PeersByHttp:
     """What was said over HTTP holds, also against a flag."""
 
-    mesh: "ReplicaPlane | None"  # without one what was restored is kept as it is
+    mesh: "Replication | None"  # without one what was restored is kept as it is
     given: Collection[str]  # by flags
     found: Callable[[], Collection[str]]  # by discoveries
     restored: tuple[list[str], list[str]] = ([], [])

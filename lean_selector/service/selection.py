@@ -50,7 +50,7 @@ from lean_selector.service.gate import (
 )
 from lean_selector.service.header_warnings import with_warnings
 from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
-from lean_selector.service.shared_handlers import OK, Plane
+from lean_selector.service.shared_handlers import OK, Replication
 from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
 from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.dump import encode_dump
@@ -150,14 +150,14 @@ class SelectionService(WorkerHandlers):
         dump: Callable[[], Answer],
         sources: KvSources,
         state: ServiceState,
-        plane: Plane | None = None,
+        replication: Replication | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         clock: Callable[[], float] = time.monotonic,
         bare_dump: Callable[[], Answer] | None = None,
     ) -> None:
         """`call_later` is needed only when waiting in the queue is limited. `bare_dump` is the dump
         as 1.6 has it."""
-        super().__init__(selector, sources, state, plane, clock)
+        super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
         self._call_later = call_later

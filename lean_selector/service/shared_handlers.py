@@ -18,8 +18,8 @@ from lean_selector.wire.selection import Ok
 OK: Final = Standing(Ok())
 
 
-class Plane(Protocol):
-    """The replica plane, as far as it is asked about."""
+class Replication(Protocol):
+    """Replica sync, as far as it is asked about."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -35,10 +35,10 @@ class Plane(Protocol):
 
 
 class ReplicaHandlers:
-    """The part of a service that speaks of replicas; `plane` is None while replica sync is off."""
+    """The routes of replicas; `replication` is None while replica sync is off."""
 
-    def __init__(self, plane: Plane | None) -> None:
-        self._plane = plane
+    def __init__(self, replication: Replication | None) -> None:
+        self._replication = replication
 
     def replica_routes(self) -> tuple[Route, ...]:
         return (
@@ -62,13 +62,13 @@ class ReplicaHandlers:
     def list_peers(self, query: Query) -> object:
         """Their endpoints; with `?detail=true` the state of each, and what was dropped why."""
         if wants_detail(query):
-            return {} if self._plane is None else self._plane.state()
-        return [] if self._plane is None else self._plane.peers()
+            return {} if self._replication is None else self._replication.state()
+        return [] if self._replication is None else self._replication.peers()
 
-    def _switched_on(self) -> Plane:
-        if self._plane is None:
+    def _switched_on(self) -> Replication:
+        if self._replication is None:
             raise Conflict("replica sync is disabled")
-        return self._plane
+        return self._replication
 
 
 # -- discovery routes ----------------------------------------------------------------------------

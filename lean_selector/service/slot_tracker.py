@@ -20,7 +20,7 @@ from lean_selector.service.exposition import Families, Sample, table
 from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.metrics import WORKERS, load_families, scope_labels
 from lean_selector.service.replies import Standing
-from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
+from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.replica_shapes import PeerUrlRequest
 from lean_selector.wire.slot_tracker import (
     AddRequest,
@@ -40,10 +40,10 @@ class SlotTrackerService(ReplicaHandlers):
         self,
         trackers: Trackers,
         *,
-        plane: Plane | None = None,
+        replication: Replication | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(plane)
+        super().__init__(replication)
         self.trackers = trackers
         self._clock = clock
 

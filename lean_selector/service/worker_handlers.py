@@ -31,7 +31,7 @@ from lean_selector.service.header_warnings import (
     with_warnings,
 )
 from lean_selector.service.replies import Reply, Standing
-from lean_selector.service.shared_handlers import OK, Plane, ReplicaHandlers
+from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.answer_forms import JsonText, json_form
 from lean_selector.wire.selection import (
     Change,
@@ -182,10 +182,10 @@ class WorkerHandlers(ReplicaHandlers):
         selector: Selector,
         sources: KvSources,
         state: ServiceState,
-        plane: Plane | None = None,
+        replication: Replication | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(plane)
+        super().__init__(replication)
         self.selector = selector
         self._records = WorkerRecords(selector.catalog, self.record)
         self._state = state

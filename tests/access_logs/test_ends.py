@@ -25,7 +25,7 @@ from lean_selector.gateway.access_logs import (
     Senders,
 )
 from lean_selector.http.listener import UnixPath, inet_socket
-from lean_selector.server.gateway_routes import AccessLogPlane
+from lean_selector.server.gateway_routes import AccessLogReaders
 from lean_selector.server.selector_flags import AccessLogs
 from loadtest.child_service import free_port
 from tests.gates import NoEngines
@@ -226,7 +226,7 @@ def test_a_queue_that_is_short_is_told_of_at_the_start(
     config = AccessLogs(places=places)
 
     async def story() -> None:
-        AccessLogPlane(config, Books().selector, lambda: NOW).close()
+        AccessLogReaders(config, Books().selector, lambda: NOW).close()
 
     with caplog.at_level(logging.WARNING):
         told(story)

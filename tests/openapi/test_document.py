@@ -16,7 +16,7 @@ from lean_selector.service.access import READ
 from lean_selector.service.gate import Gate, plain
 from lean_selector.service.openapi import meanings
 from lean_selector.service.openapi.document import DESCRIBED, service_document
-from lean_selector.service.openapi.routes import DOOR_ROUTES
+from lean_selector.service.openapi.routes import GATEWAY_ROUTES
 from lean_selector.service.openapi.schemas import components
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
@@ -34,7 +34,8 @@ from tests.running_service import RunningService
 DATA = Path(__file__).parents[1] / "data"
 # Without what needs a flag to be there.
 TABLES = {
-    name: [route for route in routes_of(name) if route[:2] not in DOOR_ROUTES] for name in DESCRIBED
+    name: [route for route in routes_of(name) if route[:2] not in GATEWAY_ROUTES]
+    for name in DESCRIBED
 }
 RECORDED = {
     "selector": "selection.jsonl",

@@ -10,7 +10,7 @@ from lean_selector import __version__
 from lean_selector.service.access import NAMES, OPEN, READ, Role
 from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.openapi.routes import (
-    DOOR_ROUTES,
+    GATEWAY_ROUTES,
     SELECTOR_16_ROUTES,
     SELECTOR_ROUTES,
     SLOT_TRACKER_ROUTES,
@@ -267,8 +267,8 @@ def _response(text: str, content: dict[str, Any]) -> dict[str, Any]:
 # Which service has which document.
 
 DESCRIBED: Final = {
-    "selector": ("lean-selector", SELECTOR_ROUTES | DOOR_ROUTES),
-    "selector_16": ("lean-selector --api 1.6", SELECTOR_16_ROUTES | DOOR_ROUTES),
+    "selector": ("lean-selector", SELECTOR_ROUTES | GATEWAY_ROUTES),
+    "selector_16": ("lean-selector --api 1.6", SELECTOR_16_ROUTES | GATEWAY_ROUTES),
     "slot_tracker": ("lean-slot-tracker", SLOT_TRACKER_ROUTES),
 }
 

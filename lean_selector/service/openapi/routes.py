@@ -282,7 +282,7 @@ SELECTOR_16_ROUTES: Final = _selector(
     "selection_id",
 )
 # Only where the selector is told --prompts.
-DOOR_ROUTES: Final[Descriptions] = {
+GATEWAY_ROUTES: Final[Descriptions] = {
     ("POST", "/route/{path*}"): RouteDescription(
         "Choose and book a worker for a raw OpenAI request, and name it in headers",
         "gateways",
