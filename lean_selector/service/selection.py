@@ -8,7 +8,7 @@ that all routes share in `bodies`. What 1.6 has otherwise is in `selection_16`, 
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from msgspec import UNSET, UnsetType
 
@@ -26,7 +26,6 @@ from lean_selector.core.selection.shapes import (
     OUTLOOK,
     Booked,
     CachedSelection,
-    OverlapScores,
     PartitionKey,
     Placement,
     RankLoadRow,
@@ -165,7 +164,7 @@ class SelectionService(WorkerHandlers):
 
     def routes(self) -> tuple[Route, ...]:
         """All that the selector serves in a dialect."""
-        bodies = self.bodies()
+        bodies = self.bodies
         patch = with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
         return (
             ("POST", "/workers", ADMIN,
@@ -200,9 +199,8 @@ class SelectionService(WorkerHandlers):
 
     # -- what the 1.6 dialect says otherwise, beside `record` and `detail` ---------------------
 
-    def bodies(self) -> dict[str, Any]:
-        """The structs of the bodies that a dialect has of its own, by path."""
-        return BODIES
+    # The structs of the bodies that a dialect has of its own, by path.
+    bodies: ClassVar[dict[str, Any]] = BODIES
 
     def dump_endpoint(self) -> Endpoint:
         return plain(self.dump)
@@ -496,10 +494,8 @@ class SelectionService(WorkerHandlers):
         return inspection.potential_loads(partition, prompt, self._terms(override), self._clock())
 
     def overlap_scores(self, body: Any) -> Any:
-        return self.overlap_rows(body, body.router_config_override)
-
-    def overlap_rows(self, body: PromptFields, override: RouterOverride | None) -> OverlapScores:
         partition = self.selector.ready_partition(body.model_name, body.group())
+        override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
         return inspection.overlap_scores(partition, prompt.local_hashes, self._terms(override))
 

@@ -9,7 +9,7 @@ selection_16.md. All else is as in `selection`.
 import secrets
 import uuid
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from msgspec import UNSET, UnsetType
 
@@ -62,8 +62,7 @@ BODIES: Final[dict[str, Any]] = {
 class SelectionService16(SelectionService):
     """The handlers of the 1.6 dialect."""
 
-    def bodies(self) -> dict[str, Any]:
-        return BODIES
+    bodies: ClassVar[dict[str, Any]] = BODIES
 
     def dump_endpoint(self) -> Endpoint:
         return with_query(self._dump_of, DETAIL)
