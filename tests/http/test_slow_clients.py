@@ -7,7 +7,7 @@ import socket
 from tests.http.live_server import GET, Server, answer, run
 from tests.on_loop import until
 
-EACH, EACH_OF_THE_DEAF = 80, 5  # 8 MiB are written to each of these
+EACH, EACH_OF_THE_DEAF = 30, 5  # 8 MiB are written to each of these
 POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"
 # What each kind begins with, and what it then sends of it, a piece every five seconds.
 KINDS = {

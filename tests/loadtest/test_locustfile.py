@@ -71,7 +71,7 @@ def test_workers_that_the_service_has_are_used_and_left_alone() -> None:
     with RunningService("--use-kv-events", "false") as service:
         worker = {"worker_id": 7, "model_name": "locust", "endpoint": "http://e", "block_size": 16}
         assert service.post("/workers", worker)[0] == 201
-        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "2s"]
+        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "6s"]
         run = locust("SelectionUser", *flags)
         assert not any(failures_by_route(run).values())
         assert "warning: model locust already has 1 workers" in run.stdout + run.stderr
@@ -90,7 +90,7 @@ def test_workers_of_other_models_keep_their_records_whatever_their_ids() -> None
             }
             assert service.post("/workers", worker)[0] == 201
         before = service.get("/workers")
-        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "2s"]
+        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "6s"]
         run = locust("SelectionUser", *flags)
         assert not any(failures_by_route(run).values())
         assert "warning" not in run.stdout + run.stderr
