@@ -127,8 +127,8 @@ class Trust:
             key_file = self._key_file or self._cert_file
             try:
                 load_certificate(context, self._cert_file, key_file)
-            except LockedKey as error:
-                raise OSError(str(error)) from None
+            except LockedKey as locked:
+                raise OSError(str(locked)) from None
             except ssl.SSLError:
                 raise OSError(
                     f"{self._cert_file} and {key_file} hold no certificate and its key in PEM"
