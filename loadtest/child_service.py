@@ -174,15 +174,9 @@ class ChildService:
         shared = self._shared
         if shared is None:
             return asked(self.port, method, path, body, headers)
-        try:
+        with contextlib.suppress(http.client.HTTPException, ConnectionError):
             return _asked_on(shared, method, path, body, headers)
-        except (http.client.HTTPException, ConnectionError):
-            shared.close()
-        try:
-            return _asked_on(shared, method, path, body, headers)
-        except (http.client.HTTPException, ConnectionError):
-            shared.close()
-            raise
+        return _asked_on(shared, method, path, body, headers)
 
     def stop(
         self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
@@ -230,6 +224,10 @@ def _asked_on(
     body: bytes | None,
     headers: Mapping[str, str] | None,
 ) -> tuple[int, bytes]:
-    connection.request(method, path, body, headers or {})
-    answer = connection.getresponse()
-    return answer.status, answer.read()
+    try:
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (http.client.HTTPException, ConnectionError):
+        connection.close()
+        raise

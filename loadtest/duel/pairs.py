@@ -34,12 +34,11 @@ _FLAGS = ("--use-kv-events", "false", "--log-level", "warning")
 
 
 class Option(msgspec.Struct, frozen=True):
-    """Flags of the second service, and a line that its requests have more, or those of both."""
+    """Flags of the second service, and what header lines the requests to each have more."""
 
     flags: list[str] = []
-    line: bytes = b""
-    both: bool = False
-    headers: dict[str, str] = {}
+    lines: tuple[bytes, bytes] = (b"", b"")
+    headers: dict[str, str] = {}  # of our own calls to the second
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -62,8 +61,8 @@ def options(folder: Path) -> dict[str, Option]:
     headers = {"authorization": f"Bearer {token}"}
     return {
         "nothing": Option(),
-        "tokens": Option(flags, line, headers=headers),
-        "asking": Option(flags, line, both=True, headers=headers),
+        "tokens": Option(flags, (b"", line), headers),
+        "asking": Option(flags, (line, line), headers),
     }
 
 
@@ -93,7 +92,7 @@ def measure(
         # Fresh processes each time: of two alike one is often a percent faster, by its memory.
         with _cpus() as cpus, _running(target, option, prompts, cpus, number) as pair:
             for kind, prompt in bodies.items():
-                some = [prompt(at) for at in _numbers(number)]
+                some = [prompt(at) for at in range(number * REQUESTS, (number + 1) * REQUESTS)]
                 taken[kind].append(_round(pair, option, some, number))
     figures = []
     for kind, costs in taken.items():
@@ -143,10 +142,6 @@ def _turn(number: int) -> tuple[int, int]:
     return (0, 1) if number % 2 else (1, 0)
 
 
-def _numbers(number: int) -> range:
-    return range(number * REQUESTS, (number + 1) * REQUESTS)
-
-
 def _round(
     pair: Sequence[Service],
     option: Option,
@@ -155,14 +150,7 @@ def _round(
 ) -> tuple[float, float]:
     """CPU in us per request, without the option and with it."""
     plain = [select_request(prompt) for prompt in prompts]
-    if option.both:
-        plain = [_with_line(each, option.line) for each in plain]
-    requests = (
-        plain,
-        [_with_line(each, option.line) for each in plain]
-        if option.line and not option.both
-        else plain,
-    )
+    requests = [[_with_line(each, line) for each in plain] for line in option.lines]
     taken = [0, 0]
     connections = [[Connection(str(one.port)) for _ in range(_CONNECTIONS)] for one in pair]
     for which in _turn(number):  # uncounted: a process that has just begun
@@ -191,8 +179,8 @@ def _send(connections: Sequence[Connection], requests: Sequence[bytes]) -> None:
 
 
 def _with_line(request: bytes, line: bytes) -> bytes:
-    head, end, body = request.partition(b"\r\n\r\n")
-    return b"%b\r\n%b\r\n%b" % (head, line, body) if end else request
+    head, _, body = request.partition(b"\r\n\r\n")
+    return b"%b\r\n%b\r\n%b" % (head, line, body)
 
 
 def interval(ordered: Sequence[float]) -> tuple[float, float]:
