@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lean_selector.server.selector_flags import SelectorConfig
 
     def run(config: SelectorConfig) -> None:
-        from lean_selector.server.selector import run_selector
+        from lean_selector.server.selector_process import run_selector
 
         run_selector(config)
 
@@ -74,7 +74,7 @@ def _gateway(arguments: Sequence[str]) -> int:
     from lean_selector.server.gateway_flags import GatewayConfig
 
     def run(config: GatewayConfig) -> None:
-        from lean_selector.server.gateway import run_gateway
+        from lean_selector.server.gateway_process import run_gateway
 
         run_gateway(config)
 
@@ -94,7 +94,7 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     from lean_selector.server.service_flags import TrackerConfig
 
     def run(config: TrackerConfig) -> None:
-        from lean_selector.server.slot_tracker import run_slot_tracker
+        from lean_selector.server.slot_tracker_process import run_slot_tracker
 
         run_slot_tracker(config)
 

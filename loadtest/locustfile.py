@@ -29,7 +29,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from lean_selector.tools.engines import EngineSpeed, Request, SimulatedEngine
+from lean_selector.tools.simulated_engines import EngineSpeed, Request, SimulatedEngine
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
 from loadtest.replay_trace import read_trace
 

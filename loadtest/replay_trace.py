@@ -28,13 +28,6 @@ from typing import TypeVar
 import msgspec
 import uvloop
 
-from lean_selector.tools.engines import (
-    EngineSpeed,
-    Request,
-    SimulatedEngine,
-    hit_rate,
-    make_request,
-)
 from lean_selector.tools.service_process import (
     HttpClient,
     ServiceError,
@@ -42,6 +35,13 @@ from lean_selector.tools.service_process import (
     answering_service,
     check_port,
     wait_until_healthy,
+)
+from lean_selector.tools.simulated_engines import (
+    EngineSpeed,
+    Request,
+    SimulatedEngine,
+    hit_rate,
+    make_request,
 )
 from lean_selector.tools.traffic import Player, compare, table
 

@@ -25,19 +25,19 @@ from pathlib import Path
 
 import msgspec
 
-from lean_selector.tools.engines import (
+from lean_selector.tools.service_process import (
+    HOST,
+    HttpClient,
+    answering_service,
+    check_port,
+)
+from lean_selector.tools.simulated_engines import (
     EngineModel,
     EngineSpeed,
     Request,
     SimulatedEngine,
     hit_rate,
     imbalance,
-)
-from lean_selector.tools.service_process import (
-    HOST,
-    HttpClient,
-    answering_service,
-    check_port,
 )
 from lean_selector.tools.traffic import Player, as_recorded, run_policy
 from loadtest.replay_trace import Pace, read_trace, run

@@ -9,8 +9,8 @@ from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import (
     PinnedWorker,
     Placement,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import Source
 from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
@@ -18,9 +18,9 @@ from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.shared_handlers import discovery_routes
-from lean_selector.service.slot_tracker import SlotTrackerService
+from lean_selector.service.slot_tracker_handlers import SlotTrackerService
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.wire.selection import SourceCondition
+from lean_selector.wire.selection_bodies import SourceCondition
 
 NOW = 1000.0
 

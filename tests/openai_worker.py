@@ -27,7 +27,12 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
-from lean_selector.tools.engines import EngineSpeed, Running, SimulatedEngine, make_request
+from lean_selector.tools.simulated_engines import (
+    EngineSpeed,
+    Running,
+    SimulatedEngine,
+    make_request,
+)
 from loadtest.child_service import free_port
 from tests.running_service import wait_until
 

@@ -45,7 +45,7 @@ def test_what_is_compiled_are_modules_of_the_rooms_where_time_goes() -> None:
         "http.protocol",
         "service.gate",
         "service.selection",
-        "wire.prompt",
+        "wire.prompt_forms",
     ],
 )
 def test_a_module_of_the_way_of_a_request_is_compiled(module: str) -> None:

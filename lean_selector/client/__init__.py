@@ -12,6 +12,7 @@ except ImportError as error:
         'lean_selector.client needs httpx: pip install "lean-selector[client]"'
     ) from error
 
+from lean_selector.client.client_settings import Backoff, KvRouterConfig, Timeouts
 from lean_selector.client.errors import (
     AlreadyExists,
     ClientClosed,
@@ -37,7 +38,6 @@ from lean_selector.client.router import (
     SyncTokenStream,
     TokenStream,
 )
-from lean_selector.client.settings import Backoff, KvRouterConfig, Timeouts
 from lean_selector.client.slot_tracker import SlotTracker, SyncSlotTracker
 
 __all__ = [

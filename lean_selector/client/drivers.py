@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
 
 import httpx
 
+from lean_selector.client.client_settings import Access, Timeouts
 from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import (
@@ -28,7 +29,6 @@ from lean_selector.client.routing import (
     Routing,
     Step,
 )
-from lean_selector.client.settings import Access, Timeouts
 from lean_selector.client.transport import (
     MAX_ERROR_BYTES,
     OPEN_ERRORS,

@@ -19,11 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from lean_selector.client import calls
 from lean_selector.client.calls import Selected
-from lean_selector.client.completions import Chunk, Option
-from lean_selector.client.drivers import Driver, SyncDriver, awaited, described_by, done
-from lean_selector.client.reservation import ChunkIntake, Outcome, Placed, Reservation
-from lean_selector.client.routing import Flow, Generation, Prompt, Routing, Terms, ask
-from lean_selector.client.settings import (
+from lean_selector.client.client_settings import (
     Access,
     Backoff,
     Cert,
@@ -32,6 +28,10 @@ from lean_selector.client.settings import (
     Token,
     Verify,
 )
+from lean_selector.client.completions import Chunk, Option
+from lean_selector.client.drivers import Driver, SyncDriver, awaited, described_by, done
+from lean_selector.client.reservation import ChunkIntake, Outcome, Placed, Reservation
+from lean_selector.client.routing import Flow, Generation, Prompt, Routing, Terms, ask
 from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened
 
 P = ParamSpec("P")

@@ -13,6 +13,7 @@ import msgspec
 
 from lean_selector.client import calls
 from lean_selector.client.calls import Call, Scope, Selected, prompt_fields
+from lean_selector.client.client_settings import Backoff, KvRouterConfig
 from lean_selector.client.completions import Option, completion_body
 from lean_selector.client.errors import (
     ClientClosed,
@@ -29,7 +30,6 @@ from lean_selector.client.errors import (
     WrongBlockSize,
 )
 from lean_selector.client.reservation import Reservation
-from lean_selector.client.settings import Backoff, KvRouterConfig
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
 from lean_selector.core.numbers import optional, whole
 

@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from lean_selector.client.calls import Call, nothing, post
+from lean_selector.client.client_settings import Access, Cert, Timeouts, Token, Verify
 from lean_selector.client.drivers import Driver, SyncDriver, awaited, done
 from lean_selector.client.routing import Flow, Routing, ask
-from lean_selector.client.settings import Access, Cert, Timeouts, Token, Verify
 from lean_selector.client.transport import AsyncClosing, Closing
 
 Row = dict[str, str | int]

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from lean_selector.client.calls import Call
+from lean_selector.client.client_settings import Access, Timeouts
 from lean_selector.client.completions import error_text
 from lean_selector.client.errors import (
     ClientClosed,
@@ -27,7 +28,6 @@ from lean_selector.client.errors import (
     service_refusal,
 )
 from lean_selector.client.routing import OpenStream
-from lean_selector.client.settings import Access, Timeouts
 
 T = TypeVar("T")
 

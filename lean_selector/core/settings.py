@@ -1,5 +1,5 @@
 """Settings of ejections, of sessions, and of a generation of the API; those of the router are in
-`core/selection/settings.py`.
+`core/selection/router_settings.py`.
 """
 
 import msgspec

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from lean_selector.events.curve_keys import CurveClient
 from lean_selector.events.names import Resolver
-from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
 # What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a
 # second's worth at 64 MB/s, or 300 000 small batches.

@@ -13,16 +13,16 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.core.endpoints import zmq_key
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
+from lean_selector.core.zmq_endpoints import zmq_key
+from lean_selector.events.ingest_turns import IngestTurns
+from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.links import Links, Rounds
-from lean_selector.events.listener import KvListener
 from lean_selector.events.source_watch import GRACE_S
-from lean_selector.events.turns import IngestTurns
-from lean_selector.wire.selection import KvSource, SourceCondition, SourceStatus
+from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
 
 # Replays that run at once. An idle fleet is asked when its selector starts: so many at a time, of
 # which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import (
     id_line,
     new_id,
@@ -19,7 +20,6 @@ from lean_selector.gateway.headers import (
     wants_websocket,
     without_authorization,
 )
-from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation, WorkerLease
@@ -30,7 +30,7 @@ from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.access import READ, WRITE, AccessTokens, refusal_of
 from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.tasks import watched
-from lean_selector.wire.selection import OpenAiErrorBody
+from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
 log = logging.getLogger(ACCESS_LOG)
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Final
 
 from lean_selector.http.response import encode_response
-from lean_selector.wire.selection import OpenAiErrorBody
+from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
 _HOP: Final = (
     rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer|"

@@ -21,7 +21,7 @@ from jinja2.ext import loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lean_selector.gateway.engines import NotTokenized
+from lean_selector.gateway.engine_answers import NotTokenized
 from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
 from lean_selector.gateway.prompt_shapes import Why
 from lean_selector.wire.scalars import packer

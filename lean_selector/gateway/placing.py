@@ -19,15 +19,15 @@ from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound, Sele
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
-from lean_selector.gateway.engines import UnknownModel
+from lean_selector.gateway.engine_answers import UnknownModel
+from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import RETRY_AFTER
-from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
-from lean_selector.http.endpoints import AllowedEndpoints
 from lean_selector.http.outbound import Resolve, connect, reason
 
 log = logging.getLogger("lean_selector.gateway")

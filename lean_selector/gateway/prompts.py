@@ -10,7 +10,7 @@ from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_has
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.answers import Additions, AnswerReader
-from lean_selector.gateway.engines import (
+from lean_selector.gateway.engine_answers import (
     Engines,
     EngineTokenizer,
     Fleet,

@@ -16,8 +16,8 @@ from typing import Final
 
 from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
 from lean_selector.gateway.answers import AnswerReader, UsageReader
+from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
-from lean_selector.gateway.metrics import Counts
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.upstreams import WorkerLease

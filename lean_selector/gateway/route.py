@@ -25,14 +25,14 @@ from lean_selector.core.selection.shapes import Selection
 from lean_selector.gateway.headers import RETRY_AFTER, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
-from lean_selector.http.endpoints import Url, url_at
+from lean_selector.http.allowed_endpoints import Url, url_at
 from lean_selector.http.head import Request
 from lean_selector.http.response import Response, encode_response
 from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.replies import Answer, LaterReply
 from lean_selector.tasks import watched
-from lean_selector.wire.selection import SelectAndReserveRequest
+from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 
 SHED: Final = 429  # some gateways rewrite a 503, or take it for ours being down
 # No worker is known for a model: a gateway that balances by itself then may know one.

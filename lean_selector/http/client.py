@@ -11,8 +11,8 @@ from typing import Final, Protocol, cast
 
 import httptools
 
+from lean_selector.http.allowed_endpoints import Url
 from lean_selector.http.body import _SIZE, ChunkedBody
-from lean_selector.http.endpoints import Url
 from lean_selector.http.head import HttpError, Limits
 
 MOST_HEAD_BYTES: Final = 64 * 1024

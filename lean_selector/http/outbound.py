@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
 from lean_selector import __version__
+from lean_selector.http.allowed_endpoints import AllowedEndpoints, Url
 from lean_selector.http.client import AnswerHead, ClientConnection, Upstream
-from lean_selector.http.endpoints import AllowedEndpoints, Url
 from lean_selector.http.trust import Credentials
 
 TIMEOUT_S: Final = 5.0

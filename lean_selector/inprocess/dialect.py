@@ -14,9 +14,9 @@ import msgspec
 from lean_selector.core.errors import NoWorkers, SelectorError
 from lean_selector.core.numbers import U64_MAX, not_a, whole
 from lean_selector.core.selection.shapes import BY_RANK
-from lean_selector.wire.prompt import binary_form, prompt_to_select
+from lean_selector.wire.prompt_forms import binary_form, prompt_to_select
 from lean_selector.wire.scalars import unpack_signed
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.selection_bodies import PromptFields
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):

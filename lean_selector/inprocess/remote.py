@@ -17,6 +17,7 @@ import msgspec
 
 from lean_selector.client import calls
 from lean_selector.client.calls import Call, post, post_prompt
+from lean_selector.client.client_settings import Access, Cert, Timeouts, Token, Verify
 from lean_selector.client.drivers import Driver
 from lean_selector.client.errors import (
     AlreadyExists,
@@ -27,7 +28,6 @@ from lean_selector.client.errors import (
 )
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import Flow, HandOver, Release, Routing, ask, book
-from lean_selector.client.settings import Access, Cert, Timeouts, Token, Verify
 from lean_selector.client.transport import ServiceAddress, SyncServiceConnection
 from lean_selector.inprocess.dialect import (
     NOT_FOUND,

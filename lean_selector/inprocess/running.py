@@ -18,8 +18,8 @@ from lean_selector.core.numbers import not_a, number, optional, whole
 from lean_selector.inprocess.dialect import SelectionCacheConfig
 from lean_selector.server.flags import OneLineParser, add_flags, load
 from lean_selector.server.host import TICK_S
-from lean_selector.server.selector import SelectorParts
 from lean_selector.server.selector_flags import SelectorConfig
+from lean_selector.server.selector_process import SelectorParts
 from lean_selector.tasks import watched
 
 T = TypeVar("T")

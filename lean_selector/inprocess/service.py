@@ -32,13 +32,12 @@ from lean_selector.inprocess.running import Running, config_of, texts_of
 from lean_selector.replicas.recovery import Recovery
 from lean_selector.server.host import StartError
 from lean_selector.server.replication import Replication
-from lean_selector.server.selector import SelectorParts
+from lean_selector.server.selector_process import SelectorParts
 from lean_selector.service.replies import LaterReply, Reply, Standing
 from lean_selector.service.selection import SelectionService as Handlers
 from lean_selector.wire.answer_forms import json_form
-from lean_selector.wire.prompt import binary_form
-from lean_selector.wire.selection import OutputBlockRequest, PromptFields
-from lean_selector.wire.selection_16 import (
+from lean_selector.wire.prompt_forms import binary_form
+from lean_selector.wire.selection_16_bodies import (
     ProjectionRequest16,
     ReservationRequest16,
     SelectAndReserveRequest16,
@@ -46,6 +45,7 @@ from lean_selector.wire.selection_16 import (
     WorkerPatch16,
     WorkerRequest16,
 )
+from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
 
 T = TypeVar("T")
 Handler = Callable[..., object]

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator
 import zmq
 import zmq.asyncio
 
-from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.errors import BadRequest, Conflict, SelectorError
 from lean_selector.core.replication.events import ReplicaSequences, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
+from lean_selector.core.zmq_endpoints import check_endpoint
 from lean_selector.events.curve_admission import CurveGate
 from lean_selector.events.curve_keys import CurveClient
 from lean_selector.events.link import check_link

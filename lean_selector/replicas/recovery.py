@@ -18,8 +18,8 @@ from lean_selector.core.index.shapes import StoreResult
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
+from lean_selector.events.ingest_turns import Pauses
 from lean_selector.events.subscriptions import KvSubscriptions
-from lean_selector.events.turns import Pauses
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched
 from lean_selector.wire.dump import BadEvent, decode_event, split_dump

@@ -9,11 +9,11 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.events.links import Links
 from lean_selector.events.subscriptions import KvSubscriptions
-from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
-from lean_selector.server.outbound import credentials_of
+from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.replication import Replication
 from lean_selector.server.selector_flags import Discover, SelectorConfig
 from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig

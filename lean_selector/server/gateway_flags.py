@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from lean_selector.gateway.prompt_shapes import PromptSettings
-from lean_selector.http.endpoints import Url, base_without_version
+from lean_selector.http.allowed_endpoints import Url, base_without_version
 from lean_selector.server.flags import flag
 from lean_selector.server.selector_flags import Health, Prompts, SelectorConfig
 from lean_selector.server.service_flags import Listen

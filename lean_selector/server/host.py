@@ -30,7 +30,7 @@ from lean_selector.service.access import AccessTokens
 from lean_selector.tasks import failed, failures, watch_process
 
 if TYPE_CHECKING:
-    from lean_selector.server.tls import ServerTls
+    from lean_selector.server.server_tls import ServerTls
 
 
 def is_beyond_loopback(host: str) -> bool:
@@ -231,7 +231,7 @@ class HttpServer:
         log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
 
     def _server_tls(self, files: TlsFiles) -> "ServerTls":
-        from lean_selector.server.tls import ServerTls
+        from lean_selector.server.server_tls import ServerTls
 
         try:
             return ServerTls(files, self.connections, self._protocol)

@@ -28,10 +28,10 @@ from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.events.curve_admission import CurveGate
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.replicas.catch_up import AGAIN_S, CatchingUp, Occasion
 from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError
+from lean_selector.replicas.snapshot_requests import AGAIN_S, CatchingUp, Occasion
 from lean_selector.server.host import StartError
-from lean_selector.server.outbound import credentials_of
+from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.exposition import Families, Sample, by, labels, table
 from lean_selector.service.replies import Answer, SlicedAnswers
@@ -112,7 +112,7 @@ class Replication:
         self._on_applied = on_applied
         gate = None
         if config.replica_keys.secret_key_file is not None:
-            from lean_selector.server.keys import replica_gate
+            from lean_selector.server.curve_settings import replica_gate
 
             gate = replica_gate(context, config.replica_keys)
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.core.selection.settings import (
+from lean_selector.core.selection.router_settings import (
     DISK_WEIGHT,
     HOST_WEIGHT,
     RouterSettings,

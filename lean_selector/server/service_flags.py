@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from lean_selector.core.endpoints import check_endpoint
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
+from lean_selector.core.zmq_endpoints import check_endpoint
 from lean_selector.server.flags import Config, flag
 
 if TYPE_CHECKING:
-    from lean_selector.http.endpoints import AllowedEndpoints
+    from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
@@ -67,7 +67,7 @@ def pattern(value: str) -> str:
 
 
 def _allowed(patterns: list[str]) -> "AllowedEndpoints":
-    from lean_selector.http.endpoints import AllowedEndpoints
+    from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
     return AllowedEndpoints(patterns)
 

@@ -15,10 +15,10 @@ import msgspec
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply, Response, status_of
-from lean_selector.http.router import Match, RouteTable, percent_decode
+from lean_selector.http.routes_by_path import Match, RouteTable, percent_decode
 from lean_selector.service.gate import HUNG_UP, Route
 from lean_selector.service.logs import ACCESS_LOG
-from lean_selector.wire.selection import BodyIds
+from lean_selector.wire.selection_bodies import BodyIds
 
 MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
 MAX_TARGET_CHARACTERS = 1024

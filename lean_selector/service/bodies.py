@@ -13,7 +13,7 @@ from lean_selector.core.errors import BadRequest, SelectorError
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON
-from lean_selector.http.router import RepeatedQueryField, parse_query, percent_decode
+from lean_selector.http.routes_by_path import RepeatedQueryField, parse_query, percent_decode
 from lean_selector.service.replies import is_json, names_msgpack
 from lean_selector.wire.body_text import (
     LONG_PROMPT_BYTES,
@@ -24,8 +24,8 @@ from lean_selector.wire.body_text import (
     long_json_reader,
     messagepack_fault,
 )
-from lean_selector.wire.prompt import binary_form, last_lists_reader, short_form
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.prompt_forms import binary_form, last_lists_reader, short_form
+from lean_selector.wire.selection_bodies import PromptFields
 
 Query = dict[str, str]
 T = TypeVar("T")

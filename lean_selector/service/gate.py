@@ -16,7 +16,7 @@ import msgspec
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import status_of
-from lean_selector.http.router import Match, MethodNotAllowed, RouteTable
+from lean_selector.http.routes_by_path import Match, MethodNotAllowed, RouteTable
 from lean_selector.service.access import ADMIN, OPEN, READ, AccessTokens, Refusal, Role, refusal_of
 from lean_selector.service.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
 from lean_selector.service.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
@@ -31,8 +31,8 @@ from lean_selector.service.replies import (
     reply,
     sent,
 )
-from lean_selector.wire.busy import OverloadBody
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.busy_bodies import OverloadBody
+from lean_selector.wire.selection_bodies import PromptFields
 
 T = TypeVar("T")
 _NOTHING: Final = frozenset[str]()

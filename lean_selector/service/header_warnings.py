@@ -11,11 +11,11 @@ from typing import Final, Protocol
 
 import msgspec
 
-from lean_selector.core.endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import HttpPlaces, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.core.zmq_endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.http.head import Request
 from lean_selector.service.gate import Endpoint
 from lean_selector.service.replies import Answer, is_json, printable, warning_line

@@ -26,7 +26,7 @@ from lean_selector.wire.answer_forms import (
     messagepack_form,
     messagepack_of,
 )
-from lean_selector.wire.selection import ErrorBody
+from lean_selector.wire.selection_bodies import ErrorBody
 
 MSGPACK = b"application/msgpack"
 

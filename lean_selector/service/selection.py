@@ -19,8 +19,8 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import overridden
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import RouterOverride, Terms
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterOverride, Terms
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
     OUTLOOK,
@@ -51,12 +51,12 @@ from lean_selector.service.header_warnings import with_warnings
 from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
 from lean_selector.service.shared_handlers import OK, Replication
 from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
-from lean_selector.wire.busy import ThresholdRequest, ThresholdRow, Thresholds
+from lean_selector.wire.busy_bodies import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
-from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
+from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite
-from lean_selector.wire.selection import (
+from lean_selector.wire.selection_bodies import (
     Ending,
     OutputBlockRequest,
     ProjectionRequest,

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     HINT,
     OUTLOOK,
@@ -29,10 +29,9 @@ from lean_selector.service.bodies import DETAIL, Query, wants_detail
 from lean_selector.service.gate import Endpoint, with_query
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.worker_handlers import health_of
-from lean_selector.wire.prompt import prompt_to_book, prompt_to_select
+from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import unpack_signed
-from lean_selector.wire.selection import PromptFields, SourceCondition
-from lean_selector.wire.selection_16 import (
+from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,
     OverlapScores16,
@@ -47,6 +46,7 @@ from lean_selector.wire.selection_16 import (
     WorkerRecord16,
     WorkerRequest16,
 )
+from lean_selector.wire.selection_bodies import PromptFields, SourceCondition
 
 BODIES: Final[dict[str, Any]] = {
     "/workers": WorkerRequest16,

@@ -28,7 +28,7 @@ from lean_selector.service.exposition import (
     table_of,
 )
 from lean_selector.service.metrics import WORKERS, load_families, scope_labels
-from lean_selector.wire.selection import SourceStatus
+from lean_selector.wire.selection_bodies import SourceStatus
 
 MOST_WORKERS: Final = 1024  # have labels of their own while they are registered
 MOST_MODELS: Final = 256  # the first by name

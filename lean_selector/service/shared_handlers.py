@@ -13,7 +13,7 @@ from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.replies import Answer, Reply, Standing
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.replica_shapes import PeerRequest, PlaneState
-from lean_selector.wire.selection import Ok
+from lean_selector.wire.selection_bodies import Ok
 
 OK: Final = Standing(Ok())
 

@@ -33,7 +33,7 @@ from lean_selector.service.header_warnings import (
 from lean_selector.service.replies import Reply, Standing
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.answer_forms import JsonText, json_form
-from lean_selector.wire.selection import (
+from lean_selector.wire.selection_bodies import (
     Change,
     EjectedWorker,
     RankHealthRow,

@@ -19,7 +19,7 @@ import zmq.asyncio
 from lean_selector.events.curve_keys import CurveClient, check_curve, new_pair, read_list, read_pair
 from lean_selector.events.links import Links
 from lean_selector.events.names import Resolver
-from lean_selector.http.endpoints import Url, base_without_version
+from lean_selector.http.allowed_endpoints import Url, base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.tools.check_judgements import (
@@ -45,7 +45,7 @@ from lean_selector.tools.check_questions import (
     judge_hashes,
     judge_port,
 )
-from lean_selector.wire.selection import KvSource
+from lean_selector.wire.selection_bodies import KvSource
 from lean_selector.workers.engine_questions import ask_engine
 
 # -- the order of questions ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from lean_selector.wire.discovery_states import DiscoveredWorker, DiscoveryReport, DiscoveryState
-from lean_selector.wire.selection import KvSource, RankHealthRow, WorkerHealthDetail
+from lean_selector.wire.selection_bodies import KvSource, RankHealthRow, WorkerHealthDetail
 from lean_selector.workers.particulars import Particulars
 
 

@@ -9,11 +9,11 @@ from typing import Final, TypeVar
 import msgspec
 
 from lean_selector.core.index.shapes import BlockStored
+from lean_selector.events.ingest_turns import IngestTurns
+from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
 from lean_selector.events.links import Links
-from lean_selector.events.listener import KvReplay, ReplayEnd
-from lean_selector.events.turns import IngestTurns
-from lean_selector.http.endpoints import base_without_version
+from lean_selector.http.allowed_endpoints import base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.tools.check_judgements import (
     Finding,
@@ -24,7 +24,7 @@ from lean_selector.tools.check_judgements import (
 )
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.kv_events import NotABatch, batch_slices
-from lean_selector.wire.selection import KvSource
+from lean_selector.wire.selection_bodies import KvSource
 
 # -- the selector ----------------------------------------------------------------------------------
 

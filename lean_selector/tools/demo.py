@@ -17,13 +17,13 @@ import msgspec
 import uvloop
 
 from lean_selector.core.selection.shapes import RankLoadRow
-from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, hit_rate
 from lean_selector.tools.service_process import (
     ServiceError,
     ServiceProcess,
     answering_service,
     check_port,
 )
+from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, hit_rate
 from lean_selector.tools.traffic import (
     BLOCK_SIZE,
     Player,

@@ -12,7 +12,8 @@ from urllib.parse import quote
 import msgspec
 
 from lean_selector.core.selection.shapes import RankLoadRow
-from lean_selector.tools.engines import (
+from lean_selector.tools.service_process import HttpClient, ServiceError
+from lean_selector.tools.simulated_engines import (
     EngineModel,
     EngineSpeed,
     Request,
@@ -22,7 +23,6 @@ from lean_selector.tools.engines import (
     imbalance,
     make_request,
 )
-from lean_selector.tools.service_process import HttpClient, ServiceError
 
 # -- made-up multi-turn conversations --------------------------------------------------------------
 # A turn's prompt is the whole conversation so far: the engine that had the turn before computed its

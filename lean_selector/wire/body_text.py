@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.wire.scalars import HashList, packed_signed, packed_u32
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.selection_bodies import PromptFields
 
 # They check the grammar, and make nothing of it.
 _skip_json = msgspec.json.Decoder(msgspec.Raw).decode

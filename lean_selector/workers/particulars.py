@@ -9,9 +9,9 @@ import xxhash
 
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.http.endpoints import Url, base_without_version, endpoint_url
+from lean_selector.http.allowed_endpoints import Url, base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
-from lean_selector.wire.selection import RankText, WorkerFields, WorkerRequest
+from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRequest
 
 # -- --discover and --replica-sync-discover --------------------------------------------------------
 

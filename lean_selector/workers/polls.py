@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.selector import WorkerHealth
-from lean_selector.http.endpoints import url_at
+from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.http.outbound import OutboundAnswer, OutboundFailed
 from lean_selector.tasks import watched
 

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 import zmq
 
-from lean_selector.tools.engines import BlockCache
+from lean_selector.tools.simulated_engines import BlockCache
 from loadtest.child_service import ENDING_SIGNALS
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
 from loadtest.duel.targets import Service, TargetError

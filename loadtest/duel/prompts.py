@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
-from lean_selector.tools.engines import make_request
+from lean_selector.tools.simulated_engines import make_request
 from loadtest.replay_trace import TRACE_BLOCK_TOKENS, TraceLine, open_trace, prompt_tokens
 
 MODEL_NAME = "versus"

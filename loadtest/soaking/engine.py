@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from random import Random
 
-from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, make_request
+from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
 from loadtest.soaking.answers import BLOCK_SIZE, FRESH_TOKENS, families
 
 CAPACITY_BLOCKS = 4_096

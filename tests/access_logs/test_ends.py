@@ -13,8 +13,8 @@ import uvloop
 
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.gateway import access_logs
 from lean_selector.gateway.access_logs import (

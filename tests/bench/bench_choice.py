@@ -19,8 +19,8 @@ from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest, Source, WorkerSpec
 
 BLOCK_SIZE = 16

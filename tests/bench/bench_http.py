@@ -12,7 +12,7 @@ from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.reader import RequestReader
 from lean_selector.http.response import date_header, encode_response
-from lean_selector.http.router import RouteTable
+from lean_selector.http.routes_by_path import RouteTable
 
 HEAD = (
     b"POST %b HTTP/1.1\r\nHost: 127.0.0.1:8092\r\nAccept: */*\r\nAccept-Encoding: gzip, deflate\r\n"

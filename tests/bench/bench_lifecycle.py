@@ -20,8 +20,8 @@ from collections import Counter
 from types import FrameType
 
 from lean_selector.core.index.shapes import Tier
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol

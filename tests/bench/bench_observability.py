@@ -23,14 +23,14 @@ from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import Placement, SelectionRequest, Source, WorkerSpec
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, date_header, encode_response
-from lean_selector.http.router import Match
+from lean_selector.http.routes_by_path import Match
 from lean_selector.service.application import metrics_route
 from lean_selector.service.exposition import LoopLag
 from lean_selector.service.gate import Gate
@@ -39,7 +39,7 @@ from lean_selector.service.replies import Answer
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.selector_metrics import selection_families
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.wire.selection import SourceCondition
+from lean_selector.wire.selection_bodies import SourceCondition
 
 ROUNDS = 40
 REQUESTS = 400

@@ -16,7 +16,7 @@ from lean_selector.client import (
     SyncKvRouter,
     SyncSlotTracker,
 )
-from lean_selector.client.settings import Backoff
+from lean_selector.client.client_settings import Backoff
 from lean_selector.inprocess.dialect import SelectionServiceError
 from lean_selector.inprocess.remote import RemoteSelectionService
 from tests.certificates import HOST, LOCKED_KEY, Authority, Files

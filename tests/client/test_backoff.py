@@ -2,7 +2,7 @@
 
 import random
 
-from lean_selector.client.settings import Backoff
+from lean_selector.client.client_settings import Backoff
 
 
 def test_waits_double_have_jitter_and_end() -> None:

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from lean_selector.client import calls
+from lean_selector.client.client_settings import Timeouts
 from lean_selector.client.errors import NoWorkerAvailable, ServiceRefused
-from lean_selector.client.settings import Timeouts
 from lean_selector.client.transport import ServiceAddress
 
 

@@ -38,7 +38,7 @@ def test_what_engines_and_clients_use_imports_no_server(code: str) -> None:
     assert not loaded & {
         "uvloop",
         "httptools",
-        "lean_selector.server.selector",
+        "lean_selector.server.selector_process",
     }
     assert ("httpx" in loaded) is ("client" in code)
 

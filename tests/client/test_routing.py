@@ -8,6 +8,7 @@ import pytest
 
 from lean_selector.client import calls
 from lean_selector.client.calls import Overlap, Scope, Selected, Worker
+from lean_selector.client.client_settings import Backoff
 from lean_selector.client.errors import (
     ClientError,
     InvalidRequest,
@@ -17,7 +18,6 @@ from lean_selector.client.errors import (
 )
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import Ask, Flow, Pause, Prompt, Release, Routing, Step, Terms
-from lean_selector.client.settings import Backoff
 
 
 def routing(**fields: Any) -> Routing:

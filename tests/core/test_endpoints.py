@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.core.endpoints import (
+from lean_selector.core.zmq_endpoints import (
     check_endpoint,
     http_place,
     replay_endpoint_for,

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lean_selector.gateway.metrics import Counts
+from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import WorkerLease

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
 
 def allows(pattern: str, endpoint: str) -> bool:

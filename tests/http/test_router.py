@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.http.router import (
+from lean_selector.http.routes_by_path import (
     Match,
     MethodNotAllowed,
     RepeatedQueryField,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.http.endpoints import Url, base_without_version
+from lean_selector.http.allowed_endpoints import Url, base_without_version
 
 
 @pytest.mark.parametrize(

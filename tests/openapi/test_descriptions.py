@@ -80,8 +80,8 @@ def test_what_a_connection_may_answer_by_itself_is_what_http1_refuses_with() -> 
 
 def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
     script = (
-        "import sys, lean_selector.cli, lean_selector.server.selector,"
-        " lean_selector.server.slot_tracker;"
+        "import sys, lean_selector.cli, lean_selector.server.selector_process,"
+        " lean_selector.server.slot_tracker_process;"
         "print([name for name in sys.modules if 'openapi' in name])"
     )
     said = subprocess.run(

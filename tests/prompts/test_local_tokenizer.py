@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from lean_selector.events.names import Resolver
-from lean_selector.gateway.engines import NotTokenized
+from lean_selector.gateway.engine_answers import NotTokenized
 from lean_selector.gateway.local_tokenizer import MOST_WAITING, ChatTemplate, LocalTokenizer
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.answers import Additions
-from lean_selector.gateway.engines import tokenize_body
+from lean_selector.gateway.engine_answers import tokenize_body
 from lean_selector.gateway.learned_prompts import LINK_BYTES, Chain, PromptMemory
 from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
 from lean_selector.gateway.prompt_shapes import Served

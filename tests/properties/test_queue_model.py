@@ -18,9 +18,9 @@ from lean_selector.core.health.ejections import FAILED, OK
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.router_settings import QueuePolicy, RouterSettings
 from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
-from lean_selector.core.selection.settings import QueuePolicy, RouterSettings
 from lean_selector.core.selection.shapes import (
     PinnedWorker,
     Placement,

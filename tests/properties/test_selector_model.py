@@ -16,8 +16,8 @@ from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest, Source, WorkerSpec
 
 BLOCK_SIZE = 4

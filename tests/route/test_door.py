@@ -13,7 +13,7 @@ from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.gateway.engines import UnknownModel
+from lean_selector.gateway.engine_answers import UnknownModel
 from lean_selector.gateway.model_request import MEDIA
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed

@@ -10,9 +10,9 @@ import pytest
 import zmq.asyncio
 
 from lean_selector.events.curve_keys import new_pair
+from lean_selector.server.curve_settings import engine_client_keys, replica_gate
 from lean_selector.server.flags import add_flags, load
 from lean_selector.server.host import StartError
-from lean_selector.server.keys import engine_client_keys, replica_gate
 from lean_selector.server.selector_flags import EngineKeys, SelectorConfig
 from lean_selector.server.service_flags import ReplicaKeys
 from lean_selector.tools.keys import write_pair

@@ -137,7 +137,7 @@ def test_without_its_flags_there_is_no_door_and_nothing_of_it_is_imported() -> N
     with RunningService() as service:
         assert service.post("/route/v1/completions", {"model": "m", "prompt": "hello"})[0] == 404
     script = (
-        "import sys, lean_selector.cli, lean_selector.server.selector;"
+        "import sys, lean_selector.cli, lean_selector.server.selector_process;"
         "print([n for n in sys.modules if n.startswith(('lean_selector.gateway.', "
         "'lean_selector.server.gateway_routes'))])"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.selection.shapes import PartitionKey
-from lean_selector.server.selector import RoutedExpiry
+from lean_selector.server.selector_process import RoutedExpiry
 from tests.driven_selector import DrivenSelector
 
 

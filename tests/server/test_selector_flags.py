@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.server.flags import OneLineParser, add_flags, fields_of, load
 from lean_selector.server.selector_flags import SelectorConfig
 

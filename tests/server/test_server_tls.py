@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from lean_selector.http.connections import TlsCounts
+from lean_selector.server.server_tls import HandshakeLog, server_context
 from lean_selector.server.service_flags import TlsFiles
-from lean_selector.server.tls import HandshakeLog, server_context
 from tests.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.prometheus_tools import scrape
 from tests.running_service import RunningService, free_port, wait_until

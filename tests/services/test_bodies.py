@@ -17,7 +17,7 @@ from lean_selector.service.bodies import (
     worker_id_param,
 )
 from lean_selector.service.replies import MSGPACK
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.selection_bodies import PromptFields
 from tests.gates import request
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lean_selector.core.selection.router_settings import RouterSettings, SelectionCacheSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings, SelectionCacheSettings
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.gate import Gate

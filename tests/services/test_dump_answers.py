@@ -13,7 +13,7 @@ from lean_selector.core.index.shapes import Tier
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.http.response import PendingReply
 from lean_selector.service.replies import SLICE_S
 from lean_selector.service.selection import DumpAnswers

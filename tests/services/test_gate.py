@@ -19,7 +19,7 @@ from lean_selector.service.gate import (
     with_query,
 )
 from lean_selector.service.replies import LaterReply, Reply
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.selection_bodies import PromptFields
 from tests.gates import answered, request
 
 

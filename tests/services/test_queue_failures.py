@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService

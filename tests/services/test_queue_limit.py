@@ -4,8 +4,8 @@ import json
 import random
 from collections.abc import Callable
 
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService

@@ -7,7 +7,7 @@ import uvloop
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
-from lean_selector.events.turns import SWEEP_SLICE_S, IndexSweeps
+from lean_selector.events.ingest_turns import SWEEP_SLICE_S, IndexSweeps
 from tests.running_service import DEADLINE_S
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import uvloop
 
-from lean_selector.events.turns import IngestTurns
+from lean_selector.events.ingest_turns import IngestTurns
 
 
 def test_sources_take_turns_and_the_loop_runs_in_between() -> None:

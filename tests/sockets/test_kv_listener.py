@@ -24,11 +24,11 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events import batch_work
-from lean_selector.events import listener as kv_replay
+from lean_selector.events import kv_listener as kv_replay
+from lean_selector.events.ingest_turns import IngestTurns
+from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.link import LinkState
 from lean_selector.events.links import MAX_WAITING_BYTES, Links, Waiting
-from lean_selector.events.listener import KvListener
-from lean_selector.events.turns import IngestTurns
 from lean_selector.tasks import failures
 from tests.on_loop import until
 from tests.running_service import free_port

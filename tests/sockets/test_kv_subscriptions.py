@@ -9,8 +9,8 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
 from lean_selector.events import subscriptions as kv_subscriptions
+from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.links import Links
-from lean_selector.events.listener import KvListener
 from lean_selector.events.subscriptions import KvSubscriptions
 from tests.on_loop import on_loop, until
 

@@ -23,7 +23,7 @@ from lean_selector.events import links as links_module
 from lean_selector.events.link import Link, LinkState, Message, Opening, check_link
 from lean_selector.events.links import Links, Waiting
 from lean_selector.events.names import Address, Resolver
-from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from tests.on_loop import until
 
 # What ZMTP 3 begins with, the NULL mechanism.

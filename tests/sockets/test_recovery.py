@@ -17,7 +17,7 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.events.links import Links
 from lean_selector.events.names import Resolver

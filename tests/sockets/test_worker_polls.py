@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.http.endpoints import url_at
+from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import Fleet
 from tests.running_service import RunningService, wait_until

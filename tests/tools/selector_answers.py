@@ -3,7 +3,7 @@
 from typing import Any
 
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.selection import KvSource, RankHealthRow
+from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
 
 _SOURCE: dict[str, Any] = {
     **{"worker_id": 3, "dp_rank": 1, "endpoint": "tcp://gpu:5557", "replay_endpoint": None},

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lean_selector.tools.engines import BlockCache, Held
+from lean_selector.tools.simulated_engines import BlockCache, Held
 
 CAPACITY = 7
 Path = tuple[int, ...]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.tools.engines import EngineModel, EngineSpeed, make_request
+from lean_selector.tools.simulated_engines import EngineModel, EngineSpeed, make_request
 from lean_selector.tools.traffic import (
     Outcome,
     Recorded,

@@ -1,7 +1,7 @@
 """Which ranks share an endpoint that only one of them can have."""
 
 from lean_selector.tools.check_judgements import Level, WorkerRecord, judge_shared_endpoints
-from lean_selector.wire.selection import KvSource
+from lean_selector.wire.selection_bodies import KvSource
 
 from .selector_answers import source as source_in
 

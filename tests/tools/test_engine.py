@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from lean_selector.core.hashing import block_hashes
-from lean_selector.tools.engines import (
+from lean_selector.tools.simulated_engines import (
     EngineModel,
     EngineSpeed,
     Request,

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from lean_selector.tools import traffic as player_module
-from lean_selector.tools.engines import EngineSpeed, SimulatedEngine, make_request
 from lean_selector.tools.service_process import HttpClient, ServiceError
+from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
 from lean_selector.tools.traffic import Player, percentile
 
 from .conftest import ScriptedService

@@ -7,7 +7,7 @@ from lean_selector.tools.check_judgements import (
     can_be_chosen,
     judge_workers,
 )
-from lean_selector.wire.selection import RankHealthRow, WorkerHealthDetail
+from lean_selector.wire.selection_bodies import RankHealthRow, WorkerHealthDetail
 
 from .selector_answers import rank_health
 

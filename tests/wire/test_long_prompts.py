@@ -20,8 +20,8 @@ from lean_selector.wire.body_text import (
     long_json_reader,
     messagepack_fault,
 )
-from lean_selector.wire.prompt import binary_form, prompt_to_select
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.prompt_forms import binary_form, prompt_to_select
+from lean_selector.wire.selection_bodies import PromptFields
 from tests.gates import request
 
 Body = bytes | bytearray

@@ -10,12 +10,9 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.hashing import block_hashes, sequence_hashes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.wire.prompt import (
-    prompt_to_book,
-    prompt_to_select,
-)
+from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import packed
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.selection_bodies import PromptFields
 
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 decode = msgspec.json.Decoder(PromptFields).decode

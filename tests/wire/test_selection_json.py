@@ -14,7 +14,7 @@ from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.shapes import Overlap, PinnedWorker, Placement, WorkerSpec
 from lean_selector.wire.replica_shapes import PeerRequest
 from lean_selector.wire.scalars import f32, f32_shortest
-from lean_selector.wire.selection import (
+from lean_selector.wire.selection_bodies import (
     OutputBlockRequest,
     ReservationRequest,
     SelectAndReserveRequest,

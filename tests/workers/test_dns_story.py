@@ -12,8 +12,8 @@ import uvloop
 import zmq.asyncio
 
 from lean_selector.core.errors import NotFound
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest
 from lean_selector.events.links import Links
 from lean_selector.events.subscriptions import KvSubscriptions

@@ -14,12 +14,11 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import UNSET
 
-from lean_selector.core.endpoints import HttpPlace, check_endpoint, http_place, replay_endpoint_for
 from lean_selector.core.errors import BadRequest, NotFound, NoWorkers
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.numbers import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.settings import RouterSettings
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import (
     BY_RANK,
     PartitionKey,
@@ -28,6 +27,12 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.core.settings import Dialect
+from lean_selector.core.zmq_endpoints import (
+    HttpPlace,
+    check_endpoint,
+    http_place,
+    replay_endpoint_for,
+)
 
 
 class HttpPlaces:

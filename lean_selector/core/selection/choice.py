@@ -19,7 +19,7 @@ from lean_selector.core.selection.cost import (
 )
 from lean_selector.core.selection.overlap import NOTHING, MatchSets, RankSets, met, set_numbers
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.router_settings import Terms
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # --------------------------------------------------------------------------------------------------

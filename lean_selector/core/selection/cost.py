@@ -22,7 +22,7 @@ to 0..1. Each line stands once, for the choice and for its explanation: the last
 import math
 
 from lean_selector.core.index.shapes import Matched
-from lean_selector.core.selection.settings import RouterOverride, RouterSettings, Terms
+from lean_selector.core.selection.router_settings import RouterOverride, RouterSettings, Terms
 from lean_selector.core.selection.shapes import SelectionRequest
 
 

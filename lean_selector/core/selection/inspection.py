@@ -12,7 +12,7 @@ from lean_selector.core.selection.cost import cached_tokens, credit_blocks
 from lean_selector.core.selection.overlap import NOTHING, match_by_rank
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.router_settings import Terms
 from lean_selector.core.selection.shapes import (
     OverlapRow,
     OverlapScores,

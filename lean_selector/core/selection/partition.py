@@ -20,7 +20,7 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey, bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
-from lean_selector.core.selection.settings import QueuePolicy
+from lean_selector.core.selection.router_settings import QueuePolicy
 from lean_selector.core.selection.shapes import (
     Overlap,
     PinnedWorker,

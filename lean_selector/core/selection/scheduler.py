@@ -14,7 +14,7 @@ from lean_selector.core.selection.choice import Pricing, cells, drawn
 from lean_selector.core.selection.cost import cached_tokens
 from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of
 from lean_selector.core.selection.partition import Partition, SchedulableWorker
-from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.router_settings import Terms
 from lean_selector.core.selection.shapes import (
     Overlap,
     Placement,

@@ -34,6 +34,7 @@ from lean_selector.core.selection.cost import terms
 from lean_selector.core.selection.explain import with_more
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
+from lean_selector.core.selection.router_settings import RouterSettings, Terms
 from lean_selector.core.selection.scheduler import (
     NO_ENDPOINTS,
     check_pin,
@@ -44,7 +45,6 @@ from lean_selector.core.selection.scheduler import (
     place,
     steered,
 )
-from lean_selector.core.selection.settings import RouterSettings, Terms
 from lean_selector.core.selection.shapes import (
     CachedSelection,
     PartitionKey,

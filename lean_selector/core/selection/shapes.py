@@ -5,7 +5,7 @@ from msgspec import UNSET, UnsetType
 
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.router_settings import Terms
 
 PartitionKey = tuple[str, str]
 

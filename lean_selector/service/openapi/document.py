@@ -17,8 +17,8 @@ from lean_selector.service.openapi.routes import (
 )
 from lean_selector.service.openapi.schemas import Schema, components
 from lean_selector.service.openapi.shapes import RouteDescription, Text
-from lean_selector.wire.busy import OverloadBody
-from lean_selector.wire.selection import ErrorBody, PromptFields
+from lean_selector.wire.busy_bodies import OverloadBody
+from lean_selector.wire.selection_bodies import ErrorBody, PromptFields
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"

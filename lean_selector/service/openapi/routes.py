@@ -22,23 +22,23 @@ from lean_selector.service.openapi.shapes import (
     Snapshot,
     Text,
 )
-from lean_selector.wire.busy import ThresholdRow, Thresholds
+from lean_selector.wire.busy_bodies import ThresholdRow, Thresholds
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.replica_shapes import PlaneState
-from lean_selector.wire.selection import (
-    KvSource,
-    Ok,
-    OpenAiErrorBody,
-    Readiness,
-    WorkerDetail,
-)
-from lean_selector.wire.selection_16 import (
+from lean_selector.wire.selection_16_bodies import (
     Booked16,
     OverlapScores16,
     PartitionLoads16,
     Selection16,
     WorkerDetail16,
     WorkerRecord16,
+)
+from lean_selector.wire.selection_bodies import (
+    KvSource,
+    Ok,
+    OpenAiErrorBody,
+    Readiness,
+    WorkerDetail,
 )
 
 Descriptions = dict[tuple[str, str], RouteDescription]

@@ -6,7 +6,7 @@ import msgspec
 
 from lean_selector.wire.dump_shapes import TierEvent
 from lean_selector.wire.replica_shapes import SessionLine, SnapshotLine
-from lean_selector.wire.selection import ErrorBody
+from lean_selector.wire.selection_bodies import ErrorBody
 
 
 class Text(msgspec.Struct, frozen=True):

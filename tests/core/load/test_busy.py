@@ -15,8 +15,8 @@ from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cost import terms
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 from tests import naive_choice
 from tests.bookings import book

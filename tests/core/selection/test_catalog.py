@@ -13,8 +13,8 @@ from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection import catalog as catalog_module
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.settings import RouterSettings
 from lean_selector.core.selection.shapes import Source, WorkerSpec
 from tests.driven_selector import DrivenSelector, Sources, pack
 

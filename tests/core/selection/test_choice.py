@@ -22,7 +22,7 @@ from lean_selector.core.selection.choice import Cell, Pricing, all_costs, cheape
 from lean_selector.core.selection.cost import credit_blocks, credit_decay, softmax
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import Terms
+from lean_selector.core.selection.router_settings import Terms
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 
 Load = tuple[int, int]  # prefill tokens, active blocks

@@ -19,7 +19,7 @@ from lean_selector.core.selection.cost import (
     terms,
 )
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import RouterOverride, RouterSettings, Terms
+from lean_selector.core.selection.router_settings import RouterOverride, RouterSettings, Terms
 from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
 from lean_selector.core.settings import API_1_3, API_1_6
 

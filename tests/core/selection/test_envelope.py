@@ -20,8 +20,8 @@ from lean_selector.core.selection.choice import (
 )
 from lean_selector.core.selection.cost import overridden, softmax
 from lean_selector.core.selection.overlap import match_sets
+from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.scheduler import place
-from lean_selector.core.selection.settings import RouterOverride
 from lean_selector.core.selection.shapes import SelectionRequest
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack

@@ -17,8 +17,8 @@ from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.overlap import as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.router_settings import Terms
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
-from lean_selector.core.selection.settings import Terms
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 from tests.bookings import book
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from lean_selector.core.selection.partition import Parked, ParkedQueue
-from lean_selector.core.selection.settings import QueuePolicy, Terms
+from lean_selector.core.selection.router_settings import QueuePolicy, Terms
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from tests.driven_selector import prompt_of
 

@@ -17,13 +17,13 @@ from lean_selector.core.selection.choice import Pricing, all_costs, cells
 from lean_selector.core.selection.cost import cached_tokens, overridden
 from lean_selector.core.selection.overlap import Matches, as_sets
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.router_settings import RouterOverride, Terms
 from lean_selector.core.selection.scheduler import (
     check_pin,
     effective_prefill_tokens,
     eligible,
     place,
 )
-from lean_selector.core.selection.settings import RouterOverride, Terms
 from lean_selector.core.selection.shapes import Overlap, Placement, SelectionRequest
 from tests.bookings import book
 from tests.driven_selector import DrivenSelector, pack

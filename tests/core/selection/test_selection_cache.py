@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.settings import SelectionCacheSettings
+from lean_selector.core.selection.router_settings import SelectionCacheSettings
 from lean_selector.core.selection.shapes import CachedSelection
 
 KEY, OTHER = ("m", "g"), ("m", "h")

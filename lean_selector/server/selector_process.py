@@ -21,9 +21,9 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import PartitionKey
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
+from lean_selector.events.ingest_turns import IndexSweeps
 from lean_selector.events.links import Links
 from lean_selector.events.subscriptions import KvSubscriptions
-from lean_selector.events.turns import IndexSweeps
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.protocol import App
@@ -124,7 +124,7 @@ class SelectorParts:
         allowed = self.allowed = config.endpoints.rules
         engine_keys = None
         if config.engine_keys.server_keys_file is not None:
-            from lean_selector.server.keys import engine_client_keys
+            from lean_selector.server.curve_settings import engine_client_keys
 
             engine_keys = engine_client_keys(config.engine_keys)
         links = self._links = Links(context, allowed=allowed, engine_keys=engine_keys)
@@ -167,7 +167,7 @@ class SelectorParts:
         self.replication = replication
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
-            from lean_selector.server.outbound import worker_check
+            from lean_selector.server.peer_access import worker_check
 
             check_worker = worker_check(allowed)
         self.selector = selector = Selector(
@@ -273,14 +273,14 @@ class SelectorParts:
     def engine_client(self) -> "OutboundClient":
         """For requests to engines. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
-        from lean_selector.server.outbound import credentials_of
+        from lean_selector.server.peer_access import credentials_of
 
         return OutboundClient(self.resolve, credentials_of(self._config.engines), self.allowed)
 
     def peer_client(self) -> "OutboundClient":
         """For requests to peers. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
-        from lean_selector.server.outbound import credentials_of
+        from lean_selector.server.peer_access import credentials_of
 
         return OutboundClient(self.resolve, credentials_of(self._config.peers))
 

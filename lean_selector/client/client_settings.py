@@ -9,7 +9,7 @@ from typing import NoReturn
 import msgspec
 
 from lean_selector.core.numbers import number, optional, switch
-from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.router_settings import RouterOverride
 
 Verify = bool | str | PathLike[str] | ssl.SSLContext
 Cert = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]

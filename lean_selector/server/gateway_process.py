@@ -7,9 +7,9 @@ selector's API, which answers until that has drained.
 import asyncio
 import time
 
-from lean_selector.gateway.engines import CatalogFleet
+from lean_selector.gateway.engine_answers import CatalogFleet
+from lean_selector.gateway.gateway_metrics import Counts, gateway_families
 from lean_selector.gateway.handler import GatewayHandler, ModelList, guarded, http_refusal
-from lean_selector.gateway.metrics import Counts, gateway_families
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.upstreams import Directory, Rotation
 from lean_selector.http.connections import Connections
@@ -19,8 +19,8 @@ from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import HttpServer, new_zmq_context, run, tokens_of
-from lean_selector.server.outbound import credentials_of
-from lean_selector.server.selector import SelectorParts, gateway_routes_of, selector_app
+from lean_selector.server.peer_access import credentials_of
+from lean_selector.server.selector_process import SelectorParts, gateway_routes_of, selector_app
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
 

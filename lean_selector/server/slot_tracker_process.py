@@ -21,7 +21,11 @@ from lean_selector.service.exposition import Families
 from lean_selector.service.gate import durable
 from lean_selector.service.metrics import connection_families
 from lean_selector.service.shared_handlers import discovery_routes
-from lean_selector.service.slot_tracker import SlotTrackerService, TrackerLog, tracker_families
+from lean_selector.service.slot_tracker_handlers import (
+    SlotTrackerService,
+    TrackerLog,
+    tracker_families,
+)
 
 if TYPE_CHECKING:
     from lean_selector.server.replication import Replication

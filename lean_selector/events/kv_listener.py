@@ -14,13 +14,13 @@ from enum import Enum, auto
 from lean_selector.core.index.kv_cursor import BatchVerdict, KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.events.batch_work import BatchWork
+from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_sockets import live_frames, open_live, open_replay, replay_frames
 from lean_selector.events.link import LinkState
 from lean_selector.events.links import Links
 from lean_selector.events.source_watch import GRACE_S, SourceWatch, condition
-from lean_selector.events.turns import IngestTurns
 from lean_selector.tasks import supervise
-from lean_selector.wire.selection import SourceCondition, SourceStatus
+from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
 
 # Engines answer a replay between batches, about every 0.1 s (vLLM).
 REPLAY_IDLE_S = 1.5

@@ -22,7 +22,7 @@ from lean_selector.service.metrics import WORKERS, load_families, scope_labels
 from lean_selector.service.replies import Standing
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.replica_shapes import PeerUrlRequest
-from lean_selector.wire.slot_tracker import (
+from lean_selector.wire.slot_tracker_bodies import (
     AddRequest,
     LifecycleRequest,
     PotentialLoadsRequest,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     BY_RANK,
     AffinityTarget,

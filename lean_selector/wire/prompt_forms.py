@@ -20,7 +20,7 @@ from lean_selector.core.hashing import (
 from lean_selector.core.numbers import MAX_ISL_TOKENS, U64_MAX
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.scalars import ABSENT, check_ignored, check_u64, is_absent, packed
-from lean_selector.wire.selection import PromptFields
+from lean_selector.wire.selection_bodies import PromptFields
 
 T = TypeVar("T")
 

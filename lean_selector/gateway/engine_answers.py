@@ -23,7 +23,7 @@ from lean_selector.gateway.model_request import (
     template_arguments,
 )
 from lean_selector.gateway.prompt_shapes import ModelCards, Served, TokenizeAnswer, Unknown, Why
-from lean_selector.http.endpoints import url_at
+from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, OutboundTimedOut
 from lean_selector.tasks import supervise
 from lean_selector.wire.scalars import packed_u32

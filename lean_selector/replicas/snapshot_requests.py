@@ -21,7 +21,7 @@ from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhi
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
-from lean_selector.events.turns import Pauses
+from lean_selector.events.ingest_turns import Pauses
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.mesh import HEARTBEAT_S, ReplicaSync
 from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched

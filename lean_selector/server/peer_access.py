@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-from lean_selector.core.endpoints import replay_endpoint_for
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.http.endpoints import AllowedEndpoints
+from lean_selector.core.zmq_endpoints import replay_endpoint_for
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
 from lean_selector.server.service_flags import Access

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UnsetType
 
 from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.settings import RouterOverride
+from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     Booked,
     Explanation,
@@ -24,7 +24,7 @@ from lean_selector.core.selection.shapes import (
     WorkerLoad,
 )
 from lean_selector.wire.scalars import U32, NonNegative, check_u64
-from lean_selector.wire.selection import (
+from lean_selector.wire.selection_bodies import (
     Change,
     PromptFields,
     RankText,
