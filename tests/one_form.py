@@ -10,18 +10,25 @@ MARK = "one_form"
 TESTS = Path(__file__).parent
 ONE_FORM = {
     "client": "the client library is not compiled; its calls on a service are also those of"
-    " tests/inprocess and tests/services",
+    " tests/inprocess and tests/service",
     "deploy/test_manifests.py": "reads manifests; what they start is started from the image too",
     "deploy/test_recipes.py": "reads files",
     "deploy/test_unit.py": "reads a unit; what it lets through is asked of the system",
     "documents/test_commands.py": "reads pages, and command lines, which are not compiled",
     "documents/test_python_examples.py": "examples of the client library",
     "loadtest": "load generators are not of the package; the compiled form has its own comparison",
-    "openapi/test_schemathesis.py": "the document is not compiled; what no form may fail at is in"
+    "service/test_schemathesis.py": "the document is not compiled; what no form may fail at is in"
     " tests/properties/test_no_input_is_a_failure.py",
-    "prompts": "reading prompts of text is not compiled",
+    **dict.fromkeys(
+        (
+            *("gateway/test_answers.py", "gateway/test_learned_prompts.py"),
+            *("gateway/test_local_tokenizer.py", "gateway/test_model_request.py"),
+            *("gateway/test_prompts.py", "gateway/test_vllm_prompts.py"),
+        ),
+        "reading prompts of text is not compiled",
+    ),
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
-    " tests/route, and what it reads of them in tests/access_logs",
+    " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_log_lines.py",
     "test_ci_run.py": "a script of continuous integration",
     "test_lowest_versions.py": "a script of continuous integration",
     "test_property_runs.py": "how tests draw",

@@ -47,6 +47,6 @@ def test_the_rule_sees_imports_in_every_form(tmp_path: Path) -> None:
 def test_most_tests_run_on_both_forms() -> None:
     every = list(TESTS.rglob("test_*.py"))
     assert {path.parent.name for path in set(every) - set(LEFT_OUT)} >= {
-        *("core", "wire", "http", "services", "sockets", "observing"),  # what is compiled
+        *("core", "wire", "http", "service", "events", "replicas"),  # what is compiled
         *("conformance", "interop", "properties", "inprocess", "server", "gateway"),
     }

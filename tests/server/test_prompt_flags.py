@@ -13,7 +13,7 @@ from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import SelectorConfig
-from tests.prompts.test_prompts import Workers
+from tests.gateway.test_prompts import Workers
 
 
 def settings_of(*args: str, of: type[SelectorConfig] = GatewayConfig) -> PromptSettings | None:

@@ -3,7 +3,7 @@
 By hand, as tests/client/test_vllm_engine.py says:
 
     LEAN_SELECTOR_VLLM=/tmp/vllm/bin/python pytest -m engine --log-cli-level=WARNING \\
-        tests/prompts/test_vllm_prompts.py
+        tests/gateway/test_vllm_prompts.py
 
 One engine with DeepSeek's tokenizer and a made-up model, and a selector that hears its events.
 """
@@ -29,8 +29,8 @@ from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
 from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine, Selector
 from tests.client.tiny_model import write_model
-from tests.prompts.test_local_tokenizer import SHIPPED, TEMPLATE
-from tests.prompts.test_prompts import CHAT, TEXT, Workers
+from tests.gateway.test_local_tokenizer import SHIPPED, TEMPLATE
+from tests.gateway.test_prompts import CHAT, TEXT, Workers
 from tests.running_service import wait_until
 
 pytestmark = [

@@ -13,7 +13,7 @@ from lean_selector.core.hashing import local_hashes
 from lean_selector.gateway.learned_prompts import Chain, Known, PromptMemory
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Served
-from tests.prompts.talking_engine import chat_tokens, tokens_of
+from tests.gateway.talking_engine import chat_tokens, tokens_of
 
 BLOCK_SIZE, CHAT = 4, "/v1/chat/completions"
 SERVED = Served("m", "default", BLOCK_SIZE, False, {})

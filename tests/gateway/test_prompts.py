@@ -19,7 +19,7 @@ from lean_selector.gateway.model_request import MEDIA, NO_PROMPT, SEVERAL, UNKNO
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
-from tests.prompts.talking_engine import (
+from tests.gateway.talking_engine import (
     ADAPTER,
     MODEL,
     TalkingEngine,

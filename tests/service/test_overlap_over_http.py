@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from tests.running_service import DEADLINE_S, RunningService, wait_until
-from tests.services.test_document_examples import WORKER
+from tests.service.test_document_examples import WORKER
 
 BLOCK_SIZE = 4
 MEDIUM = {"gpu": "GPU", "cpu": "CPU_PINNED", "disk": "DISK", "external": "EXTERNAL"}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lean_selector.gateway.answers import AnswerReader, UsageReader
 from lean_selector.gateway.model_request import MOST_ID_BYTES
-from tests.prompts.talking_engine import stream, tokens_of, whole_answer
+from tests.gateway.talking_engine import stream, tokens_of, whole_answer
 
 PROMPT = list(range(100, 160))
 WORDS = ["Hello", " there", ' "token_ids":[1,2]', " \\", " end"]
