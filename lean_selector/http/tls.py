@@ -40,7 +40,7 @@ _NOTHING_COMMON: Final = frozenset(
 
 
 def kind_of(error: ssl.SSLError) -> str:
-    """The label of a failure, one of `tls_counts.REASONS`, from OpenSSL's name of it."""
+    """The label of a failure, one of `connections.REASONS`, from OpenSSL's name of it."""
     reason = error.reason or ""
     if reason in _CLIENT_CERTIFICATE:
         return "client_certificate"
