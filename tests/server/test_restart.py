@@ -428,7 +428,7 @@ def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
 
 def test_nothing_of_it_is_imported_while_no_state_is_kept() -> None:
     script = (
-        "import sys; from lean_selector.server import selector, slot_tracker, gateway; "
+        "import sys; from lean_selector.server import selector_process, slot_tracker_process; "
         "print([n for n in sys.modules if n.startswith('lean_selector.server.state_')])"
     )
     done = subprocess.run(

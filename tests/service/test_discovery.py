@@ -461,7 +461,7 @@ def test_without_a_flag_nothing_that_discovers_is_imported() -> None:
 
     script = """
 import sys
-from lean_selector.server import selector, slot_tracker
+from lean_selector.server import selector_process, slot_tracker_process
 from lean_selector.server import selector_flags
 found = [n for n in sys.modules if n.startswith(("lean_selector.workers", "yaml", "dns."))]
 sys.exit(" ".join(found) or 0)
