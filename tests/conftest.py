@@ -24,6 +24,11 @@ from loadtest.reference import NotInstalled, interpreter
 from tests.one_form import MARK, is_of_one_form
 
 EXPLORE_TIMES = 20  # as many examples in an exploring run
+# Files that take minutes: they begin first, so that none is left over for one of several processes.
+LONG = {
+    *("test_schemathesis.py", "test_image.py", "test_property_runs.py"),
+    "test_without_simdjson.py",
+}
 
 settings.register_profile(
     "repeatable",
@@ -66,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if is_of_one_form(item.path):
             item.add_marker(MARK)

@@ -16,7 +16,7 @@ def modules_after(code: str, *prelude: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "server", ["process.selector", "process.slot_tracker", "cli", "tools.demo"]
+    "server", ["server.selector_process", "server.slot_tracker_process", "cli", "tools.demo"]
 )
 def test_a_server_does_not_import_the_client(server: str) -> None:
     loaded = modules_after(f"import lean_selector.{server}")
