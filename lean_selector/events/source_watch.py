@@ -61,7 +61,7 @@ def condition(
 
 
 class SourceWatch:
-    """Of one source. Times are monotonic seconds."""
+    """Watches one source. Times are monotonic seconds."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ def _bound(
 
 
 class ReplicaSync:
-    """The replica plane of one process. Must be used from the loop that it was started in.
+    """The replica mesh of one process. Must be used from the loop that it was started in.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` hears each
     decoded event, `now` in monotonic seconds, and says what became of it. `router_id` is the sender

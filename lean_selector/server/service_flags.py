@@ -19,7 +19,7 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
 def path(value: str) -> str:
-    """Of a file. The empty one means to the kernel an address that it chooses."""
+    """Reads a path; an empty one is refused, since the kernel would choose an address for it."""
     if not value:
         raise ValueError("expected a path")
     return value
@@ -36,7 +36,7 @@ def url(value: str) -> str:
 
 
 def port(value: str) -> int:
-    """Of a socket that binds to no free one."""
+    """Reads a port to bind; 0 is refused, since no free one is taken."""
     if value.strip() == "0":
         raise ValueError("port must be greater than zero")
     try:
@@ -61,7 +61,7 @@ def _peer(value: str) -> str:
 
 
 def pattern(value: str) -> str:
-    """Of endpoints that may be connected to."""
+    """Checks a pattern of endpoints that may be connected to."""
     _allowed([value])
     return value
 
@@ -214,7 +214,7 @@ class Replica:
 
     @property
     def endpoint(self) -> str | None:
-        """Of the PUB socket; None while there is no replica sync."""
+        """The endpoint of the PUB socket; None while there is no replica sync."""
         return self.bind if self.port is None else f"tcp://*:{self.port}"
 
 

@@ -23,7 +23,7 @@ REFUSED: Final = "refused"
 
 
 class Mesh(Protocol):
-    """The replica plane, as far as peers go."""
+    """The part of the replica mesh that adds and removes peers."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
