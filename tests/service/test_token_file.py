@@ -54,8 +54,10 @@ def test_only_tokens_that_are_known_are_remembered_as_seen(path: Path) -> None:
 def everything_in(thing: Any) -> list[Any]:
     if isinstance(thing, dict):
         return [part for pair in thing.items() for each in pair for part in everything_in(each)]
-    if hasattr(thing, "__dict__") and not isinstance(thing, Role):
-        return [part for each in vars(thing).values() for part in everything_in(each)]
+    # The attributes of a compiled class stand in no __dict__.
+    names = getattr(thing, "__mypyc_attrs__", None) or getattr(thing, "__dict__", None)
+    if names and not isinstance(thing, Role):
+        return [part for name in names for part in everything_in(getattr(thing, name))]
     return [thing]
 
 
