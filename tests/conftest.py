@@ -7,7 +7,7 @@ is mended and becomes an `@example` of its test. `--long` is the same for those 
 requests against a reference.
 
 With LEAN_SELECTOR_FORM set to `compiled` or `pure` nothing runs unless that is the form under test.
-Tests of what is never compiled (tests/one_form.py) have the mark `one_form`.
+Tests of what is never compiled (tests/support/one_form.py) have the mark `one_form`.
 """
 
 import os
@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from lean_selector.build_info import form
 from loadtest.reference import NotInstalled, interpreter
-from tests.one_form import MARK, is_of_one_form
+from tests.support.one_form import MARK, is_of_one_form
 
 EXPLORE_TIMES = 20  # as many examples in an exploring run
 # Files that take minutes: they begin first, so that none is left over for one of several processes.

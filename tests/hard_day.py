@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.openai_worker import MODEL, rendered, said
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 REFUSED_SHARE = 0.01  # of those who stay
 SESSIONS = 8  # each has one request under way

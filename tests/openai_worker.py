@@ -34,7 +34,7 @@ from lean_selector.tools.simulated_engines import (
     make_request,
 )
 from loadtest.child_service import free_port
-from tests.running_service import wait_until
+from tests.support.running_service import wait_until
 
 MODEL = "m"
 BLOCK_SIZE = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import NOT_INSTALLED, program, python_program
+from tests.support.programs import NOT_INSTALLED, program, python_program
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("bash", "dirname", "grep", "id", "ls", "wc")

@@ -10,7 +10,7 @@ import pytest
 from lean_selector import __version__
 from lean_selector.build_info import form
 from lean_selector.cli import main, slot_tracker_main
-from tests.running_service import RunningService, free_port
+from tests.support.running_service import RunningService, free_port
 
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.one_form import EXCEPT, ONE_FORM, TESTS, is_of_one_form
+from tests.support.one_form import EXCEPT, ONE_FORM, TESTS, is_of_one_form
 from tests.test_compiled_modules import COMPILED
 
 # Tests of anything name errors, and blocks by their hashes.

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tests import side_by_side
-from tests.reference_play import Play
-from tests.side_by_side import SideBySide, Step
+from tests.support import side_by_side
+from tests.support.reference_play import Play
+from tests.support.side_by_side import SideBySide, Step
 
 OURS = [sys.executable, "-m", "lean_selector", "--log-level", "error", "--use-kv-events", "false"]
 

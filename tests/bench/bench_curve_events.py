@@ -15,7 +15,7 @@ from lean_selector.events.curve_keys import new_pair
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.tools.keys import write_pair
 from tests.bench.bench_replica_cost import cpu_s
-from tests.running_service import RunningService, wait_until
+from tests.support.running_service import RunningService, wait_until
 
 BLOCKS, BLOCK_SIZE = 8, 16
 PROMPTS = 500  # each of so many batches, then others take their place

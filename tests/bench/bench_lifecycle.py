@@ -29,7 +29,7 @@ from lean_selector.http.response import date_header, encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.worker_handlers import ServiceState
-from tests.gates import NoEngines
+from tests.support.gates import NoEngines
 
 CONNECTIONS = 32
 LIVE = 512  # reservations at a time

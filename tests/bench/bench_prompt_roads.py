@@ -28,7 +28,7 @@ from lean_selector.wire.scalars import HAS_SIMDJSON, unpack_signed
 from loadtest.duel.prompts import http
 from tests.bench.bench_http import NullTransport
 from tests.bench.bench_kv_index import Load
-from tests.gates import selection_service
+from tests.support.gates import selection_service
 
 PROMPTS = 300  # of a round
 ROUNDS = 7

@@ -26,8 +26,8 @@ from lean_selector.core.replication.shapes import EventKind
 from lean_selector.events.curve_keys import KeyPair, give_keys, new_pair
 from lean_selector.tools.keys import write_pair
 from lean_selector.wire.replica_frames import TOPIC, encode_event
-from tests.bookings import replica_event
-from tests.replica_member import MODEL, SCOPE, Member
+from tests.support.bookings import replica_event
+from tests.support.replica_member import MODEL, SCOPE, Member
 
 BLOCKS = 64  # a prompt of 1 024 tokens
 PIPELINED = 16

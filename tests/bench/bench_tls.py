@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.certificates import HOST, Authority, Files
-from tests.running_service import RunningService
-from tests.tls_service import TlsService
+from tests.support.certificates import HOST, Authority, Files
+from tests.support.running_service import RunningService
+from tests.support.tls_service import TlsService
 
 TURNS, REQUESTS, CONNECTIONS = 20, 1_000, 300
 FLAGS = ("--use-kv-events", "false", "--log-level", "warning")

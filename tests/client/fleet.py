@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.client.fake_worker import FakeWorker
-from tests.running_service import RunningService, wait_until
+from tests.support.running_service import RunningService, wait_until
 
 MODEL = "model-name"
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}

@@ -19,9 +19,9 @@ from lean_selector.client import (
 from lean_selector.client.client_settings import Backoff
 from lean_selector.inprocess.dialect import SelectionServiceError
 from lean_selector.inprocess.remote import RemoteSelectionService
-from tests.certificates import HOST, LOCKED_KEY, Authority, Files
-from tests.outbound_server import response, says, serving
-from tests.tls_service import TlsService
+from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
+from tests.support.outbound_server import response, says, serving
+from tests.support.tls_service import TlsService
 
 OURS, STRANGERS = Authority(), Authority()
 MODEL = "m"

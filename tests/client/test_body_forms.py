@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from lean_selector import KvRouter, SyncKvRouter, block_hashes, sequence_hashes
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 TOKENS = list(range(40))
 ANSWER = {

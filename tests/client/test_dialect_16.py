@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from lean_selector import KvRouter
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
 

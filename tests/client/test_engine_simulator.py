@@ -25,7 +25,7 @@ import pytest
 
 from lean_selector.client import KvRouter
 from tests.client.tiny_model import VOCABULARY, write_model
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 MOCKER = os.environ.get("LEAN_SELECTOR_MOCKER", "")
 BLOCK_SIZE = 16

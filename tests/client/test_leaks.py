@@ -16,7 +16,7 @@ import pytest
 
 from lean_selector.client import Backoff, ClientError, KvRouter, Timeouts, TokenStream
 from tests.client.fleet import MODEL, Fleet
-from tests.running_service import free_port
+from tests.support.running_service import free_port
 
 CALLS = 400
 CONCURRENT = 32

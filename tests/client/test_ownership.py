@@ -18,8 +18,8 @@ from lean_selector.client import (
 from tests.client.fleet import MODEL, Fleet
 from tests.client.held_answers import HeldAnswers
 from tests.client.test_router import TOKENS, run
-from tests.on_loop import until
-from tests.running_service import wait_until
+from tests.support.on_loop import until
+from tests.support.running_service import wait_until
 
 ONE_REQUEST = (10, 2, 1)
 NOTHING = (0, 0, 0)

@@ -30,8 +30,8 @@ from lean_selector.client import (
 )
 from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import MODEL, Fleet
-from tests.on_loop import until
-from tests.running_service import RunningService, free_port
+from tests.support.on_loop import until
+from tests.support.running_service import RunningService, free_port
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 

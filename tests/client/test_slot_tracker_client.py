@@ -14,7 +14,7 @@ from lean_selector.client import (
     SlotTracker,
     SyncSlotTracker,
 )
-from tests.running_service import RunningService, free_port
+from tests.support.running_service import RunningService, free_port
 
 MODEL = "llama-3-8b"
 PROMPT = sequence_hashes(block_hashes(range(48), 16))  # unsigned: some are above 2^63

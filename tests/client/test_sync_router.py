@@ -21,7 +21,7 @@ from lean_selector.client import (
     WorkerUnreachable,
 )
 from tests.client.fleet import MODEL, Fleet
-from tests.running_service import free_port
+from tests.support.running_service import free_port
 
 TOKENS = list(range(1, 11))
 

@@ -20,7 +20,7 @@ from tests.client.test_vllm_engine import (
     prompt,
 )
 from tests.client.tiny_model import write_model
-from tests.running_service import RunningService, wait_until
+from tests.support.running_service import RunningService, wait_until
 
 pytestmark = [
     pytest.mark.engine,

@@ -31,7 +31,7 @@ import zmq
 
 from lean_selector.client import KvRouter
 from tests.client.tiny_model import VOCABULARY, write_model
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 PYTHON = os.environ.get("LEAN_SELECTOR_VLLM", "")
 MODEL = "tiny"

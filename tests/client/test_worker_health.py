@@ -13,8 +13,8 @@ from lean_selector.client.errors import NotFound, WorkerError, WorkerRefused, Wo
 from lean_selector.client.routing import outcome_of
 from tests.client.fleet import MODEL, Fleet
 from tests.client.worker_process import WorkerProcess
-from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import wait_until
+from tests.support.prometheus_tools import parsed, scrape, value
+from tests.support.running_service import wait_until
 
 PROMPT = list(range(16))
 

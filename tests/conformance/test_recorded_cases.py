@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.recorded_cases import DATA, Steps, replay, scenarios
+from tests.support.recorded_cases import DATA, Steps, replay, scenarios
 
 SELECTOR = "{python} -m lean_selector --port {{port}} --log-level error"
 # Each recording: how the service is started, and the steps that are meant to differ.

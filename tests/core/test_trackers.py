@@ -22,7 +22,7 @@ from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents,
 from lean_selector.core.replication.ledger import REPUBLISH_AFTER_S, republish_after_s
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.trackers import Trackers
-from tests.bookings import book
+from tests.support.bookings import book
 
 WORKER = WorkerRow(7, "llama", "t1", 16, 0, 2)
 SCOPE = ("llama", "t1")

@@ -22,7 +22,7 @@ import pytest
 from lean_selector.build_info import form
 from loadtest.child_service import ChildService, free_port, plain_environment
 from tests.deploy.recipe_commands import DEPLOY, DOCKERFILE
-from tests.running_service import DEADLINE_S, wait_until
+from tests.support.running_service import DEADLINE_S, wait_until
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS = CHECKOUT / ".ci" / "dockerfile_steps.py"

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import ChildService, asked, plain_environment
-from tests.certificates import Authority
 from tests.deploy.recipe_commands import (
     MANIFESTS,
     command_of,
@@ -25,12 +24,13 @@ from tests.deploy.recipe_commands import (
     is_ours,
     pod_of,
 )
-from tests.fake_engine import FakeEngine
 from tests.kube_api import KubeApi, slice_of
 from tests.openai_worker import MODEL, OpenAiWorker
-from tests.own_network import own_network
-from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.certificates import Authority
+from tests.support.fake_engine import FakeEngine
+from tests.support.own_network import own_network
+from tests.support.prometheus_tools import parsed, scrape, value
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="pip install kubernetes-validate"

@@ -12,9 +12,9 @@ import pytest
 
 from loadtest.child_service import ChildService, free_port, plain_environment
 from tests.deploy.recipe_commands import DEFAULTS, UNIT, unit_command
-from tests.fake_engine import FakeEngine
-from tests.programs import program
-from tests.running_service import DEADLINE_S, wait_until
+from tests.support.fake_engine import FakeEngine
+from tests.support.programs import program
+from tests.support.running_service import DEADLINE_S, wait_until
 
 MOST_EXPOSURE = 1.5  # of 10, as systemd counts; without any of the unit's limits it is 9.6
 

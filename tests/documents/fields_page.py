@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from lean_selector.service.gate import Route
 from lean_selector.service.openapi.document import DESCRIBED, service_document
 from tests.documents.pages import ROOT
-from tests.gates import routes_of
+from tests.support.gates import routes_of
 
 PAGE: Final = "docs/reference/fields.md"
 _SECTIONS: Final = {

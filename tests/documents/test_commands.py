@@ -10,7 +10,7 @@ from lean_selector.server.flags import FILE, fields_of
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
 from tests.documents.pages import OURS, blocks, commands
-from tests.running_service import RunningService, free_port
+from tests.support.running_service import RunningService, free_port
 
 MODULES = {"lean-selector": "lean_selector", "lean-slot-tracker": "lean_selector.slot_tracker"}
 COMMANDS = {"check", "gateway"}

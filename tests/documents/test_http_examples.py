@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.documents.pages import OURS, Request, blocks, commands, request_of
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 MODULES = {8092: "lean_selector", 8091: "lean_selector.slot_tracker"}
 # Pages that speak of a service that was started otherwise.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tests.documents.pages import OURS
 from tests.gateway.running_gateway import RunningGateway
-from tests.prometheus_tools import scrape
-from tests.running_service import RunningService, free_port
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import RunningService, free_port
 
 PAGE = OURS["docs/reference/metrics.md"]
 # `..._lag_batches` goes on from the name before it in its row, at any underscore.

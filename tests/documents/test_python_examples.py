@@ -20,7 +20,7 @@ from lean_selector.client import KvPushRouter, KvRouter
 from tests.client.fleet import MODEL, Fleet
 from tests.documents.pages import OURS, blocks
 from tests.documents.test_ray_examples import RAY_EXAMPLES
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 FIRST = """\
 import asyncio

@@ -15,7 +15,7 @@ import pytest
 from lean_selector import RemoteSelectionService
 from tests.client.fleet import Fleet
 from tests.ray.ray_programs import needs_ray, output_of
-from tests.running_service import free_port
+from tests.support.running_service import free_port
 
 HOOK = """\
 import ray

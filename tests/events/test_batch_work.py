@@ -16,7 +16,7 @@ from lean_selector.events.batch_work import BatchWork, Reader
 from lean_selector.wire import kv_events
 from lean_selector.wire.messagepack import WINDOW_BYTES
 from lean_selector.wire.packed_events import packed_batch
-from tests.kv_batches import small_windows
+from tests.support.kv_batches import small_windows
 
 encode = msgspec.msgpack.encode
 NEVER = 0.0  # a deadline that is always over: one slice a call

@@ -8,7 +8,7 @@ import uvloop
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events.ingest_turns import SWEEP_SLICE_S, IndexSweeps
-from tests.running_service import DEADLINE_S
+from tests.support.running_service import DEADLINE_S
 
 
 def test_an_index_is_taken_apart_while_the_loop_serves_though_its_owner_let_go_of_it() -> None:

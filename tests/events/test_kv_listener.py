@@ -30,8 +30,8 @@ from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.link import LinkState
 from lean_selector.events.links import MAX_WAITING_BYTES, Links, Waiting
 from lean_selector.tasks import failures
-from tests.on_loop import until
-from tests.running_service import free_port
+from tests.support.on_loop import until
+from tests.support.running_service import free_port
 
 DEADLINE_S = 20.0
 END = b"\xff" * 8

@@ -24,7 +24,7 @@ from lean_selector.events.link import Link, LinkState, Message, Opening, check_l
 from lean_selector.events.links import Links, Waiting
 from lean_selector.events.names import Address, Resolver
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
-from tests.on_loop import until
+from tests.support.on_loop import until
 
 # What ZMTP 3 begins with, the NULL mechanism.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -12,7 +12,7 @@ from lean_selector.events import subscriptions as kv_subscriptions
 from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.links import Links
 from lean_selector.events.subscriptions import KvSubscriptions
-from tests.on_loop import on_loop, until
+from tests.support.on_loop import on_loop, until
 
 
 @on_loop

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from loadtest.child_service import ChildService, plain_environment
-from tests.running_service import DEADLINE_S, free_port, wait_until
+from tests.support.running_service import DEADLINE_S, free_port, wait_until
 
 
 class Answer:

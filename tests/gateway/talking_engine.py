@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.outbound_server import Served, response, serving
+from tests.support.outbound_server import Served, response, serving
 
 MODEL, ADAPTER = "m", "adapter"
 _TOKENS = re.compile(r"<\|[^|]*\|>| ?\w+|\s|[^\w\s]")

@@ -2,7 +2,7 @@
 
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.upstreams import Directory, Rotation
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 ONE, TWO = "http://a:1", "http://b:1"
 

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 
 from tests.gateway.running_gateway import RunningGateway
 from tests.openai_worker import OpenAiWorker
-from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import wait_until
+from tests.support.prometheus_tools import parsed, scrape, value
+from tests.support.running_service import wait_until
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 

@@ -13,7 +13,7 @@ import trustme
 
 from tests.gateway.running_gateway import RunningGateway
 from tests.openai_worker import OpenAiWorker, rendered, said, tokens_of
-from tests.running_service import free_port, wait_until
+from tests.support.running_service import free_port, wait_until
 
 TEXT = "Tell me of the sea. " * 20
 WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}

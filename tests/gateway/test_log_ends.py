@@ -28,8 +28,8 @@ from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.server.gateway_routes import AccessLogReaders
 from lean_selector.server.selector_flags import AccessLogs
 from loadtest.child_service import free_port
-from tests.gates import NoEngines
-from tests.on_loop import until
+from tests.support.gates import NoEngines
+from tests.support.on_loop import until
 
 NOW = 1000.0
 

@@ -10,8 +10,8 @@ import pytest
 from loadtest.child_service import JSON, ChildService, plain_environment
 from tests.documents.pages import OURS, blocks, commands
 from tests.openai_worker import MODEL, OpenAiWorker
-from tests.own_network import own_network
-from tests.running_service import DEADLINE_S, wait_until
+from tests.support.own_network import own_network
+from tests.support.running_service import DEADLINE_S, wait_until
 
 LINES = sorted(
     {

@@ -21,8 +21,8 @@ from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.service.gate import Gate
 from lean_selector.service.replies import LaterReply
-from tests.gates import NOW, selection_service
-from tests.on_loop import until
+from tests.support.gates import NOW, selection_service
+from tests.support.on_loop import until
 
 PATH = "/route/v1/chat/completions"
 Headers = dict[str, str]

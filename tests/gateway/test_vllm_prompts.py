@@ -31,7 +31,7 @@ from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine, Sel
 from tests.client.tiny_model import write_model
 from tests.gateway.test_local_tokenizer import SHIPPED, TEMPLATE
 from tests.gateway.test_prompts import CHAT, TEXT, Workers
-from tests.running_service import wait_until
+from tests.support.running_service import wait_until
 
 pytestmark = [
     pytest.mark.engine,

@@ -12,8 +12,8 @@ from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import TlsDoor
-from tests.certificates import Authority
-from tests.on_loop import until
+from tests.support.certificates import Authority
+from tests.support.on_loop import until
 
 DEADLINE_S = 20.0  # for the whole of a test; none waits for it
 MIB = 1024 * 1024

@@ -13,9 +13,9 @@ from lean_selector.events.names import Resolver
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched
-from tests.certificates import HOST, Authority, Files
-from tests.on_loop import on_loop
-from tests.outbound_server import Served, response, says, serving
+from tests.support.certificates import HOST, Authority, Files
+from tests.support.on_loop import on_loop
+from tests.support.outbound_server import Served, response, says, serving
 
 OURS, STRANGERS = Authority(), Authority()
 FAILURES = (PeerFailed, OutboundFailed)

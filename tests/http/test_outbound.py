@@ -17,10 +17,10 @@ from lean_selector.http.outbound import (
     SocketAddress,
 )
 from lean_selector.http.trust import Credentials, TokenFile, Trust
-from tests.certificates import Authority
-from tests.on_loop import DEADLINE_S, on_loop, until
-from tests.outbound_server import CHUNKED, chunk, client, hangs, response, says, serving
-from tests.running_service import free_port
+from tests.support.certificates import Authority
+from tests.support.on_loop import DEADLINE_S, on_loop, until
+from tests.support.outbound_server import CHUNKED, chunk, client, hangs, response, says, serving
+from tests.support.running_service import free_port
 
 LONG_S = DEADLINE_S
 

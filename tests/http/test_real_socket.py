@@ -18,7 +18,7 @@ from lean_selector.http import listener as listener_module
 from lean_selector.http.listener import ACCEPTS_PER_TURN, UnixPath
 from lean_selector.http.response import encode_response
 from tests.http.live_server import GET, MIB, Server, Story, answer, run, run_over_tls
-from tests.on_loop import until
+from tests.support.on_loop import until
 
 TCP_SYN_SENT = 2  # the first byte of struct tcp_info
 Run = Callable[[Story], None]

@@ -5,7 +5,7 @@ import contextlib
 import socket
 
 from tests.http.live_server import GET, Server, answer, run
-from tests.on_loop import until
+from tests.support.on_loop import until
 
 EACH, EACH_OF_THE_DEAF = 30, 5  # 8 MiB are written to each of these
 POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"

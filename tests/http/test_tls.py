@@ -16,10 +16,10 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import encode_response
 from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsDoor
-from tests.certificates import Authority
 from tests.http.live_server import GET, MIB, OURS, Reader, Server, Writer, answer, run_over_tls
 from tests.http.tls_client import TlsClient, raw
-from tests.on_loop import until
+from tests.support.certificates import Authority
+from tests.support.on_loop import until
 
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
 LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -10,7 +10,7 @@ from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsConnection, TlsDoor
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 OURS = Authority()
 TRUSTING = OURS.client()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lean_selector import RemoteSelectionService, SelectionService
-from tests.on_loop import until
-from tests.running_service import RunningService, free_port
+from tests.support.on_loop import until
+from tests.support.running_service import RunningService, free_port
 
 FIRST = 2**63 + 5  # as Ray derives them: beyond what is signed
 SECOND = 7

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.inprocess.services import worker
-from tests.running_service import DEADLINE_S, RunningService
+from tests.support.running_service import DEADLINE_S, RunningService
 
 ASK = """
 import asyncio

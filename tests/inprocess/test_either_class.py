@@ -26,8 +26,8 @@ from tests.inprocess.services import (
     shows,
     worker,
 )
-from tests.on_loop import until
-from tests.running_service import free_port
+from tests.support.on_loop import until
+from tests.support.running_service import free_port
 
 Story = Callable[[Service], Awaitable[None]]
 BOOKED_HASHES = [9143094415614847814, -8936425687869117083]  # signed, as the reference tells them

@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.child_service import ROOT, plain_environment
 from loadtest.reference import NotInstalled, interpreter
-from tests.running_service import DEADLINE_S
+from tests.support.running_service import DEADLINE_S
 
 PLAY = Path(__file__).with_name("play.py")
 pytestmark = pytest.mark.reference

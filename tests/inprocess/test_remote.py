@@ -8,8 +8,8 @@ import pytest
 from lean_selector import RemoteSelectionService, SelectionServiceError
 from lean_selector.inprocess import remote
 from tests.inprocess.services import FIRST, ask, rows, shows, worker
-from tests.on_loop import until
-from tests.running_service import RunningService, free_port
+from tests.support.on_loop import until
+from tests.support.running_service import RunningService, free_port
 
 QUEUE = ("--queue-threshold", "0.001")
 

@@ -17,8 +17,8 @@ from lean_selector import SelectionService, SelectionServiceError
 from lean_selector.inprocess.dialect import SelectionCacheConfig
 from lean_selector.publisher import KvEventPublisher
 from tests.inprocess.services import FIRST, SECOND, ask, rows, shows, worker
-from tests.on_loop import until
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.on_loop import until
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 
 @pytest.fixture(autouse=True)

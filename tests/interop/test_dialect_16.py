@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Rounds
-from tests.dialect_play import ENGINES, Play
-from tests.side_by_side import SideBySide, play, side_by_side
+from tests.support.dialect_play import ENGINES, Play
+from tests.support.side_by_side import SideBySide, play, side_by_side
 
 pytestmark = pytest.mark.reference
 

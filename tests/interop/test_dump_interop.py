@@ -15,7 +15,7 @@ import pytest
 
 from lean_selector.publisher import KvEventPublisher
 from loadtest.child_service import JSON, ChildService, asked, plain_environment
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 BLOCK_SIZE = 4
 MODEL, TENANT = "org/m", "t"

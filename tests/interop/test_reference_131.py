@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Rounds
-from tests.reference_play import ENGINES, Play, amended
-from tests.side_by_side import SideBySide, play, side_by_side
+from tests.support.reference_play import ENGINES, Play, amended
+from tests.support.side_by_side import SideBySide, play, side_by_side
 
 pytestmark = pytest.mark.reference
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replica_member import BOOKED, IDLE, Loads, Member, mesh
+from tests.support.replica_member import BOOKED, IDLE, Loads, Member, mesh
 
 pytestmark = pytest.mark.reference
 

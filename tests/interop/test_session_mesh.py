@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.replica_member import BOOKED, IDLE, SCOPE, Member, mesh
-from tests.running_service import wait_until
+from tests.support.replica_member import BOOKED, IDLE, SCOPE, Member, mesh
+from tests.support.running_service import wait_until
 
 pytestmark = pytest.mark.reference
 

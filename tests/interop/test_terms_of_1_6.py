@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import JSON, ChildService, asked, plain_environment
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 pytestmark = pytest.mark.reference
 

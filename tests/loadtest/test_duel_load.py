@@ -26,7 +26,7 @@ from loadtest.duel.targets import (
     ours,
     references,
 )
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n"
 

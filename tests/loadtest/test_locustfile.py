@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 LIMIT_S = 60.0
 SELECTION_ROUTES = {

@@ -16,7 +16,7 @@ from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.traffic import PartitionLoad
 from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Truth, main, parse, runs, spread
-from tests.running_service import wait_until
+from tests.support.running_service import wait_until
 
 REQUESTS = 24
 

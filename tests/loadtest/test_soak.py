@@ -17,7 +17,7 @@ from loadtest.soaking.answers import Malformed, answer_at
 from loadtest.soaking.lanes import Book, Lane, Report, Run
 from loadtest.soaking.verdict import Memory, growth, stalls
 from loadtest.soaking.watch import Late
-from tests.running_service import wait_until
+from tests.support.running_service import wait_until
 
 OK = b'HTTP/1.1 200 OK\r\ndate: x\r\ncontent-length:   15\r\n\r\n{"status":"ok"}'
 RUN_S = 240.0  # generous: it takes some fifteen seconds

@@ -15,7 +15,7 @@ import pytest
 
 from lean_selector import __version__
 from lean_selector.build_info import PURE, form
-from tests.running_service import wait_until
+from tests.support.running_service import wait_until
 
 LIMIT_S = 240.0
 OURSELVES = shlex.join([sys.executable, "-m", "lean_selector", "--port", "{port}"])

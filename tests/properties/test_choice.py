@@ -42,9 +42,9 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.core.settings import API_1_3, API_1_6
-from tests import naive_choice
-from tests.bookings import book
-from tests.driven_selector import Sources, pack
+from tests.support import naive_choice
+from tests.support.bookings import book
+from tests.support.driven_selector import Sources, pack
 
 PATH = [1, 2, 3, 4, 5, 6, 7]
 NOW = 3.0

@@ -19,7 +19,7 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events.batch_work import BatchWork, Reader
 from lean_selector.wire.packed_events import packed_batch
-from tests.damage import messages
+from tests.support.damage import messages
 
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "data" / "event_payloads.json").read_text(encoding="utf-8")

@@ -25,9 +25,9 @@ from lean_selector.wire.replica_frames import (
     encode_event,
     encode_heartbeat,
 )
-from tests.bookings import replica_event
-from tests.damage import messages
-from tests.replica_frames import decode_event
+from tests.support.bookings import replica_event
+from tests.support.damage import messages
+from tests.support.replica_frames import decode_event
 
 DATA = Path(__file__).parents[1] / "data"
 SCOPE = ("llama", "t1")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from lean_selector.http.response import JSON
 from lean_selector.service.gate import Gate
 from lean_selector.service.replies import MSGPACK
-from tests.damage import damaged
-from tests.gates import answered, request, selection_gate, slot_tracker_gate
-from tests.recorded_cases import scenarios
+from tests.support.damage import damaged
+from tests.support.gates import answered, request, selection_gate, slot_tracker_gate
+from tests.support.recorded_cases import scenarios
 
 PROMPT: dict[str, Any] = {
     "model_name": "m",

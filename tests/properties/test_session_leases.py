@@ -11,7 +11,7 @@ from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import SessionSettings
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 TTL_S = 20.0
 SESSIONS = ["s", "t"]

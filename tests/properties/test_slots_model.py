@@ -12,7 +12,7 @@ from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import ActiveRun, Reservation
 from lean_selector.core.load.slots import Slots
-from tests.bookings import book
+from tests.support.bookings import book
 
 RankKey = tuple[int, int]
 Position = tuple[int, ...]  # a block is the path that leads to it

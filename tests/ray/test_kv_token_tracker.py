@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.ray.ray_programs import needs_ray, output_of
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 pytestmark = [pytest.mark.ray, needs_ray]
 REQUESTS = 500

@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self) -> None:
         from lean_selector import KvEventPublisher
-        from tests.running_service import free_port
+        from tests.support.running_service import free_port
 
         port = free_port()
         self._publisher = KvEventPublisher(

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from loadtest.child_service import free_port
-from tests.programs import program, python_program
-from tests.running_service import wait_until
+from tests.support.programs import program, python_program
+from tests.support.running_service import wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 WORKERS = ("10.0.0.11:8000", "10.0.0.12:8000")  # of the recipes

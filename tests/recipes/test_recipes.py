@@ -21,9 +21,9 @@ import pytest
 
 from tests.hard_day import Absence, hard_day, judge
 from tests.openai_worker import MODEL, OpenAiWorker
-from tests.prometheus_tools import scrape
 from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
-from tests.running_service import RunningService, wait_until
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import RunningService, wait_until
 
 CHAT = "/v1/chat/completions"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.prometheus_tools import scrape
 from tests.recipes.gateways import GATEWAYS
 from tests.recipes.test_recipes import Fleet, chat
-from tests.recording_proxy import RecordingProxy
-from tests.running_service import wait_until
+from tests.support.prometheus_tools import scrape
+from tests.support.recording_proxy import RecordingProxy
+from tests.support.running_service import wait_until
 
 READ, WRITE = "r-0123456789", "w-0123456789"
 CLIENTS = "Bearer sk-user-key"  # what a client sends, for its worker

@@ -20,9 +20,9 @@ from lean_selector.events.links import Links
 from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.wire.replica_frames import TOPIC
-from tests.bookings import changed, replica_event
-from tests.on_loop import until
-from tests.recording_proxy import RecordingProxy
+from tests.support.bookings import changed, replica_event
+from tests.support.on_loop import until
+from tests.support.recording_proxy import RecordingProxy
 
 SECRET = "the id of a request that nobody else may read"
 EVENT = replica_event(EventKind.ADD, "llama", "t1", 16, SECRET, 7, 0, 1)

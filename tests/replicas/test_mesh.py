@@ -31,9 +31,9 @@ from lean_selector.replicas.mesh import (
 from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN
 from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
-from tests.bookings import changed, replica_event
-from tests.on_loop import until
-from tests.running_service import free_port
+from tests.support.bookings import changed, replica_event
+from tests.support.on_loop import until
+from tests.support.running_service import free_port
 
 DEADLINE_S = 20.0
 EVENT = replica_event(

@@ -27,8 +27,8 @@ from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
 from lean_selector.replicas.peer_fetch import PeerFetch
 from lean_selector.replicas.recovery import Recovery, log_discarded
-from tests.on_loop import on_loop, until
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.on_loop import on_loop, until
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 KEY = ("m", "t")
 LONG_S = 3600.0  # never over; a test that waits for it has failed long before

@@ -19,8 +19,8 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.replicas.mesh import ReplicaSync
-from tests.bookings import book
-from tests.running_service import free_port
+from tests.support.bookings import book
+from tests.support.running_service import free_port
 
 pytestmark = pytest.mark.reference
 

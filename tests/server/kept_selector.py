@@ -13,7 +13,7 @@ from lean_selector.server.state_catalog import (
 )
 from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, stamp_now
 from lean_selector.server.state_persister import LiveBookings
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 EXPIRY_S = 300.0
 

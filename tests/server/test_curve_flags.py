@@ -16,7 +16,7 @@ from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import EngineKeys, SelectorConfig
 from lean_selector.server.service_flags import ReplicaKeys
 from lean_selector.tools.keys import write_pair
-from tests.running_service import free_port
+from tests.support.running_service import free_port
 
 OF_REPLICA = "--replica-sync-curve-secret-key-file"
 OF_PEERS = "--replica-sync-curve-peer-keys-file"

@@ -8,8 +8,8 @@ import pytest
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.host import SLICE_STEPS, ExpirySweep
-from tests import bookings
-from tests.driven_selector import DrivenSelector
+from tests.support import bookings
+from tests.support.driven_selector import DrivenSelector
 
 EXPIRY_S = 10.0
 SCOPE = ("default", "default")

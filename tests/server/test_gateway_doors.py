@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.prometheus_tools import scrape
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import RunningService, free_port, wait_until
 
 WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://10.0.0.7:8000", "block_size": 16}
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 OFF = (
     "lean_selector.client",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.child_service import ChildService, free_port, plain_environment
-from tests.running_service import DEADLINE_S, wait_until
+from tests.support.running_service import DEADLINE_S, wait_until
 
 # Runs the service. Words that come through the pipe are looked for in all of its objects.
 PROGRAM = """

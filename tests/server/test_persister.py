@@ -21,7 +21,7 @@ from lean_selector.server.state_persister import (
     LiveBookings,
     Persister,
 )
-from tests.on_loop import on_loop, until
+from tests.support.on_loop import on_loop, until
 
 
 def is_free(path: Path) -> bool:

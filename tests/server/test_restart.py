@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lean_selector.server.state_files import Checksum, opened
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 TRACKER = "lean_selector.slot_tracker"

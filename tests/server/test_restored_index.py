@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.running_service import DEADLINE_S, RunningService, wait_until
 from tests.service.test_overlap_over_http import BLOCK_SIZE, stored
+from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
 # A peer that is far away: long enough for an engine to be asked first, if it were.
 PEER_TAKES_S = 0.5

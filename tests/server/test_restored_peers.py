@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.running_service import RunningService, free_port, wait_until
 from tests.server.test_restart import NO_EVENTS, QUICK, active, booking, live, worker
+from tests.support.running_service import RunningService, free_port, wait_until
 
 
 def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None:

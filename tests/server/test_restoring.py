@@ -10,8 +10,8 @@ from lean_selector.core.selection.selector import restore_booking
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.server.state_catalog import OtherService, restore_catalog
 from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, elapsed_s
-from tests.driven_selector import DrivenSelector, pack
 from tests.server.kept_selector import Kept
+from tests.support.driven_selector import DrivenSelector, pack
 
 SCOPE = ("m", "default")
 

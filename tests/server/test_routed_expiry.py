@@ -8,7 +8,7 @@ import pytest
 
 from lean_selector.core.selection.shapes import PartitionKey
 from lean_selector.server.selector_process import RoutedExpiry
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 
 class Loop:

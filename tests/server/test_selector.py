@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.programs import program
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.programs import program
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 PROMPT = {"block_hashes": [1], "sequence_hashes": [2], "isl_tokens": 32}

@@ -20,10 +20,10 @@ import pytest
 from lean_selector.http.connections import TlsCounts
 from lean_selector.server.server_tls import HandshakeLog, server_context
 from lean_selector.server.service_flags import TlsFiles
-from tests.certificates import HOST, LOCKED_KEY, Authority, Files
-from tests.prometheus_tools import scrape
-from tests.running_service import RunningService, free_port, wait_until
-from tests.tls_service import TlsService, ask, shown_by
+from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.tls_service import TlsService, ask, shown_by
 
 OURS, STRANGERS = Authority(), Authority()
 WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://w:1", "block_size": 4}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lean_selector.server.state_files import Held, Stamp, StateDirectory, opened
-from tests.on_loop import DEADLINE_S
+from tests.support.on_loop import DEADLINE_S
 
 STAMP = Stamp(1.0, 1.0, "b")
 

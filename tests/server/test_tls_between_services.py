@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.certificates import HOST, Authority, Files
 from tests.openai_worker import OpenAiWorker
-from tests.running_service import RunningService, free_port, wait_until
-from tests.tls_service import TlsService
+from tests.support.certificates import HOST, Authority, Files
+from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.tls_service import TlsService
 
 OURS, STRANGERS = Authority(), Authority()
 WORKER = {"worker_id": 1, "model_name": "n", "endpoint": "http://w:1", "block_size": 4}

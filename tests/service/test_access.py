@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.running_service import DEADLINE_S, RunningService, wait_until
+from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
 TOKENS = {"read": "r-0123456789", "write": "w-0123456789", "admin": "a-0123456789"}
 RANKS = ["open", *TOKENS]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 MAX_BODY = 8 * 1024 * 1024
 JSON = {"content-type": "application/json"}

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 BLOCKS = [11, -12, 2**63 - 1]
 SEQUENCE = [-(2**63), 22, 23]

@@ -18,7 +18,7 @@ from lean_selector.service.bodies import (
 )
 from lean_selector.service.replies import MSGPACK
 from lean_selector.wire.selection_bodies import PromptFields
-from tests.gates import request
+from tests.support.gates import request
 
 
 class Numbers(msgspec.Struct):

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 MODEL = "Qwen/Qwen3-0.6B"
 SHED = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lean_selector.publisher import KvEventPublisher
-from tests.key_files import KeyFiles
-from tests.recording_proxy import RecordingProxy
-from tests.replica_member import BOOKED, IDLE, Member
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.key_files import KeyFiles
+from tests.support.recording_proxy import RecordingProxy
+from tests.support.replica_member import BOOKED, IDLE, Member
+from tests.support.running_service import RunningService, free_port, wait_until
 
 BLOCK_SIZE = 4
 TOKENS = [11, 12, 13, 14]

@@ -18,7 +18,7 @@ from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.worker_handlers import ServiceState
-from tests.gates import NOW, NoEngines, answered, request
+from tests.support.gates import NOW, NoEngines, answered, request
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 # What the two dialects call a booking's id, and the second half of a partition's name.

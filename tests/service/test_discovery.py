@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import pytest
 
 from lean_selector.workers.particulars import worker_id_of
-from tests.certificates import Authority
-from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.certificates import Authority
+from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.support.running_service import RunningService, free_port, wait_until
 
 QUICK = (
     *("--discover-interval-secs", "0.05"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.running_service import RunningService, free_port
+from tests.support.running_service import RunningService, free_port
 
 WORKER = json.loads("""{
  "worker_id": 1,

@@ -17,7 +17,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.http.response import PendingReply
 from lean_selector.service.replies import SLICE_S
 from lean_selector.service.selection import DumpAnswers
-from tests.driven_selector import Sources
+from tests.support.driven_selector import Sources
 
 LARGE = 5000  # blocks: not answered at once
 

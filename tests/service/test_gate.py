@@ -20,7 +20,7 @@ from lean_selector.service.gate import (
 )
 from lean_selector.service.replies import LaterReply, Reply
 from lean_selector.wire.selection_bodies import PromptFields
-from tests.gates import answered, request
+from tests.support.gates import answered, request
 
 
 class Named(msgspec.Struct):

@@ -8,7 +8,7 @@ import pytest
 
 from lean_selector.service.gate import Gate
 from lean_selector.service.header_warnings import known_models_line, refusal_lines
-from tests.gates import request, selection_gate, selection_gate_16
+from tests.support.gates import request, selection_gate, selection_gate_16
 
 
 def headers(gate: Gate, path: str, body: Any, method: str = "POST") -> tuple[int, dict[str, str]]:

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from lean_selector.publisher import REPLAY_BATCHES, KvEventPublisher
-from tests.prometheus_tools import Prometheus, parsed, running_prometheus, scrape, value
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
 from tests.service.test_metrics import RULES
+from tests.support.prometheus_tools import Prometheus, parsed, running_prometheus, scrape, value
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 BLOCK = 16
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lean_selector.service.logs import LineWriter, QueuedLines
-from tests.running_service import DEADLINE_S
+from tests.support.running_service import DEADLINE_S
 
 BOUND = 100_000
 

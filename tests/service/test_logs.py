@@ -18,8 +18,8 @@ import pytest
 from lean_selector.build_info import form
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.service.logs import BURST
-from tests.prometheus_tools import parsed, scrape, value
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.prometheus_tools import parsed, scrape, value
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -13,9 +13,16 @@ from lean_selector.publisher import KvEventPublisher
 from lean_selector.service.application import PIECES_PER_PART, metrics_route
 from lean_selector.service.exposition import Family, escaped, labels
 from lean_selector.service.replies import SLICE_S
-from tests import gates
-from tests.prometheus_tools import Samples, parsed, promtool, running_prometheus, scrape, value
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support import gates
+from tests.support.prometheus_tools import (
+    Samples,
+    parsed,
+    promtool,
+    running_prometheus,
+    scrape,
+    value,
+)
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "lean_selector.rules.yml"

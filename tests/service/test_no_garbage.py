@@ -10,7 +10,7 @@ import pytest
 
 from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol
-from tests.gates import selection_gate
+from tests.support.gates import selection_gate
 
 WORKER = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}
 PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 32}

@@ -13,7 +13,7 @@ import pytest
 import lean_selector
 from lean_selector.service.openapi.document import CONNECTION_ERRORS
 from lean_selector.service.openapi.document import DESCRIBED as SERVICES
-from tests.gates import routes_of
+from tests.support.gates import routes_of
 
 PACKAGE = Path(lean_selector.__file__).parent
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}

@@ -21,7 +21,7 @@ from lean_selector.service.openapi.schemas import components
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
 from tests.documents.pages import OURS
-from tests.gates import (
+from tests.support.gates import (
     answered,
     request,
     routes_of,
@@ -29,7 +29,7 @@ from tests.gates import (
     selection_gate_16,
     slot_tracker_gate,
 )
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 DATA = Path(__file__).parents[1] / "data"
 # Without what needs a flag to be there.

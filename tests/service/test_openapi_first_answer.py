@@ -10,8 +10,8 @@ from lean_selector.service.application import OpenApiRoutes
 from lean_selector.service.gate import Gate
 from lean_selector.service.openapi import document as services
 from lean_selector.service.replies import LaterReply
-from tests.gates import request
-from tests.on_loop import until
+from tests.support.gates import request
+from tests.support.on_loop import until
 
 
 def test_the_loop_goes_on_while_the_document_is_made_for_all_who_ask(

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from tests.running_service import DEADLINE_S, RunningService, wait_until
 from tests.service.test_document_examples import WORKER
+from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
 BLOCK_SIZE = 4
 MEDIUM = {"gpu": "GPU", "cpu": "CPU_PINNED", "disk": "DISK", "external": "EXTERNAL"}

@@ -10,7 +10,7 @@ from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.worker_handlers import ServiceState
-from tests.gates import NOW, NoEngines, answered, request
+from tests.support.gates import NOW, NoEngines, answered, request
 
 
 class Timers:

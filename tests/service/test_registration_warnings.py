@@ -11,7 +11,7 @@ from lean_selector.core.selection.catalog import HttpPlaces, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.service.header_warnings import registration_warnings
 from lean_selector.service.replies import warning_line
-from tests.running_service import DEADLINE_S, RunningService
+from tests.support.running_service import DEADLINE_S, RunningService
 
 
 class Nobody:

@@ -7,8 +7,8 @@ import pytest
 import zmq
 
 from lean_selector.wire.replica_frames import TOPIC
-from tests.replica_member import BOOKED, IDLE, TOKENS, Member, mesh
-from tests.running_service import free_port
+from tests.support.replica_member import BOOKED, IDLE, TOKENS, Member, mesh
+from tests.support.running_service import free_port
 
 LIFECYCLES = 100
 

@@ -14,9 +14,9 @@ import zmq
 
 from lean_selector.core.replication.shapes import EventKind
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC, encode_event
-from tests.bookings import replica_event
-from tests.replica_member import BOOKED, IDLE, MODEL, Member
-from tests.running_service import wait_until
+from tests.support.bookings import replica_event
+from tests.support.replica_member import BOOKED, IDLE, MODEL, Member
+from tests.support.running_service import wait_until
 
 IDLE_RANK = (0, 0)
 

@@ -13,10 +13,10 @@ import zmq
 
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import TOPIC, encode_event
-from tests.bookings import replica_event
-from tests.replica_frames import decode_event
-from tests.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
-from tests.running_service import free_port, wait_until
+from tests.support.bookings import replica_event
+from tests.support.replica_frames import decode_event
+from tests.support.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
+from tests.support.running_service import free_port, wait_until
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lean_selector.service.replies import (
     sent,
 )
 from lean_selector.wire.answer_forms import LONGEST_TRANSCODED, JsonText
-from tests.gates import request
+from tests.support.gates import request
 
 
 def asking(accept: bytes | None) -> Request:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lean_selector.publisher import KvEventPublisher
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 BLOCK_SIZE = 4
 TOKENS = list(range(12))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 HERE = Path(__file__).parent
 FEW = 12  # for each route and phase: the whole takes a minute on a machine that does nothing else

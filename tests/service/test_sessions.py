@@ -12,8 +12,8 @@ import zmq
 
 from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.wire.replica_frames import SESSION_TOPIC, decode_session, encode_session
-from tests.prometheus_tools import scrape
-from tests.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 ON = ("--session-affinity-ttl-secs", "60", "--use-kv-events", "false")
 VECTORS = json.loads(

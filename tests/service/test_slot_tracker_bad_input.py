@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.running_service import DEADLINE_S, RunningService, free_port
+from tests.support.running_service import DEADLINE_S, RunningService, free_port
 
 MODULE = "lean_selector.slot_tracker"
 MAX_BODY = 2 * 1024 * 1024

@@ -33,7 +33,7 @@ def run_without(*command: str) -> subprocess.CompletedProcess[str]:
 def test_prompts_are_read_by_msgspec_where_simdjson_is_not_installed() -> None:
     script = """
 from lean_selector.wire.scalars import HAS_SIMDJSON, packed_signed
-from tests.running_service import RunningService
+from tests.support.running_service import RunningService
 
 assert not HAS_SIMDJSON
 assert packed_signed(b"[1]") == (1).to_bytes(8, "little")

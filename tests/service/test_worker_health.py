@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lean_selector.service.gate import Gate
-from tests.gates import answered, request, selection_gate
+from tests.support.gates import answered, request, selection_gate
 
 
 def call(gate: Gate, method: str, path: str, body: object = None, query: str = "") -> Any:

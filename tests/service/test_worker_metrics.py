@@ -3,7 +3,7 @@
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.selection.partition import Partition
 from lean_selector.service.selector_metrics import WorkerScrape, model_outcomes, worker_families
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 NAMED = 'model="default",tenant_id="default",worker_id='
 

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lean_selector.core.selection.selector import Selector
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService
-from tests.gates import answered, request, selection_gate, selection_service
-from tests.operations import lines_run
+from tests.support.gates import answered, request, selection_gate, selection_service
+from tests.support.operations import lines_run
 
 ids = st.integers(0, 6)
 names = st.sampled_from(["a", "b", "ä\n"])

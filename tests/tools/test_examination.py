@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.key_files import KeyFiles
-from tests.running_service import RunningService, free_port, wait_until
+from tests.support.key_files import KeyFiles
+from tests.support.running_service import RunningService, free_port, wait_until
 from tests.tools.api_engine import ApiEngine
 
 LIMIT_S = 60.0

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from lean_selector.tools.check_questions import NotASelector, Selector
-from tests.on_loop import on_loop
-from tests.outbound_server import Serve, client, serving
+from tests.support.on_loop import on_loop
+from tests.support.outbound_server import Serve, client, serving
 
 WORKERS = 6_000
 RECORD = {

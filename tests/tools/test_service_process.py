@@ -17,7 +17,7 @@ from lean_selector.tools.service_process import (
     running_service,
     wait_until_healthy,
 )
-from tests.running_service import wait_until
+from tests.support.running_service import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 

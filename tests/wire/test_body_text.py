@@ -17,8 +17,8 @@ from lean_selector.wire.body_text import (
     messagepack_fault,
 )
 from lean_selector.wire.scalars import hashes_from_integers, hashes_from_json
-from tests.gates import answered, request, selection_gate
-from tests.operations import lines_run
+from tests.support.gates import answered, request, selection_gate
+from tests.support.operations import lines_run
 
 LARGEST = 2**1024 - 2**970  # what is as large rounds to an infinity
 

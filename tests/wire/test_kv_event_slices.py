@@ -14,7 +14,7 @@ from lean_selector.core.index.shapes import BlockRemoved, BlockStored, EventBatc
 from lean_selector.wire import kv_events
 from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
 from lean_selector.wire.messagepack import WINDOW_BYTES
-from tests.kv_batches import decode_batch, small_windows
+from tests.support.kv_batches import decode_batch, small_windows
 
 encode = msgspec.msgpack.encode
 HEX = "a1b2c3d4e5f60718" + 48 * "0"

@@ -17,7 +17,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from lean_selector.wire.kv_events import NotABatch
-from tests.kv_batches import decode_batch
+from tests.support.kv_batches import decode_batch
 
 encode = msgspec.msgpack.encode
 PAYLOADS = json.loads((Path(__file__).parents[1] / "data" / "event_payloads.json").read_text())

@@ -22,7 +22,7 @@ from lean_selector.wire.body_text import (
 )
 from lean_selector.wire.prompt_forms import binary_form, prompt_to_select
 from lean_selector.wire.selection_bodies import PromptFields
-from tests.gates import request
+from tests.support.gates import request
 
 Body = bytes | bytearray
 Read = Callable[[Body], PromptFields | None]

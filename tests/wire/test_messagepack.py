@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lean_selector.wire import messagepack
 from lean_selector.wire.messagepack import ListReader, count_of, first_value
-from tests.kv_batches import small_windows
+from tests.support.kv_batches import small_windows
 
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.decode

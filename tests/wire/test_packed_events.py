@@ -20,7 +20,7 @@ from lean_selector.core.index.shapes import (
 )
 from lean_selector.wire.kv_events import MAX_EVENT_BLOCKS, NotABatch
 from lean_selector.wire.packed_events import PART_BLOCKS, packed_batch
-from tests.kv_batches import decode_batch
+from tests.support.kv_batches import decode_batch
 
 encode = msgspec.msgpack.encode
 

@@ -27,8 +27,8 @@ from lean_selector.wire.replica_frames import (
     encode_event,
     encode_heartbeat,
 )
-from tests.bookings import replica_event
-from tests.replica_frames import decode_event, decode_frames
+from tests.support.bookings import replica_event
+from tests.support.replica_frames import decode_event, decode_frames
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
 VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}

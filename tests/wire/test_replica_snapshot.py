@@ -20,7 +20,7 @@ from lean_selector.wire.replica_snapshot import (
     snapshot_head,
     split_snapshot,
 )
-from tests.bookings import live_booking_of
+from tests.support.bookings import live_booking_of
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

@@ -13,11 +13,11 @@ from lean_selector.http.trust import TokenFile, Trust
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.particulars import Particulars
 from lean_selector.workers.roster import Asking, KnownWorker, State
-from tests.certificates import Authority
-from tests.fake_engine import FakeEngine
-from tests.on_loop import on_loop, until
-from tests.outbound_server import client, response, says, serving
-from tests.running_service import free_port
+from tests.support.certificates import Authority
+from tests.support.fake_engine import FakeEngine
+from tests.support.on_loop import on_loop, until
+from tests.support.outbound_server import client, response, says, serving
+from tests.support.running_service import free_port
 
 
 @on_loop

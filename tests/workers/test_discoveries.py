@@ -8,7 +8,7 @@ from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.finders import SocketAddress
 from lean_selector.workers.particulars import peer_target_of
 from lean_selector.workers.peer_roster import PeerRoster
-from tests.on_loop import on_loop, until
+from tests.support.on_loop import on_loop, until
 
 
 class NoMesh:

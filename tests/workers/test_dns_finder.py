@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from lean_selector.tasks import supervise
 from lean_selector.workers.finders import AskService, DnsFinder, Sighting, SocketAddress, SrvRecords
 from lean_selector.workers.particulars import Place
-from tests.name_server import name_server
-from tests.on_loop import on_loop, until
+from tests.support.name_server import name_server
+from tests.support.on_loop import on_loop, until
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 NAME = "_http._tcp.vllm.svc"

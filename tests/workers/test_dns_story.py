@@ -24,11 +24,11 @@ from lean_selector.server.service_flags import Finder
 from lean_selector.workers.discoveries import Discoveries, Surroundings
 from lean_selector.workers.finders import SocketAddress, SrvRecords
 from lean_selector.workers.particulars import target_of, worker_id_of
-from tests.driven_selector import prompt_of
-from tests.fake_engine import FakeEngine
-from tests.name_server import NameServer, name_server
-from tests.on_loop import until
-from tests.running_service import free_port
+from tests.support.driven_selector import prompt_of
+from tests.support.fake_engine import FakeEngine
+from tests.support.name_server import NameServer, name_server
+from tests.support.on_loop import until
+from tests.support.running_service import free_port
 
 NAME = "_http._tcp.vllm.svc"
 GRACE_S = 0.05

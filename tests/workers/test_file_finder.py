@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lean_selector.workers.finders import FileFinder, Sighting
 from lean_selector.workers.particulars import Found
-from tests.on_loop import on_loop, until
+from tests.support.on_loop import on_loop, until
 
 
 def put(path: Path, text: str) -> None:

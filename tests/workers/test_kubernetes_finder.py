@@ -15,10 +15,10 @@ from lean_selector.tasks import supervise
 from lean_selector.workers.finders import Sighting
 from lean_selector.workers.kubernetes import KubernetesFinder, Slice, places_of
 from lean_selector.workers.particulars import Place
-from tests.certificates import Authority
 from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
-from tests.on_loop import on_loop, until
-from tests.outbound_server import client, response, says, serving
+from tests.support.certificates import Authority
+from tests.support.on_loop import on_loop, until
+from tests.support.outbound_server import client, response, says, serving
 
 
 class Following:

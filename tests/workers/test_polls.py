@@ -11,7 +11,7 @@ import pytest
 from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import Fleet
-from tests.running_service import RunningService, wait_until
+from tests.support.running_service import RunningService, wait_until
 
 FLAGS = ("--worker-health-interval-secs", "0.05", "--worker-health-failures", "2")
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lean_selector.core.selection.shapes import Source, WorkerSpec
 from lean_selector.workers.particulars import Found, Particulars, worker_id_of
 from lean_selector.workers.roster import KnownWorker, Roster, State, by_state
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 A, B = "http://a:8000", "http://b:8000"
 GRACE_S = 10.0

@@ -22,7 +22,7 @@ from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import RankBits, RankKey
-from tests.operations import lines_run
+from tests.support.operations import lines_run
 
 Path = tuple[int, ...]
 KEYS: list[RankKey] = [(1, 0), (1, 1), (2, 0)]

@@ -8,7 +8,7 @@ import pytest
 from lean_selector.core.index import holes, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
-from tests.operations import lines_run
+from tests.support.operations import lines_run
 
 LENGTH = 64
 

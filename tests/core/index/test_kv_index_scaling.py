@@ -18,7 +18,7 @@ from lean_selector.core.index.shapes import (
     StoreResult,
     Tier,
 )
-from tests.operations import lines_run
+from tests.support.operations import lines_run
 
 
 def as_bytes(local: list[int]) -> bytes:

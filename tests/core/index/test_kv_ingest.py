@@ -26,7 +26,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from lean_selector.wire.kv_events import NotABatch
-from tests.kv_batches import decode_batch
+from tests.support.kv_batches import decode_batch
 
 DATA = Path(__file__).parents[2] / "data" / "event_payloads.json"
 PAYLOADS: list[dict[str, Any]] = json.loads(DATA.read_text())["payloads"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.lower_tiers import ROOT, Continuations, Edges, LowerTier
 from lean_selector.core.index.shapes import Matched, Tier
-from tests.operations import lines_run
+from tests.support.operations import lines_run
 
 A, B, C = (1, 0), (2, 0), (3, 7)
 # Hashes that agree in 7 of their bytes are taken for one.

@@ -18,7 +18,7 @@ from lean_selector.core.index.routed import _RANKS_PER_STEP, RoutedPrompts
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import ActiveRun
 from lean_selector.core.rank_bits import RankKey
-from tests.driven_selector import pack
+from tests.support.driven_selector import pack
 
 A, B = (1, 0), (1, 1)
 TTL_S = 10.0

@@ -18,8 +18,8 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
-from tests import naive_choice
-from tests.bookings import book
+from tests.support import naive_choice
+from tests.support.bookings import book
 
 LIMIT = BusyThreshold(active_prefill_tokens=10_000, active_decode_blocks=0.85)
 SCOPE = ("model", "default")

@@ -8,7 +8,7 @@ from lean_selector.core.load.busy import Headroom
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import RankLimits
 from lean_selector.core.load.slots import Slots
-from tests.bookings import book
+from tests.support.bookings import book
 
 UNLIMITED = RankLimits()
 

@@ -2,7 +2,7 @@ import pytest
 
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots
-from tests import bookings
+from tests.support import bookings
 
 
 @pytest.fixture

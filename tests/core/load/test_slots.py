@@ -7,7 +7,7 @@ import pytest
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots, check_decay_fraction
-from tests.bookings import book
+from tests.support.bookings import book
 
 
 def packed(*hashes: int) -> bytes:

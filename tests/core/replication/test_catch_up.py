@@ -25,7 +25,7 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
-from tests.bookings import book, changed, replica_event
+from tests.support.bookings import book, changed, replica_event
 
 HERE, PEER, THIRD = 11, 22, 33
 PROMPT = struct.pack("<3Q", 1, 2, 3)

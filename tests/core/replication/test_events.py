@@ -20,7 +20,7 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from tests.bookings import book, changed, replica_event
+from tests.support.bookings import book, changed, replica_event
 
 OURS, PEER, OTHER_PEER = 1, 2, 3
 PROMPT = struct.pack("<3Q", 101, 202, 303)

@@ -19,7 +19,7 @@ from lean_selector.core.replication.ledger import (
     republish_after_s,
 )
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from tests.bookings import replica_event
+from tests.support.bookings import replica_event
 
 OURS, PEER = 1, 2
 PROMPT = struct.pack("<3Q", 101, 202, 303)

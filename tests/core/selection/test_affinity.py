@@ -16,7 +16,7 @@ from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, Sessio
 from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import SESSION_TOPIC, UndecodableFrames, decode_session
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 TTL_S = 10.0
 

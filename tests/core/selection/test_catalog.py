@@ -16,7 +16,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Source, WorkerSpec
-from tests.driven_selector import DrivenSelector, Sources, pack
+from tests.support.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"
 KV_RANK_0 = "kv_events endpoint is required for dp_rank 0"

@@ -5,8 +5,8 @@ from typing import Any
 
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.shapes import EXPLANATION
-from tests.driven_selector import DrivenSelector, pack
-from tests.operations import lines_run
+from tests.support.driven_selector import DrivenSelector, pack
+from tests.support.operations import lines_run
 
 FEW, MANY = 40, 400
 

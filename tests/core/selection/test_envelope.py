@@ -23,9 +23,9 @@ from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.scheduler import place
 from lean_selector.core.selection.shapes import SelectionRequest
-from tests.bookings import book
-from tests.driven_selector import DrivenSelector, pack
-from tests.operations import lines_run
+from tests.support.bookings import book
+from tests.support.driven_selector import DrivenSelector, pack
+from tests.support.operations import lines_run
 
 PROMPT = list(range(1, 41))
 TEMPERATURES = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-4, 1e-300]

@@ -1,7 +1,7 @@
 """Which workers are at which HTTP endpoint, as the catalog changes."""
 
 from lean_selector.core.selection.shapes import WorkerSpec
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 
 def sharing(driven: DrivenSelector, worker_id: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.shapes import HINT, OUTLOOK, FetchHint, Placement, RankOutlook
-from tests.driven_selector import DrivenSelector, pack
+from tests.support.driven_selector import DrivenSelector, pack
 
 PROMPT = [11, 12, 13, 14]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from lean_selector.core.selection.partition import Parked, ParkedQueue
 from lean_selector.core.selection.router_settings import QueuePolicy, Terms
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
-from tests.driven_selector import prompt_of
+from tests.support.driven_selector import prompt_of
 
 TERMS = Terms(1.0, 0.0, 1.0, 0.0, True)
 

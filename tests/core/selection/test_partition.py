@@ -3,7 +3,7 @@
 from itertools import combinations, islice
 
 from lean_selector.core.index.shapes import Tier
-from tests.driven_selector import DrivenSelector, pack
+from tests.support.driven_selector import DrivenSelector, pack
 
 WORKERS = range(1, 13)
 

@@ -6,8 +6,8 @@ import pytest
 
 from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.shapes import Placement
-from tests.driven_selector import DrivenSelector
-from tests.operations import lines_run as steps
+from tests.support.driven_selector import DrivenSelector
+from tests.support.operations import lines_run as steps
 
 
 def fleet(workers: int, **settings: Any) -> DrivenSelector:

@@ -25,8 +25,8 @@ from lean_selector.core.selection.scheduler import (
     place,
 )
 from lean_selector.core.selection.shapes import Overlap, Placement, SelectionRequest
-from tests.bookings import book
-from tests.driven_selector import DrivenSelector, pack
+from tests.support.bookings import book
+from tests.support.driven_selector import DrivenSelector, pack
 
 PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
 

@@ -12,7 +12,7 @@ from lean_selector.core.selection.choice import Pricing, cells, dearest
 from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.shapes import EXPLANATION, Explanation, Placement
 from lean_selector.core.settings import API_1_3, API_1_6, SessionSettings
-from tests.driven_selector import DrivenSelector, pack
+from tests.support.driven_selector import DrivenSelector, pack
 
 PROMPT = list(range(1, 13))
 

@@ -6,7 +6,7 @@ from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, OK
 from lean_selector.core.selection.shapes import Placement
 from lean_selector.core.settings import EjectionSettings
-from tests.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector
 
 EJECTION = EjectionSettings(failures=3, base_s=10.0, most_percent=100.0)
 

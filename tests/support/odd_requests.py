@@ -1,6 +1,6 @@
 """Requests of the selection service that are refused, and workers that nobody can choose."""
 
-from tests.side_by_side import BLOCK_SIZE
+from tests.support.side_by_side import BLOCK_SIZE
 
 NOBODY = "tcp://127.0.0.1:9"
 HASHES: dict[str, object] = {"block_hashes": [1], "sequence_hashes": [1]}

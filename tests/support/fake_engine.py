@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from lean_selector.publisher import KvEventPublisher
-from tests.running_service import free_port
+from tests.support.running_service import free_port
 
 BLOCK_SIZE = 16
 

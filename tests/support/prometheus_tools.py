@@ -11,8 +11,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.programs import program
-from tests.running_service import DEADLINE_S, free_port, wait_until
+from tests.support.programs import program
+from tests.support.running_service import DEADLINE_S, free_port, wait_until
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
 

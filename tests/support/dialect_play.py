@@ -9,7 +9,7 @@ ours says that ranks tie the request is pinned to one of them.
 import random
 from collections.abc import Callable
 
-from tests.side_by_side import BLOCK_SIZE, SideBySide, engine
+from tests.support.side_by_side import BLOCK_SIZE, SideBySide, engine
 
 IDS = [f"s{number}" for number in range(12)] + ["", "a/b", "ä"]
 SESSIONS = ["", "one", "two", "three", "ä" * 128, "x" * 257]

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.odd_requests import BAD, INCOMPLETE, NOBODY
-from tests.side_by_side import BLOCK_SIZE, SideBySide, Step, engine
+from tests.support.odd_requests import BAD, INCOMPLETE, NOBODY
+from tests.support.side_by_side import BLOCK_SIZE, SideBySide, Step, engine
 
 IDS = [f"r{number}" for number in range(12)] + ["a/b", "ä", "%", "x" * 300]
 # The first is never removed, because a partition without workers is another thing here (D3).

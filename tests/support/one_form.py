@@ -7,7 +7,7 @@ reason stands beside it. Who looks for what is compiled finds it in `setup.py`.
 from pathlib import Path
 
 MARK = "one_form"
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ONE_FORM = {
     "client": "the client library is not compiled; its calls on a service are also those of"
     " tests/inprocess and tests/service",

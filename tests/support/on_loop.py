@@ -1,6 +1,6 @@
 """Stories on the service's own kind of loop, and waiting there for what has no event to set.
 
-`tests.running_service` waits without a loop.
+`tests.support.running_service` waits without a loop.
 """
 
 import asyncio

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from lean_selector.publisher import KvEventPublisher
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
-from tests.recorded_cases import replay
-from tests.running_service import DEADLINE_S, wait_until
+from tests.support.recorded_cases import replay
+from tests.support.running_service import DEADLINE_S, wait_until
 
 BLOCK_SIZE = 4
 AGREES_WITHIN_S, HEARS_WITHIN_S = 0.3, 3.0  # while a shorter play is looked for

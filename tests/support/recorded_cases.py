@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 DATA = HERE / "data"
 
 _spec = importlib.util.spec_from_file_location("replay", HERE / "conformance" / "replay.py")

@@ -6,8 +6,8 @@ import signal
 import ssl
 from typing import Any
 
-from tests.certificates import HOST, Authority, Files
-from tests.running_service import RunningService
+from tests.support.certificates import HOST, Authority, Files
+from tests.support.running_service import RunningService
 
 ANSWER_TIMEOUT_S = 20.0
 

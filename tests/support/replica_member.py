@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
-from tests.running_service import DEADLINE_S, wait_until
+from tests.support.running_service import DEADLINE_S, wait_until
 
 OURS = {"selector": "lean_selector", "tracker": "lean_selector.slot_tracker"}
 THEIRS = {"selector": "dynamo.select_service", "tracker": "dynamo.slot_tracker"}
