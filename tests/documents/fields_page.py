@@ -35,7 +35,6 @@ requests that are shed [OverloadBody](#overloadbody), and those of `POST /route/
 [OpenAiErrorBody](#openaierrorbody). The role is that of the token, [where tokens are
 required](../guide/access.md).
 """
-_HEAD: Final = "| field | type | required | default | |\n|---|---|---|---|---|"
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _ENOUGH: Final = 4  # as alike are two schemas of which the later refers to the earlier
 
@@ -52,8 +51,10 @@ class Row(NamedTuple):
     meaning: str
 
     def line(self) -> str:
-        name, *others = self
-        return "| " + " | ".join([f"`{name}`", *others]) + " |"
+        traits = [self.kind, *filter(None, [self.required])]
+        if self.default:
+            traits.append(f"default {self.default}")
+        return f"- `{self.name}` ({', '.join(traits)}): {self.meaning}"
 
 
 def described_routes(service: str) -> list[Route]:
@@ -115,7 +116,7 @@ def _parameters(document: Schema) -> Iterator[str]:
 
 def _schema(name: str, schema: Schema, written: dict[str, list[Row]]) -> list[str]:
     rows = [_row(field, shown, schema) for field, shown in schema["properties"].items()]
-    lines = [f"### {name}\n", " ".join(schema["description"].split())]
+    lines = [f"### {name}", " ".join(schema["description"].split())]
     shown = rows
     if written:
         like = max(written, key=lambda other: _likeness(rows, written[other]))
@@ -125,8 +126,7 @@ def _schema(name: str, schema: Schema, written: dict[str, list[Row]]) -> list[st
             without = f", without {lacking}" if lacking else ""
             lines.append(f"The fields of {_link(like)}{without}{', and:' if shown else '.'}")
     written[name] = rows
-    table = [_HEAD, *(row.line() for row in shown), ""] if shown else []
-    return [*lines, "", *table]
+    return [*lines, "", *(row.line() for row in shown), *([""] if shown else [])]
 
 
 def _lacking(rows: list[Row], other: list[Row]) -> list[Row]:
@@ -142,7 +142,7 @@ def _likeness(rows: list[Row], other: list[Row]) -> int:
 
 def _row(name: str, shown: Schema, schema: Schema) -> Row:
     default = f"`{json.dumps(shown['default'])}`" if shown.get("default") is not None else ""
-    required = "yes" if name in schema.get("required", ()) else ""
+    required = "required" if name in schema.get("required", ()) else ""
     return Row(name, _kind(shown), required, default, shown["description"])
 
 

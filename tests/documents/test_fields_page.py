@@ -31,7 +31,7 @@ def test_a_field_that_is_added_to_the_description_changes_the_page(
 
     monkeypatch.setattr(fields_page, "service_document", more)
     added = set(fields_page.page().splitlines()) - set(before.splitlines())
-    assert added == {"| `took_s` | integer, at least 1 |  |  | seconds |"}
+    assert added == {"- `took_s` (integer, at least 1): seconds"}
 
 
 def test_no_schema_is_on_the_page_twice() -> None:
