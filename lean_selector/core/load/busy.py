@@ -12,7 +12,7 @@ from lean_selector.core.rank_bits import RankKey
 # --------------------------------------------------------------------------------------------------
 # Busy thresholds: which ranks and workers may still be given new work.
 #
-# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3 and 4.6: a
+# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3: a
 # rank is busy above any limit that is set, not at it; a worker only when all of its ranks are. What
 # is not known (a capacity that the worker did not report) exceeds nothing. Does not know how loads
 # are counted, nor who is asked for a worker.
