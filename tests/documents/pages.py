@@ -35,6 +35,15 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         yield found[1], found[2]
 
 
+PYTHON = [text for page in OURS.values() for kind, text in blocks(page) if kind == "python"]
+
+
+def python_example(words: str) -> str:
+    """The one printed Python example that has these words."""
+    [found] = {text for text in PYTHON if words in text}
+    return found
+
+
 def commands(script: str) -> Iterator[list[str]]:
     """The commands of a shell block, a list of words each, `&&` between two or not."""
     script = script.replace("\\\n", " ")

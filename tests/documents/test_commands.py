@@ -1,37 +1,42 @@
 """The commands that documents print start, and name only flags that there are."""
 
 import argparse
+import json
 import re
 import shlex
+import sys
+from contextlib import ExitStack
 
 import pytest
 
 from lean_selector.server.flags import FILE, fields_of
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
+from loadtest.child_service import JSON, ChildService, plain_environment
 from tests.documents.pages import OURS, blocks, commands
-from tests.support.running_service import RunningService, free_port
+from tests.openai_worker import MODEL, OpenAiWorker
+from tests.support.own_network import own_network
+from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 MODULES = {"lean-selector": "lean_selector", "lean-slot-tracker": "lean_selector.slot_tracker"}
-COMMANDS = {"check", "gateway"}
-STARTS = sorted(
+PRINTED = sorted(
     {
         shlex.join(command)
         for text in OURS.values()
         for language, content in blocks(text)
         if language == "sh"
         for command in commands(content)
-        if command[0] in MODULES and not COMMANDS.intersection(command[1:2])
+        if command[0] in MODULES and command[1:2] != ["check"]
     }
 )
+GATEWAYS = [line for line in PRINTED if line.startswith("lean-selector gateway ")]
+STARTS = [line for line in PRINTED if line not in GATEWAYS]
 # Those of other programs, of `demo`, and of the load tests.
 OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
 OTHER_FLAGS |= {"--help-all"}
 OTHER_FLAGS |= {"--cases", "--reference"}  # of loadtest/versus.py
 OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
 OTHER_FLAGS |= {"--long", "--missing", "--show"}  # of the tests, of coverage and of mutation
-OTHER_FLAGS |= {"--probe", "--json", "--ca-file", "--worker-token-file"}  # of `check`
-OTHER_FLAGS |= {"--token-file", "--cert-file", "--key-file"}
 OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
 OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of Dynamo 1.6 alone
 OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy
@@ -41,6 +46,7 @@ OTHER_FLAGS |= {"--default-chat-template-kwargs"}
 
 def test_there_are_commands_to_start() -> None:
     assert len(STARTS) >= 5
+    assert GATEWAYS
 
 
 @pytest.mark.parametrize("line", STARTS)
@@ -59,17 +65,42 @@ def test_every_printed_command_line_starts_a_service(line: str) -> None:
         assert service.request("GET", "/health")[0] == 200
 
 
-@pytest.mark.parametrize(
-    "flag",
-    sorted({flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}),
-)
-def test_flags_named_in_the_documents_exist(flag: str) -> None:
-    assert flag in {FILE, *(each.flag.name for each in fields_of(GatewayConfig))} | OTHER_FLAGS
+@pytest.mark.parametrize("line", GATEWAYS)
+def test_every_printed_gateway_answers_a_chat_on_its_own_ports(line: str) -> None:
+    """Nothing is replaced but the workers' names."""
+    _, _, *arguments = shlex.split(line)
+    with own_network(), ExitStack() as running:
+        a, b = (running.enter_context(OpenAiWorker()) for _ in range(2))
+        ours = {"http://gpu-a:8000": a.url, "http://gpu-b:8000": b.url}
+        command = [sys.executable, "-m", "lean_selector", "gateway"]
+        command += [ours.get(each, each) for each in arguments]
+        gateway = ChildService(command, 8080, env=plain_environment())
+        running.callback(gateway.stop, 15, DEADLINE_S)
+        chat = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        body = json.dumps(chat).encode()
+
+        def is_served() -> bool:
+            assert gateway.process.poll() is None, gateway.log()
+            try:
+                return gateway.request("POST", "/v1/chat/completions", body, JSON)[0] == 200
+            except OSError:
+                return False
+
+        wait_until(is_served, "a request is answered")
 
 
-def test_the_options_that_the_page_of_the_check_lists_are_those_that_it_has() -> None:
+def check_flags() -> set[str]:
     parser = argparse.ArgumentParser(add_help=False)
     add_check_arguments(parser)
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+def test_flags_named_in_the_documents_exist() -> None:
+    ours = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))} | check_flags()
+    named = {flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}
+    assert named - ours - OTHER_FLAGS == set()
+
+
+def test_the_page_of_the_check_lists_its_options() -> None:
     page = OURS["docs/guide/check.md"]
-    listed = set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE))
-    assert listed == {name for action in parser._actions for name in action.option_strings}
+    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE)) == check_flags()

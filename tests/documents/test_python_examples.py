@@ -18,207 +18,27 @@ import pytest
 
 from lean_selector.client import KvPushRouter, KvRouter
 from tests.client.fleet import MODEL, Fleet
-from tests.documents.pages import OURS, blocks
+from tests.documents.pages import PYTHON, python_example
 from tests.documents.test_ray_examples import RAY_EXAMPLES
 from tests.support.running_service import RunningService
 
-FIRST = """\
-import asyncio
-from lean_selector import KvRouter
-
-async def main():
-    async with KvRouter("http://localhost:8092", block_size=16) as router:
-        stream = await router.generate(
-            token_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
-            model="model-name",
-            stop_conditions={"max_tokens": 20},
-        )
-        async for chunk in stream:
-            print(chunk.get("text", ""), end="")
-
-asyncio.run(main())
-"""
-AUTOMATIC = """\
-import asyncio
-from lean_selector import KvPushRouter, KvRouterConfig
-
-async def main():
-    router = KvPushRouter(
-        endpoint="http://localhost:8092",  # or "unix:/run/lean-selector.sock"
-        block_size=16,
-        kv_router_config=KvRouterConfig(),
-    )
-    token_ids = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    stream = await router.generate(
-        token_ids=token_ids,
-        model="model-name",
-        stop_conditions={"max_tokens": 20, "ignore_eos": True},
-        sampling_options={"temperature": 0.7, "top_p": 0.9},
-        router_config_override={
-            "overlap_score_weight": 2.0,  # prioritize cache hits for this request
-            "router_temperature": 0.5,    # add routing randomness
-        },
-    )
-    generated_tokens = []
-    async for response in stream:
-        if "token_ids" in response:
-            generated_tokens.extend(response["token_ids"])
-    print(f"Generated {len(generated_tokens)} tokens: {generated_tokens}")
-    await router.aclose()
-
-asyncio.run(main())
-"""
-MANUAL = """\
-import httpx
-
-worker_id, _dp_rank, overlap = await router.best_worker(tokens, request_id="req-123")
-try:
-    endpoint = endpoints[worker_id]  # as you registered it
-    request = {"model": "model-name", "prompt": tokens, "stream": True}
-    async with httpx.AsyncClient() as client:
-        async with client.stream("POST", f"{endpoint}/v1/completions", json=request) as response:
-            lines = response.aiter_lines()
-            await anext(lines)  # the first token
-            await router.mark_prefill_complete("req-123")
-            async for line in lines:
-                ...
-finally:
-    await router.free("req-123")
-"""
-HIERARCHICAL = """\
-# Probe several routers without booking anything.
-worker_id_1, dp_rank, overlap_1 = await router_1.best_worker(tokens)  # no request_id
-worker_id_2, dp_rank, overlap_2 = await router_2.best_worker(tokens)
-
-# Go where more of the prompt is cached.
-if overlap_1 > overlap_2:
-    chosen_router, worker_id = router_1, worker_id_1
-else:
-    chosen_router, worker_id = router_2, worker_id_2
-stream = await chosen_router.generate(tokens, model="model-name", worker_id=worker_id)
-"""
-CUSTOM = """\
-def custom_cost_fn(load):
-    return load["potential_prefill_tokens"] + 16 * load["potential_decode_blocks"]
-
-loads = await router.get_potential_loads(tokens)
-best = min(loads, key=custom_cost_fn)
-stream = await router.generate(
-    tokens, model="model-name", worker_id=best["worker_id"], dp_rank=best["dp_rank"]
-)
-"""
-TTFT = """\
-import asyncio
-from lean_selector import KvPushRouter, KvRouterConfig
-
-async def minimize_ttft_routing():
-    router = KvPushRouter(
-        endpoint="http://localhost:8092", block_size=16, kv_router_config=KvRouterConfig()
-    )
-    token_ids = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    potential_loads = await router.get_potential_loads(token_ids)
-    best_worker = min(potential_loads, key=lambda x: x["potential_prefill_tokens"])
-    print(f"Selected worker {best_worker['worker_id']} "
-          f"with {best_worker['potential_prefill_tokens']} prefill tokens")
-    stream = await router.generate(
-        token_ids=token_ids,
-        model="model-name",
-        worker_id=best_worker["worker_id"],  # only this worker
-        stop_conditions={"max_tokens": 20},
-    )
-    async for response in stream:
-        if "token_ids" in response:
-            print(f"Generated tokens: {response['token_ids']}")
-    await router.aclose()
-
-asyncio.run(minimize_ttft_routing())
-"""
-RESERVE = """\
-async with router.reserve(tokens) as placement:
-    print(placement.worker_id, placement.dp_rank, placement.endpoint, placement.overlap_blocks)
-    ...                                  # send the request to placement.endpoint yourself
-    await placement.prefill_complete()   # at the first token
-    await placement.output_block()       # whenever block_size more tokens are there
-"""
-SYNCHRONOUS = """\
-from lean_selector import SyncKvRouter
-
-with SyncKvRouter("http://localhost:8092", block_size=16) as router:
-    for chunk in router.generate([1, 2, 3, 4], "model-name", {"max_tokens": 20}):
-        print(chunk.get("text", ""), end="")
-"""
-SLOT_TRACKER = """\
-from lean_selector import SlotTracker, block_hashes, sequence_hashes
-
-async with SlotTracker("http://localhost:8091", "llama-3-8b") as tracker:
-    await tracker.register(7, block_size=16, dp_size=2)
-    hashes = sequence_hashes(block_hashes(tokens, block_size=16))
-    await tracker.add("req-123", 7, hashes, new_isl_tokens=len(tokens), dp_rank=0)
-    await tracker.prefill_complete("req-123")
-    print(await tracker.loads())
-    await tracker.free("req-123")
-"""
-HASHES = """\
-from lean_selector import block_hashes, sequence_hashes
-
-local = block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], block_size=4)
-assert local == [14643705804678351452, 16777012769546811212]
-assert sequence_hashes(local) == [14643705804678351452, 4945711292740353085]
-assert block_hashes([1, 2, 3, 4], 4, lora_name="adapter") != local[:1]
-"""
-IN_PROCESS = """\
-import asyncio
-from lean_selector import SelectionService
-
-async def main():
-    service = SelectionService()  # or RemoteSelectionService("http://localhost:8092")
-    await service.upsert_worker({
-        "worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000", "block_size": 16,
-        "kv_events_endpoints": {0: "tcp://worker-1:5557"}, "max_num_batched_tokens": 8192,
-    })
-    prompt = {"model_name": "llama", "token_ids": list(range(40))}
-    chosen = await service.select_and_reserve({**prompt, "selection_id": "request-1"})
-    print(chosen["worker_id"], chosen["dp_rank"], chosen["endpoint"])
-    await service.prefill_complete("request-1")   # at the first token
-    service.add_output_block("request-1")         # whenever block_size more tokens are there
-    await service.free_reservation("request-1")   # at the end
-    await service.shutdown_async()
-
-asyncio.run(main())
-"""
-SHIM = """\
-from lean_selector import compat
-
-compat.install()  # or compat.install("unix:/run/lean-selector.sock")
-from dynamo.llm import SelectionService
-"""
-WITH_A_TOKEN = """\
-from lean_selector.client import SyncSlotTracker
-
-with SyncSlotTracker(
-    "http://localhost:8091",  # https://... in earnest
-    "model-name",
-    verify=True,              # or the path of a PEM file, an SSLContext; False believes anybody
-    cert=None,                # or the path of a certificate with its key, or a pair of paths
-    token=lambda: "secret",   # or "secret"; a function is asked before each request
-) as tracker:
-    tracker.register(7, block_size=16)
-"""
+# Words by which each example is found in its document.
+FIRST = python_example("async with KvRouter(")
+AUTOMATIC = python_example("router_config_override=")
+MANUAL = python_example('mark_prefill_complete("req-123")')
+HIERARCHICAL = python_example("# Probe several routers")
+CUSTOM = python_example("custom_cost_fn")
+TTFT = python_example("minimize_ttft_routing")
+RESERVE = python_example("router.reserve(")
+SYNCHRONOUS = python_example("with SyncKvRouter(")
+SLOT_TRACKER = python_example("async with SlotTracker(")
+HASHES = python_example("assert block_hashes(")
+IN_PROCESS = python_example("service = SelectionService()")
+SHIM = python_example("from dynamo.llm import SelectionService")
+WITH_A_TOKEN = python_example("with SyncSlotTracker(")
 EXAMPLES = [
-    WITH_A_TOKEN,
-    IN_PROCESS,
-    SHIM,
-    *RAY_EXAMPLES,
-    FIRST,
-    AUTOMATIC,
-    MANUAL,
-    HIERARCHICAL,
-    CUSTOM,
-    TTFT,
-    RESERVE,
-    SYNCHRONOUS,
-    SLOT_TRACKER,
-    HASHES,
+    *(FIRST, AUTOMATIC, MANUAL, HIERARCHICAL, CUSTOM, TTFT, RESERVE, SYNCHRONOUS, SLOT_TRACKER),
+    *(HASHES, IN_PROCESS, SHIM, WITH_A_TOKEN, *RAY_EXAMPLES),
 ]
 TOKENS = list(range(1, 41))
 
@@ -364,6 +184,5 @@ def test_the_shim() -> None:
     assert (done.stdout, done.stderr) == ("lean_selector.inprocess.service\n", "")
 
 
-def test_every_example_of_a_document_is_one_of_these() -> None:
-    printed = [text for page in OURS.values() for kind, text in blocks(page) if kind == "python"]
-    assert sorted(printed) == sorted(EXAMPLES)
+def test_every_printed_example_is_one_of_these() -> None:
+    assert sorted(set(PYTHON)) == sorted(EXAMPLES)

@@ -14,69 +14,14 @@ import pytest
 
 from lean_selector import RemoteSelectionService
 from tests.client.fleet import Fleet
+from tests.documents.pages import PYTHON, python_example
 from tests.ray.ray_programs import needs_ray, output_of
 from tests.support.running_service import free_port
 
-HOOK = """\
-import ray
-
-ray.init(runtime_env={"worker_process_setup_hook": "lean_selector.compat.install"})
-"""
-HOOK_WITH_URL = """\
-import ray
-
-ray.init(
-    runtime_env={
-        "worker_process_setup_hook": "lean_selector.compat.install",
-        "env_vars": {"LEAN_SELECTOR_URL": "unix:/run/lean-selector.sock"},  # or "http://selector:8092"
-    }
-)
-"""
-SELECT_THEN_RESERVE = """\
-import uuid
-
-import httpx
-from lean_selector import RemoteSelectionService
-
-async def ask(selector: RemoteSelectionService, http: httpx.AsyncClient, prompt: list[int]):
-    request_id = str(uuid.uuid4())
-    request = {"model_name": "model-name", "token_ids": prompt}
-    chosen = await selector.select(request)                                              # 1
-    body = {"model": "model-name", "prompt": prompt, "max_tokens": 20, "stream": True}
-    rank = {"x-data-parallel-rank": str(chosen["dp_rank"])}
-    url = chosen["endpoint"] + "/v1/completions"
-    lines: list[str] = []
-    async with http.stream("POST", url, json=body, headers=rank) as answer:              # 2
-        answer.raise_for_status()
-        places = ("worker_id", "dp_rank", "effective_prefill_tokens")
-        booking = {"selection_id": request_id, **request, **{at: chosen[at] for at in places}}
-        await selector.create_reservation(booking)                                       # 3
-        try:
-            async for line in answer.aiter_lines():
-                if not lines:
-                    await selector.prefill_complete(request_id)                          # 4
-                lines.append(line)
-        finally:
-            await selector.free_reservation(request_id)
-    return lines
-"""
-INGRESS = """\
-import httpx
-from ray import serve
-from starlette.requests import Request
-from lean_selector import RemoteSelectionService
-
-@serve.deployment(num_replicas=2)
-class Ingress:
-    def __init__(self, url: str) -> None:
-        self.selector = RemoteSelectionService(url)
-        self.http = httpx.AsyncClient(timeout=None)
-
-    async def __call__(self, request: Request) -> list[str]:
-        return await ask(self.selector, self.http, await request.json())
-
-serve.run(Ingress.bind("http://localhost:8092"))
-"""
+HOOK_WITH_URL = python_example("LEAN_SELECTOR_URL")
+[HOOK] = (each for each in PYTHON if "worker_process_setup_hook" in each and each != HOOK_WITH_URL)
+SELECT_THEN_RESERVE = python_example("async def ask(")
+INGRESS = python_example("class Ingress")
 RAY_EXAMPLES = [HOOK, HOOK_WITH_URL, SELECT_THEN_RESERVE, INGRESS]
 SMALL = "num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False"
 PROMPT = list(range(1, 41))

@@ -1,0 +1,91 @@
+"""Pages that are written from the code, or list what the code has, are current."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lean_selector.gateway.prompt_shapes import Why
+from lean_selector.server.flags import fields_of
+from lean_selector.server.gateway_flags import GatewayConfig
+from lean_selector.service.gate import Route
+from lean_selector.service.openapi.document import service_document
+from tests.documents import fields_page, flags_page
+from tests.documents.pages import OURS
+from tests.gateway.running_gateway import RunningGateway
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import RunningService, free_port
+
+# `..._lag_batches` goes on from the name before it in its row, at any underscore.
+METRICS = re.findall(
+    r"`((?:\.\.\.|lean_selector|dynamo)_[a-z0-9_]+)`", OURS["docs/reference/metrics.md"]
+)
+
+
+@pytest.mark.parametrize("module", [fields_page, flags_page])
+def test_a_generated_page_is_current(module: object) -> None:
+    name, page = module.PAGE, module.page()  # type: ignore[attr-defined]
+    assert OURS[name] == page, f".venv/bin/python -m {module.__name__} writes it anew"  # type: ignore[attr-defined]
+
+
+def test_a_field_that_is_added_to_the_description_changes_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = fields_page.page()
+
+    def more(service: str, routes: list[Route]) -> bytes:
+        document = json.loads(service_document(service, routes))
+        field = {"type": "integer", "minimum": 1, "description": "seconds"}
+        document["components"]["schemas"]["Ok"]["properties"]["took_s"] = field
+        return json.dumps(document).encode()
+
+    monkeypatch.setattr(fields_page, "service_document", more)
+    added = set(fields_page.page().splitlines()) - set(before.splitlines())
+    assert added == {"| `took_s` | integer, at least 1 |  |  | seconds |"}
+
+
+def test_every_flag_is_on_its_page_and_has_a_help() -> None:
+    page = flags_page.page()
+    for each in fields_of(GatewayConfig):
+        assert each.help, each.flag.name
+        assert f"| `{each.flag.name}` |" in page or not each.flag.name.startswith("--")
+
+
+def families(state: str) -> set[str]:
+    """What scrapes of all three programs show, with each optional part switched on."""
+    port = free_port()
+    flags = (
+        *("--replica-sync-bind", f"tcp://127.0.0.1:{port}"),
+        *("--replica-sync-discover", f"dns:localhost:{port}"),
+    )
+    selector = (
+        *("--session-affinity-ttl-secs", "60", "--state-dir", state),
+        *("--lifecycle-from", f"syslog:127.0.0.1:{free_port()}"),
+    )
+    found: set[str] = set()
+    for module, more in (("lean_selector", selector), ("lean_selector.slot_tracker", ())):
+        with RunningService(*flags, *more, module=module) as service:
+            found |= set(re.findall(r"^# TYPE (\S+) ", scrape(service.port), re.M))
+    with RunningGateway("http://127.0.0.1:1") as gateway:
+        found |= set(re.findall(r"^# TYPE (\S+) ", scrape(gateway.api_port), re.M))
+    return {name for name in found if not name.startswith("process_")}
+
+
+def is_named(family: str) -> bool:
+    return any(
+        family == name or (name.startswith("...") and family.endswith(name[3:])) for name in METRICS
+    )
+
+
+def test_the_page_of_metrics_names_every_family_and_no_other(tmp_path: Path) -> None:
+    found = families(str(tmp_path))
+    assert len(found) > 40
+    assert sorted(name for name in found if not is_named(name)) == []
+    ends = [name.removeprefix("...") for name in METRICS]
+    assert sorted(end for end in ends if not any(name.endswith(end) for name in found)) == []
+
+
+def test_the_page_of_prompts_has_each_reason_and_no_other() -> None:
+    table = OURS["docs/guide/prompts.md"].partition("| `x-lean-prompt` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `([a-z]+)`", table, re.M) == [why.value for why in Why]
