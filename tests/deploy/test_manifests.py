@@ -24,10 +24,10 @@ from tests.deploy.recipe_commands import (
     is_ours,
     pod_of,
 )
-from tests.kube_api import KubeApi, slice_of
-from tests.openai_worker import MODEL, OpenAiWorker
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakeEngine
+from tests.support.kube_api import KubeApi, slice_of
+from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.own_network import own_network
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until

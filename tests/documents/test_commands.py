@@ -14,7 +14,7 @@ from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
 from tests.documents.pages import OURS, blocks, commands
-from tests.openai_worker import MODEL, OpenAiWorker
+from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.own_network import own_network
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 

@@ -4,7 +4,7 @@ import itertools
 from contextlib import ExitStack
 
 from tests.gateway.running_gateway import RunningGateway
-from tests.openai_worker import OpenAiWorker
+from tests.support.openai_worker import OpenAiWorker
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import wait_until
 

@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from tests.gateway.running_gateway import RunningGateway
-from tests.openai_worker import OpenAiWorker, rendered, said, tokens_of
+from tests.support.openai_worker import OpenAiWorker, rendered, said, tokens_of
 from tests.support.running_service import free_port, wait_until
 
 TEXT = "Tell me of the sea. " * 20

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gateway.running_gateway import RunningGateway
-from tests.openai_worker import OpenAiWorker
+from tests.support.openai_worker import OpenAiWorker
 
 READ, WRITE = "r-0123456789", "w-0123456789"
 TEXT = "Tell me of the sea. " * 20

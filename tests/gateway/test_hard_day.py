@@ -3,8 +3,8 @@
 import asyncio
 
 from tests.gateway.running_gateway import RunningGateway
-from tests.hard_day import Outcome, hard_day, judge
-from tests.openai_worker import OpenAiWorker
+from tests.support.hard_day import Outcome, hard_day, judge
+from tests.support.openai_worker import OpenAiWorker
 
 
 def judge_day(outcome: Outcome) -> None:

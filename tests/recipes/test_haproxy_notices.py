@@ -8,9 +8,9 @@ from pathlib import Path
 
 from lean_selector.core.errors import NotFound
 from lean_selector.gateway.access_logs import LogEnds
-from tests.openai_worker import OpenAiWorker
 from tests.recipes.gateways import HaProxy, Places
 from tests.recipes.test_recipes import CHAT, chat
+from tests.support.openai_worker import OpenAiWorker
 
 DEADLINE_S = 60.0
 

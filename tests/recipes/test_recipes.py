@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.hard_day import Absence, hard_day, judge
-from tests.openai_worker import MODEL, OpenAiWorker
 from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
+from tests.support.hard_day import Absence, hard_day, judge
+from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, wait_until
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.openai_worker import OpenAiWorker
 from tests.support.certificates import HOST, Authority, Files
+from tests.support.openai_worker import OpenAiWorker
 from tests.support.running_service import RunningService, free_port, wait_until
 from tests.support.tls_service import TlsService
 

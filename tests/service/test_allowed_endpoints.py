@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import ChildService, plain_environment
-from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.certificates import HOST, Authority, Files
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.running_service import RunningService, free_port, wait_until
 
 # What is registered may be in this network only; no connection is made to what is refused, so

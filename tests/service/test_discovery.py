@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import pytest
 
 from lean_selector.workers.particulars import worker_id_of
-from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.running_service import RunningService, free_port, wait_until
 
 QUICK = (

@@ -15,8 +15,8 @@ from lean_selector.tasks import supervise
 from lean_selector.workers.finders import Sighting
 from lean_selector.workers.kubernetes import KubernetesFinder, Slice, places_of
 from lean_selector.workers.particulars import Place
-from tests.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.certificates import Authority
+from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.on_loop import on_loop, until
 from tests.support.outbound_server import client, response, says, serving
 

@@ -1,9 +1,9 @@
 """A hard day for a door in front of workers: clients who hang up, a worker and a selector killed.
 
 `hard_day` plays conversations of several sessions against any OpenAI-compatible URL behind which
-`tests.openai_worker` workers answer, whatever gateway is in between, and judges every answer: those
-who stay are to get a complete one, or one that is visibly broken. What fails meanwhile is the
-caller's to arrange, by functions that are called at given points of the day.
+`tests.support.openai_worker` workers answer, whatever gateway is in between, and judges every
+answer: clients that stay are to get a complete one, or one that is visibly broken. What fails
+meanwhile is the caller's to arrange, by functions that are called at given points of the day.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.openai_worker import MODEL, rendered, said
+from tests.support.openai_worker import MODEL, rendered, said
 from tests.support.running_service import RunningService
 
 REFUSED_SHARE = 0.01  # of those who stay

@@ -84,7 +84,7 @@ class OpenAiWorker:
         self.model, self.block_size = model, block_size
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
         self._command = [
-            *(sys.executable, "-m", "tests.openai_worker", "--model", model),
+            *(sys.executable, "-m", "tests.support.openai_worker", "--model", model),
             *("--port", str(self.port), "--block-size", str(block_size), "--blocks", str(blocks)),
             *("--events-port", str(self.events_port), "--replay-port", str(self.replay_port)),
             *("--tokens-per-s", str(tokens_per_s)),
