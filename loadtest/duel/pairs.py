@@ -63,12 +63,13 @@ def options(folder: Path) -> dict[str, Option]:
         "nothing": Option(),
         "tokens": Option(flags, (b"", line), headers),
         "asking": Option(flags, (line, line), headers),
+        "thresholds": Option(["--active-decode-blocks-threshold", "0.9"]),
     }
 
 
 # Requests with a token that is asked for, over requests without; and the asking alone, where all
 # requests have one.
-OPTIONS = ("nothing", "tokens", "asking")
+OPTIONS = ("nothing", "tokens", "asking", "thresholds")
 
 
 def kinds(prompts: Prompts) -> dict[str, Callable[[int], Prompt]]:

@@ -1,6 +1,6 @@
 """What a selection costs in this process, by the options it uses, the fleet, and how loads differ.
 
-    python tests/bench/bench_choice.py [workers ...]
+    python -m tests.bench.bench_choice [workers ...]
 
 Prints microseconds per selection, the least of many rounds, and in brackets how many times a plain
 selection of the same fleet that is. `alike`: no rank has load. `apart`: every rank has another.
@@ -17,11 +17,11 @@ import msgspec
 
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import Booking
-from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import SelectionRequest, Source, WorkerSpec
+from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
+from tests.support.gates import NoEngines
 
 BLOCK_SIZE = 16
 BLOCKS = list(range(1, 9))
@@ -34,19 +34,11 @@ def packed(values: Sequence[int]) -> bytes:
     return b"".join(value.to_bytes(8, "little") for value in values)
 
 
-class NoSources:
-    def subscribe(self, partition: Partition, worker_id: int, rank: int, source: Source) -> None:
-        raise AssertionError("KV events are off")
-
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
-        raise AssertionError("KV events are off")
-
-
 class Fleet:
     """A selector with so many workers, a prompt that half of them hold, and its loads."""
 
     def __init__(self, workers: int, settings: RouterSettings, *, apart: bool) -> None:
-        self.selector = Selector(settings, NoSources(), random.Random(1))
+        self.selector = Selector(settings, NoEngines(), random.Random(1))
         for number in range(workers):
             spec = WorkerSpec(
                 worker_id=number,
