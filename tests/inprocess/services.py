@@ -1,13 +1,20 @@
 """The class in each of its places: in this process, and in front of a service of either dialect."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lean_selector import RemoteSelectionService, SelectionService
 from tests.support.on_loop import until
-from tests.support.running_service import RunningService, free_port
+from tests.support.running_service import DEADLINE_S, RunningService, free_port
 
 FIRST = 2**63 + 5  # as Ray derives them: beyond what is signed
 SECOND = 7
@@ -76,3 +83,50 @@ def rows(service: Service) -> dict[int, tuple[int, int, int]]:
 
 async def shows(service: Service, expected: dict[int, tuple[int, int, int]]) -> None:
     await until(lambda: rows(service) == expected, lambda: f"{rows(service)}, not {expected}")
+
+
+def in_places(*places: str) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """A story as a test, once with a service without workers in each of the places."""
+
+    def decorated(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def test(place: str, tmp_path: Path, **others: Any) -> None:
+            async def run() -> None:
+                async with service_in(place, tmp_path) as service:
+                    await story(service, **others)
+
+            asyncio.run(run())
+
+        given = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("place", "tmp_path", *list(inspect.signature(story).parameters)[1:])
+        ]
+        test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = story.__name__, story.__doc__
+        told: Callable[..., None] = pytest.mark.parametrize("place", places)(test)
+        return told
+
+    return decorated
+
+
+everywhere = in_places(*PLACES)
+in_process = in_places("in process")
+
+
+def printed_by(
+    program: str,
+    *arguments: str,
+    path: Path | None = None,
+    warnings: str = "error",
+    **environment: str,
+) -> str:
+    """What a program prints in a process of its own; an error of it fails the test."""
+    places = os.pathsep.join(filter(None, [*map(str, [path] if path else []), *sys.path]))
+    done = subprocess.run(
+        [sys.executable, "-W", warnings, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": places, **environment},
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()

@@ -1,14 +1,11 @@
 """`lean_selector.compat.install()`: what a program that imports Dynamo's class finds."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.inprocess.services import worker
-from tests.support.running_service import DEADLINE_S, RunningService
+from tests.inprocess.services import printed_by, worker
+from tests.support.running_service import RunningService
 
 ASK = """
 import asyncio
@@ -23,27 +20,13 @@ asyncio.run(main())
 """
 
 
-def said(program: str, *path: Path, **environment: str) -> str:
-    """What a program prints in a process of its own."""
-    places = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": places, **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def installed(call: str = "install()") -> str:
     return f"from lean_selector import compat\nprint(compat.{call})\n"
 
 
 def test_the_class_of_this_process_is_found() -> None:
     program = installed() + ASK.format(worker=worker())
-    assert said(program) == "True\nSelectionService 0"
+    assert printed_by(program) == "True\nSelectionService 0"
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -52,9 +35,9 @@ def test_with_a_url_the_service_there_is_asked(how: str) -> None:
         url = f"http://127.0.0.1:{running.port}"
         if how == "argument":
             program = installed(f"install({url!r})") + ASK.format(worker=worker())
-            came = said(program)
+            came = printed_by(program)
         else:
-            came = said(installed() + ASK.format(worker=worker()), LEAN_SELECTOR_URL=url)
+            came = printed_by(installed() + ASK.format(worker=worker()), LEAN_SELECTOR_URL=url)
         assert came == "True\nRemoteSelectionService 0"
         assert len(running.get("/workers")[1]) == 1
 
@@ -70,12 +53,12 @@ except TypeError as error:
     print("replica_sync_port" in str(error))
 """
     )
-    assert said(program) == "True\nTrue"
+    assert printed_by(program) == "True\nTrue"
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     program = installed() + "import sys, dynamo.llm\nprint({'msgspec', 'zmq'} & set(sys.modules))"
-    assert said(program) == "True\nset()"
+    assert printed_by(program) == "True\nset()"
 
 
 def test_the_error_and_the_cache_config_are_found_and_other_names_are_missing() -> None:
@@ -94,7 +77,7 @@ except ImportError as error:
     print("KvRouter" in str(error))
 """
     )
-    assert said(program) == "True\nTrue\n1.0\nTrue\nTrue"
+    assert printed_by(program) == "True\nTrue\n1.0\nTrue\nTrue"
 
 
 def test_where_dynamo_is_installed_nothing_changes(tmp_path: Path) -> None:
@@ -102,7 +85,7 @@ def test_where_dynamo_is_installed_nothing_changes(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("SelectionService = 'theirs'\n")
     program = installed() + "from dynamo.llm import SelectionService\nprint(SelectionService)"
-    assert said(program, tmp_path) == "False\ntheirs"
+    assert printed_by(program, path=tmp_path) == "False\ntheirs"
 
 
 def test_it_may_be_installed_twice_and_the_last_url_counts() -> None:
@@ -111,4 +94,4 @@ def test_it_may_be_installed_twice_and_the_last_url_counts() -> None:
         + installed()
         + "from dynamo.llm import SelectionService\nprint(SelectionService.__module__)"
     )
-    assert said(program) == "True\nTrue\nlean_selector.inprocess.service"
+    assert printed_by(program) == "True\nTrue\nlean_selector.inprocess.service"

@@ -6,7 +6,6 @@ from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Awaitable, Callable, Sequence
 from ctypes import c_uint32
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,32 +15,19 @@ from lean_selector.publisher import KvEventPublisher
 from tests.inprocess.services import (
     BLOCK_SIZE,
     FIRST,
-    PLACES,
     SECOND,
     TOKENS,
     Service,
     ask,
+    everywhere,
     rows,
-    service_in,
     shows,
     worker,
 )
 from tests.support.on_loop import until
 from tests.support.running_service import free_port
 
-Story = Callable[[Service], Awaitable[None]]
 BOOKED_HASHES = [9143094415614847814, -8936425687869117083]  # signed, as the reference tells them
-
-
-@pytest.fixture(params=PLACES)
-def tell(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Story], None]:
-    """Runs a story with a service in one of the places."""
-
-    async def told(story: Story) -> None:
-        async with service_in(request.param, tmp_path) as service:
-            await story(service)
-
-    return lambda story: asyncio.run(told(story))
 
 
 async def refusal(asked: Awaitable[Any]) -> tuple[int, str, str]:
@@ -50,167 +36,155 @@ async def refusal(asked: Awaitable[Any]) -> tuple[int, str, str]:
     return caught.value.status_code, caught.value.kind, str(caught.value)
 
 
-Tell = Callable[[Story], None]
+@everywhere
+async def test_a_request_goes_through_its_life_and_leaves_nothing(service: Service) -> None:
+    record = await service.upsert_worker(worker())
+    assert record["worker_id"] == FIRST
+    assert record["lifecycle"] == "schedulable"
+    assert record["routing_group"] == "default"
+    assert list(record["kv_events_endpoints"]) == [0]
+    assert service.ready()["schedulable_workers"] == 1
+    assert [each["worker_id"] for each in service.list_workers(model_name="default")] == [FIRST]
+    assert service.list_workers(routing_group="elsewhere") == []
+    (row,) = await service.potential_loads({"token_ids": TOKENS, "model_name": "default"})
+    assert (row["potential_prefill_tokens"], row["active_requests"]) == (10, 0)
+
+    asked = ask("r", allowed_worker_ids=[FIRST], expected_output_tokens=8)
+    selection = await service.select_and_reserve(asked)
+    assert selection["selection_id"] == "r"
+    assert selection["sequence_hashes"] == BOOKED_HASHES
+    assert selection["isl_tokens"] == len(TOKENS)
+    assert (selection["worker_id"], selection["dp_rank"]) == (FIRST, 0)
+    assert selection["overlap"]["longest_matched"] == 0
+    assert selection["effective_prefill_tokens"] == len(TOKENS)
+    await shows(service, {FIRST: (10, 2, 1)})
+
+    assert await service.prefill_complete("r") == ()
+    service.add_output_block("r")
+    await shows(service, {FIRST: (0, 3, 1)})
+    assert await service.free_reservation("r") == ()
+    made = (await service.select_and_reserve(ask()))["selection_id"]
+    await service.free_reservation(made)
+    await shows(service, {FIRST: (0, 0, 0)})
 
 
-def test_a_request_goes_through_its_life_and_leaves_nothing(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        record = await service.upsert_worker(worker())
-        assert record["worker_id"] == FIRST
-        assert record["lifecycle"] == "schedulable"
-        assert record["routing_group"] == "default"
-        assert list(record["kv_events_endpoints"]) == [0]
-        assert service.ready()["schedulable_workers"] == 1
-        assert [each["worker_id"] for each in service.list_workers(model_name="default")] == [FIRST]
-        assert service.list_workers(routing_group="elsewhere") == []
-
-        asked = ask("r", allowed_worker_ids=[FIRST], expected_output_tokens=8)
-        selection = await service.select_and_reserve(asked)
-        assert selection["selection_id"] == "r"
-        assert selection["sequence_hashes"] == BOOKED_HASHES
-        assert selection["isl_tokens"] == len(TOKENS)
-        assert (selection["worker_id"], selection["dp_rank"]) == (FIRST, 0)
-        assert selection["overlap"]["longest_matched"] == 0
-        assert selection["effective_prefill_tokens"] == len(TOKENS)
-        await shows(service, {FIRST: (10, 2, 1)})
-
-        assert await service.prefill_complete("r") == ()
-        service.add_output_block("r")
-        await shows(service, {FIRST: (0, 3, 1)})
-        assert await service.free_reservation("r") == ()
-        await shows(service, {FIRST: (0, 0, 0)})
-
-    tell(story)
+@everywhere
+async def test_select_then_reserve_books_what_was_chosen(service: Service) -> None:
+    await service.upsert_worker(worker())
+    chosen = await service.select(ask("kept"))
+    assert chosen["selection_id"] == "kept"
+    await shows(service, {FIRST: (0, 0, 0)})
+    booked = await service.create_reservation({"selection_id": "kept"})
+    assert booked == {
+        "selection_id": "kept",
+        "model_name": "default",
+        "routing_group": "default",
+        "worker_id": FIRST,
+        "dp_rank": 0,
+        "endpoint": f"ray://replica-{FIRST}",
+    }
+    await shows(service, {FIRST: (10, 2, 1)})
+    status, kind, _ = await refusal(service.create_reservation({"selection_id": "kept"}))
+    assert (status, kind) == (404, "not_found")
 
 
-def test_select_then_reserve_books_what_was_chosen(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        chosen = await service.select(ask("kept"))
-        assert chosen["selection_id"] == "kept"
-        await shows(service, {FIRST: (0, 0, 0)})
-        booked = await service.create_reservation({"selection_id": "kept"})
-        assert booked == {
-            "selection_id": "kept",
-            "model_name": "default",
-            "routing_group": "default",
-            "worker_id": FIRST,
-            "dp_rank": 0,
-            "endpoint": f"ray://replica-{FIRST}",
-        }
-        await shows(service, {FIRST: (10, 2, 1)})
-        status, kind, _ = await refusal(service.create_reservation({"selection_id": "kept"}))
-        assert (status, kind) == (404, "not_found")
-
-    tell(story)
-
-
-def test_a_booking_is_repeated_elsewhere_from_what_was_answered(tell: Tell) -> None:
+@everywhere
+async def test_a_booking_is_repeated_elsewhere_from_what_was_answered(service: Service) -> None:
     """What Ray's tracker does with the other ingress replicas."""
-
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        first = await service.select_and_reserve(ask("a"))
-        await service.free_reservation("a")
-        copy = {
-            "model_name": "default",
-            "tenant_id": "default",
-            "selection_id": "a",
-            "expected_output_tokens": None,
-            **{
-                name: first[name]
-                for name in (
-                    *("worker_id", "dp_rank", "sequence_hashes", "isl_tokens"),
-                    "effective_prefill_tokens",
-                )
-            },
-        }
-        await service.create_reservation(copy)
-        await shows(service, {FIRST: (10, 2, 1)})
-
-    tell(story)
+    await service.upsert_worker(worker())
+    first = await service.select_and_reserve(ask("a"))
+    await service.free_reservation("a")
+    copy = {
+        "model_name": "default",
+        "tenant_id": "default",
+        "selection_id": "a",
+        "expected_output_tokens": None,
+        **{
+            name: first[name]
+            for name in (
+                *("worker_id", "dp_rank", "sequence_hashes", "isl_tokens"),
+                "effective_prefill_tokens",
+            )
+        },
+    }
+    await service.create_reservation(copy)
+    await shows(service, {FIRST: (10, 2, 1)})
 
 
-def test_what_an_engine_publishes_is_found(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        port = free_port()
-        publisher = KvEventPublisher(kv_block_size=BLOCK_SIZE, endpoint=f"tcp://127.0.0.1:{port}")
-        try:
-            await service.upsert_worker(worker(port=port))
-            await service.upsert_worker(worker(SECOND))
+@everywhere
+async def test_what_an_engine_publishes_is_found(service: Service) -> None:
+    port = free_port()
+    publisher = KvEventPublisher(kv_block_size=BLOCK_SIZE, endpoint=f"tcp://127.0.0.1:{port}")
+    try:
+        await service.upsert_worker(worker(port=port))
+        await service.upsert_worker(worker(SECOND))
 
-            async def overlap() -> int:
-                publisher.publish_stored(
-                    token_ids=TOKENS[:8], num_block_tokens=[4, 4], block_hashes=[1, 2]
-                )
-                scores = await service.overlap_scores({"token_ids": TOKENS})
-                return max(int(row["device_blocks"]) for row in scores["workers"])
+        async def overlap() -> int:
+            publisher.publish_stored(
+                token_ids=TOKENS[:8], num_block_tokens=[4, 4], block_hashes=[1, 2]
+            )
+            scores = await service.overlap_scores({"token_ids": TOKENS})
+            return max(int(row["device_blocks"]) for row in scores["workers"])
 
-            async with asyncio.timeout(20):
-                while True:
-                    if await overlap() == 2:
-                        break
-                    await asyncio.sleep(0.05)
-            selection = await service.select(ask())
-            assert selection["worker_id"] == FIRST
-            assert selection["overlap"]["longest_matched"] == 8
-            snapshot = await service.indexer_snapshot()
-            assert len(snapshot["default:default"]["events"]) == 1
-        finally:
-            publisher.close()
-
-    tell(story)
+        async with asyncio.timeout(20):
+            while True:
+                if await overlap() == 2:
+                    break
+                await asyncio.sleep(0.05)
+        selection = await service.select(ask())
+        assert selection["worker_id"] == FIRST
+        assert selection["overlap"]["longest_matched"] == 8
+        snapshot = await service.indexer_snapshot()
+        assert len(snapshot["default:default"]["events"]) == 1
+    finally:
+        publisher.close()
 
 
-def test_refusals_say_their_status_and_kind(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        status, kind, _ = await refusal(service.select(ask()))
-        assert (status, kind) == (503, "not_ready")
-        await service.upsert_worker(worker())
-        status, kind, _ = await refusal(service.select(ask(allowed_worker_ids=[1])))
-        assert (status, kind) == (503, "scheduler")
-        await service.select_and_reserve(ask("a"))
-        status, kind, _ = await refusal(service.select_and_reserve(ask("a")))
-        assert (status, kind) == (409, "conflict")
-        for asked in (
-            service.prefill_complete("never"),
-            service.free_reservation("never"),
-            service.delete_worker(77),
-            service.patch_worker(77, {"total_kv_blocks": 1}),
-        ):
-            assert (await refusal(asked))[:2] == (404, "not_found")
-
-    tell(story)
+@everywhere
+async def test_refusals_say_their_status_and_kind(service: Service) -> None:
+    status, kind, _ = await refusal(service.select(ask()))
+    assert (status, kind) == (503, "not_ready")
+    await service.upsert_worker(worker())
+    status, kind, _ = await refusal(service.select(ask(allowed_worker_ids=[1])))
+    assert (status, kind) == (503, "scheduler")
+    await service.select_and_reserve(ask("a"))
+    status, kind, _ = await refusal(service.select_and_reserve(ask("a")))
+    assert (status, kind) == (409, "conflict")
+    for asked in (
+        service.prefill_complete("never"),
+        service.free_reservation("never"),
+        service.delete_worker(77),
+        service.patch_worker(77, {"total_kv_blocks": 1}),
+    ):
+        assert (await refusal(asked))[:2] == (404, "not_found")
 
 
-def test_what_makes_no_sense_is_a_value_error_that_names_it(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        for asked, named in (
-            (service.upsert_worker(worker(block_size="large")), "block_size"),
-            (service.upsert_worker(worker(kv_events_endpoints={"0": "tcp://h:1"})), "kv_events"),
-            (service.upsert_worker([1]), "worker"),
-            (service.patch_worker(FIRST, {"total_kv_blocks": -1}), "total_kv_blocks"),
-            (service.select(ask(token_ids=[-1])), "token_ids"),
-            (service.select_and_reserve(ask("a", worker_id=1, token_ids="text")), "token_ids"),
-            (service.create_reservation({"worker_id": FIRST, "token_ids": [1]}), "_id"),
-            (service.overlap_scores({"token_ids": "text"}), "token_ids"),
-            (service.potential_loads(None), "request"),
-        ):
-            with pytest.raises(ValueError, match=named):
-                await asked
-        with pytest.raises(ValueError, match="decay_fraction"):
-            service.add_output_block("a", decay_fraction=2.0)
-        for bad in ("7", None, True):
-            with pytest.raises(TypeError, match="worker_id"):
-                await service.delete_worker(bad)  # type: ignore[arg-type]
-        with pytest.raises(OverflowError, match="worker_id"):
-            await service.delete_worker(-1)
-        with pytest.raises(TypeError, match="selection_id"):
-            await service.free_reservation(7)  # type: ignore[arg-type]
-        assert rows(service) == {FIRST: (0, 0, 0)}
-
-    tell(story)
+@everywhere
+async def test_what_makes_no_sense_is_a_value_error_that_names_it(service: Service) -> None:
+    await service.upsert_worker(worker())
+    for asked, named in (
+        (service.upsert_worker(worker(block_size="large")), "block_size"),
+        (service.upsert_worker(worker(kv_events_endpoints={"0": "tcp://h:1"})), "kv_events"),
+        (service.upsert_worker([1]), "worker"),
+        (service.patch_worker(FIRST, {"total_kv_blocks": -1}), "total_kv_blocks"),
+        (service.select(ask(token_ids=[-1])), "token_ids"),
+        (service.select_and_reserve(ask("a", worker_id=1, token_ids="text")), "token_ids"),
+        (service.create_reservation({"worker_id": FIRST, "token_ids": [1]}), "_id"),
+        (service.overlap_scores({"token_ids": "text"}), "token_ids"),
+        (service.potential_loads(None), "request"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            await asked
+    with pytest.raises(ValueError, match="decay_fraction"):
+        service.add_output_block("a", decay_fraction=2.0)
+    for bad in ("7", None, True):
+        with pytest.raises(TypeError, match="worker_id"):
+            await service.delete_worker(bad)  # type: ignore[arg-type]
+    with pytest.raises(OverflowError, match="worker_id"):
+        await service.delete_worker(-1)
+    with pytest.raises(TypeError, match="selection_id"):
+        await service.free_reservation(7)  # type: ignore[arg-type]
+    assert rows(service) == {FIRST: (0, 0, 0)}
 
 
 class Token(int):
@@ -239,27 +213,25 @@ LISTS: tuple[Callable[[], object], ...] = (
 )
 
 
-def test_any_sequence_may_stand_for_a_list_as_in_the_reference(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker(taints=deque(["a"])))
-        assert service.list_workers()[0]["taints"] == ["a"]
-        for number, tokens in enumerate(LISTS):
-            asked = UserDict(
-                ask(
-                    f"r{number}",
-                    token_ids=tokens(),
-                    allowed_worker_ids=deque([FIRST]),
-                    routing_constraints=UserDict(required_taints=UserList(["a"])),
-                )
+@everywhere
+async def test_any_sequence_may_stand_for_a_list_as_in_the_reference(service: Service) -> None:
+    await service.upsert_worker(worker(taints=deque(["a"])))
+    assert service.list_workers()[0]["taints"] == ["a"]
+    for number, tokens in enumerate(LISTS):
+        asked = UserDict(
+            ask(
+                f"r{number}",
+                token_ids=tokens(),
+                allowed_worker_ids=deque([FIRST]),
+                routing_constraints=UserDict(required_taints=UserList(["a"])),
             )
-            selection = await service.select_and_reserve(asked)
-            assert selection["sequence_hashes"] == BOOKED_HASHES
-            assert selection["isl_tokens"] == len(TOKENS)
-        infos = (None, UserDict[str, object](mm_objects=deque[object]()))
-        prompt = {"routing_token_ids": range(10), "block_mm_infos": infos}
-        assert await service.overlap_scores({"mm_routing_info": prompt})
-
-    tell(story)
+        )
+        selection = await service.select_and_reserve(asked)
+        assert selection["sequence_hashes"] == BOOKED_HASHES
+        assert selection["isl_tokens"] == len(TOKENS)
+    infos = (None, UserDict[str, object](mm_objects=deque[object]()))
+    prompt = {"routing_token_ids": range(10), "block_mm_infos": infos}
+    assert await service.overlap_scores({"mm_routing_info": prompt})
 
 
 HASHES: tuple[Callable[[], object], ...] = (
@@ -272,170 +244,103 @@ HASHES: tuple[Callable[[], object], ...] = (
 )
 
 
-def test_so_may_it_for_hashes_and_bytes_are_packed_ones(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        for hashes in HASHES:
-            asked = ask(
-                token_ids=None, block_hashes=hashes(), sequence_hashes=hashes(), isl_tokens=8
-            )
-            selection = await service.select_and_reserve(asked)
-            assert selection["sequence_hashes"] == BOOKED_HASHES
-
-    tell(story)
+@everywhere
+async def test_so_may_it_for_hashes_and_bytes_are_packed_ones(service: Service) -> None:
+    await service.upsert_worker(worker())
+    for hashes in HASHES:
+        asked = ask(token_ids=None, block_hashes=hashes(), sequence_hashes=hashes(), isl_tokens=8)
+        selection = await service.select_and_reserve(asked)
+        assert selection["sequence_hashes"] == BOOKED_HASHES
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        pytest.param(lambda: (each for each in TOKENS), id="a generator"),
-        pytest.param(lambda: dict.fromkeys(TOKENS).keys(), id="keys"),
-        pytest.param(lambda: memoryview((c_uint32 * 2)(1, 2)), id="a format that nobody unpacks"),
-        pytest.param(lambda: [object()], id="objects"),
-        pytest.param(lambda: array("d", [1.0]), id="fractions"),
-        pytest.param(lambda: [True], id="booleans"),
-        pytest.param(lambda: b"1234", id="bytes"),
-    ],
+NO_LISTS: tuple[Callable[[], object], ...] = (
+    lambda: (each for each in TOKENS),
+    lambda: dict.fromkeys(TOKENS).keys(),
+    lambda: memoryview((c_uint32 * 2)(1, 2)),  # a format that nothing unpacks
+    lambda: [object()],
+    lambda: array("d", [1.0]),
+    lambda: [True],
+    lambda: b"1234",
 )
-def test_what_is_no_sequence_of_integers_is_refused_by_name(
-    tell: Tell, tokens: Callable[[], object]
-) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
+
+
+@everywhere
+async def test_what_is_no_sequence_of_integers_is_refused_by_name(service: Service) -> None:
+    await service.upsert_worker(worker())
+    for tokens in NO_LISTS:
         with pytest.raises(ValueError, match="token_ids"):
             await service.select(ask(token_ids=tokens()))
-
-    tell(story)
-
-
-def test_an_object_behind_integers_is_refused_too(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        with pytest.raises(ValueError, match="object"):
-            await service.select(ask(token_ids=[1, object()]))
-
-    tell(story)
+    with pytest.raises(ValueError, match="object"):  # behind what is an integer
+        await service.select(ask(token_ids=[1, object()]))
 
 
-def test_workers_change_and_go_with_what_they_hold(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        changed = await service.patch_worker(FIRST, {"kv_events_endpoints": {0: "tcp://h:1"}})
-        assert changed["kv_events_endpoints"] == {0: "tcp://h:1"}
-        await service.select_and_reserve(ask("a"))
-        assert (await service.delete_worker(FIRST))["worker_id"] == FIRST
-        assert (await refusal(service.free_reservation("a")))[0] == 404
-        assert service.ready()["ready"] is False
-
-    tell(story)
+@everywhere
+async def test_workers_change_and_go_with_what_they_hold(service: Service) -> None:
+    await service.upsert_worker(worker())
+    changed = await service.patch_worker(FIRST, {"kv_events_endpoints": {0: "tcp://h:1"}})
+    assert changed["kv_events_endpoints"] == {0: "tcp://h:1"}
+    await service.select_and_reserve(ask("a"))
+    assert (await service.delete_worker(FIRST))["worker_id"] == FIRST
+    assert (await refusal(service.free_reservation("a")))[0] == 404
+    assert service.ready()["ready"] is False
 
 
-def test_loads_with_a_prompt_are_told_without_booking_it(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        (row,) = await service.potential_loads({"token_ids": TOKENS, "model_name": "default"})
-        assert (row["potential_prefill_tokens"], row["active_requests"]) == (10, 0)
-
-    tell(story)
-
-
-def test_an_id_of_its_own_is_made_where_none_is_given(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        made = (await service.select_and_reserve(ask()))["selection_id"]
-        await service.free_reservation(made)
-        assert rows(service) == {FIRST: (0, 0, 0)}
-
-    tell(story)
+@everywhere
+async def test_after_shutdown_nothing_is_chosen_any_more(service: Service) -> None:
+    await service.upsert_worker(worker())
+    service.shutdown()
+    service.shutdown()
+    for asked in (
+        service.select(ask()),
+        service.select_and_reserve(ask("a")),
+        service.create_reservation({"selection_id": "a"}),
+        service.upsert_worker(worker(SECOND)),
+    ):
+        assert await refusal(asked) == (503, "not_ready", "selection service is shutting down")
 
 
-def test_prompts_of_hashes_and_of_an_adapter_say_what_was_booked(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        hashes = {"block_hashes": [5, -6], "sequence_hashes": [5, -7], "isl_tokens": 8}
-        by_hash = await service.select_and_reserve({"selection_id": "h", **hashes})
-        assert by_hash["sequence_hashes"] == [5, -7]
-        adapter = await service.select_and_reserve(ask("l", lora_name="adapter"))
-        assert adapter["sequence_hashes"] != BOOKED_HASHES
-        assert len(adapter["sequence_hashes"]) == 2
-
-    tell(story)
+@everywhere
+async def test_peers_are_refused_while_replica_sync_is_off(service: Service) -> None:
+    assert service.list_replica_peers() == []
+    with pytest.raises(RuntimeError, match="replica sync is disabled"):
+        await service.register_replica_peer("tcp://127.0.0.1:1")
 
 
-def test_eagle_prompts_are_cut_as_their_workers_cut_them(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker(is_eagle=True))
-        first = await service.select_and_reserve(ask("a", token_ids=TOKENS[:8]))
-        assert len(first["sequence_hashes"]) == 1  # a block looks one token ahead
-
-    tell(story)
-
-
-def test_after_shutdown_nothing_is_chosen_any_more(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        service.shutdown()
-        service.shutdown()
-        for asked in (
-            service.select(ask()),
-            service.select_and_reserve(ask("a")),
-            service.create_reservation({"selection_id": "a"}),
-            service.upsert_worker(worker(SECOND)),
-        ):
-            assert await refusal(asked) == (503, "not_ready", "selection service is shutting down")
-
-    tell(story)
-
-
-def test_peers_are_refused_while_replica_sync_is_off(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        assert service.list_replica_peers() == []
-        with pytest.raises(RuntimeError, match="replica sync is disabled"):
-            await service.register_replica_peer("tcp://127.0.0.1:1")
-
-    tell(story)
-
-
-def test_other_threads_and_their_loops_are_served(tell: Tell) -> None:
+@everywhere
+async def test_other_threads_and_their_loops_are_served(service: Service) -> None:
     """Ray Serve asks from its router's loop, and reports from its replica's."""
+    await service.upsert_worker(worker())
 
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
+    async def elsewhere() -> dict[int, tuple[int, int, int]]:
+        await service.select_and_reserve(ask("a"))
+        service.add_output_block("a")
+        await service.prefill_complete("a")
+        with pytest.raises(ValueError, match="token_ids"):
+            await service.select(ask(token_ids="text"))
+        assert (await refusal(service.free_reservation("never")))[0] == 404
+        await until(lambda: rows(service) == {FIRST: (0, 3, 1)})
+        if isinstance(service, RemoteSelectionService):
+            await service.disconnect()
+        return rows(service)
 
-        async def elsewhere() -> dict[int, tuple[int, int, int]]:
-            await service.select_and_reserve(ask("a"))
-            service.add_output_block("a")
-            await service.prefill_complete("a")
-            with pytest.raises(ValueError, match="token_ids"):
-                await service.select(ask(token_ids="text"))
-            assert (await refusal(service.free_reservation("never")))[0] == 404
-            await until(lambda: rows(service) == {FIRST: (0, 3, 1)})
-            if isinstance(service, RemoteSelectionService):
-                await service.disconnect()
-            return rows(service)
-
-        assert await asyncio.to_thread(lambda: asyncio.run(elsewhere())) == {FIRST: (0, 3, 1)}
-        await service.free_reservation("a")
-        await shows(service, {FIRST: (0, 0, 0)})
-
-    tell(story)
+    assert await asyncio.to_thread(lambda: asyncio.run(elsewhere())) == {FIRST: (0, 3, 1)}
+    await service.free_reservation("a")
+    await shows(service, {FIRST: (0, 0, 0)})
 
 
-def test_hundreds_of_requests_at_a_time_end_with_no_load(tell: Tell) -> None:
-    async def story(service: Service) -> None:
-        await service.upsert_worker(worker())
-        await service.upsert_worker(worker(SECOND))
+@everywhere
+async def test_hundreds_of_requests_at_a_time_end_with_no_load(service: Service) -> None:
+    await service.upsert_worker(worker())
+    await service.upsert_worker(worker(SECOND))
 
-        async def live(number: int) -> None:
-            name = f"r{number}"
-            tokens = [number % 7] * (4 + number % 40)
-            await service.select_and_reserve(ask(name, token_ids=tokens))
-            await service.prefill_complete(name)
-            service.add_output_block(name, decay_fraction=0.5)
-            await service.free_reservation(name)
+    async def live(number: int) -> None:
+        name = f"r{number}"
+        tokens = [number % 7] * (4 + number % 40)
+        await service.select_and_reserve(ask(name, token_ids=tokens))
+        await service.prefill_complete(name)
+        service.add_output_block(name, decay_fraction=0.5)
+        await service.free_reservation(name)
 
-        await asyncio.gather(*(live(number) for number in range(100)))
-        await asyncio.gather(*(live(number) for number in range(100, 200)))
-        await until(lambda: rows(service) == {FIRST: (0, 0, 0), SECOND: (0, 0, 0)})
-
-    tell(story)
+    await asyncio.gather(*(live(number) for number in range(100)))
+    await asyncio.gather(*(live(number) for number in range(100, 200)))
+    await until(lambda: rows(service) == {FIRST: (0, 0, 0), SECOND: (0, 0, 0)})
