@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
-from msgspec import Raw
 
 from lean_selector.core.errors import NotFound
 from lean_selector.core.selection.catalog import Catalog
@@ -290,7 +289,7 @@ def tokenize_body(request: ModelRequest, model: str) -> bytes:
     names = _CHAT if request.kind is Kind.CHAT else _TEXT
     fields: dict[str, object] = {name: request.fields[name] for name in names if request.has(name)}
     if request.kind is Kind.TEXT:
-        fields["prompt"] = Raw(request.text)
+        fields["prompt"] = request.text
     else:
         arguments = template_arguments(request)
         if arguments:

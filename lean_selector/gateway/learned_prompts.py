@@ -14,7 +14,13 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import any_local_hashes, hash_seed
-from lean_selector.gateway.model_request import CHAT_FIELDS, TEXT_FIELDS, Kind, ModelRequest
+from lean_selector.gateway.model_request import (
+    CHAT_FIELDS,
+    TEXT_FIELDS,
+    Kind,
+    ModelRequest,
+    size_of,
+)
 from lean_selector.gateway.prompt_shapes import Served
 
 # A link of a long message. Some 250 to 500 tokens: prompts that differ within one are compared by
@@ -41,7 +47,7 @@ class Chain:
             ),
             self.seed,
         )
-        end = len(request.fields.get("tools", b""))
+        end = size_of(request.fields.get("tools", b""))
         self.keys = [key]
         self.ends = [end]
         for link in _links(request):
@@ -56,9 +62,10 @@ class Chain:
         return self.ends[-1]
 
 
-def _links(request: ModelRequest) -> Iterator[bytes]:
-    parts = map(bytes, request.messages) if request.kind is Kind.CHAT else [request.text]
-    for part in parts:
+def _links(request: ModelRequest) -> Iterator[memoryview]:
+    parts = request.messages if request.kind is Kind.CHAT else [request.text]
+    for each in parts:
+        part = memoryview(each)
         for at in range(0, len(part), LINK_BYTES):
             yield part[at : at + LINK_BYTES]
 

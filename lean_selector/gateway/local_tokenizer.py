@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lean_selector.gateway.engine_answers import NotTokenized
 from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
 from lean_selector.gateway.prompt_shapes import Why
+from lean_selector.wire.body_text import has_costly_numbers
 from lean_selector.wire.scalars import packer
 
 _CONTENT: Final = "content"
@@ -242,6 +243,8 @@ class LocalTokenizer:
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
         """The prompt, and whether the tokenizer begins it as it begins texts."""
+        if has_costly_numbers(request.body):
+            raise NotTokenized(Why.REFUSED, "it has numbers that are slow to read")
         if request.kind is Kind.TEXT:
             return msgspec.json.decode(request.text, type=str), request.flag(
                 "add_special_tokens", True

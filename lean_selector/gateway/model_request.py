@@ -4,24 +4,40 @@ What an engine would refuse is passed on, so that it says so in its own words; o
 model that could be chosen is refused here.
 """
 
+import re
+from codecs import getincrementaldecoder
 from enum import Enum
+from itertools import islice
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.gateway.prompt_shapes import Unknown, Why
+from lean_selector.gateway.prompt_shapes import Message, Part, Texts, Unknown, Why
 from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
 
-# What holds 2 million ids, the longest prompt that we know of.
+# Of an engine's list of ids: what holds 2 million, the longest prompt that we know of.
 MOST_ID_BYTES: Final = 16 << 20
+# What is made of a body takes a few MiB beside it, and a look at 16 MiB some 50 ms: an object is
+# made only for what has a field, and the fields of all objects are counted before.
+MOST_FIELDS: Final = 65_536
+MOST_IDS: Final = 1 << 20
+MOST_MESSAGES: Final = 8192
+_LONG_BODY_BYTES: Final = 32 * 1024  # a shorter one costs little, whatever it says
+_TEXT_BYTES: Final = 64 * 1024  # checked at a time
+# The end of a field's name. A quote behind a single backslash is part of a text.
+_NAME_END: Final = re.compile(rb'"(?<![^\\]\\")[ \t\r\n]*+:')
+_TYPE: Final = re.compile(rb'"type"')
+_LIST_OF_TEXTS: Final = re.compile(rb'\[[ \t\r\n]*+["\[]')
 
 MEDIA: Final = Unknown(Why.MEDIA, "an image, a recording or a file in a message")
 SEVERAL: Final = Unknown(Why.SEVERAL, "several prompts in one request")
 UNKNOWN_FORM: Final = Unknown(Why.FORM, "a prompt in a form that is not known")
+TOO_MANY_MESSAGES: Final = Unknown(Why.FORM, f"more than {MOST_MESSAGES} messages")
+TOO_MANY_IDS: Final = Unknown(Why.FORM, f"more than {MOST_IDS} token ids")
 NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
 
 # Whatever else has a hand in what the engine makes of the messages or of the text.
@@ -33,10 +49,18 @@ CHAT_FIELDS: Final = (
 TEXT_FIELDS: Final = ("add_special_tokens",)
 # With these the engine's prompt is not what the messages or the text make.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
-_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_TEXT_PARTS: Final = frozenset(
+    {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
+)
 BYTES_PER_TOKEN: Final = 4  # of a text of which nothing is known
 TOKENS_OF_MEDIA: Final = 1024  # of one image or recording; engines have some 250 to 2 000
 _NULL: Final = b"null"
+_RAW_NULL: Final = Raw(_NULL)
+_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_read_messages: Final = msgspec.json.Decoder(list[Message]).decode
+_read_raw_messages: Final = msgspec.json.Decoder(list[Raw]).decode
+_read_parts: Final = msgspec.json.Decoder(list[Part]).decode
+_read_texts: Final = msgspec.json.Decoder(Texts).decode
 
 
 class Kind(Enum):
@@ -47,8 +71,8 @@ class Kind(Enum):
 
 
 class ModelRequest:
-    """`fields` are those of the body, as JSON text. Raises BadRequest for a body that is no object,
-    and for a model, a salt or a flag that is none."""
+    """`fields` are those of the body, as JSON text. Raises BadRequest for a body that is no object
+    or costs too much to read, and for a model, a salt or a flag that is none."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self.fields = _fields(body)
@@ -59,9 +83,10 @@ class ModelRequest:
         self.kind = Kind.NONE
         self.why_not: Unknown | None = None  # why its blocks cannot be known
         self.messages: list[Raw] = []
-        self.text: bytes = b""  # of the prompt, as JSON
+        self.text = Raw(b"")  # of the prompt, as JSON
         self.ids: bytes = b""  # packed, 4 bytes each
-        self._media = 0
+        self._media = 0  # parts of messages that are not text
+        self._part_text_bytes = 0  # of those that are
         path = path.partition("?")[0].rstrip("/")
         if path.endswith("/chat/completions"):
             self._read_chat()
@@ -76,7 +101,7 @@ class ModelRequest:
     def has(self, name: str) -> bool:
         """Whether a field is there, and not null."""
         raw = self.fields.get(name)
-        return raw is not None and bytes(raw) != _NULL
+        return raw is not None and raw != _RAW_NULL
 
     def flag(self, name: str, default: bool) -> bool:
         """The default where a field is no flag, too."""
@@ -98,10 +123,9 @@ class ModelRequest:
     def estimated_tokens(self) -> int:
         """The tokens of a prompt of which nothing is known: a file says little by its length."""
         if self._media:
-            size = sum(map(_text_bytes_of, self.messages))
-            return size // BYTES_PER_TOKEN + self._media * TOKENS_OF_MEDIA
+            return self._part_text_bytes // BYTES_PER_TOKEN + self._media * TOKENS_OF_MEDIA
         prompt = self.fields.get("prompt", self.body)
-        return len(self.ids) // 4 or len(prompt) // BYTES_PER_TOKEN
+        return len(self.ids) // 4 or size_of(prompt) // BYTES_PER_TOKEN
 
     def with_fields(self, **changed: object) -> bytes:
         """The body with these fields added, or in the place of those that it has."""
@@ -109,31 +133,51 @@ class ModelRequest:
         return msgspec.json.encode(fields)
 
     def _read_chat(self) -> None:
+        text = self.fields.get("messages", b"")
         try:
-            self.messages = msgspec.json.decode(self.fields.get("messages", b""), type=list[Raw])
+            messages = _read_messages(text)
+            if len(messages) > MOST_MESSAGES:
+                self.why_not = TOO_MANY_MESSAGES
+                return
+            self.messages = _read_raw_messages(text)
+            for message in messages:
+                if _TYPE.search(message.content) is not None:
+                    self._read_content(message.content)
         except msgspec.DecodeError:
             self.why_not = UNKNOWN_FORM
             return
         self.kind = Kind.CHAT
-        for message in self.messages:
-            if b'"type"' in bytes(message):
-                self._media += _media_of(message)
         if self._media:
             self.why_not = MEDIA
 
+    def _read_content(self, content: Raw) -> None:
+        if bytes(memoryview(content)[:1]) != b"[":
+            return
+        for part in _read_parts(content):
+            if bytes(part.type) in _TEXT_PARTS:
+                self._part_text_bytes += size_of(part.text)
+            else:
+                self._media += 1
+
     def _read_prompt(self) -> None:
-        prompt = bytes(self.fields.get("prompt", b""))
-        if prompt.startswith(b"["):
-            several = msgspec.json.decode(prompt, type=list[Raw])
-            if several and bytes(several[0])[:1] in (b'"', b"["):
-                if len(several) > 1:
-                    self.why_not = SEVERAL
-                    return
-                prompt = bytes(several[0])
-        if prompt.startswith(b'"'):
+        prompt = self.fields.get("prompt", Raw(b""))
+        if _LIST_OF_TEXTS.match(prompt) is not None:
+            texts = _read_texts(prompt)
+            if size_of(texts.second):
+                self.why_not = SEVERAL
+                return
+            prompt = texts.first
+        first = bytes(memoryview(prompt)[:1])
+        if first == b'"':
             self.kind, self.text = Kind.TEXT, prompt
             return
-        ids = packed_u32(prompt) if prompt.startswith(b"[") else None
+        ids: bytes | None = None
+        if first == b"[":
+            text = bytes(prompt)
+            if len(text) > MOST_ID_BYTES or text.count(b",") >= MOST_IDS:
+                self.why_not = TOO_MANY_IDS
+                return
+            ids = packed_u32(text)
         if not ids:
             self.why_not = UNKNOWN_FORM
             return
@@ -149,32 +193,35 @@ class ModelRequest:
             raise BadRequest(f"{name}: expected {expected}") from None
 
 
+def size_of(text: Raw | bytes) -> int:
+    return memoryview(text).nbytes
+
+
 def _fields(body: bytes) -> dict[str, Raw]:
     try:
         if not body.isascii():
-            body.decode()
-        return msgspec.json.decode(body, type=dict[str, Raw])
+            _check_text(body)
+        if len(body) > _LONG_BODY_BYTES:
+            _check_cost(body)
+        return _read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not a JSON object: {error}") from None
 
 
-def _media_of(message: Raw) -> int:
-    """How many parts of a message are not text."""
-    return sum(part.get("type") not in _TEXT_PARTS for part in _parts_of(message))
+def _check_text(body: bytes) -> None:
+    """Raises UnicodeDecodeError for what is not UTF-8."""
+    decode = getincrementaldecoder("utf-8")().decode
+    for at in range(0, len(body), _TEXT_BYTES):
+        decode(body[at : at + _TEXT_BYTES])
+    decode(b"", True)
 
 
-def _parts_of(message: Raw) -> list[dict[str, object]]:
-    try:
-        content = msgspec.json.decode(message).get("content")
-    except (msgspec.DecodeError, AttributeError):
-        return []
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-
-
-def _text_bytes_of(message: Raw) -> int:
-    """Bytes of a message's parts that are text."""
-    texts = (part.get("text") for part in _parts_of(message))
-    return sum(len(text) for text in texts if isinstance(text, str))
+def _check_cost(body: bytes) -> None:
+    """Raises BadRequest for a body whose objects would take much more memory than their text."""
+    if body.count(b":") > MOST_FIELDS:
+        names = islice(_NAME_END.finditer(body), MOST_FIELDS + 1)
+        if sum(1 for _ in names) > MOST_FIELDS:
+            raise BadRequest(f"the body has more than {MOST_FIELDS} fields")
 
 
 _ARGUMENTS: Final = ("documents", "reasoning_effort")

@@ -227,8 +227,10 @@ class Placing:
         self._directory.look()
         if is_completion and proxied.routed is None and not proxied.tried:
             request = proxied.request
+            body = request.body = bytes(request.body)  # one copy of it
             try:
-                proxied.routed = await self._prompts.of(request.path.decode(), bytes(request.body))
+                proxied.routed = await self._prompts.of(request.path.decode(), body)
+                request.body = b""  # what is sent is `routed.body`
             except BadRequest as error:
                 proxied.fail(400, error.message, "invalid_request")
                 return

@@ -59,6 +59,27 @@ class Unknown(NamedTuple):
     text: str
 
 
+class Message(msgspec.Struct):
+    """A message of a chat, as far as it is read."""
+
+    role: msgspec.Raw
+    content: msgspec.Raw = msgspec.Raw(b"")
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: msgspec.Raw
+    text: msgspec.Raw = msgspec.Raw(b"")
+
+
+class Texts(msgspec.Struct, array_like=True):
+    """The beginning of a list of prompts: whether there are several."""
+
+    first: msgspec.Raw = msgspec.Raw(b"")
+    second: msgspec.Raw = msgspec.Raw(b"")
+
+
 class ModelCard(msgspec.Struct):
     """An adapter (LoRA) has the model that it adapts as its parent."""
 

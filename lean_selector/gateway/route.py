@@ -128,7 +128,8 @@ class RouteHandler:
             return error_of(error)
         pending = LaterReply()
         path = "/" + param.decode("latin-1")
-        task = watched("route", self._route(path, bytes(request.body), reservation_id, pending))
+        body, request.body = bytes(request.body), b""
+        task = watched("route", self._route(path, body, reservation_id, pending))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         pending.on_disconnect = task.cancel

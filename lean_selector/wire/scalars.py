@@ -71,8 +71,7 @@ def packed_u32(text: bytes) -> bytes | None:
     """A JSON list of integers from 0 to 2**32 - 1, 4 bytes little-endian each; None likewise."""
     if _parse is None:
         return packed_by_msgspec(text, "I")
-    wide = packed_with(_parse, text, "u")
-    return None if wide is None else _halved(wide)
+    return packed_with(_parse, text, "u")
 
 
 @functools.lru_cache(maxsize=8192)  # by length; 8 192 blocks of 16 are 131 072 tokens
@@ -81,7 +80,7 @@ def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
     return struct.Struct(f"<{count}{kind}").pack
 
 
-def packed_by_msgspec(text: bytes, kind: Literal["q", "Q", "I"]) -> bytes | None:
+def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
     """A JSON list of integers, each packed as `struct` packs this kind; None for any other text."""
     try:
         integers = _decode_integers(text)
@@ -93,17 +92,24 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "Q", "I"]) -> bytes | None
 def packed_with(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """8 bytes each, signed or not, as a parser of simdjson's reads them."""
+    """As a parser of simdjson's reads them: signed in 8 bytes each, or unsigned in 4."""
     if text[:1] != b"[":  # simdjson takes a byte order mark before it
         text = text.lstrip(_BLANKS)
     if text[:1] != b"[" or text.rfind(b"[") > 0:  # and flattens lists in a list
         return None
     try:
         if len(text) <= KEPT_BYTES:
-            return bytes(parse(text).as_buffer(of_type=of_type))
+            return _packed_piece(parse, text, of_type)
         return _packed_pieces(parse, text, of_type)
     except Exception:  # of many kinds, none of them documented
         return None
+
+
+def _packed_piece(
+    parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
+) -> bytes | None:
+    wide = bytes(parse(text).as_buffer(of_type=of_type))
+    return wide if of_type == "i" else _halved(wide)
 
 
 def _packed_pieces(
@@ -119,9 +125,9 @@ def _packed_pieces(
         comma = text.find(b",", at + KEPT_BYTES, end)
         stop = end if comma < 0 else comma
         if stop - at > 2 * KEPT_BYTES:  # blanks between two commas, or what is no integer
-            return packed_by_msgspec(text, "q" if of_type == "i" else "Q")
-        piece = bytes(parse(b"[%b]" % text[at:stop]).as_buffer(of_type=of_type))
-        if not piece:  # nothing before or after a comma
+            return packed_by_msgspec(text, "q" if of_type == "i" else "I")
+        piece = _packed_piece(parse, b"[%b]" % text[at:stop], of_type)
+        if not piece:  # nothing before or after a comma, or too large a number
             return None
         packed.append(piece)
         at = stop + 1

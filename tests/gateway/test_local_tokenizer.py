@@ -163,7 +163,7 @@ async def test_the_door_has_the_blocks_without_asking_an_engine(
             "brings a chat template of its own",
         ),
         ({"messages": MESSAGES, "continue_final_message": True}, Why.REFUSED, "left to engines"),
-        ({"messages": [{"role": "user"}, 7]}, Why.FAILED, "Expected `object`"),
+        ({"messages": MESSAGES, "x": [1e-300] * 1001}, Why.REFUSED, "slow to read"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, Why.FAILED, "text"),
     ],
 )

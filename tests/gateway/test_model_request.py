@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -13,7 +14,17 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.answers import Additions
 from lean_selector.gateway.engine_answers import tokenize_body
 from lean_selector.gateway.learned_prompts import LINK_BYTES, Chain, PromptMemory
-from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
+from lean_selector.gateway.model_request import (
+    MOST_FIELDS,
+    MOST_IDS,
+    MOST_MESSAGES,
+    TOO_MANY_IDS,
+    TOO_MANY_MESSAGES,
+    UNKNOWN_FORM,
+    Kind,
+    ModelRequest,
+    template_arguments,
+)
 from lean_selector.gateway.prompt_shapes import Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -138,10 +149,91 @@ def test_an_adapter_and_a_block_size_have_chains_of_their_own() -> None:
     assert Chain(Served("m", "other", 4, False, {}), None, request).keys == chains[0].keys
 
 
-@pytest.mark.parametrize("message", ['["type"]', '"\\"type\\""'])
-def test_a_message_of_no_known_form_has_no_media(message: str) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        *('["type"]', '"\\"type\\""', "{}", '{"content":"x"}', "1"),
+        *('{"role":"user","content":["type"]}', '{"role":"user","content":[{"type":"text"},{}]}'),
+    ],
+)
+def test_a_message_of_no_known_form_goes_by_load(message: str) -> None:
+    request = ModelRequest(CHAT, f'{{"messages":[{message}]}}'.encode())
+    assert (request.kind, request.why_not) == (Kind.NONE, UNKNOWN_FORM)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role":"user","content":"type"}',
+        '{"role":"user","content":{"type":"image_url"}}',
+        '{"role":"user","content":["a","b"]}',
+        '{"role":"user","content":[{"type":"text","text":"a"}]}',
+        '{"role":"assistant","tool_calls":[{"type":"function"}]}',
+    ],
+)
+def test_a_message_without_media_is_text(message: str) -> None:
     request = ModelRequest(CHAT, f'{{"messages":[{message}]}}'.encode())
     assert (request.kind, request.why_not) == (Kind.CHAT, None)
+
+
+# -- what reading a body costs --------------------------------------------------------------------
+
+LONG = 1 << 19
+
+
+def many(item: str, opening: str, closing: str, size: int = LONG) -> bytes:
+    return (opening + ",".join([item] * (size // (len(item) + 1))) + closing).encode()
+
+
+PARTS = '{"messages":[{"role":"user","content":[{"type":"text"},'
+LONG_BODIES = {
+    "slow numbers": (CHAT, many("1e308", PARTS[:-1] + '],"x":[', "]}]}")),
+    "empty messages": (CHAT, many("{}", '{"messages":[', "]}")),
+    "messages of one field": (CHAT, many('{"role":1}', '{"messages":[', "]}", LONG * 4)),
+    "no messages": (CHAT, many("1", '{"messages":[', "]}")),
+    "empty parts": (CHAT, many("{}", PARTS, "]}]}")),
+    "parts of one field": (CHAT, many('{"type":1}', PARTS, "]}]}", LONG * 4)),
+    "texts as parts": (CHAT, many('""', PARTS, "]}]}")),
+    "a text beyond ASCII": (CHAT, many("a\U0001f600", '{"messages":[{"role":"', '"}]}')),
+    "ids": (TEXT, many("1", '{"prompt":[', "]}", LONG * 8)),
+    "several texts": (TEXT, many('""', '{"prompt":[', "]}")),
+    "several lists": (TEXT, many("[1]", '{"prompt":[', "]}")),
+    "fields": (TEXT, many('"a":1', '{"prompt":"x",', "}")),
+    "one text": (TEXT, b'{"prompt":"%b"}' % (b"x" * LONG)),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), LONG_BODIES.values(), ids=LONG_BODIES)
+def test_what_is_made_of_a_long_body_takes_no_more_than_twice_its_memory(
+    path: str, body: bytes
+) -> None:
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(BadRequest):
+            request = ModelRequest(path, body)
+            request.estimated_tokens()
+            if request.why_not is None and request.kind is not Kind.IDS:
+                Chain(SERVED, None, request)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 2 * len(body)
+
+
+def test_a_body_of_too_many_fields_is_refused_and_texts_have_none() -> None:
+    fields = ",".join(f'"{number:x}":1' for number in range(MOST_FIELDS + 1))
+    with pytest.raises(BadRequest, match=str(MOST_FIELDS)):
+        ModelRequest(CHAT, b"{%b}" % fields.encode())
+    text = json.dumps({"messages": [{"role": "user", "content": f"{{{fields}}}"}]}).encode()
+    assert ModelRequest(CHAT, text).kind is Kind.CHAT
+
+
+def test_too_many_messages_or_ids_go_by_load() -> None:
+    messages = many('{"role":"user"}', '{"messages":[', "]}", 16 * (MOST_MESSAGES + 1))
+    ids = many("1", '{"prompt":[', "]}", 2 * (MOST_IDS + 1))
+    assert ModelRequest(CHAT, messages).why_not == TOO_MANY_MESSAGES
+    request = ModelRequest(TEXT, ids)
+    assert (request.why_not, request.ids) == (TOO_MANY_IDS, b"")
 
 
 @pytest.mark.parametrize(
