@@ -28,10 +28,12 @@ _USAGE_EVENT: Final = re.compile(
     rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
 )
 _CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,15})')
+_PROMPT: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
+_OUTPUT: Final = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,15})')
 
 
 class UsageReader:
-    """How much of the prompt an answer's usage says was cached. Looks at the last bytes only."""
+    """What an answer's usage says, None where it does not. Looks at the last bytes only."""
 
     __slots__ = ("_last",)
 
@@ -45,8 +47,17 @@ class UsageReader:
 
     @property
     def cached_tokens(self) -> int | None:
-        """None where it does not say."""
-        found = _CACHED.findall(self._last)
+        """Of the prompt."""
+        return self._said(_CACHED)
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Tokens of the prompt and of the answer."""
+        prompt, output = self._said(_PROMPT), self._said(_OUTPUT)
+        return None if prompt is None or output is None else (prompt, output)
+
+    def _said(self, field: re.Pattern[bytes]) -> int | None:
+        found = field.findall(self._last)
         return int(found[-1]) if found else None
 
 
@@ -66,7 +77,7 @@ class AnswerReader:
         self._strips = strips
         self._drops_usage = drops_usage
         self._event = b""  # the beginning of one, where any may have to be dropped
-        self._usage = UsageReader()
+        self.usage: Final = UsageReader()
         self._held = b""  # may be the beginning of a list's name
         self._array: bytearray | None = None  # of the list that goes on
         self._is_of_prompt = False
@@ -85,7 +96,7 @@ class AnswerReader:
             text = data
         else:
             text = self._without_ids(self._held + data)
-        self._usage.feed(text)
+        self.usage.feed(text)
         if not self._strips:
             text = data
         return self._without_usage(text) if self._drops_usage else text
@@ -97,11 +108,6 @@ class AnswerReader:
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Tokens of the prompt, as the engine counted; None if it does not say."""
-        return self._usage.cached_tokens
 
     def _without_ids(self, data: bytes) -> bytes:
         """`data` with `null` for each list; its end may be held back for the next piece."""

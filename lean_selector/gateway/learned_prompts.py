@@ -38,7 +38,7 @@ class Chain:
         self.seed: Final = hash_seed(lora_name, request.salt)  # of the block hashes
         self.block_size: Final = served.block_size
         self.is_eagle: Final = served.is_eagle
-        self.model: Final = f"{served.model_name}\0{lora_name or ''}"
+        self.model: Final = model_key(served, lora_name)
         names = CHAT_FIELDS if request.kind is Kind.CHAT else TEXT_FIELDS
         rendering = [(name, request.fields[name]) for name in names if name in request.fields]
         key = xxh3_64_intdigest(
@@ -62,6 +62,11 @@ class Chain:
         return self.ends[-1]
 
 
+def model_key(served: Served, lora_name: str | None) -> str:
+    """Names a model or an adapter of it."""
+    return f"{served.model_name}\0{lora_name or ''}"
+
+
 def _links(request: ModelRequest) -> Iterator[memoryview]:
     parts = request.messages if request.kind is Kind.CHAT else [request.text]
     for each in parts:
@@ -73,6 +78,7 @@ def _links(request: ModelRequest) -> Iterator[memoryview]:
 # Of an entry without its hashes, as measured with tracemalloc on 64-bit Python 3.11.
 ENTRY_BYTES: Final = 344
 _TOKENS_PER_BYTE: Final = 0.25  # until a prompt is known
+_OUTPUT_TOKENS: Final = 128.0  # until the length of an answer is
 _WEIGHT: Final = 0.25  # of the newest, in what is averaged
 _MOST_TAIL_BLOCKS: Final = 64
 _MOST_MODELS: Final = 1024  # models and adapters of which averages are kept
@@ -106,12 +112,22 @@ class _Entry:
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
-class _Averages:
-    __slots__ = ("answers_hold", "tokens_per_byte")
+class Averages:
+    """What requests of one model had lately; it stands for what is not known of the next."""
+
+    __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
 
     def __init__(self) -> None:
         self.tokens_per_byte = _TOKENS_PER_BYTE
+        self.output_tokens = _OUTPUT_TOKENS
         self.answers_hold = 1.0  # how often a prompt went on with the very tokens of the answer
+
+    def had(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int | None) -> None:
+        """Takes in a request; of 0 bytes nothing is said of their tokens."""
+        if prompt_bytes:
+            self.tokens_per_byte += _WEIGHT * (prompt_tokens / prompt_bytes - self.tokens_per_byte)
+        if output_tokens is not None:
+            self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
 
 
 class Known(NamedTuple):
@@ -129,7 +145,7 @@ class PromptMemory:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes: Final = most_bytes
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._averages: OrderedDict[str, _Averages] = OrderedDict()
+        self._averages: OrderedDict[str, Averages] = OrderedDict()
         self._hash_bytes = 0
 
     @property
@@ -140,7 +156,7 @@ class PromptMemory:
     def look(self, chain: Chain) -> Known:
         """What is known of a prompt."""
         at, entry = self._deepest(chain)
-        averages = self._averages_of(chain)
+        averages = self.averages(chain.model)
         if entry is None:
             tokens = round(chain.size * averages.tokens_per_byte)
             return Known(b"", max(1, tokens), chain.size, False)
@@ -163,7 +179,7 @@ class PromptMemory:
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
         tokens = len(prompt) // 4
         asked = max(0, tokens - is_eagle) // size
-        averages = self._averages_of(chain)
+        averages = self.averages(chain.model)
         at, entry = self._deepest(chain)
         known_tokens, known_end = 0, 0
         if entry is not None:
@@ -174,8 +190,7 @@ class PromptMemory:
             self._repoint(chain, at, entry.run, run, common)
         self._guess_between(chain, at, run, (known_tokens, known_end), (tokens, asked))
         self._end(chain, run, asked, tokens, averages)
-        if chain.size:
-            averages.tokens_per_byte += _WEIGHT * (tokens / chain.size - averages.tokens_per_byte)
+        averages.had(chain.size, tokens, None)
         self._touch(chain, len(chain.keys) - 1)
         self._forget()
         return run.hashes[: 8 * asked]
@@ -190,7 +205,7 @@ class PromptMemory:
                 return at, entry
         return -1, None
 
-    def _part(self, entry: _Entry, common: int, averages: _Averages) -> None:
+    def _part(self, entry: _Entry, common: int, averages: Averages) -> None:
         """Another prompt goes on from here, with so many blocks in common."""
         if entry.is_guess and entry.asked >= 0:
             longest = len(entry.run.hashes) // 8
@@ -240,7 +255,7 @@ class PromptMemory:
             entry = _Entry(run, min(here // chain.block_size, asked), here)
             self._add(key, entry)
 
-    def _end(self, chain: Chain, run: _Run, asked: int, tokens: int, averages: _Averages) -> None:
+    def _end(self, chain: Chain, run: _Run, asked: int, tokens: int, averages: Averages) -> None:
         """The entry of the whole prompt."""
         blocks = len(run.hashes) // 8
         shared = blocks if averages.answers_hold >= 0.5 else asked
@@ -291,10 +306,11 @@ class PromptMemory:
             self._end_with(entry, b"")
             self._leave(entry.run)
 
-    def _averages_of(self, chain: Chain) -> _Averages:
-        averages = self._averages.get(chain.model)
+    def averages(self, model: str) -> Averages:
+        """Of a model by its `model_key`."""
+        averages = self._averages.get(model)
         if averages is None:
-            averages = self._averages[chain.model] = _Averages()
+            averages = self._averages[model] = Averages()
             if len(self._averages) > _MOST_MODELS:
                 self._averages.popitem(last=False)
         return averages

@@ -52,7 +52,6 @@ _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
-BYTES_PER_TOKEN: Final = 4  # of a text of which nothing is known
 TOKENS_OF_MEDIA: Final = 1024  # of one image or recording; engines have some 250 to 2 000
 _NULL: Final = b"null"
 _RAW_NULL: Final = Raw(_NULL)
@@ -120,12 +119,30 @@ class ModelRequest:
         """The prompt is part of the answer; vLLM leaves its text out where ids are asked for."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
-    def estimated_tokens(self) -> int:
+    @property
+    def text_bytes(self) -> int:
+        """Of the prompt, as it was written; 0 where that says nothing of its tokens."""
+        if self._media or self.ids:
+            return 0
+        if self.kind is Kind.CHAT:
+            return size_of(self.fields.get("tools", b"")) + sum(map(size_of, self.messages))
+        return size_of(self.fields.get("prompt", self.body))
+
+    def estimated_tokens(self, tokens_per_byte: float) -> int:
         """The tokens of a prompt of which nothing is known: a file says little by its length."""
         if self._media:
-            return self._part_text_bytes // BYTES_PER_TOKEN + self._media * TOKENS_OF_MEDIA
-        prompt = self.fields.get("prompt", self.body)
-        return len(self.ids) // 4 or size_of(prompt) // BYTES_PER_TOKEN
+            text = round(self._part_text_bytes * tokens_per_byte)
+            return text + self._media * TOKENS_OF_MEDIA
+        return len(self.ids) // 4 or round(self.text_bytes * tokens_per_byte)
+
+    @property
+    def most_output_tokens(self) -> int | None:
+        """What the client allows the answer to have."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            given = bytes(self.fields.get(name, b""))
+            if given.isdigit() and len(given) < 10:
+                return int(given)
+        return None
 
     def with_fields(self, **changed: object) -> bytes:
         """The body with these fields added, or in the place of those that it has."""

@@ -86,6 +86,7 @@ class Chooser:
         except ValueError:
             selector.free(reservation_id, monotonic())
             raise NotChosen("no_url") from None
+        selector.expect_output(reservation_id, routed.output_tokens, monotonic())
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
         return Reservation(

@@ -1,5 +1,6 @@
 """From a raw request to its prompt's blocks, whichever way they are found."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from lean_selector.gateway.engine_answers import (
     Tokenizer,
     UnknownModel,
 )
-from lean_selector.gateway.learned_prompts import Chain, PromptMemory
+from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.http.outbound import OutboundClient
@@ -30,8 +31,8 @@ class Routed:
     """One request, ready to be routed.
 
     Where `why_not` is None the blocks are those of the whole prompt. Otherwise it says why they are
-    not: they are those of its beginning (none, where load alone decides), and `prompt.isl_tokens`
-    is an estimate; or its salt is not in them.
+    not: behind those of its beginning (none, where load alone decides) are blocks like no other's,
+    as many as `prompt.isl_tokens`, an estimate, makes; or its salt is not in them.
     """
 
     model_name: str  # as it is registered: the base model of an adapter
@@ -40,8 +41,10 @@ class Routed:
     body: bytes  # to be forwarded
     why_not: Unknown | None
     streams: bool
+    output_tokens: int = 0  # that the answer is expected to have
     worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
     answer: AnswerReader | None = None  # reads the answer; None: it passes untouched
+    on_lengths: Callable[[int, int], None] | None = None  # is told tokens of prompt and answer
 
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
@@ -50,6 +53,7 @@ UNMARKED: Final = Unknown(
 )
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
+_MOST_GUESSED_TOKENS: Final = 1 << 21  # longer prompts than any engine takes
 # Engines that take `stream_options`, and say so in no other way.
 _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
@@ -101,6 +105,9 @@ class Prompts:
                 additions.ask_for_ids(request, self._learning(chain))
             if make in _KNOW_USAGE:
                 additions.ask_for_usage(request)
+        averages = self.memory.averages(model_key(served, lora_name))
+        output, most = round(averages.output_tokens), request.most_output_tokens
+        text_bytes = request.text_bytes if request.kind in (Kind.CHAT, Kind.TEXT) else 0
         return Routed(
             served.model_name,
             served.tenant_id,
@@ -108,8 +115,10 @@ class Prompts:
             additions.body(request),
             why_not=why_not,
             streams=request.streams,
+            output_tokens=output if most is None else min(output, most),
             worker_ids=worker_ids,
             answer=additions.reader(),
+            on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output),
         )
 
     async def close(self) -> None:
@@ -147,7 +156,9 @@ class Prompts:
     ) -> tuple[Prompt, Unknown | None]:
         """The prompt, as far as it is known, and why no further."""
         if request.why_not is not None:
-            return _prompt_of(b"", request.estimated_tokens(), lora_name), request.why_not
+            averages = self.memory.averages(model_key(served, lora_name))
+            tokens = request.estimated_tokens(averages.tokens_per_byte)
+            return _guessed(b"", tokens, served.block_size, lora_name), request.why_not
         if chain is None:
             seed = hash_seed(lora_name, request.salt)
             hashes = any_local_hashes(request.ids, served.block_size, seed, None, served.is_eagle)
@@ -168,7 +179,7 @@ class Prompts:
             else:
                 hashes = self.memory.learn(chain, tokens_packed)
                 return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), None
-        return _prompt_of(known.hashes, known.tokens, lora_name), why_not
+        return _guessed(known.hashes, known.tokens, served.block_size, lora_name), why_not
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
         """What is done with the ids of an answer."""
@@ -183,12 +194,20 @@ class Prompts:
         return learn
 
 
-def _prompt_of(local_hashes: bytes, tokens: int, lora_name: str | None) -> Prompt:
+def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
+    """The prompt that is so long and begins like this: the load that it makes is that of all its
+    blocks, so those that are not known are random, like no other prompt's."""
+    tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
+    rest = os.urandom(8 * (tokens // block_size) - len(known))
+    return _prompt_of(known, tokens, lora_name, rest)
+
+
+def _prompt_of(known: bytes, tokens: int, lora_name: str | None, rest: bytes = b"") -> Prompt:
     return Prompt(
         min(max(1, tokens), MAX_ISL_TOKENS),
-        local_hashes,
-        len(local_hashes) // 8,
-        local_hashes[:8],
-        lambda: sequence_hashes_bytes(local_hashes),
+        known + rest,
+        (len(known) + len(rest)) // 8,
+        (known or rest)[:8],
+        lambda: sequence_hashes_bytes(known) + rest,
         lora_name,
     )

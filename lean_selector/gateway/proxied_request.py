@@ -284,22 +284,27 @@ class ProxiedRequest:
         self.is_over = True
         self.outcome = outcome
         self._counts.active -= 1
-        cached = self._cached_tokens() if outcome == OK else None
+        usage = self._usage() if outcome == OK else None
+        cached = None if usage is None else usage.cached_tokens
+        if usage is not None and usage.lengths is not None:
+            assert self.routed is not None
+            if self.routed.on_lengths is not None:
+                self.routed.on_lengths(*usage.lengths)
         if self.lease is not None:
             self.lease.end(outcome, cached)
             if cached is not None:
                 self._compare(self.lease, cached)
         self._on_over(self)
 
-    def _cached_tokens(self) -> int | None:
-        """As the engine counted them, of an answer that is complete."""
+    def _usage(self) -> UsageReader | None:
+        """What the engine counted, of a completion's answer that is whole."""
         if self._reader is not None:
-            return self._reader.cached_tokens
+            return self._reader.usage
         if self.routed is None or self.status != 200:
             return None
         usage = UsageReader()
         usage.feed(b"".join(self._last_pieces))
-        return usage.cached_tokens
+        return usage
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
         """What was predicted, with what the engine says."""

@@ -105,13 +105,16 @@ class RouteHandler:
         prompts: Prompts,
         select_and_reserve: Callable[[SelectAndReserveRequest], object],
         free: Callable[[str], object],
+        expect_output: Callable[[str, int], object],
         has_ended: Callable[[str], bool],
     ) -> None:
-        """`select_and_reserve` gives a Selection, or a LaterReply of one; `has_ended` tells of the
-        end of a reservation that came before its booking."""
+        """`select_and_reserve` gives a Selection, or a LaterReply of one; `expect_output` adds the
+        tokens that an answer will have to what is booked; `has_ended` tells of the end of a
+        reservation that came before its booking."""
         self._prompts = prompts
         self._select = select_and_reserve
         self._free = free
+        self._expect_output = expect_output
         self._has_ended = has_ended
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -143,10 +146,10 @@ class RouteHandler:
             self._check_live(reservation_id)
             selected = self._select(_selection_of(routed, reservation_id))
             if isinstance(selected, LaterReply):
-                self._wait(selected, reservation_id, routed.why_not, pending)
+                self._wait(selected, reservation_id, routed, pending)
                 return
             assert isinstance(selected, Selection)
-            response = self._told(selected, reservation_id, routed.why_not)
+            response = self._told(selected, reservation_id, routed)
         except SelectorError as error:
             response = error_of(error)
         except Exception:
@@ -158,14 +161,14 @@ class RouteHandler:
         self,
         parked: LaterReply,
         reservation_id: str,
-        why_not: Unknown | None,
+        routed: Routed,
         pending: LaterReply,
     ) -> None:
         """The request is in the queue: its answer is made here when it leaves."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
-                pending.resolve(self._told(body, reservation_id, why_not))
+                pending.resolve(self._told(body, reservation_id, routed))
             elif isinstance(body, SelectorError):
                 pending.resolve(error_of(body))
             else:
@@ -174,11 +177,12 @@ class RouteHandler:
         parked.take = take
         pending.on_disconnect = parked.hang_up
 
-    def _told(self, selection: Selection, reservation_id: str, why_not: Unknown | None) -> Response:
+    def _told(self, selection: Selection, reservation_id: str, routed: Routed) -> Response:
         """The answer to what is booked by now; what cannot be told is freed again."""
         try:
             self._check_live(reservation_id)
-            return worker_headers(selection, why_not)
+            self._expect_output(reservation_id, routed.output_tokens)
+            return worker_headers(selection, routed.why_not)
         except SelectorError as error:
             response = error_of(error)
         except Exception:

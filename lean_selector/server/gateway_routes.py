@@ -124,6 +124,9 @@ class GatewayRoutes:
                 self._prompts,
                 service.select_and_reserve,
                 lambda reservation_id: selector.free(reservation_id, time.monotonic()),
+                lambda reservation_id, tokens: selector.expect_output(
+                    reservation_id, tokens, time.monotonic()
+                ),
                 _never if self._logs is None else self._logs.ends.has_ended,
             )
 

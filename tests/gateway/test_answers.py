@@ -53,7 +53,7 @@ def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[i
     sent, learned, reader = read(cut(asked, places))
     assert sent == whole_answer(PROMPT, text, output, asked=False)
     assert (learned.prompt, learned.output) == (PROMPT, output)
-    assert reader.cached_tokens == 48
+    assert reader.usage.cached_tokens == 48
 
 
 @given(st.lists(st.integers(min_value=0), max_size=12))
@@ -61,7 +61,7 @@ def test_the_event_with_the_usage_is_read_and_not_sent(places: list[int]) -> Non
     events = stream(PROMPT, WORDS, asked=True, usage=True)
     sent, _, reader = read(cut(b"".join(events), places), drops_usage=True)
     assert sent == b"".join(stream(PROMPT, WORDS, asked=False))
-    assert reader.cached_tokens == 32
+    assert reader.usage.cached_tokens == 32
 
 
 @given(st.lists(st.integers(min_value=0), max_size=12))
@@ -111,6 +111,9 @@ def test_usage_is_read_without_ids() -> None:
         usage.feed(event)
     assert usage.cached_tokens == 32
     assert UsageReader().cached_tokens is None
+    assert UsageReader().lengths is None
+    usage.feed(b'{"usage":{"prompt_tokens":7,"total_tokens": 9,"completion_tokens": 2}}')
+    assert usage.lengths == (7, 2)
 
 
 def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,29 @@ def test_one_request_id_twice_at_a_time_is_two_requests(gateway: RunningGateway)
         assert one.recv(1)
         assert gateway.chat(TEXT, {"x-request-id": "twin"}).status == 200
     gateway.wait_until_free()
+
+
+@pytest.mark.parametrize("mode", ["learn", "off", "tokenize"])
+def test_a_prompt_that_is_not_known_is_load_and_is_shed_like_any_other(mode: str) -> None:
+    """Of 40 blocks by its bytes, where a rank is busy above 50 (`tokenize`: 160 and 170)."""
+    text = "new " * (40 * 16)
+    blocks = "340" if mode == "tokenize" else "100"
+    flags = ("--prompts", mode, "--active-decode-blocks-threshold", "0.5")
+    with ExitStack() as held:
+        fleet = [held.enter_context(OpenAiWorker(blocks=int(blocks))) for _ in range(2)]
+        gateway = held.enter_context(RunningGateway(*(each.url for each in fleet), *flags, knows=2))
+        answers = []
+        for number in range(5):
+            body = {"model": "m", "prompt": f"{number}{text}", "stream": True, "max_tokens": 4}
+            client = socket.create_connection(("127.0.0.1", gateway.port))
+            held.enter_context(closing(client))
+            raw = json.dumps({**body, "fake": {"stall_after": 1}}).encode()
+            client.sendall(request_text("/v1/completions", raw))
+            answers.append(client.recv(65536).decode())
+        statuses = [int(each.split(" ", 2)[1]) for each in answers]
+        assert statuses == [200, 200, 200, 200, 503]
+        workers = [re.findall(r"x-lean-worker: (\S+)", each)[0] for each in answers[:4]]
+        assert sorted(Counter(workers).values()) == [2, 2]
 
 
 def test_models_of_all_workers_are_listed(gateway: RunningGateway) -> None:

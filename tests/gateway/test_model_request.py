@@ -66,7 +66,8 @@ def test_any_json_is_read_or_refused_by_the_field(
             ModelRequest(path, text)
         return
     request = ModelRequest(path, text)
-    assert request.estimated_tokens() >= 0
+    assert request.estimated_tokens(0.25) >= 0
+    assert request.most_output_tokens is None
     additions = Additions()
     additions.mark_salt(request, forwards)
     if request.why_not is None and request.kind is not Kind.IDS:
@@ -211,7 +212,7 @@ def test_what_is_made_of_a_long_body_takes_no_more_than_twice_its_memory(
     try:
         with contextlib.suppress(BadRequest):
             request = ModelRequest(path, body)
-            request.estimated_tokens()
+            request.estimated_tokens(0.25)
             if request.why_not is None and request.kind is not Kind.IDS:
                 Chain(SERVED, None, request)
         peak = tracemalloc.get_traced_memory()[1]

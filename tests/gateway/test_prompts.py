@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.hashing import hash_seed, local_hashes
+from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.answers import UNMARKABLE
 from lean_selector.gateway.engine_answers import FRESH_S, Engines, UnknownModel
@@ -95,7 +95,41 @@ def is_exactly(routed: Routed, tokens: list[int]) -> bool:
 
 def is_load_only(routed: Routed, why_not: Unknown) -> bool:
     assert routed.why_not == why_not
-    return routed.prompt.local_hashes == b"" and routed.prompt.isl_tokens >= 1
+    return begins(routed, b"") and routed.prompt.isl_tokens >= 1
+
+
+def begins(routed: Routed, known: bytes) -> bool:
+    """What is known is the beginning; behind it are blocks for all its tokens, like no other's."""
+    prompt = routed.prompt
+    assert prompt.sequence_count == prompt.isl_tokens // BLOCK_SIZE
+    assert len(prompt.local_hashes) == len(prompt.sequence_hashes()) == 8 * prompt.sequence_count
+    assert prompt.first_sequence_hash == prompt.sequence_hashes()[:8]
+    assert prompt.sequence_hashes().startswith(sequence_hashes_bytes(known))
+    return prompt.local_hashes.startswith(known)
+
+
+# -- lengths that are not known -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.LEARN])
+@on_loop
+async def test_lengths_that_are_not_known_are_estimated_by_those_of_the_answers_before(
+    mode: Mode,
+) -> None:
+    async with door(mode, ask_from_bytes=16_384) as (prompts, _):
+        first = await prompts.of(TEXT, text("x" * 4_000))
+        assert first.prompt.isl_tokens == 4_002 // 4  # with the quotes
+        assert first.output_tokens == 128
+        twin = await prompts.of(TEXT, text("x" * 4_000))
+        assert twin.prompt.local_hashes[:8] != first.prompt.local_hashes[:8]
+        assert first.on_lengths is not None
+        for _ in range(40):
+            first.on_lengths(2_001, 300)
+        routed = await prompts.of(TEXT, text("y" * 8_000))
+        assert routed.prompt.isl_tokens == pytest.approx(4_001, abs=1)
+        assert routed.output_tokens == 300
+        assert (await prompts.of(TEXT, text("z", max_tokens=5))).output_tokens == 5
+        assert (await prompts.of(CHAT, chat(max_completion_tokens=6))).output_tokens == 6
 
 
 # -- off ------------------------------------------------------------------------------------------
@@ -202,7 +236,7 @@ async def test_a_worker_that_refuses_leaves_what_was_known_of_the_beginning() ->
         refused = Unknown(Why.REFUSED, f"POST {engine.url}/tokenize: status 404")
         assert routed.why_not == refused
         known = hashes(chat_tokens({"messages": MESSAGES}))
-        assert routed.prompt.local_hashes == known
+        assert begins(routed, known)
         other = await prompts.of(TEXT, text("Something else"))
         assert is_load_only(other, refused)
         assert prompts.unknown == {"refused": 2}
@@ -278,7 +312,7 @@ async def test_what_an_answer_tells_is_known_the_next_time(streams: bool) -> Non
         ]
         routed = await prompts.of(CHAT, chat([*MESSAGES, *more]))
         assert routed.why_not == BEGINNING
-        assert routed.prompt.local_hashes == hashes([*prompt, *output])
+        assert begins(routed, hashes([*prompt, *output]))
         assert engine.asked("/tokenize") == []
 
 
@@ -354,7 +388,7 @@ async def test_of_several_answers_only_the_prompt_is_learned() -> None:
         output = tokens_of(" a b c d e f g h")
         answered(routed, [whole_answer(prompt, "", output, asked=True)])
         more = [*MESSAGES, {"role": "user", "content": "And?"}]
-        assert (await prompts.of(CHAT, chat(more))).prompt.local_hashes == hashes(prompt)
+        assert begins(await prompts.of(CHAT, chat(more)), hashes(prompt))
 
 
 # -- ids, adapters, salts, media ------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Scripted:
         self.fault: Exception | None = None
         self.worker_ids: frozenset[int] | None = None
         self.why_not: Unknown | None = None
+        self.output_tokens = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -55,6 +56,7 @@ class Scripted:
             body,
             why_not=self.why_not,
             streams=False,
+            output_tokens=self.output_tokens,
             worker_ids=self.worker_ids,
         )
 
@@ -72,6 +74,7 @@ class GatewayHandler:
             self.prompts,
             self.service.select_and_reserve,
             lambda reservation_id: self.selector.free(reservation_id, NOW),
+            lambda reservation_id, tokens: self.selector.expect_output(reservation_id, tokens, NOW),
             self._has_ended,
         )
         self.gate = Gate(self.door.routes())
@@ -211,6 +214,16 @@ async def test_only_workers_that_have_the_adapter_are_asked() -> None:
         door.worker(worker_id)
     door.prompts.worker_ids = frozenset({2})
     assert {(await door.ask())[1]["x-worker-id"] for _ in range(9)} == {"2"}
+
+
+@told
+async def test_the_blocks_of_the_answer_are_booked_too() -> None:
+    door = GatewayHandler()
+    door.worker(7)
+    door.prompts.output_tokens = 100
+    await door.ask()
+    (partition,) = door.selector.catalog.partitions.values()
+    assert partition.slots.ranks[7, 0].active_decode_blocks == 2 + 100 // 16
 
 
 @told

@@ -126,7 +126,13 @@ def routes_of(service: str) -> list[Route]:
     if service == "slot_tracker":
         return [*SlotTrackerService(Trackers()).routes(), *shared]
     selection = selection_service_16() if service == "selector_16" else selection_service()
-    door = RouteHandler(NoPrompts(), lambda body: None, lambda name: None, lambda name: False)  # type: ignore[arg-type] # nothing is asked
+    door = RouteHandler(
+        NoPrompts(),  # type: ignore[arg-type] # nothing is asked
+        lambda body: None,
+        lambda name: None,
+        lambda name, tokens: None,
+        lambda name: False,
+    )
     return [*selection.routes(), *door.routes(), *shared]
 
 

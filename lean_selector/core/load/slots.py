@@ -166,11 +166,15 @@ class Slots:
         return reservation, first
 
     def output_block(
-        self, request_id: str, now: float, decay_fraction: float | None = None
+        self,
+        request_id: str,
+        now: float,
+        decay_fraction: float | None = None,
+        blocks: int = 1,
     ) -> Reservation | None:
-        """Add one generated block; None: not live.
+        """Add generated blocks; None: not live.
 
-        With a fraction, every block of the request, this one included, that no other request of the
+        With a fraction, every block of the request, these included, that no other request of the
         rank holds weighs that much from now on. Raises BadRequest for a fraction outside [0, 1].
         """
         check_decay_fraction(decay_fraction)
@@ -178,17 +182,17 @@ class Slots:
         if reservation is None:
             return None
         rank = reservation.rank
-        reservation.output_blocks += 1
+        reservation.output_blocks += blocks
         if decay_fraction is not None:
             weights = rank.block_weights
             self._trie.weigh(reservation.run, rank.mask, decay_fraction, weights)
-            weighted, blocks = reservation.weighted_output_blocks, reservation.output_blocks
+            weighted, output = reservation.weighted_output_blocks, reservation.output_blocks
             weights.move(reservation.output_weight, decay_fraction, weighted)
-            weights.move(1.0, decay_fraction, blocks - weighted)
-            reservation.weighted_output_blocks = blocks
+            weights.move(1.0, decay_fraction, output - weighted)
+            reservation.weighted_output_blocks = output
             reservation.output_weight = decay_fraction
         self._touch(reservation, now)
-        self._set_load(rank, rank.active_prefill_tokens, rank.distinct_blocks + 1)
+        self._set_load(rank, rank.active_prefill_tokens, rank.distinct_blocks + blocks)
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:

@@ -125,10 +125,14 @@ class Ledger:
         return reservation
 
     def output_block(
-        self, request_id: str, now: float, decay_fraction: float | None = None
+        self,
+        request_id: str,
+        now: float,
+        decay_fraction: float | None = None,
+        blocks: int = 1,
     ) -> Reservation | None:
-        """Adds a generated block, as Slots.output_block. None: not live."""
-        reservation = self.slots.output_block(request_id, now, decay_fraction)
+        """Adds generated blocks, as Slots.output_block. None: not live."""
+        reservation = self.slots.output_block(request_id, now, decay_fraction, blocks)
         if self._events is not None and reservation is not None:
             self._keep_alive(self._events, reservation, now)
         return reservation

@@ -526,6 +526,12 @@ class Selector:
             if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free
                 self.admit_parked(partition, now)
 
+    def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
+        """Adds the blocks that an answer of so many tokens will have to what was just booked."""
+        for partition in self.bookings.holders(reservation_id):
+            blocks = tokens // partition.block_size
+            partition.ledger.output_block(reservation_id, now, blocks=blocks)
+
     def end(
         self, reservation_id: str, outcome: str | None, cached_tokens: int | None, now: float
     ) -> None:
