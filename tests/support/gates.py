@@ -1,5 +1,6 @@
 """Both services' HTTP applications in process: requests go in as the reader hands them over."""
 
+import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -67,12 +68,15 @@ class Turns:
 
 
 def selection_service(
-    call_later: Callable[[float, Callable[[], None]], Timer] | None = None, **settings: Any
+    call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
+    dice: random.Random | None = None,
+    **settings: Any,
 ) -> SelectionService:
     """The selection service without engines; nothing is registered."""
     engines = NoEngines()
+    settings.setdefault("use_kv_events", False)
     return SelectionService(
-        Selector(RouterSettings(use_kv_events=False, **settings), engines, random.Random(7)),
+        Selector(RouterSettings(**settings), engines, dice or random.Random(7)),
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
@@ -159,3 +163,63 @@ def answered(gate: Gate, request: Request) -> tuple[int, bytes]:
     assert not isinstance(answer, PendingReply)
     head, _, body = bytes(answer).partition(b"\r\n\r\n")
     return int(head[9:12]), body
+
+
+class InProcess:
+    """A gate that is asked as a RunningService is: no process, no socket. Bodies are JSON."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        raw: bytes = b"",
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """Status and body of an answer that is not put off."""
+        content = raw if body is None else json.dumps(body).encode()
+        kind = "application/json" if headers is None else headers.get("content-type")
+        status, text = answered(self.gate, asked(method, path, content, kind))
+        return status, json.loads(text) if text else None
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        return self.request("POST", path, body)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self.request("GET", path)
+
+    def later(self, path: str, body: object) -> PendingReply:
+        """The answer of a POST that is parked."""
+        answer = self.gate(asked("POST", path, json.dumps(body).encode()))
+        assert isinstance(answer, PendingReply)
+        return answer
+
+    def with_headers(
+        self, method: str, path: str, body: object = None
+    ) -> tuple[int, dict[str, str], Any]:
+        content = b"" if body is None else json.dumps(body).encode()
+        answer = self.gate(asked(method, path, content))
+        assert not isinstance(answer, PendingReply)
+        head, _, text = bytes(answer).decode().partition("\r\n\r\n")
+        lines = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+        return int(head[9:12]), lines, json.loads(text)
+
+
+def asked(
+    method: str, path: str, content: bytes, content_type: str | None = "application/json"
+) -> Request:
+    """The request of a path with its query."""
+    target, mark, query = path.partition("?")
+    kind = None if content_type is None else content_type.encode()
+    return request(
+        method, target, content, content_type=kind, query=query.encode() if mark else None
+    )
+
+
+def selector(**settings: Any) -> InProcess:
+    """A selection service without workers."""
+    return InProcess(selection_gate(service=selection_service(**settings)))
