@@ -1,11 +1,17 @@
-"""Every request example of the selection service's source document, sent as printed."""
+"""Every request example of the source documents, sent as printed: the selection service's, and both
+of the slot tracker's. The recordings of the reference have the rest (`tests/conformance/`)."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
+from tests.support.gates import InProcess, selector, slot_tracker_gate
 from tests.support.running_service import RunningService, free_port
+
+OK = {"status": "ok"}
+SLOT_TRACKER = "lean_selector.slot_tracker"
+
+# -- the selection service ------------------------------------------------------------------------
 
 WORKER = json.loads("""{
  "worker_id": 1,
@@ -51,50 +57,38 @@ RESERVATION = json.loads("""{
 
 
 @pytest.fixture
-def service() -> Iterator[RunningService]:
-    with RunningService() as running:
-        assert running.get("/ready") == (
-            503,
-            {"ready": False, "schedulable_workers": 0, "workers": []},
-        )
-        status, record = running.post("/workers", WORKER)
-        assert status == 201
-        assert record["lifecycle"] == "schedulable"
-        yield running
+def service() -> InProcess:
+    service = selector()
+    assert service.get("/ready") == (
+        503,
+        {"ready": False, "schedulable_workers": 0, "workers": []},
+    )
+    status, record = service.post("/workers", WORKER)
+    assert (status, record["lifecycle"]) == (201, "schedulable")
+    return service
 
 
-def loads(service: RunningService) -> list[tuple[int, int, int]]:
+def loads(service: InProcess) -> list[tuple[int, int, int]]:
     status, body = service.get("/loads?model_name=model&tenant_id=default")
     assert status == 200
-    return [
-        (
-            row["potential_prefill_tokens"],
-            row["potential_decode_blocks"],
-            row["active_requests"],
-        )
-        for row in body[0]["loads"]
-    ]
+    names = "potential_prefill_tokens", "potential_decode_blocks", "active_requests"
+    return [tuple(row[name] for name in names) for row in body[0]["loads"]]
 
 
-def test_the_registered_worker_is_listed_ready_and_can_be_changed(service: RunningService) -> None:
+def test_the_registered_worker_is_listed_ready_and_can_be_changed(service: InProcess) -> None:
     assert service.get("/health") == (200, {"status": "ok"})
     status, ready = service.get("/ready")
     assert (status, ready["ready"], ready["schedulable_workers"]) == (200, True, 1)
     status, workers = service.get("/workers")
-    assert status == 200
-    assert [worker["worker_id"] for worker in workers] == [1]
+    assert (status, [worker["worker_id"] for worker in workers]) == (200, [1])
     status, record = service.request("PATCH", "/workers/1", {"endpoint": "http://other:8000"})
-    assert (status, record["endpoint"], record["lifecycle"]) == (
-        200,
-        "http://other:8000",
-        "schedulable",
-    )
+    assert (status, record["endpoint"]) == (200, "http://other:8000")
     status, record = service.request("DELETE", "/workers/1")
     assert (status, record["lifecycle"]) == (200, "unschedulable")
     assert service.get("/workers") == (200, [])
 
 
-def test_select_answers_in_the_documented_shape_and_books_nothing(service: RunningService) -> None:
+def test_select_answers_in_the_documented_shape_and_books_nothing(service: InProcess) -> None:
     status, selection = service.post("/select", SELECT)
     assert status == 200
     assert list(selection) == [
@@ -120,22 +114,22 @@ def test_select_answers_in_the_documented_shape_and_books_nothing(service: Runni
     assert loads(service) == [(0, 0, 0), (0, 0, 0)]
 
 
-def test_select_and_reserve_books_and_the_lifecycle_releases(service: RunningService) -> None:
+def test_select_and_reserve_books_and_the_lifecycle_releases(service: InProcess) -> None:
     status, selection = service.post("/select_and_reserve", SELECT_AND_RESERVE)
     assert status == 200
     assert list(selection)[:2] == ["selection_id", "reservation_id"]
     chosen = selection["dp_rank"]
     assert loads(service)[chosen] == (512, 8, 1)
     path = "/reservations/request-123"
-    assert service.request("POST", f"{path}/prefill_complete") == (200, {"status": "ok"})
+    assert service.request("POST", f"{path}/prefill_complete") == (200, OK)
     assert loads(service)[chosen] == (0, 8, 1)
-    assert service.post(f"{path}/output_block", {"decay_fraction": 0.5}) == (200, {"status": "ok"})
+    assert service.post(f"{path}/output_block", {"decay_fraction": 0.5}) == (200, OK)
     assert loads(service)[chosen] == (0, 5, 1)  # nine blocks at a half, rounded away from zero
-    assert service.request("DELETE", path) == (200, {"status": "ok"})
+    assert service.request("DELETE", path) == (200, OK)
     assert loads(service) == [(0, 0, 0), (0, 0, 0)]
 
 
-def test_select_then_reserve_books_what_the_selection_said(service: RunningService) -> None:
+def test_select_then_reserve_books_what_the_selection_said(service: InProcess) -> None:
     status, booking = service.post("/reservations", RESERVATION)
     assert (status, booking) == (
         201,
@@ -154,7 +148,7 @@ def test_select_then_reserve_books_what_the_selection_said(service: RunningServi
     assert service.post("/reservations", too_much)[0] == 400
 
 
-def test_inspection_answers_without_booking(service: RunningService) -> None:
+def test_inspection_answers_without_booking(service: InProcess) -> None:
     status, rows = service.post("/potential_loads", SELECT)
     assert (status, rows) == (
         200,
@@ -172,16 +166,6 @@ def test_inspection_answers_without_booking(service: RunningService) -> None:
     status, scores = service.post("/overlap_scores", SELECT)
     assert (status, scores["block_size"], scores["num_blocks"]) == (200, 16, 8)
     assert [(row["worker_id"], row["dp_rank"]) for row in scores["workers"]] == [(1, 0), (1, 1)]
-    status, dump = service.get("/dump")
-    assert (status, dump) == (200, {"model:default": {"block_size": 16, "events": []}})
-
-
-def test_peers_are_refused_while_replica_sync_is_off(service: RunningService) -> None:
-    peer = {"endpoint": "tcp://selector-b:9092"}
-    disabled = (409, {"error": "replica sync is disabled"})
-    assert service.post("/replica_sync/register_peer", peer) == disabled
-    assert service.post("/replica_sync/deregister_peer", peer) == disabled
-    assert service.get("/replica_sync/peers") == (200, [])
 
 
 def test_peers_come_and_go_while_replica_sync_is_on() -> None:
@@ -189,12 +173,167 @@ def test_peers_come_and_go_while_replica_sync_is_on() -> None:
     initial = "tcp://127.0.0.1:1"
     with RunningService("--replica-sync-port", port, "--replica-sync-peers", initial) as service:
         peer = {"endpoint": "tcp://127.0.0.1:9"}
-        assert service.post("/replica_sync/register_peer", peer) == (201, {"status": "ok"})
-        assert service.post("/replica_sync/register_peer", peer) == (200, {"status": "ok"})
+        assert service.post("/replica_sync/register_peer", peer) == (201, OK)
+        assert service.post("/replica_sync/register_peer", peer) == (200, OK)
         assert service.get("/replica_sync/peers") == (200, [initial, peer["endpoint"]])
-        assert service.post("/replica_sync/deregister_peer", peer) == (200, {"status": "ok"})
+        assert service.post("/replica_sync/deregister_peer", peer) == (200, OK)
         assert service.post("/replica_sync/deregister_peer", peer) == (
             404,
             {"error": "peer not found"},
         )
         assert service.get("/replica_sync/peers") == (200, [initial])
+
+
+# -- the slot tracker -----------------------------------------------------------------------------
+
+REGISTER = """{
+ "worker_id": 7,
+ "model_name": "llama-3-8b",
+ "tenant_id": "default",
+ "block_size": 16,
+ "dp_start": 0,
+ "dp_size": 2
+}"""
+UNREGISTER = """{
+ "worker_id": 7,
+ "model_name": "llama-3-8b",
+ "tenant_id": "default"
+}"""
+ADD = """{
+ "model_name": "llama-3-8b",
+ "tenant_id": "default",
+ "request_id": "req-123",
+ "worker_id": 7,
+ "dp_rank": 0,
+ "sequence_hashes": [101, -22, 303],
+ "new_isl_tokens": 48
+}"""
+LIFECYCLE = """{
+ "model_name": "llama-3-8b",
+ "tenant_id": "default",
+ "request_id": "req-123"
+}"""
+POTENTIAL_LOADS = """{
+ "model_name": "llama-3-8b",
+ "tenant_id": "default",
+ "sequence_hashes": [101, -22, 303, 404],
+ "new_isl_tokens": 48
+}"""
+PEER = '{"url":"tcp://slot-tracker-b:8092"}'
+FILTER = "?model_name=llama-3-8b&tenant_id=default"
+
+
+@pytest.fixture
+def tracker() -> InProcess:
+    tracker = InProcess(slot_tracker_gate())
+    assert send(tracker, "/register", REGISTER) == (201, OK)
+    return tracker
+
+
+def send(tracker: InProcess | RunningService, path: str, printed: str) -> tuple[int, object]:
+    return tracker.request("POST", path, raw=printed.encode())
+
+
+def loads_of_rank_0(tracker: InProcess) -> tuple[int, int]:
+    status, rows = tracker.get(f"/loads{FILTER}")
+    assert status == 200
+    return rows[0]["active_prefill_tokens"], rows[0]["active_decode_blocks"]
+
+
+def test_the_registered_worker_is_listed_as_printed_and_can_be_removed(tracker: InProcess) -> None:
+    assert tracker.get("/health") == (200, None)
+    assert tracker.get("/workers") == (200, [json.loads(REGISTER)])
+    assert tracker.get(f"/workers{FILTER}") == (200, [json.loads(REGISTER)])
+    assert tracker.get("/workers?tenant_id=other") == (200, [])
+    assert send(tracker, "/unregister", UNREGISTER) == (200, OK)
+    assert send(tracker, "/unregister", UNREGISTER)[0] == 404
+    missing = (404, {"error": "no slot tracker for model=llama-3-8b tenant=default"})
+    for path, body in (("/add", ADD), ("/free", LIFECYCLE), ("/potential_loads", POTENTIAL_LOADS)):
+        assert send(tracker, path, body) == missing
+
+
+def test_a_request_goes_through_its_life_as_printed(tracker: InProcess) -> None:
+    assert send(tracker, "/add", ADD) == (201, OK)
+    assert tracker.get("/loads")[1][0] == {
+        "model_name": "llama-3-8b",
+        "tenant_id": "default",
+        "worker_id": 7,
+        "dp_rank": 0,
+        "active_prefill_tokens": 48,
+        "active_decode_blocks": 3,
+    }
+    assert send(tracker, "/add", ADD)[0] == 409
+    for _ in range(2):
+        assert send(tracker, "/prefill_complete", LIFECYCLE) == (200, OK)
+    assert loads_of_rank_0(tracker) == (0, 3)
+    for _ in range(2):
+        assert send(tracker, "/free", LIFECYCLE) == (200, OK)
+    assert loads_of_rank_0(tracker) == (0, 0)
+
+
+def test_the_printed_projection_is_what_two_requests_make_of_it(tracker: InProcess) -> None:
+    assert send(tracker, "/add", ADD.replace("tenant_id", "routing_group")) == (201, OK)
+    second = ADD.replace("req-123", "req-124").replace("48", "0")
+    assert send(tracker, "/add", second) == (201, OK)
+    status, rows = send(tracker, "/potential_loads", POTENTIAL_LOADS)
+    assert status == 200
+    assert isinstance(rows, list)
+    assert rows[0] == {
+        "worker_id": 7,
+        "dp_rank": 0,
+        "potential_prefill_tokens": 96,
+        "potential_decode_blocks": 4,
+        "active_requests": 2,
+    }
+    assert loads_of_rank_0(tracker) == (48, 3)
+
+
+def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:
+    bind, advertised = f"tcp://127.0.0.1:{free_port()}", "tcp://slot-tracker-a:8092"
+    flags = ["--replica-sync-bind", bind, "--replica-sync-advertise", advertised]
+    peers = ["--replica-sync-peers", " tcp://127.0.0.1:9 ,, tcp://127.0.0.1:8 "]
+    more = ["--replica-sync-peers", "tcp://127.0.0.1:9"]
+    initial = ["tcp://127.0.0.1:8", "tcp://127.0.0.1:9"]
+    with RunningService(*flags, *peers, *more, module=SLOT_TRACKER) as tracker:
+        assert tracker.get("/peers") == (200, initial)
+        assert send(tracker, "/register_peer", PEER) == (201, OK)
+        assert send(tracker, "/replica_sync/register_peer", PEER.replace("url", "endpoint")) == (
+            200,
+            OK,
+        )
+        listed = (200, [*initial, "tcp://slot-tracker-b:8092"])
+        assert tracker.get("/peers") == tracker.get("/replica_sync/peers") == listed
+        assert send(tracker, "/register_peer", PEER.replace("-b", "-a")) == (
+            400,
+            {"error": "peer endpoint matches this replica's advertised endpoint"},
+        )
+        assert send(tracker, "/deregister_peer", PEER) == (200, OK)
+        assert send(tracker, "/deregister_peer", PEER) == (404, {"error": "peer not found"})
+        status, answer = send(tracker, "/register_peer", PEER.replace("url", "endpoint"))
+        assert status == 422
+        assert "url" in str(answer)
+
+
+def test_peers_are_refused_while_replica_sync_is_off(
+    service: InProcess, tracker: InProcess
+) -> None:
+    disabled = (409, {"error": "replica sync is disabled"})
+    for each in (service, tracker):
+        for path in ("/replica_sync/register_peer", "/replica_sync/deregister_peer"):
+            assert each.post(path, {"endpoint": "tcp://selector-b:9092"}) == disabled
+        assert each.get("/replica_sync/peers") == (200, [])
+        assert each.get("/replica_sync/peers?detail=true") == (200, {})
+        assert each.get("/replica_sync/snapshot") == disabled
+    assert send(tracker, "/register_peer", PEER) == disabled
+    assert tracker.get("/peers") == (200, [])
+
+
+def test_a_restart_forgets_everything() -> None:
+    with RunningService(module=SLOT_TRACKER) as tracker:
+        assert send(tracker, "/register", REGISTER) == (201, OK)
+        assert send(tracker, "/add", ADD) == (201, OK)
+        status, log = tracker.stop()
+        assert status == 0, log
+    with RunningService(module=SLOT_TRACKER) as again:
+        assert again.get("/workers") == (200, [])
+        assert again.get("/loads") == (200, [])
