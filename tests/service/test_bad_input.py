@@ -1,66 +1,26 @@
-"""Every kind of bad input gets its documented status, and changes nothing.
+"""Bad input to both services gets its documented status, names what is wrong, and changes nothing.
 
-One service answers them all, with a worker and a reservation in it; what GET /workers and /loads
-say is compared before and after each test. Statuses: spec selection.md 1.1 and appendix A, with
-decisions D2 and D4 to D9.
+Statuses: spec selection.md 1.1 and appendix A, slot_tracker.md 1.2 and 1.3, with decisions D2 and
+D4 to D9. What the reference answers was recorded (`tests/conformance/`), single fields are in
+`tests/wire/`, and damaged bodies in `tests/properties/test_no_input_is_a_failure.py`.
 """
 
-import http.client
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.running_service import RunningService
+from tests.support.gates import InProcess, selector, slot_tracker_gate
+from tests.support.running_service import DEADLINE_S, RunningService
 
-MAX_BODY = 8 * 1024 * 1024
+SLOT_TRACKER = "lean_selector.slot_tracker"
 JSON = {"content-type": "application/json"}
 HASHES = '"block_hashes":[1,2],"sequence_hashes":[3,4],"isl_tokens":32'
 RESERVATION = '"reservation_id":"new","worker_id":1,' + HASHES
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with RunningService(env={"DYN_USE_KV_EVENTS": "false"}) as running:
-        worker = {"worker_id": 1, "endpoint": "http://w", "block_size": 16, "total_kv_blocks": 9}
-        assert running.post("/workers", worker)[0] == 201
-        booking = json.loads(f"{{{RESERVATION}}}")
-        assert running.post("/reservations", {**booking, "reservation_id": "live"})[0] == 201
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _nothing_changes(service: RunningService) -> Iterator[None]:
-    def state() -> list[Any]:
-        return [
-            service.get(path) for path in ("/workers", "/loads", "/ready", "/replica_sync/peers")
-        ]
-
-    before = state()
-    yield
-    assert state() == before
-
-
-def refused(
-    service: RunningService,
-    status: int,
-    method: str,
-    path: str,
-    raw: bytes | str | None = None,
-    headers: dict[str, str] | None = None,
-) -> str:
-    """The error text of a request that must be refused with `status`."""
-    body = raw.encode() if isinstance(raw, str) else raw
-    answer = service.request(method, path, raw=body, headers=headers)
-    assert answer[0] == status, answer
-    assert list(answer[1]) == ["error"]
-    text = answer[1]["error"]
-    assert isinstance(text, str)
-    assert text
-    return text
-
-
+SCOPE = '"model_name":"m"'
 POSTS = {
     "/workers": '{"worker_id":2,"endpoint":"http://w","block_size":16}',
     "/select": f"{{{HASHES}}}",
@@ -72,107 +32,93 @@ POSTS = {
     "/replica_sync/register_peer": '{"endpoint":"tcp://127.0.0.1:1"}',
     "/replica_sync/deregister_peer": '{"endpoint":"tcp://127.0.0.1:1"}',
 }
-
-# -- before the body is looked at -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize(
-    "content_type",
-    [
-        None,
-        "",
-        "text/plain",
-        "application/jsonp",
-        "application/x-www-form-urlencoded",
-        "text/json",
-        "application/json+x",
-        "json",
-    ],
-)
-def test_another_content_type_is_415(
-    service: RunningService, path: str, content_type: str | None
-) -> None:
-    headers = {} if content_type is None else {"content-type": content_type}
-    for body in (POSTS[path], "no json"):
-        text = refused(service, 415, "POST", path, body, headers)
-        assert text == "Expected request with `Content-Type: application/json`"
-
-
-@pytest.mark.parametrize(
-    "content_type",
-    [
-        *("application/json", "Application/JSON", "application/json; charset=utf-8"),
-        *("application/vnd.x+json", "application/json;", "application/problem+JSON ; a=b"),
-    ],
-)
-def test_every_kind_of_json_content_type_is_taken(
-    service: RunningService, content_type: str
-) -> None:
-    answer = service.request(
-        "POST",
-        "/potential_loads",
-        raw=POSTS["/potential_loads"].encode(),
-        headers={"content-type": content_type},
-    )
-    assert answer[0] == 200
-
-
-@pytest.mark.parametrize("path", ["/workers", "/select", "/reservations/live/output_block"])
-def test_a_body_above_8_mib_is_413_and_at_8_mib_is_read(service: RunningService, path: str) -> None:
-    text = refused(service, 413, "POST", path, b" " * (MAX_BODY + 1), JSON)
-    assert text == "Failed to buffer the request body: length limit exceeded"
-    assert "parse" in refused(service, 400, "POST", path, b" " * MAX_BODY, JSON)
-
-
-def test_size_is_judged_after_content_type_and_before_json(service: RunningService) -> None:
-    refused(service, 415, "POST", "/workers", b"{" * (MAX_BODY + 1), {"content-type": "x/y"})
-    refused(service, 413, "POST", "/workers", b"{" * (MAX_BODY + 1), JSON)
-
-
-# -- no JSON text at all: 400 ---------------------------------------------------------------------
-
-BROKEN = {
-    "nothing": b"",
-    "blanks": b" \n",
-    "half an object": b"{",
-    "half a key": b'{"a',
-    "no colon": b'{"a" 1}',
-    "no comma": b'{"a":1 "b":2}',
-    "trailing comma": b'{"a":1,}',
-    "no key": b"{,}",
-    "number as key": b"{1:2}",
-    "single quotes": b"{'a':1}",
-    "leading zero": b'{"a":01}',
-    "bare point": b'{"a":1.}',
-    "plus sign": b'{"a":+1}',
-    "NaN": b'{"a":NaN}',
-    "Infinity": b'{"a":-Infinity}',
-    "half a word": b'{"a":nul}',
-    "bad escape": b'{"a":"\\q"}',
-    "half an escape": b'{"a":"\\u12"}',
-    "lone low surrogate": b'{"a":"\\udc00"}',
-    "lone high surrogate": b'{"a":"\\ud800"}',
-    "control character": b'{"a":"\x01"}',
-    "bytes after the value": b"{} x",
-    "two values": b"{}{}",
-    "byte order mark": b"\xef\xbb\xbf{}",
-    "UTF-16": '{"a":1}'.encode("utf-16"),
-    "bad UTF-8 in an ignored string": b'{"a":"\xff"}',
-    "bad UTF-8 in an ignored key": b'{"\xc3\x28":1}',
-    "overlong UTF-8": b'{"a":"\xc0\xaf"}',
-    "surrogate in UTF-8": b'{"a":"\xed\xa0\x80"}',
-    "deep nesting": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "deep nesting in objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "comment": b"{} // x",
+BODIES = {
+    "/register": f'{{"worker_id":8,{SCOPE},"block_size":16,"dp_start":0,"dp_size":1}}',
+    "/unregister": f'{{"worker_id":8,{SCOPE}}}',
+    "/add": f'{{{SCOPE},"request_id":"new","worker_id":7,"dp_rank":1,"sequence_hashes":[1]}}',
+    "/prefill_complete": f'{{{SCOPE},"request_id":"unknown"}}',
+    "/free": f'{{{SCOPE},"request_id":"unknown"}}',
+    "/potential_loads": f'{{{SCOPE},"sequence_hashes":[1],"new_isl_tokens":1}}',
+    "/register_peer": '{"url":"tcp://127.0.0.1:1"}',
+    "/replica_sync/deregister_peer": '{"endpoint":"tcp://127.0.0.1:1"}',
 }
+FIELDS = [
+    (path, field)
+    for path, body in BODIES.items()
+    for field in (*json.loads(body), "tenant_id", "routing_group", "new_isl_tokens")
+    if field in json.loads(body) or (field != "new_isl_tokens" and "peer" not in path)
+]
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_what_is_no_json_text_is_400(service: RunningService, path: str, text: bytes) -> None:
-    error = refused(service, 400, "POST", path, text, JSON)
-    assert error.startswith("Failed to parse the request body as JSON: ")
+def with_live_reservation() -> InProcess:
+    service = selector()
+    worker = {"worker_id": 1, "endpoint": "http://w", "block_size": 16, "total_kv_blocks": 9}
+    assert service.post("/workers", worker)[0] == 201
+    booking = {**json.loads(f"{{{RESERVATION}}}"), "reservation_id": "live"}
+    assert service.post("/reservations", booking)[0] == 201
+    return service
+
+
+def with_live_request() -> InProcess:
+    tracker = InProcess(slot_tracker_gate())
+    worker = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "dp_size": 1}
+    assert tracker.post("/register", worker)[0] == 201
+    request = {"model_name": "m", "request_id": "live", "worker_id": 7, "dp_rank": 0}
+    assert tracker.post("/add", {**request, "sequence_hashes": [5, -6]})[0] == 201
+    return tracker
+
+
+SERVICE, TRACKER = with_live_reservation(), with_live_request()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_changes() -> Iterator[None]:
+    def state() -> list[Any]:
+        shown = ("/workers", "/loads", "/ready", "/replica_sync/peers")
+        return [each.get(path) for each in (SERVICE, TRACKER) for path in shown]
+
+    before = state()
+    yield
+    assert state() == before
+
+
+def refused(
+    service: InProcess,
+    status: int,
+    path: str,
+    raw: str | bytes,
+    headers: dict[str, str] | None = JSON,
+    method: str = "POST",
+) -> str:
+    """The error text of a request that must be refused with `status`."""
+    body = raw.encode() if isinstance(raw, str) else raw
+    got, answer = service.request(method, path, raw=body, headers=headers)
+    assert got == status, answer
+    assert list(answer) == ["error"]
+    assert answer["error"]
+    return str(answer["error"])
+
+
+# -- bodies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("service", "path", "body"),
+    [
+        *((SERVICE, path, body) for path, body in POSTS.items()),
+        *((TRACKER, path, body) for path, body in BODIES.items()),
+    ],
+)
+def test_each_route_judges_the_kind_of_a_body_then_its_text_then_its_shape(
+    service: InProcess, path: str, body: str
+) -> None:
+    for headers in ({}, {"content-type": "text/json"}):
+        for text in (body, "no json"):
+            refused(service, 415, path, text, headers)
+    for broken in ("", "{", body + "{}", body.encode() + b"\xff", b'{"a":' + b"[" * 100_000):
+        assert refused(service, 400, path, broken).startswith("Failed to parse the request body")
+    for shape in ("null", "true", "5", '"x"', "[]", '["m","default","x"]'):
+        assert refused(service, 422, path, shape).startswith("Failed to deserialize the JSON body")
 
 
 @pytest.mark.parametrize(
@@ -191,64 +137,8 @@ def test_what_is_no_json_text_is_400(service: RunningService, path: str, text: b
         pytest.param("/select", b'{"block_hashes":"\\ud800"}', id="surrogate for hashes"),
     ],
 )
-def test_no_json_text_is_400_also_where_a_wrong_type_comes_first(
-    service: RunningService, path: str, text: bytes
-) -> None:
-    error = refused(service, 400, "POST", path, text, JSON)
-    assert error.startswith("Failed to parse the request body as JSON: ")
-
-
-# -- the wrong shape: 422 -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("text", ["null", "true", "5", '"x"', "[]", '["x"]'])
-def test_a_body_that_is_no_object_is_422(service: RunningService, path: str, text: str) -> None:
-    error = refused(service, 422, "POST", path, text, JSON)
-    assert error.startswith("Failed to deserialize the JSON body into the target type: ")
-
-
-SHAPES = [
-    ("/workers", "worker_id", "{}"),
-    ("/workers", "worker_id", '{"worker_id":18446744073709551616}'),
-    ("/workers", "block_size", '{"worker_id":1,"block_size":1e1}'),
-    ("/workers", "kv_events_endpoints", '{"worker_id":1,"kv_events_endpoints":{"x":"y"}}'),
-    ("/workers", "kv_transfer_enforcement", '{"worker_id":1,"kv_transfer_enforcement":1}'),
-    ("/reservations", "reservation_id", "{}"),
-    ("/reservations", "worker_id", '{"reservation_id":"a"}'),
-    ("/reservations/live/output_block", "decay_fraction", '{"decay_fraction":"x"}'),
-    ("/reservations/nobody/output_block", "decay_fraction", '{"decay_fraction":"x"}'),
-    ("/replica_sync/register_peer", "endpoint", "{}"),
-    ("/replica_sync/deregister_peer", "endpoint", '{"endpoint":5}'),
-]
-SHAPES += [
-    (path, field, f'{{{RESERVATION},"{field}":{value}}}')
-    for path in ("/select", "/select_and_reserve", "/reservations", "/potential_loads")
-    for field, value in (
-        ("token_ids", '["1"]'),
-        ("token_ids", "[4294967296]"),
-        ("block_hashes", "{}"),
-        ("block_hashes", "[9223372036854775808]"),
-        ("sequence_hashes", "[1.5]"),
-        ("sequence_hashes", "[1,null]"),
-        ("sequence_hashes", "5"),
-        ("isl_tokens", "18446744073709551616"),
-        ("isl_tokens", "-1"),
-        ("mm_routing_info", "[[1]]"),
-        ("router_config_override", '{"router_temperature":-1}'),
-        ("model_name", "null"),
-        ("tenant_id", "5"),
-    )
-]
-
-
-@pytest.mark.parametrize(("path", "field", "text"), SHAPES)
-def test_a_field_of_the_wrong_shape_is_422_and_named(
-    service: RunningService, path: str, field: str, text: str
-) -> None:
-    error = refused(service, 422, "POST", path, text, JSON)
-    assert error.startswith("Failed to deserialize the JSON body into the target type: ")
-    assert field in error
+def test_no_json_text_is_400_also_where_a_wrong_type_comes_first(path: str, text: bytes) -> None:
+    refused(SERVICE, 400, path, text)
 
 
 @pytest.mark.parametrize("state", ["", '"model_name":"nobody",'])
@@ -262,284 +152,120 @@ def test_a_field_of_the_wrong_shape_is_422_and_named(
         '"pinned_worker":{"worker_id":18446744073709551616,"dp_rank":0}',
     ],
 )
-def test_a_wrong_shape_is_named_before_the_state_of_the_service(
-    service: RunningService, state: str, wrong: str
-) -> None:
-    refused(service, 422, "POST", "/select", f"{{{state}{wrong}}}", JSON)
-
-
-# -- content that makes no sense ------------------------------------------------------------------
+def test_a_wrong_shape_is_named_before_the_state_of_the_service(state: str, wrong: str) -> None:
+    refused(SERVICE, 422, "/select", f"{{{state}{wrong}}}")
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "status", "error"),
+    ("path", "field", "text"),
+    [
+        ("/reservations/live/output_block", "decay_fraction", '{"decay_fraction":"x"}'),
+        ("/reservations/nobody/output_block", "decay_fraction", '{"decay_fraction":"x"}'),
+        ("/replica_sync/register_peer", "endpoint", "{}"),
+        ("/replica_sync/deregister_peer", "endpoint", '{"endpoint":5}'),
+    ],
+)
+def test_a_field_of_the_wrong_shape_is_named(path: str, field: str, text: str) -> None:
+    assert field in refused(SERVICE, 422, path, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status", "error"),
     [
         pytest.param(
-            "/select", "{}", 400, "block_hashes is required without token_ids", id="no prompt"
-        ),
-        pytest.param(
-            "/select", '{"token_ids":[]}', 400, "isl_tokens must be greater than 0", id="D7 select"
-        ),
-        pytest.param(
-            "/select_and_reserve",
-            '{"token_ids":[],"reservation_id":"x"}',
-            400,
-            "isl_tokens must be greater than 0",
-            id="D7 select_and_reserve",
-        ),
-        pytest.param(
-            "/overlap_scores",
-            '{"token_ids":[]}',
-            400,
-            "isl_tokens must be greater than 0",
-            id="D7 overlap_scores",
-        ),
-        pytest.param(
-            "/select_and_reserve",
-            '{"block_hashes":[1],"sequence_hashes":[1],"isl_tokens":18446744073709551615}',
-            400,
-            "isl_tokens (18446744073709551615) exceeds the maximum 9007199254740991",
-            id="D6",
-        ),
-        pytest.param(
             "/select",
-            f'{{{HASHES},"tenant_id":"a","routing_group":"b"}}',
+            {"tenant_id": "a", "routing_group": "b"},
             400,
             "tenant_id `a` and routing_group `b` are two names of one thing and must not differ",
             id="D2",
         ),
         pytest.param(
-            "/workers",
-            '{"worker_id":2,"data_parallel_size":4097}',
-            400,
-            "data_parallel_size 4097 exceeds the maximum 4096",
-            id="too many ranks",
-        ),
-        pytest.param(
             "/select",
-            f'{{{HASHES},"pinned_worker":{{"worker_id":1,"dp_rank":0}},"allowed_worker_ids":[2]}}',
-            400,
-            "pinned worker 1 is not in allowed worker set",
-            id="pin not allowed",
-        ),
-        pytest.param(
-            "/select",
-            f'{{{HASHES},"pinned_worker":{{"worker_id":1,"dp_rank":1}}}}',
-            503,
-            "no endpoints available to route work",
-            id="pin out of range",
-        ),
-        pytest.param(
-            "/select",
-            f'{{{HASHES},"routing_constraints":{{"required_taints":["x"]}}}}',
-            503,
-            "no endpoints available to route work",
-            id="nobody has the taint",
-        ),
-        pytest.param(
-            "/select",
-            '{"model_name":"m","tenant_id":"é"}',
+            {"model_name": "m", "tenant_id": "é"},
             503,
             "no schedulable workers for model=m tenant=é",
             id="unknown partition",
         ),
         pytest.param(
-            "/reservations",
-            f'{{{RESERVATION},"effective_prefill_tokens":33}}',
-            400,
-            "effective_prefill_tokens (33) must not exceed isl_tokens (32)",
-            id="too many prefill tokens",
+            "/select",
+            {"pinned_worker": {"worker_id": 1, "dp_rank": 1}},
+            503,
+            "no endpoints available to route work",
+            id="pin out of range",
         ),
         pytest.param(
             "/reservations",
-            f'{{{RESERVATION},"worker_id":9}}',
-            404,
-            "schedulable worker 9 not found for model=default tenant=default",
-            id="unknown worker",
-        ),
-        pytest.param(
-            "/reservations",
-            f'{{{RESERVATION},"dp_rank":1}}',
+            {"dp_rank": 1},
             404,
             "Worker WorkerWithDpRank { worker_id: 1, dp_rank: 1 } not found",
             id="D5 ghost rank",
         ),
-        pytest.param(
-            "/reservations",
-            f'{{{RESERVATION},"reservation_id":"live"}}',
-            409,
-            "Request live already exists "
-            "(assigned to worker WorkerWithDpRank { worker_id: 1, dp_rank: 0 })",
-            id="live id",
-        ),
-        pytest.param(
-            "/select_and_reserve",
-            f'{{{HASHES},"reservation_id":"live"}}',
-            409,
-            "failed to book scheduler state: Request live already exists "
-            "(assigned to worker WorkerWithDpRank { worker_id: 1, dp_rank: 0 })",
-            id="live id, selected",
-        ),
-        pytest.param(
-            "/reservations/live/output_block",
-            '{"decay_fraction":1.0000001}',
-            400,
-            "decay_fraction must be between 0.0 and 1.0",
-            id="fraction",
-        ),
-        pytest.param(
-            "/reservations/nobody/output_block",
-            '{"decay_fraction":-1}',
-            400,
-            "decay_fraction must be between 0.0 and 1.0",
-            id="fraction before id",
-        ),
-        pytest.param(
-            "/reservations/nobody/output_block",
-            "{}",
-            404,
-            "reservation nobody not found",
-            id="unknown id",
-        ),
-        pytest.param(
-            "/replica_sync/register_peer",
-            '{"endpoint":"foo"}',
-            409,
-            "replica sync is disabled",
-            id="sync off",
-        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_the_documented_words(
-    service: RunningService, path: str, text: str, status: int, error: str
+    path: str, more: dict[str, object], status: int, error: str
 ) -> None:
-    assert refused(service, status, "POST", path, text, JSON) == error
+    body = json.dumps({**json.loads(POSTS[path]), **more})
+    assert refused(SERVICE, status, path, body) == error
 
 
-# -- paths and queries ----------------------------------------------------------------------------
+# -- fields of the slot tracker -------------------------------------------------------------------
+
+
+def with_value(path: str, field: str, value: object) -> str:
+    return json.dumps({**json.loads(BODIES[path]), field: value})
+
+
+@pytest.mark.parametrize(("path", "field"), FIELDS)
+def test_null_wrong_types_and_missing_fields_are_422_naming_the_field(
+    path: str, field: str
+) -> None:
+    is_text = field in ("model_name", "tenant_id", "routing_group", "request_id", "url", "endpoint")
+    values: tuple[object, ...] = (None, True, 1.5, {}, [], [[]], 7 if is_text else "7")
+    for value in values:
+        if not (field == "sequence_hashes" and value == []):
+            assert field in refused(TRACKER, 422, path, with_value(path, field, value))
+    if field not in ("tenant_id", "routing_group", "new_isl_tokens"):  # these have a default
+        body = json.loads(BODIES[path])
+        del body[field]
+        assert field in refused(TRACKER, 422, path, json.dumps(body))
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
+    ("path", "field", "value"),
     [
-        *(("GET", "/nope"), ("POST", "/select/"), ("GET", "//health"), ("GET", "/Health")),
-        *(("GET", "/"), ("DELETE", "/workers/"), ("DELETE", "/reservations/")),
-        *(("GET", "/reservations/a/b/c"), ("POST", "/reservations//")),
-        *(("GET", "/%77orkers"), ("PATCH", "/workers/1/")),
+        *(("/register", "worker_id", value) for value in (-1, 2**64, 10**30)),
+        *(
+            ("/register", field, value)
+            for field in ("block_size", "dp_start", "dp_size")
+            for value in (-1, 2**32)
+        ),
+        *(("/add", "dp_rank", value) for value in (-1, 2**32)),
+        *(("/add", "new_isl_tokens", value) for value in (-1, 2**64)),
+        *(("/potential_loads", "new_isl_tokens", value) for value in (-1, 2**64)),
+        *(
+            (path, "sequence_hashes", [1, value])
+            for path in ("/add", "/potential_loads")
+            for value in (2**63, -(2**63) - 1, 1.0, None, "1", True)
+        ),
     ],
 )
-def test_an_unknown_route_is_404(service: RunningService, method: str, path: str) -> None:
-    assert refused(service, 404, method, path) == "route not found"
+def test_numbers_out_of_range_are_422(path: str, field: str, value: object) -> None:
+    assert field in refused(TRACKER, 422, path, with_value(path, field, value))
 
 
+# -- queries --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("service", [SERVICE, TRACKER])
 @pytest.mark.parametrize(
-    ("method", "path", "allow"),
-    [
-        ("POST", "/health", "GET,HEAD"),
-        ("PUT", "/workers", "POST,GET,HEAD"),
-        ("GET", "/workers/1", "PATCH,DELETE"),
-        ("GET", "/select", "POST"),
-        ("GET", "/reservations/x", "DELETE"),
-        ("DELETE", "/reservations/x/output_block", "POST"),
-        ("OPTIONS", "/loads", "GET,HEAD"),
-        ("FOO", "/health", "GET,HEAD"),
-        ("GET", "/replica_sync/register_peer", "POST"),
-        ("POST", "/replica_sync/peers", "GET,HEAD"),
-    ],
+    "query", ["model_name=m&model_name=m", "tenant_id=&tenant_id", "tenant_id=a&routing_group=b"]
 )
-def test_another_method_is_405_with_what_is_allowed(
-    service: RunningService, method: str, path: str, allow: str
-) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        assert answer.status == 405
-        assert answer.getheader("allow") == allow
-        assert json.loads(answer.read()) == {"error": "method not allowed"}  # D9
-    finally:
-        connection.close()
-
-
-@pytest.mark.parametrize(
-    ("worker_id", "shown"),
-    [
-        *(("abc", "abc"), ("-1", "-1"), ("+", "+"), ("1.0", "1.0"), ("1%20", "1 "), ("%", "%")),
-        *(("%zz", "%zz"), ("0x1", "0x1"), ("1_0", "1_0"), ("%D9%A1", "\u0661")),
-        *(("18446744073709551616", "18446744073709551616"), ("9" * 5000, "9" * 5000)),
-    ],
-)
-@pytest.mark.parametrize("method", ["PATCH", "DELETE"])
-def test_a_worker_id_that_is_no_u64_is_400_before_all_else(
-    service: RunningService, method: str, worker_id: str, shown: str
-) -> None:
-    text = refused(service, 400, method, f"/workers/{worker_id}", b"no json", {})
-    assert text == f"Invalid URL: Cannot parse `{shown}` to a `u64`"
-
-
-@pytest.mark.parametrize("worker_id", ["7", "+7", "007", "%37", "18446744073709551615"])
-def test_whatever_reads_as_a_u64_is_a_worker_id(service: RunningService, worker_id: str) -> None:
-    number = 7 if worker_id.endswith("7") else 2**64 - 1
-    text = refused(service, 404, "DELETE", f"/workers/{worker_id}")
-    assert text == f"worker {number} not found"
-    assert refused(service, 404, "PATCH", f"/workers/{worker_id}", "{}", JSON) == text
-
-
-def test_zeros_before_a_worker_id_are_many_or_few(service: RunningService) -> None:
-    assert refused(service, 404, "DELETE", "/workers/" + "0" * 5000 + "7") == "worker 7 not found"
-    assert refused(service, 404, "DELETE", "/workers/" + "0" * 25) == "worker 0 not found"
-
-
-@pytest.mark.parametrize(
-    ("segment", "shown"),
-    [
-        ("a%2Fb", "a/b"),
-        ("%C3%A9", "é"),
-        ("a+b", "a+b"),
-        ("%zz", "%zz"),
-        ("%", "%"),
-        ("a%20b", "a b"),
-    ],
-)
-def test_a_reservation_id_is_percent_decoded(
-    service: RunningService, segment: str, shown: str
-) -> None:
-    for method, path in (("DELETE", ""), ("POST", "/prefill_complete")):
-        text = refused(service, 404, method, f"/reservations/{segment}{path}")
-        assert text == f"reservation {shown} not found"
-
-
-def test_an_empty_reservation_id_can_be_named_where_something_follows(
-    service: RunningService,
-) -> None:
-    for call in ("prefill_complete", "output_block"):
-        path = f"/reservations//{call}"
-        assert refused(service, 404, "POST", path, "{}", JSON) == "reservation  not found"
-
-
-@pytest.mark.parametrize("segment", ["%FF", "%C3", "a%ED%A0%80"])
-def test_an_id_that_is_no_utf_8_is_400(service: RunningService, segment: str) -> None:
-    text = refused(service, 400, "DELETE", f"/reservations/{segment}")
-    assert text == "Invalid URL: Invalid UTF-8 in `reservation_id`"
-    text = refused(service, 400, "DELETE", f"/workers/{segment}")
-    assert text == "Invalid URL: Invalid UTF-8 in `worker_id`"
-
-
-@pytest.mark.parametrize("path", ["/workers", "/loads"])
-@pytest.mark.parametrize(
-    ("query", "error"),
-    [
-        ("model_name=a&model_name=a", "duplicate field `model_name`"),
-        ("tenant_id=&tenant_id", "duplicate field `tenant_id`"),
-        ("model_name=a&x=1&model%5Fname=b", "duplicate field `model_name`"),
-        ("tenant_id=a&routing_group=b", "tenant_id and routing_group"),
-    ],
-)
-def test_a_query_key_given_twice_is_400(
-    service: RunningService, path: str, query: str, error: str
-) -> None:
-    text = refused(service, 400, "GET", f"{path}?{query}")
-    assert text.startswith(f"Failed to deserialize query string: {error}")
+def test_a_query_key_given_twice_is_400(service: InProcess, query: str) -> None:
+    for path in ("/loads", "/workers"):
+        text = refused(service, 400, f"{path}?{query}", "", method="GET")
+        assert text.startswith("Failed to deserialize query string: ")
+    refused(TRACKER, 400, "/peers?detail=perhaps", "", method="GET")
 
 
 @pytest.mark.parametrize(
@@ -559,37 +285,100 @@ def test_a_query_key_given_twice_is_400(
         ("?model_name=%FF", False),
     ],
 )
-def test_filters_are_exact_and_bad_escapes_are_taken_literally(
-    service: RunningService, query: str, found: bool
-) -> None:
+def test_filters_are_exact_and_bad_escapes_are_taken_literally(query: str, found: bool) -> None:
     for path in ("/workers", "/loads"):
-        status, body = service.get(path + query)
+        status, body = SERVICE.get(path + query)
         assert status == 200
         assert bool(body) is found
 
 
-def test_head_answers_like_get_without_a_body(service: RunningService) -> None:
-    for path in ("/health", "/ready", "/workers", "/loads", "/dump"):
-        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
-        try:
-            connection.request("GET", path)
-            full = connection.getresponse()
-            length = str(len(full.read()))
-            connection.request("HEAD", path)
-            head = connection.getresponse()
-            assert (head.status, head.getheader("content-length")) == (full.status, length)
-            assert head.read() == b""
-        finally:
-            connection.close()
-
-
-# -- calls that read no body ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("body", [None, b"", b"no json", b"\xff"])
-def test_calls_without_a_body_ignore_one(service: RunningService, body: bytes | None) -> None:
+@pytest.mark.parametrize("body", [b"", b"no json", b"\xff"])
+def test_calls_without_a_body_ignore_one(body: bytes) -> None:
     for headers in ({}, {"content-type": "text/plain"}):
-        answer = service.request(
-            "POST", "/reservations/live/prefill_complete", raw=body, headers=headers
-        )
-        assert answer == (200, {"status": "ok"})
+        path = "/reservations/live/prefill_complete"
+        assert SERVICE.request("POST", path, raw=body, headers=headers)[0] == 200
+
+
+# -- over a socket --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "most"),
+    [("lean_selector", "/select", 8 * 1024 * 1024), (SLOT_TRACKER, "/free", 2 * 1024 * 1024)],
+)
+def test_a_body_at_the_limit_is_read_and_one_byte_more_is_413(
+    module: str, path: str, most: int
+) -> None:
+    with RunningService(module=module) as service:
+        for size, kind, status in (
+            (most, JSON, 400),
+            (most + 1, JSON, 413),
+            (most + 1, {"content-type": "x/y"}, 415),
+        ):
+            answer = service.request("POST", path, raw=b"{" * size, headers=kind)
+            assert answer[0] == status
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "text"),
+    [
+        (["--replica-sync-peers", "tcp://a:1"], 2, "require --replica-sync-bind"),
+        (["--replica-sync-advertise", "tcp://a:1"], 2, "require --replica-sync-bind"),
+        (["--replica-sync-catch-up", "http://a:1"], 2, "requires --replica-sync-port"),
+        (["--replica-sync-port", "0"], 2, "port must be greater than zero"),
+        (["--replica-sync-port", "70000"], 2, "expected 1 to 65535"),
+        (["--replica-sync-bind", "nonsense"], 2, "missing scheme"),
+        (
+            ["--replica-sync-port", "9", "--replica-sync-bind", "tcp://*:9"],
+            2,
+            "give only one",
+        ),
+        (
+            ["--replica-sync-bind", "tcp://*:9", "--replica-sync-peers", "a,tcp://a:1"],
+            2,
+            "invalid replica peer endpoint `a`",
+        ),
+        (
+            [
+                *("--replica-sync-bind", "tcp://*:9", "--replica-sync-advertise", "tcp://a:1"),
+                *("--replica-sync-peers", "tcp://b:1,tcp://a:1"),
+            ],
+            2,
+            "`tcp://a:1` is this replica's own",
+        ),
+        (["--port", "70000"], 2, "expected 0 to 65535"),
+        (["--reservation-expiry-secs", "0"], 2, "expected at least"),
+        (["--nonsense"], 2, "--nonsense"),
+        (["positional"], 2, "positional"),
+    ],
+)
+def test_a_wrong_command_line_ends_the_start_with_one_line(
+    flags: list[str], status: int, text: str
+) -> None:
+    ended, log = failed_start(*flags)
+    assert ended == status
+    assert text in log
+    assert log.count("\n") == log.count("lean-slot-tracker: error:") == 1
+
+
+def failed_start(*flags: str) -> tuple[int, str]:
+    """Exit status and log of a start that must fail."""
+    ended = subprocess.run(
+        [sys.executable, "-m", SLOT_TRACKER, *flags],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    return ended.returncode, ended.stderr
+
+
+def test_ports_in_use_end_the_start_with_status_1() -> None:
+    with RunningService(module=SLOT_TRACKER) as running:
+        taken = str(running.port)
+        status, log = failed_start("--port", taken)
+        assert status == 1
+        assert "Address already in use (os error 98)" in log
+        status, log = failed_start("--port", "0", "--replica-sync-port", taken)
+        assert status == 1
+        assert f"failed to bind replica publisher to `tcp://*:{taken}`" in log

@@ -1,13 +1,12 @@
 """Prompt bodies as MessagePack, and answers as MessagePack for those who accept it."""
 
-import http.client
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.running_service import RunningService
+from lean_selector.service.replies import MSGPACK
+from tests.support.gates import InProcess, answered, request, selector
 
 BLOCKS = [11, -12, 2**63 - 1]
 SEQUENCE = [-(2**63), 22, 23]
@@ -28,30 +27,19 @@ def unsigned(hashes: list[int]) -> list[int]:
     return [value % 2**64 for value in hashes]
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with RunningService("--use-kv-events", "false") as running:
-        assert running.post("/workers", WORKER)[0] == 201
-        yield running
+@pytest.fixture
+def service() -> InProcess:
+    service = selector()
+    assert service.post("/workers", WORKER)[0] == 201
+    return service
 
 
-def send(
-    service: RunningService, path: str, body: object, accept: str | None = None
-) -> tuple[int, str, Any]:
-    """Status, content type and decoded answer of a MessagePack body; bytes go as they are."""
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
-    try:
-        raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-        headers = {"content-type": "application/msgpack"}
-        if accept is not None:
-            headers["accept"] = accept
-        connection.request("POST", path, raw, headers)
-        answer = connection.getresponse()
-        kind = answer.headers["content-type"]
-        decode = msgspec.msgpack.decode if kind.endswith("msgpack") else msgspec.json.decode
-        return answer.status, kind, decode(answer.read())
-    finally:
-        connection.close()
+def send(service: InProcess, path: str, body: object, accept: bytes | None = None) -> Any:
+    """Status and decoded answer of a MessagePack body; bytes go as they are."""
+    raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    asked = request("POST", path, raw, content_type=MSGPACK, accept=accept)
+    status, text = answered(service.gate, asked)
+    return status, (msgspec.msgpack if accept else msgspec.json).decode(text)
 
 
 @pytest.mark.parametrize(
@@ -67,43 +55,26 @@ def send(
     "path", ["/select", "/select_and_reserve", "/potential_loads", "/overlap_scores"]
 )
 def test_every_form_of_the_lists_means_the_same(
-    service: RunningService, lists: tuple[object, object], path: str
+    service: InProcess, lists: tuple[object, object], path: str
 ) -> None:
     body = {**PROMPT, "block_hashes": lists[0], "sequence_hashes": lists[1]}
     booked = {"reservation_id": "same"} if path == "/select_and_reserve" else {}
     expected = service.post(path, {**PROMPT, **booked})
     if booked:
         assert service.request("DELETE", "/reservations/same")[0] == 200
-    status, kind, answer = send(service, path, {**body, **booked})
-    assert (status, kind) == (200, "application/json")
-    assert (status, answer) == expected
+    assert send(service, path, {**body, **booked}) == expected
     if booked:
         _, loads = service.post("/potential_loads", PROMPT)
         assert loads[0]["potential_decode_blocks"] == 3, "the booking has the same blocks"
-        assert service.request("DELETE", "/reservations/same")[0] == 200
 
 
-def test_answers_are_messagepack_for_those_who_accept_it(service: RunningService) -> None:
-    expected = service.post("/select", PROMPT)[1]
-    for accept in ("application/msgpack", "application/json;q=0.5, Application/MsgPack"):
-        status, kind, answer = send(service, "/select", PROMPT, accept)
-        assert (status, kind, answer) == (200, "application/msgpack", expected)
-    status, kind, answer = send(service, "/select", {"token_ids": []}, "application/msgpack")
-    assert (status, kind) == (400, "application/msgpack")
-    assert answer == {"error": "isl_tokens must be greater than 0"}
-    status, kind, answer = send(service, "/reservations", {"token_ids": [1]})
-    assert (status, kind) == (422, "application/json")
-    assert "reservation_id" in answer["error"]
-
-
-def test_a_parked_request_is_answered_in_the_form_it_accepts() -> None:
-    flags = ("--use-kv-events", "false", "--queue-threshold", "0", "--queue-max-wait-secs", "0.2")
-    with RunningService(*flags) as service:
-        assert service.post("/workers", WORKER)[0] == 201
-        assert service.post("/select_and_reserve", PROMPT)[0] == 200
-        status, kind, answer = send(service, "/select", PROMPT, "application/msgpack")
-        assert (status, kind) == (503, "application/msgpack")
-        assert "0.2 seconds" in answer["error"]
+def test_answers_are_messagepack_for_those_who_accept_it(service: InProcess) -> None:
+    expected = service.post("/select", PROMPT)
+    assert (
+        send(service, "/select", PROMPT, b"application/json;q=0.5, Application/MsgPack") == expected
+    )
+    status, answer = send(service, "/select", {"token_ids": []}, MSGPACK)
+    assert (status, answer) == (400, {"error": "isl_tokens must be greater than 0"})
 
 
 @pytest.mark.parametrize(
@@ -133,9 +104,9 @@ def test_a_parked_request_is_answered_in_the_form_it_accepts() -> None:
     ],
 )
 def test_bad_bodies_are_refused_as_in_json(
-    service: RunningService, path: str, body: object, status: int, words: str
+    service: InProcess, path: str, body: object, status: int, words: str
 ) -> None:
-    got, _, answer = send(service, path, body)
+    got, answer = send(service, path, body)
     assert got == status
     assert words in answer["error"]
 
@@ -165,10 +136,10 @@ SAID = {"overlap_score_weight": "prefill_load_scale"}  # the term that it sets, 
 
 @pytest.mark.parametrize("more", BEYOND_JSON)
 def test_numbers_that_json_cannot_say_are_refused_by_name(
-    service: RunningService, more: dict[str, Any]
+    service: InProcess, more: dict[str, Any]
 ) -> None:
     (name, value), *_ = more.items()
-    status, _, answer = send(service, "/select_and_reserve", {**PROMPT, **more})
+    status, answer = send(service, "/select_and_reserve", {**PROMPT, **more})
     if name == "router_config_override":
         (name,) = value
         assert status in (400, 422)

@@ -1,9 +1,12 @@
 """What a request says is read, or refused with a status and words that say why."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from lean_selector.core.errors import BadRequest
+from lean_selector.http.head import Request
 from lean_selector.service.bodies import (
     LONG_BODY_BYTES,
     NOT_JSON,
@@ -25,7 +28,11 @@ class Numbers(msgspec.Struct):
     numbers: list[float]
 
 
-read_numbers = body_reader(Numbers)
+class Anything(msgspec.Struct):
+    """Takes any object."""
+
+
+read_numbers, read_anything = body_reader(Numbers), body_reader(Anything)
 read_prompt = body_reader(PromptFields)
 
 
@@ -38,14 +45,17 @@ def post(body: bytes, content_type: bytes | None = b"application/json") -> Numbe
     [
         b"application/json",
         b"Application/JSON; charset=utf-8",
-        b"application/vnd.api+json",
+        *(b"application/vnd.api+json", b"application/json;", b"application/problem+JSON ; a=b"),
     ],
 )
 def test_json_is_read_under_any_of_its_names(content_type: bytes) -> None:
     assert post(b'{"numbers":[1,2.5]}', content_type) == Numbers([1, 2.5])
 
 
-@pytest.mark.parametrize("content_type", [None, b"", b"text/json", b"application/jsonp", MSGPACK])
+@pytest.mark.parametrize(
+    "content_type",
+    [None, b"", b"text/json", b"application/jsonp", b"application/json+x", b"json", MSGPACK],
+)
 def test_what_is_not_called_json_is_not_looked_at(content_type: bytes | None) -> None:
     with pytest.raises(BadBody, match=NOT_JSON) as refused:
         post(b"\xff", content_type)
@@ -61,20 +71,47 @@ def test_a_body_that_was_too_large_to_keep_is_413(content_type: bytes) -> None:
     assert refused.value.status == 413
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b'{"numbers":[]}x',
-        b'{"numbers":[1,]}',
-        b'{"other":"\xff","numbers":[]}',
-        b'{"other":' + b"[" * 100000,
-    ],
-)
-def test_what_is_no_json_is_400(body: bytes) -> None:
+BROKEN = {
+    "nothing": b"",
+    "blanks": b" \n",
+    "half an object": b"{",
+    "half a key": b'{"a',
+    "no colon": b'{"a" 1}',
+    "no comma": b'{"a":1 "b":2}',
+    "trailing comma": b'{"a":1,}',
+    "no key": b"{,}",
+    "number as key": b"{1:2}",
+    "single quotes": b"{'a':1}",
+    "leading zero": b'{"a":01}',
+    "bare point": b'{"a":1.}',
+    "plus sign": b'{"a":+1}',
+    "NaN": b'{"a":NaN}',
+    "Infinity": b'{"a":-Infinity}',
+    "half a word": b'{"a":nul}',
+    "bad escape": b'{"a":"\\q"}',
+    "half an escape": b'{"a":"\\u12"}',
+    "lone low surrogate": b'{"a":"\\udc00"}',
+    "lone high surrogate": b'{"a":"\\ud800"}',
+    "control character": b'{"a":"\x01"}',
+    "bytes after the value": b"{} x",
+    "two values": b"{}{}",
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "UTF-16": '{"a":1}'.encode("utf-16"),
+    "bad UTF-8 in an ignored string": b'{"a":"\xff"}',
+    "bad UTF-8 in an ignored key": b'{"\xc3\x28":1}',
+    "overlong UTF-8": b'{"a":"\xc0\xaf"}',
+    "surrogate in UTF-8": b'{"a":"\xed\xa0\x80"}',
+    "deep nesting": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep nesting in objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "comment": b"{} // x",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("read", [read_anything, read_prompt])
+def test_what_is_no_json_is_400(read: Callable[[Request], object], text: bytes) -> None:
     with pytest.raises(BadBody, match="Failed to parse the request body as JSON: ") as refused:
-        post(body)
+        read(request("POST", "/", text))
     assert refused.value.status == 400
 
 
@@ -151,21 +188,39 @@ def test_a_route_may_know_other_fields() -> None:
 
 @pytest.mark.parametrize(
     ("param", "worker_id"),
-    [(b"0", 0), (b"007", 7), (b"%37", 7), (b"+7", 7), (b"18446744073709551615", 2**64 - 1)],
+    [
+        *((b"0", 0), (b"007", 7), (b"%37", 7), (b"+7", 7), (b"18446744073709551615", 2**64 - 1)),
+        *((b"0" * 5000 + b"7", 7), (b"0" * 25, 0)),
+    ],
 )
 def test_a_worker_id_is_a_u64_in_digits(param: bytes, worker_id: int) -> None:
     assert worker_id_param(param) == worker_id
 
 
 @pytest.mark.parametrize(
-    "param", [b"", b"-1", b"+", b"1.0", b"1_0", b"18446744073709551616", "٣".encode(), b"%ff"]
+    "param",
+    [
+        *(b"", b"-1", b"+", b"1.0", b"1_0", b"0x1", b"1%20", b"%", b"%zz", b"%D9%A1", b"%ff"),
+        *(b"18446744073709551616", b"9" * 5000, "٣".encode()),
+    ],
 )
 def test_what_is_no_worker_id_is_400(param: bytes) -> None:
     with pytest.raises(BadRequest, match="Invalid URL"):
         worker_id_param(param)
 
 
-def test_a_reservation_id_is_any_text() -> None:
-    assert reservation_id_param(b"a%2Fb%C3%A4") == "a/bä"
+@pytest.mark.parametrize(
+    ("param", "text"),
+    [
+        *((b"a%2Fb", "a/b"), (b"%C3%A4", "ä"), (b"a+b", "a+b"), (b"%zz", "%zz"), (b"%", "%")),
+        *((b"a%20b", "a b"), (b"", "")),
+    ],
+)
+def test_a_reservation_id_is_any_text(param: bytes, text: str) -> None:
+    assert reservation_id_param(param) == text
+
+
+@pytest.mark.parametrize("param", [b"%FF", b"%C3", b"a%ED%A0%80"])
+def test_a_reservation_id_that_is_no_utf_8_is_400(param: bytes) -> None:
     with pytest.raises(BadRequest, match="Invalid UTF-8 in `reservation_id`"):
-        reservation_id_param(b"%ff")
+        reservation_id_param(param)

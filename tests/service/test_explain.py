@@ -3,12 +3,11 @@
 That they give the cost and the chances of the draw is proved in `core/selection/test_explain.py`.
 """
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.support.gates import InProcess, selector
+from tests.support.gates import InProcess, answer_of, selector
 
 HASHES = [11, 12, 13, 14]
 
@@ -143,6 +142,5 @@ def test_a_parked_request_is_explained_when_it_goes() -> None:
     assert service.post("/select_and_reserve", prompt(reservation_id="first"))[0] == 200
     parked = service.later("/select", prompt())
     assert service.request("DELETE", "/reservations/first")[0] == 200
-    assert parked.response is not None
-    why = json.loads(bytes(parked.response).partition(b"\r\n\r\n")[2])["explain"]
+    why = answer_of(parked)[1]["explain"]
     assert (why["drawn"], why["ranks"][0]["active_requests"]) == ("only_candidate", 0)

@@ -209,6 +209,14 @@ class InProcess:
         return int(head[9:12]), lines, json.loads(text)
 
 
+def answer_of(parked: PendingReply) -> tuple[int | None, Any]:
+    """Status and body of an answer that was parked; no status while it still is."""
+    if parked.response is None:
+        return None, None
+    head, _, body = bytes(parked.response).partition(b"\r\n\r\n")
+    return int(head[9:12]), json.loads(body)
+
+
 def asked(
     method: str, path: str, content: bytes, content_type: str | None = "application/json"
 ) -> Request:
