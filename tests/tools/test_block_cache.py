@@ -94,24 +94,3 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestBlockCache = CacheMachine.TestCase
-
-
-def test_a_chain_longer_than_the_cache_is_stored_from_its_start() -> None:
-    cache = BlockCache(3)
-    assert cache.hold([1, 2, 3, 4, 5]) == Held(0, 3, [])
-    assert [block in cache for block in range(1, 6)] == [True, True, True, False, False]
-
-
-def test_blocks_in_use_are_never_evicted() -> None:
-    cache = BlockCache(3)
-    cache.hold([1, 2])
-    assert cache.hold([11, 12]) == Held(0, 1, [])
-    cache.release([11])
-    assert cache.hold([21, 22]) == Held(0, 1, [11])
-
-
-def test_the_end_of_a_released_chain_goes_first() -> None:
-    cache = BlockCache(3)
-    cache.hold([1, 2, 3])
-    cache.release([1, 2, 3])
-    assert cache.hold([9]) == Held(0, 1, [3])

@@ -1,5 +1,6 @@
 """The check of a running selector: real services, real sockets, engines that answer and publish."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from lean_selector.tools.check import main
+from lean_selector.tools.check_questions import NotASelector, Selector
 from tests.support.key_files import KeyFiles
+from tests.support.on_loop import on_loop
+from tests.support.outbound_server import Serve, client, response, serving
 from tests.support.running_service import RunningService, free_port, wait_until
 from tests.tools.api_engine import ApiEngine
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 Findings = list[dict[str, Any]]
 
@@ -37,23 +42,34 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
-def findings(selector: RunningService, *flags: str, status: int) -> Findings:
-    done = check(f"http://127.0.0.1:{selector.port}", "--json", "--seconds", "2", *flags)
+def findings(
+    selector: RunningService, *flags: str, status: int, patience_s: float = 20.0
+) -> Findings:
+    """`patience_s`: short where an answer is waited for that does not come."""
+    patience = ("--seconds", str(patience_s))
+    done = check(f"http://127.0.0.1:{selector.port}", "--json", *patience, *flags)
     assert done.returncode == status, done.stdout + done.stderr
     found: Findings = json.loads(done.stdout)
     return found
 
 
 def register(selector: RunningService, engine: ApiEngine, **more: object) -> None:
-    status, answer = selector.post("/workers", engine.registration(**more))
+    """`more` replaces what is told; None leaves it out."""
+    body = engine.registration(**more)
+    status, answer = selector.post("/workers", {k: v for k, v in body.items() if v is not None})
     assert status == 201, answer
 
 
-def followed(selector: RunningService, worker_id: int) -> bool:
-    return any(
-        source["worker_id"] == worker_id and source["connection"] == "connected"
-        for source in selector.get("/kv_sources")[1]
-    )
+def follow(selector: RunningService, *engines: ApiEngine, **more: object) -> None:
+    """Registers them, and waits until their events are followed."""
+    for engine in engines:
+        register(selector, engine, **more)
+        wait_until(partial(is_connected, selector, engine.worker_id), "its events are followed")
+
+
+def is_connected(selector: RunningService, worker_id: int) -> bool:
+    rows = selector.get("/kv_sources")[1]
+    return any(row["worker_id"] == worker_id and row["connection"] == "connected" for row in rows)
 
 
 def is_in(selector: RunningService, worker_id: int, state: str) -> bool:
@@ -81,9 +97,10 @@ def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
 ) -> None:
     """An endpoint may end in /v1, as what OpenAI's clients are told does."""
     with ApiEngine(1) as one, ApiEngine(2) as two:
-        for engine, version in ((one, ""), (two, "/v1")):
-            register(selector, engine, endpoint=engine.endpoint + version)
-            wait_until(partial(followed, selector, engine.worker_id), "its events are followed")
+        follow(selector, one)
+        follow(selector, two, endpoint=f"{two.endpoint}/v1")
+        findings(selector, status=0)
+        assert one.prompts == []  # without --probe no engine gets a prompt
         found = findings(selector, "--probe", status=0)
         assert what(found, "ok", "selector") == ["ready: 2 of 2 workers can be chosen"]
         for worker_id in (1, 2):
@@ -99,87 +116,63 @@ def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
         assert what(found, "ok", "engines") == ["2 of them name the same block alike"]
 
 
-def test_without_leave_no_engine_gets_a_prompt(selector: RunningService) -> None:
-    with ApiEngine(1) as engine:
-        register(selector, engine)
-        wait_until(lambda: followed(selector, 1), "its events are followed")
-        findings(selector, status=0)
-        assert engine.prompts == []
-
-
-def test_engines_with_seeds_of_their_own_are_told_of_and_do_not_matter(
+def test_engines_with_seeds_of_their_own_and_one_that_tells_no_events_are_found_by_completions(
     selector: RunningService,
 ) -> None:
-    with ApiEngine(1, seed=1) as one, ApiEngine(2, seed=2) as two:
-        for engine in (one, two):
-            register(selector, engine)
-            wait_until(partial(followed, selector, engine.worker_id), "its events are followed")
-        found = findings(selector, "--probe", status=0)
+    with (
+        ApiEngine(1, seed=1) as one,
+        ApiEngine(2, seed=2) as two,
+        ApiEngine(3, publishes=False) as silent,
+    ):
+        follow(selector, one, two, silent)
+        found = findings(selector, "--probe", status=1, patience_s=3.0)
         assert any("PYTHONHASHSEED" in line for line in what(found, "note", "engines"))
-
-
-def test_an_engine_with_another_block_size_is_named_with_both(selector: RunningService) -> None:
-    with ApiEngine(1, block_size=16) as engine:
-        register(selector, engine, block_size=32)
-        found = findings(selector, status=1)
-        [error] = what(found, "error", "worker 1")
-        assert "registered with blocks of 32 tokens, the engine has 16" in error
-
-
-def test_an_engine_that_tells_no_events_is_found_by_a_completion(selector: RunningService) -> None:
-    with ApiEngine(1, publishes=False) as engine:
-        register(selector, engine)
-        wait_until(lambda: followed(selector, 1), "its events are followed")
-        found = findings(selector, "--probe", status=1)
-        [error] = what(found, "error", "worker 1")
+        [error] = what(found, "error", "worker 3")
         assert "no event of them came" in error
 
 
-def test_the_port_of_the_api_in_place_of_the_events_is_recognised(
-    selector: RunningService,
-) -> None:
-    with ApiEngine(1) as engine:
-        register(selector, engine, kv_events_endpoint=f"tcp://127.0.0.1:{engine.port}")
-        found = findings(selector, status=1)
-        errors = what(found, "error", "worker 1 rank 0")
-        assert any("an HTTP server listens there, no ZMQ" in error for error in errors)
-
-
-def test_a_port_where_nobody_listens_and_an_engine_that_is_gone(selector: RunningService) -> None:
-    with ApiEngine(1) as engine:
-        port = free_port()
+def test_wrong_ports_are_recognised_by_what_listens_there(selector: RunningService) -> None:
+    nobody = free_port()
+    with ApiEngine(1) as api, ApiEngine(2) as gone, ApiEngine(3) as swapped, ApiEngine(4) as bound:
+        register(selector, api, kv_events_endpoint=f"tcp://127.0.0.1:{api.port}", block_size=32)
         register(
             selector,
-            engine,
-            endpoint=f"http://127.0.0.1:{port}",
-            kv_events_endpoint=f"tcp://127.0.0.1:{port}",
+            gone,
+            endpoint=f"http://127.0.0.1:{nobody}",
+            kv_events_endpoint=f"tcp://127.0.0.1:{nobody}",
+            block_size=32,
         )
-        found = findings(selector, status=1)
+        register(selector, swapped, replay_endpoint=swapped.events_endpoint, block_size=32)
+        register(
+            selector,
+            bound,
+            kv_events_endpoint="tcp://*:5557",
+            replay_endpoint=None,
+            block_size=32,
+        )
+        found = findings(selector, status=1, patience_s=2.0)
         [error] = what(found, "error", "worker 1")
-        assert "its engine does not tell what it is" in error
-        assert "Connection refused" in error
-        errors = what(found, "error", "worker 1 rank 0")
-        assert any(f"kv_events_endpoint tcp://127.0.0.1:{port}" in line for line in errors)
-
-
-def test_events_in_place_of_the_replay_are_no_answer(selector: RunningService) -> None:
-    with ApiEngine(1) as engine:
-        register(selector, engine, replay_endpoint=engine.events_endpoint)
-        found = findings(selector, status=1)
-        errors = what(found, "error", "worker 1 rank 0")
-        assert any("no replay in 2 s" in line for line in errors)
+        assert "registered with blocks of 32 tokens, the engine has 16" in error
+        [error] = what(found, "error", "worker 2")
+        assert error.endswith("Connection refused")
+        for worker_id, level, words in (
+            (1, "error", "an HTTP server listens there, no ZMQ"),
+            (2, "error", f"kv_events_endpoint tcp://127.0.0.1:{nobody}"),
+            (3, "error", "no replay in 2"),
+            (4, "error", "tcp://*:5557 is no address"),
+            (4, "warning", "no replay endpoint"),
+        ):
+            lines = what(found, level, f"worker {worker_id} rank 0")
+            assert any(words in line for line in lines), words
 
 
 def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
     selector: RunningService,
 ) -> None:
     with ApiEngine(1, block_size=16) as mismatched, ApiEngine(2) as unasked:
-        body = unasked.registration()
-        del body["replay_endpoint"]
-        assert selector.post("/workers", body)[0] == 201
+        register(selector, unasked, replay_endpoint=None)
         with ApiEngine(3) as closing:
-            register(selector, closing)
-            wait_until(lambda: followed(selector, 3), "its events are followed")
+            follow(selector, closing)
         # Its API is away: nobody but its events tells the size of its blocks.
         away = f"http://127.0.0.1:{free_port()}"
         register(selector, mismatched, block_size=32, endpoint=away, model_name="other")
@@ -201,53 +194,24 @@ def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
         assert "never" not in unreachable
 
 
-def test_a_replay_endpoint_of_another_worker_is_an_error_though_it_answers(
-    selector: RunningService,
-) -> None:
+def test_what_is_held_against_workers_is_read_from_the_selector(selector: RunningService) -> None:
     with ApiEngine(1) as one, ApiEngine(2) as two:
         register(selector, one)
         register(selector, two, replay_endpoint=one.replay_endpoint)
+        assert selector.post("/workers", {"worker_id": 4, "model_name": "m"})[0] == 201
+        for _ in range(3):
+            selector.post("/workers/1/report", {"outcome": "refused"})
         found = findings(selector, status=1)
+        assert what(found, "ok", "selector") == ["ready: 1 of 3 workers can be chosen"]
+        [warning] = what(found, "warning", "worker 1")
+        assert warning.startswith("ejected, for ")
+        assert warning.endswith("connection refused")
+        [lacks] = what(found, "error", "worker 4")
+        assert "endpoint is required" in lacks
         shared = f"replay_endpoint {one.replay_endpoint}"
         [error] = what(found, "error", "worker 1 rank 0")
         assert error.startswith(f"{shared} is also the replay_endpoint of worker 2 rank 0: ")
         assert f"{shared}: answers" in what(found, "ok", "worker 2 rank 0")
-
-
-def test_an_address_that_is_only_bound_and_a_worker_without_a_replay(
-    selector: RunningService,
-) -> None:
-    with ApiEngine(1) as engine:
-        body = engine.registration(kv_events_endpoint="tcp://*:5557")
-        del body["replay_endpoint"]
-        assert selector.post("/workers", body)[0] == 201
-        found = findings(selector, status=1)
-        errors = what(found, "error", "worker 1 rank 0")
-        assert any("tcp://*:5557 is no address" in line for line in errors)
-        warnings = what(found, "warning", "worker 1 rank 0")
-        assert any("no replay endpoint" in line for line in warnings)
-
-
-def test_a_worker_that_lacks_something_is_told_with_its_reasons(selector: RunningService) -> None:
-    assert selector.post("/workers", {"worker_id": 4, "model_name": "m"})[0] == 201
-    found = findings(selector, status=1)
-    [error] = what(found, "error", "worker 4")
-    assert "endpoint is required" in error
-    assert "block_size" in error
-
-
-def test_a_worker_that_was_ejected_is_named_and_does_not_count(selector: RunningService) -> None:
-    with ApiEngine(1) as one, ApiEngine(2) as two:
-        for engine in (one, two):
-            register(selector, engine)
-        for _ in range(3):
-            selector.post("/workers/1/report", {"outcome": "refused"})
-        found = findings(selector, status=0)
-        assert what(found, "ok", "selector") == ["ready: 1 of 2 workers can be chosen"]
-        [warning] = what(found, "warning", "worker 1")
-        assert warning.startswith("ejected, for ")
-        assert "3 requests in a row failed, the last: connection refused" in warning
-        assert what(found, "warning", "worker 2") == []
 
 
 def test_engines_that_encrypt_are_asked_with_the_keys_of_the_selector_and_else_not_at_all(
@@ -300,102 +264,104 @@ def test_engines_that_want_a_token_get_that_of_the_file(
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     with ApiEngine(1, token="s3cret") as engine:
-        register(selector, engine)
-        wait_until(lambda: followed(selector, 1), "its events are followed")
+        follow(selector, engine)
         [error] = what(findings(selector, status=1), "error", "worker 1")
         assert "status 401" in error
-        assert what(
-            findings(selector, "--worker-token-file", str(token), status=0), "ok", "worker 1"
-        )
+        found = findings(selector, "--worker-token-file", str(token), status=0)
+        assert what(found, "ok", "worker 1")
 
 
-def test_a_selector_without_workers_says_what_to_do(selector: RunningService) -> None:
+def test_without_json_it_prints_a_table(selector: RunningService) -> None:
     done = check(f"127.0.0.1:{selector.port}")
     assert done.returncode == 1
-    assert "no worker is registered" in done.stdout
     assert "-> POST /workers for each engine" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
 
 
-def test_discoveries_that_find_nobody_are_told_with_their_reasons(tmp_path: Path) -> None:
+def test_discoveries_and_a_lost_state_directory_are_told_of(tmp_path: Path) -> None:
     away, nowhere = f"http://127.0.0.1:{free_port()}", f"file:{tmp_path}/nothere.json"
-    with RunningService("--discover", f"url:{away}", "--discover", nowhere) as service:
+    state = tmp_path / "state"
+    flags = ("--discover", f"url:{away}", "--discover", nowhere, "--state-dir", str(state))
+    with RunningService(*flags) as service:
+        state.rename(tmp_path / "elsewhere")
+        assert service.post("/workers", {"worker_id": 5, "model_name": "m"})[0] == 201
 
-        def has_asked() -> bool:
+        def is_seen() -> bool:
             report = service.get("/discovery")[1]
-            return all(
+            return "state_fault" in service.get("/ready")[1] and all(
                 any(row["last_error"] for row in report[of]) for of in ("discoveries", "workers")
             )
 
-        wait_until(has_asked, "both have failed")
+        wait_until(is_seen, "both have failed, and the state is not written")
         found = findings(service, status=1)
-        [none] = [finding for finding in found if finding["subject"] == "selector"]
-        assert none["what"] == "no worker is registered"
-        assert "--discover" not in none["mend"]
         assert what(found, "error", "discovery") == [f"{nowhere} fails: No such file or directory"]
-        [asking] = [line["what"] for line in found if line["subject"].startswith("worker ")]
+        [asking] = [line["what"] for line in found if line["what"].startswith("found at ")]
         assert asking.startswith(f"found at {away} by url:{away}, not registered: ")
         assert asking.endswith("/v1/models: Connection refused")
+        assert any("No such file" in line for line in what(found, "warning", "selector"))
 
 
-def test_a_state_directory_that_is_gone_is_told_of(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    with RunningService("--state-dir", str(state)) as service:
-        lost = "its state is not written, and a restart would lose it: "
-        assert service.post("/workers", {"worker_id": 4, "model_name": "m"})[0] == 201
-        warnings = what(findings(service, status=1), "warning", "selector")
-        assert not any(line.startswith(lost) for line in warnings)
-        state.rename(tmp_path / "elsewhere")
-        assert service.post("/workers", {"worker_id": 5, "model_name": "m"})[0] == 201
-        wait_until(lambda: "state_fault" in service.get("/ready")[1], "it says so")
-        warnings = what(findings(service, status=1), "warning", "selector")
-        [warning] = [line for line in warnings if line.startswith(lost)]
-        assert "No such file or directory" in warning
-
-
-def test_nobody_to_ask_is_a_status_of_its_own() -> None:
+def test_without_a_selector_to_ask_the_status_is_2() -> None:
     done = check(f"http://127.0.0.1:{free_port()}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("lean-selector check: error: ")
-    assert "Connection refused" in done.stderr
-
-
-def test_a_slot_tracker_is_no_selector() -> None:
+    assert (done.returncode, "Connection refused" in done.stderr) == (2, True)
     with RunningService(module="lean_selector.slot_tracker") as tracker:
         done = check(f"http://127.0.0.1:{tracker.port}")
-        assert done.returncode == 2
-        assert "this is no selection service" in done.stderr
+        assert (done.returncode, "no selection service" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [
-        ("ftp://x", "`ftp://x` is not an http:// or https:// URL"),
-        ("http://", "`http://` names no host"),
-        ("http://u:p@h:1", "credentials in a URL are not supported"),
-    ],
-)
-def test_what_is_no_url_is_refused(url: str, why: str) -> None:
-    done = check(url)
-    assert done.returncode == 2
-    assert why in done.stderr
-
-
-def test_a_key_without_its_certificate_is_refused() -> None:
-    done = check("--key-file", "key.pem")
-    assert done.returncode == 2
-    assert "--key-file requires --cert-file" in done.stderr
-
-
-def test_a_pair_without_the_keys_of_the_engines_and_files_that_hold_none_are_refused(
-    tmp_path: Path,
+def test_bad_arguments_are_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = KeyFiles(tmp_path, "selector")
-    done = check("--kv-events-curve-secret-key-file", keys.secret("selector"))
-    assert done.returncode == 2
-    assert "requires --kv-events-curve-server-keys-file" in done.stderr
+    secret = KeyFiles(tmp_path, "selector").secret("selector")
     empty = tmp_path / "empty"
     empty.touch()
-    done = check("--kv-events-curve-server-keys-file", str(empty))
-    assert done.returncode == 2
-    assert f"{empty} holds no public key" in done.stderr
+    for arguments, why in (
+        (["ftp://x"], "`ftp://x`"),
+        (["http://"], "`http://` names no host"),
+        (["http://u:p@h:1"], "credentials"),
+        (["--key-file", "key.pem"], "--key-file requires --cert-file"),
+        (["--kv-events-curve-secret-key-file", secret], "requires --kv-events-curve-server-keys"),
+        (["--kv-events-curve-server-keys-file", str(empty)], f"{empty} holds no public key"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert why in capsys.readouterr().err
+
+
+# -- answers that are read ------------------------------------------------------------------------
+
+WORKERS = 6_000
+RECORD = {
+    "model_name": "m" * 800,  # as long as a record with its health and sources is
+    "lifecycle": "schedulable",
+}
+
+
+def answering(*bodies: bytes) -> Serve:
+    """One body after the other, in the order of the questions; 404 to what is none of them."""
+    asked = iter(bodies)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        body = next(asked, None)
+        writer.write(response(body or b"", "404 Not Found" if body is None else "200 OK"))
+
+    return serve
+
+
+@on_loop
+async def test_a_fleet_of_thousands_is_read_whole() -> None:
+    workers = json.dumps([{**RECORD, "worker_id": number} for number in range(WORKERS)]).encode()
+    assert len(workers) > 4 << 20
+    async with serving(answering(b"{}", workers)) as served:
+        facts = await Selector(client(), served.url, 20.0).facts()
+    assert len(facts.workers) == WORKERS
+    assert (facts.sources, facts.discoveries) == (None, None)
+    assert served.paths() == ["/ready", "/workers?detail=true", "/kv_sources", "/discovery"]
+
+
+@on_loop
+async def test_an_answer_that_is_none_of_a_selectors_is_named_by_its_route() -> None:
+    async with serving(answering(b"up", b"[]", b'{"sources": []}')) as served:
+        with pytest.raises(NotASelector, match="/kv_sources: "):
+            await Selector(client(), served.url, 20.0).facts()

@@ -1,4 +1,4 @@
-"""The child process: started, watched, and gone afterwards whatever it does."""
+"""The child process: asked over HTTP, watched, and gone afterwards whatever it does."""
 
 import asyncio
 import os
@@ -17,6 +17,8 @@ from lean_selector.tools.service_process import (
     running_service,
     wait_until_healthy,
 )
+from tests.support.on_loop import on_loop
+from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.running_service import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -141,3 +143,37 @@ def _has_ended(stat: Path) -> bool:
         return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:  # it went, perhaps while this was read
         return True
+
+
+# -- asking it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("serve", "words"),
+    [
+        (says(response(b"no such route", "404 Not Found")), "404 no such route"),
+        (says(), ""),
+        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab"), ""),
+        (says(b"what is this\r\n\r\n"), ""),
+        (hangs, "no answer"),
+    ],
+    ids=["refused", "hangs up", "hangs up halfway", "not HTTP", "silent"],
+)
+@on_loop
+async def test_a_request_without_a_good_answer_is_an_error_that_names_it(
+    serve: Serve, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words == "no answer":
+        monkeypatch.setattr(service_process, "ANSWER_TIMEOUT_S", 0.02)
+    async with serving(serve) as served:
+        client = HttpClient(served.url)
+        with pytest.raises(ServiceError, match=f"^POST /x: .*{words}"):
+            await client.call("POST", "/x", {"k": [1, 2]})
+        client.close()
+        assert served.requests[0].endswith(b'\r\n\r\n{"k":[1,2]}')
+
+
+@pytest.mark.parametrize("url", ["https://h:1", "http://h", "http://h:x", "h:1", "http://h:70000"])
+def test_only_http_urls_with_a_port_are_taken(url: str) -> None:
+    with pytest.raises(ServiceError, match="not an http"):
+        HttpClient(url)
