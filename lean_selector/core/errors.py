@@ -79,6 +79,14 @@ class NoWorkers(Unavailable):
         self.other_tenants = other_tenants
 
 
+class UnknownModel(NotFound):
+    """No worker serves it, neither as a model nor as an adapter of one."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model}` does not exist.")
+        self.model = model
+
+
 class DuplicateRequest(Conflict):
     """The id is live already, on `worker_id`/`dp_rank`."""
 

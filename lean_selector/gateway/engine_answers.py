@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from lean_selector.core.errors import NotFound
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.gateway.model_request import (
     MOST_ID_BYTES,
@@ -36,14 +35,6 @@ class Fleet(Protocol):
     def models(self, tenant_id: str) -> Sequence[str]:
         """Names of all that `model` knows of this tenant, sorted."""
         ...
-
-
-class UnknownModel(NotFound):
-    """No worker serves it, neither as a model nor as an adapter of one."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model `{model}` does not exist.")
-        self.model = model
 
 
 class CatalogFleet:

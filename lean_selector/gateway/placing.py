@@ -10,16 +10,22 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Final
 
 import msgspec
 
-from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound, SelectorError
+from lean_selector.core.errors import (
+    AllWorkersBusy,
+    BadRequest,
+    NotFound,
+    SelectorError,
+    UnknownModel,
+    WaitedTooLong,
+)
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import Placement, SelectionRequest
-from lean_selector.gateway.engine_answers import UnknownModel
+from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import RETRY_AFTER
 from lean_selector.gateway.prompt_shapes import NamesModel
@@ -29,6 +35,7 @@ from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
+from lean_selector.service.exposition import RouteMeter
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -55,9 +62,11 @@ class Shed(Exception):
 class Chooser:
     """Asks the selector for the worker of a completion, and books it there."""
 
-    def __init__(self, selector: Selector, rotation: Rotation) -> None:
+    def __init__(self, selector: Selector, rotation: Rotation, overload_status: int = 503) -> None:
         self._selector = selector
         self._rotation = rotation
+        self._overload_status = overload_status
+        self.meter = RouteMeter("POST", GATEWAY)
 
     async def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
@@ -66,21 +75,44 @@ class Chooser:
 
         A caller that cancels it holds nothing.
         """
-        selector = self._selector
+        started, status = perf_counter(), 499
         try:
-            partition = selector.ready_partition(routed.model_name, routed.tenant_id)
-            request = SelectionRequest(routed.prompt, selector.terms)
-            request.books = True
-            request.reservation_id = reservation_id
-            request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided)
-            if selector.parks:
-                placement = await self._parked(partition, request)
-            else:
-                placement = selector.select_now(partition, request, monotonic())
-        except AllWorkersBusy as error:
+            lease = await self._choose(routed, reservation_id, avoided)
+            status = 200
+            return lease
+        except NotChosen:
+            status = 503
+            raise
+        except (AllWorkersBusy, WaitedTooLong) as error:
+            status = self._overload_status
+            self.meter.refused(error)
             raise Shed(error.message) from None
         except SelectorError as error:
-            raise NotChosen("no_worker" if error.status == 503 else "refused") from None
+            status = error.status
+            self.meter.refused(error)
+            raise NotChosen("no_worker" if status == 503 else "refused") from None
+        finally:
+            self.meter.add(perf_counter() - started, b"%d" % status)
+
+    def knows_no(self, error: UnknownModel) -> None:
+        """A request was given no worker because none serves its model."""
+        self.meter.refused(error)
+        self.meter.add(0.0, b"503")
+
+    async def _choose(
+        self, routed: Routed, reservation_id: str, avoided: frozenset[int]
+    ) -> WorkerLease:
+        selector = self._selector
+        partition = selector.ready_partition(routed.model_name, routed.tenant_id)
+        request = SelectionRequest(routed.prompt, selector.terms)
+        request.books = True
+        request.asked_at = GATEWAY
+        request.reservation_id = reservation_id
+        request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided)
+        if selector.parks:
+            placement = await self._parked(partition, request)
+        else:
+            placement = selector.select_now(partition, request, monotonic())
         try:
             endpoint = self._rotation.endpoint(placement.endpoint)
         except ValueError:
@@ -123,8 +155,8 @@ class Chooser:
                 selector.free(request.reservation_id, now)
             else:
                 selector.hung_up(partition, outcome, now)
-            if isinstance(error, TimeoutError):
-                raise Shed(f"no worker became free within {limit_s:g} seconds") from None
+            if limit_s is not None and isinstance(error, TimeoutError):
+                raise WaitedTooLong(limit_s) from None
             raise
         if isinstance(given, Exception):
             raise given
@@ -159,9 +191,9 @@ class Reservation(WorkerLease):
         self._selector = selector
         self._id = reservation_id
 
-    def _begun(self) -> None:
+    def _begun(self, ttft_s: float | None) -> None:
         with contextlib.suppress(NotFound):  # it went with its worker's registration
-            self._selector.prefill_complete(self._id, monotonic())
+            self._selector.prefill_complete(self._id, monotonic(), ttft_s)
 
     def _touched(self) -> None:
         with contextlib.suppress(NotFound):
@@ -236,6 +268,7 @@ class Placing:
                 proxied.fail(400, error.message, "invalid_request")
                 return
             except UnknownModel as error:
+                self._chooser.knows_no(error)
                 if self._directory.is_complete:
                     proxied.fail(404, error.message, "model_not_found")
                     return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from lean_selector.core.errors import BadRequest
+from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
@@ -17,7 +17,6 @@ from lean_selector.gateway.engine_answers import (
     Fleet,
     NotTokenized,
     Tokenizer,
-    UnknownModel,
 )
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import Kind, ModelRequest

@@ -56,6 +56,7 @@ class ProxiedRequest:
         self.routed: Routed | None = None  # of a completion, once its prompt was looked at
         self.lease: WorkerLease | None = None
         self.lease_since = 0.0
+        self._sent_at = 0.0
         self.tried: set[str] = set()  # endpoints that failed it
         self.attempts = 0
         self.why = ""  # the last of them did
@@ -98,6 +99,7 @@ class ProxiedRequest:
         assert not self.is_over
         self.placing = None
         self.attempts += 1
+        self._sent_at = monotonic()
         self._connection = connection
         body = self.request.body if self.routed is None else self.routed.body
         head = self._request_head(lease, len(body))
@@ -204,7 +206,8 @@ class ProxiedRequest:
         counts.answers[head.status] += 1
         counts.first_byte.add(monotonic() - self._began)
         counts.passed_on_bytes += len(data)
-        lease.prefill_complete()
+        streams = self.routed is not None and self.routed.streams and head.status == 200
+        lease.prefill_complete(monotonic() - self._sent_at if streams else None)
         reader = self._reader
         reads = reader is not None
         is_http10 = self.request.headers.is_http10

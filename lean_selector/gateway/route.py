@@ -151,6 +151,7 @@ class RouteHandler:
             assert isinstance(selected, Selection)
             response = self._told(selected, reservation_id, routed)
         except SelectorError as error:
+            pending.fault = error
             response = error_of(error)
         except Exception:
             _log.exception("a request could not be routed", extra={"path": path})
@@ -170,6 +171,7 @@ class RouteHandler:
             if isinstance(body, Selection):
                 pending.resolve(self._told(body, reservation_id, routed))
             elif isinstance(body, SelectorError):
+                pending.fault = body
                 pending.resolve(error_of(body))
             else:
                 pending.resolve(refusal(status, "internal error"))

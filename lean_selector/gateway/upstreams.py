@@ -36,10 +36,10 @@ class WorkerLease:
         self.overlap_tokens = overlap_tokens
         self.is_over = False
 
-    def prefill_complete(self) -> None:
-        """The first byte of the answer came."""
+    def prefill_complete(self, ttft_s: float | None = None) -> None:
+        """The first byte of the answer came; `ttft_s` if that is its first token."""
         if not self.is_over:
-            self._begun()
+            self._begun(ttft_s)
 
     def touch(self) -> None:
         """It still runs: said now and then, or it would be taken for forgotten."""
@@ -54,7 +54,7 @@ class WorkerLease:
             self.endpoint.users -= 1
             self._freed(outcome, cached_tokens)
 
-    def _begun(self) -> None:
+    def _begun(self, ttft_s: float | None) -> None:
         pass
 
     def _touched(self) -> None:

@@ -39,7 +39,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     catalog = parts.selector.catalog
     rotation = Rotation(config.settings.ejection, now)
     directory = Directory(config.gateway.workers, rotation, catalog)
-    chooser = Chooser(parts.selector, rotation)
+    chooser = Chooser(parts.selector, rotation, config.overload_status)
     credentials = credentials_of(config.engines)
     counts = Counts()
     client = OutboundClient(parts.resolve, credentials, parts.allowed)
@@ -75,7 +75,10 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     behind = Connections(loop.call_soon, Limits(), max_connections=most)
     families = [*gateway_families(counts, rotation), *prompt_families(prompts.unknown)]
     api = HttpServer(
-        selector_app(config.selector, parts, behind, log_state, gateways, families, tokens),
+        selector_app(
+            *(config.selector, parts, behind, log_state, gateways, families, tokens),
+            meters=[chooser.meter],
+        ),
         behind,
         config.selector.listen,
         "lean-selector",

@@ -18,7 +18,7 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import PartitionKey
+from lean_selector.core.selection.shapes import ROUTE, PartitionKey
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
 from lean_selector.events.ingest_turns import IndexSweeps
@@ -38,7 +38,7 @@ from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import observed
-from lean_selector.service.exposition import AnyFamily, Families
+from lean_selector.service.exposition import AnyFamily, Families, RouteMeter
 from lean_selector.service.gate import durable
 from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.lifecycle_log import SelectorLog
@@ -384,6 +384,7 @@ def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayR
         sources=parts.subscriptions,
         state=ServiceState(),
         call_later=asyncio.get_running_loop().call_later,
+        books_at=ROUTE,
     )
     return GatewayRoutes(
         service,
@@ -401,9 +402,10 @@ def selector_app(
     gateways: "GatewayRoutes | None",
     more: Sequence[AnyFamily] = (),
     tokens: AccessTokens | None = None,
+    meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """The selector's API; `more` are metrics of what else runs in this process, `tokens` those that
-    are asked for."""
+    """The selector's API; `more` are metrics of what else runs in this process, `meters` those of
+    what asks for workers beside the routes, `tokens` those that are asked for."""
     is_16 = config.settings.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if gateways is None else gateways.routes())),
@@ -427,4 +429,5 @@ def selector_app(
         overload_status=config.overload_status,
         lines=refusal_lines,
         tokens=tokens,
+        meters=meters,
     )

@@ -116,9 +116,10 @@ def observed(
     overload_status: int = 503,
     lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     tokens: AccessTokens | None = None,
+    meters: Sequence[RouteMeter] = (),
 ) -> App:
     """The application for `routes` on the running loop; `families_of` gets the meters of all of
-    them. `service` is its name in the metrics, `document` that of its description in
+    them, and `meters`. `service` is its name in the metrics, `document` that of its description in
     `openapi.document`; `lines` are the gate's; `tokens` are those that are required, if any."""
     loop = asyncio.get_running_loop()
     families: Families = []
@@ -127,9 +128,10 @@ def observed(
     routes = (*routes, *described.routes())
     gate = Gate(routes, overload_status, lines, tokens)
     lag = LoopLag(loop.call_later)
+    meters = [*gate.meters, *meters]
     families += [
-        *families_of(gate.meters),
-        *http_families(gate.meters),
+        *families_of(meters),
+        *http_families(meters),
         *process_families(service, __version__, lag, log_state.suppressed, log_state.dropped),
     ]
     lag.start()

@@ -14,6 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
 
+from lean_selector.core.errors import AllWorkersBusy, NoWorkers, UnknownModel, WaitedTooLong
+
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 # Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; parked
@@ -91,6 +93,18 @@ class RouteMeter:
         self.seconds += seconds
         if status != b"200":
             self.others[status] = self.others.get(status, 0) + 1
+
+    def refused(self, error: Exception) -> None:
+        """Counts why a request was given no worker, where that is told apart."""
+        if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
+            self.shed += 1
+        elif isinstance(error, UnknownModel):
+            self.unknown_models += 1
+        elif isinstance(error, NoWorkers) and not error.is_missing:
+            if error.other_tenants is None:
+                self.unknown_models += 1
+            else:
+                self.unknown_tenants += 1
 
     def requests(self) -> int:
         return self.fastest + sum(self.slower)

@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from lean_selector.core.errors import AllWorkersBusy, NoWorkers, SelectorError
+from lean_selector.core.errors import AllWorkersBusy, SelectorError
 from lean_selector.http.head import Request
-from lean_selector.http.response import status_of
+from lean_selector.http.response import Response, status_of
 from lean_selector.http.routes_by_path import Match, MethodNotAllowed, RouteTable
 from lean_selector.service.access import ADMIN, OPEN, READ, AccessTokens, Refusal, Role, refusal_of
 from lean_selector.service.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
@@ -185,17 +185,12 @@ class Gate:
         self, request: Request, meter: RouteMeter, error: Exception, endpoint: Endpoint
     ) -> bytes:
         """The answer to a request that a handler did not take."""
+        meter.refused(error)
         if isinstance(error, AllWorkersBusy):
-            meter.shed += 1
             status = self._overload_status
             return reply(request, status, OverloadBody.of(error.message, status), RETRY_AFTER)
         if isinstance(error, msgspec.ValidationError):
             error = shape_fault(request, error)
-        if isinstance(error, NoWorkers) and not error.is_missing:
-            if error.other_tenants is None:
-                meter.unknown_models += 1
-            else:
-                meter.unknown_tenants += 1
         if isinstance(error, SelectorError):
             lines = b"" if self._lines is None else self._lines(request, error, endpoint.fields())
             return error_reply(request, error.status, error.message, lines)
@@ -207,10 +202,13 @@ class Gate:
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
     """Counts an answer that is still to come, or that its client hangs up on."""
-    answer.observe(
-        lambda response: meter.add(perf_counter() - started, status_of(response)),
-        lambda: meter.add(perf_counter() - started, HUNG_UP),
-    )
+
+    def told(response: Response) -> None:
+        if answer.fault is not None:
+            meter.refused(answer.fault)
+        meter.add(perf_counter() - started, status_of(response))
+
+    answer.observe(told, lambda: meter.add(perf_counter() - started, HUNG_UP))
 
 
 # -- the kinds of routes --------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class SelectorLog:
 
     def _look_at_shedding(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
         for key, partition in partitions.items():
-            shed = partition.shed_selects + partition.shed_bookings
+            shed = sum(partition.shed.values())
             seen, since = self._shedding.get(key, (0, None))
             if seen > shed:  # a new partition of that name
                 seen, since = 0, None

@@ -97,13 +97,14 @@ class LaterReply(PendingReply):
     A caller in this process sets `take`, and is told the status and the body instead, or the error.
     """
 
-    __slots__ = ("is_packed", "take")
+    __slots__ = ("fault", "is_packed", "take")
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
         super().__init__(on_disconnect, is_being_made=is_being_made)
         self.is_packed = False  # the request accepts MessagePack
+        self.fault: Exception | None = None  # why there is no worker, for the meters
         self.take: Callable[[int, object], None] | None = None
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:

@@ -24,6 +24,7 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
     OUTLOOK,
+    SELECT_AND_RESERVE,
     Booked,
     CachedSelection,
     PartitionKey,
@@ -153,13 +154,15 @@ class SelectionService(WorkerHandlers):
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         clock: Callable[[], float] = time.monotonic,
         bare_dump: Callable[[], Answer] | None = None,
+        books_at: str = SELECT_AND_RESERVE,
     ) -> None:
         """`call_later` is needed only when waiting in the queue is limited. `bare_dump` is the dump
-        as 1.6 has it."""
+        as 1.6 has it. `books_at` is where `select_and_reserve` is asked, in metrics."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
         self._call_later = call_later
+        self._books_at = books_at
         self._default_terms: Terms = selector.terms
 
     def routes(self) -> tuple[Route, ...]:
@@ -246,6 +249,7 @@ class SelectionService(WorkerHandlers):
         if reservation_id is None:
             reservation_id = str(uuid.uuid4())
         request.books = True
+        request.asked_at = self._books_at
         request.reservation_id = reservation_id
         if self.selector.parks:
             return self._placed_or_parked(

@@ -20,6 +20,7 @@ from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     HINT,
     OUTLOOK,
+    SELECT_AND_RESERVE,
     Placement,
     RankOutlook,
     SelectionRequest,
@@ -122,6 +123,7 @@ class SelectionService16(SelectionService):
         request = self._request(partition, body)
         request.adds |= OUTLOOK | HINT
         request.books = True
+        request.asked_at = SELECT_AND_RESERVE
         request.reservation_id = selection_id
 
         def shape(placement: Placement) -> Selection16:

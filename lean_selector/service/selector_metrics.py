@@ -15,6 +15,7 @@ from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition, SchedulableWorker
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.selector import Selector
+from lean_selector.core.selection.shapes import GATEWAY, ROUTE, SELECT, SELECT_AND_RESERVE
 from lean_selector.core.sessions.shapes import SessionVerdict
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.service.exposition import (
@@ -30,12 +31,14 @@ from lean_selector.service.exposition import (
 from lean_selector.service.metrics import WORKERS, load_families, scope_labels
 from lean_selector.wire.selection_bodies import SourceStatus
 
+_ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY)
+SHED: Final = "429"
+
 MOST_WORKERS: Final = 1024  # have labels of their own while they are registered
 MOST_MODELS: Final = 256  # the first by name
 OTHER: Final = "other"  # all others together
 
-SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
-# What a status of these two routes says of the selection; any other is "refused".
+# What a status says of the selection; any other is "refused".
 OUTCOMES = {
     "200": "placed",
     "409": "conflict",
@@ -61,9 +64,9 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """`meters` are those of all routes; `overload_status` is what shed requests are answered."""
-    selections = {meter.route: meter for meter in meters if meter.method == "POST"}
-    issued = [selections[SELECT], selections[SELECT_AND_RESERVE]]
+    """`meters` are those of all routes, and of the gateway; `overload_status` is what shed requests
+    are answered."""
+    issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
     def partitions() -> list[Partition]:
         return list(established(selector.catalog, None, None))
@@ -77,8 +80,7 @@ def selection_families(
 
     def rejected() -> Iterator[Sample]:
         for partition in partitions():
-            yield scope_labels(partition, route=SELECT), partition.shed_selects
-            yield scope_labels(partition, route=SELECT_AND_RESERVE), partition.shed_bookings
+            yield from each(scope_labels(partition), "route", partition.shed)
 
     return [
         *table({
@@ -120,7 +122,9 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         counts = Counter[str](placed=0, shed=meter.shed)
         for status, count in meter.by_status().items():
             counts[OUTCOMES.get(status, "refused")] += count
-        counts[OUTCOMES.get(str(overload_status), "refused")] -= meter.shed
+        # POST /route answers what is shed with a status of its own.
+        status = SHED if meter.route == ROUTE else str(overload_status)
+        counts[OUTCOMES.get(status, "refused")] -= meter.shed
         counts["no_worker"] -= meter.unknown_models + meter.unknown_tenants
         counts["unknown_model"] = meter.unknown_models
         counts["unknown_tenant"] = meter.unknown_tenants
@@ -344,7 +348,7 @@ def model_outcomes(
     for partition in partitions:
         key = partition.model_name, partition.tenant_id
         refused = selector.refusals.known.get(key, 0)
-        shed = partition.shed_selects + partition.shed_bookings
+        shed = sum(partition.shed.values())
         counts[key] = partition.counts().selections, shed, refused
     for key, refused in selector.refusals.known.items():
         counts.setdefault(key, (0, 0, refused))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from lean_selector.core.errors import BadRequest
+from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.answers import UNMARKABLE
-from lean_selector.gateway.engine_answers import FRESH_S, Engines, UnknownModel
+from lean_selector.gateway.engine_answers import FRESH_S, Engines
 from lean_selector.gateway.model_request import MEDIA, NO_PROMPT, SEVERAL, UNKNOWN_FORM
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed

@@ -51,7 +51,7 @@ class BookedLease(WorkerLease):
         super().__init__(endpoint, 1, None, 0)
         self.told: list[str] = []
 
-    def _begun(self) -> None:
+    def _begun(self, ttft_s: float | None) -> None:
         self.told.append("begun")
 
     def _touched(self) -> None:

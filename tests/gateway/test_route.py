@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from lean_selector.core.errors import BadRequest
+from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.gateway.engine_answers import UnknownModel
+from lean_selector.core.selection.shapes import ROUTE, WorkerSpec
 from lean_selector.gateway.model_request import MEDIA
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
@@ -66,7 +65,7 @@ class GatewayHandler:
 
     def __init__(self, **settings: Any) -> None:
         loop = asyncio.get_running_loop()
-        self.service = selection_service(loop.call_later, **settings)
+        self.service = selection_service(loop.call_later, books_at=ROUTE, **settings)
         self.selector = self.service.selector
         self.prompts = Scripted()
         self.ended: set[str] = set()
@@ -244,6 +243,8 @@ async def test_what_is_shed_is_told_to_come_back_in_a_form_that_clients_of_opena
         "param": None,
         "code": None,
     }
+    (partition,) = door.selector.catalog.partitions.values()
+    assert partition.shed[ROUTE] == door.gate.meters[0].shed == 1
 
 
 @told
@@ -272,6 +273,7 @@ async def test_errors_say_whose_they_are_and_book_nothing() -> None:
     door.prompts.fault = UnknownModel("other")
     status, _, body = await door.ask()
     assert (status, error(body)["code"]) == (503, "model_not_found")
+    assert door.gate.meters[0].unknown_models == 1
     door.prompts.fault = RuntimeError("a bug")
     status, _, body = await door.ask()
     assert (status, error(body)["message"]) == (500, "internal error")

@@ -8,7 +8,7 @@ from typing import Any
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import Source
+from lean_selector.core.selection.shapes import SELECT_AND_RESERVE, Source
 from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
@@ -70,6 +70,7 @@ class Turns:
 def selection_service(
     call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
     dice: random.Random | None = None,
+    books_at: str = SELECT_AND_RESERVE,
     **settings: Any,
 ) -> SelectionService:
     """The selection service without engines; nothing is registered."""
@@ -82,6 +83,7 @@ def selection_service(
         state=ServiceState(),
         call_later=call_later,
         clock=lambda: NOW,
+        books_at=books_at,
     )
 
 

@@ -22,6 +22,8 @@ from lean_selector.core.rank_bits import RankKey, bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.router_settings import QueuePolicy
 from lean_selector.core.selection.shapes import (
+    SELECT,
+    SELECT_AND_RESERVE,
     Overlap,
     PinnedWorker,
     Placement,
@@ -299,7 +301,7 @@ class Partition:
         self.parked = ParkedQueue(self.workers, queue_policy)
         self.room = None if queue_threshold is None else Headroom(queue_threshold)
         self._gone = RankCounts()  # of ranks that are
-        self.shed_selects = self.shed_bookings = 0
+        self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # requests, by where they asked
         self.threshold = OFF
         self.everyone = self.candidates = self.busy = 0
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)

@@ -438,10 +438,8 @@ class Selector:
         try:
             return not_busy(partition, request, eligible(partition, request), now)
         except AllWorkersBusy:
-            if request.books:
-                partition.shed_bookings += 1
-            else:
-                partition.shed_selects += 1
+            shed = partition.shed
+            shed[request.asked_at] = shed.get(request.asked_at, 0) + 1
             raise
 
     def _place(
@@ -513,7 +511,15 @@ class Selector:
 
     # -- reservations --------------------------------------------------------------------------
 
-    def prefill_complete(self, reservation_id: str, now: float) -> None:
+    def prefill_complete(
+        self, reservation_id: str, now: float, ttft_s: float | None = None
+    ) -> None:
+        """Releases its prefill tokens. `ttft_s`, to the first token, is only added up."""
+        if ttft_s is not None:
+            partition = self.bookings.holders(reservation_id)[0]
+            counts = partition.slots.reservations[reservation_id].rank.counts
+            counts.ttft_s += ttft_s
+            counts.ttft_count += 1
         for partition in self.bookings.holders(reservation_id):
             partition.ledger.prefill_complete(reservation_id, now)
             self.admit_parked(partition, now)

@@ -9,6 +9,10 @@ from lean_selector.core.selection.router_settings import Terms
 
 PartitionKey = tuple[str, str]
 
+# What is asked for workers, as metrics name it: routes, and the gateway.
+SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
+ROUTE, GATEWAY = "/route/{path*}", "gateway"
+
 # The fields of a record that are maps from ranks.
 BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
 
@@ -129,6 +133,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
     session_id: str | None = None  # None also where it counts for nothing: off, pinned, a target
     favoured: int = 0  # the ranks, as a set, that cost `bonus_blocks` less
     bonus_blocks: float = 0.0
+    asked_at: str = SELECT  # or another of the above
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
