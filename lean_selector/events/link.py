@@ -41,12 +41,15 @@ Opening = Callable[["zmq.Socket[bytes]"], None]
 # meanwhile.
 RETRY_FIRST_S = 0.1
 RETRY_LIMIT_S = 5.0
-# libzmq's, to an address that refuses. 4 096 refused sources cost a fifth of a core.
+# libzmq's, to an address that refuses.
 RECONNECT_FIRST_MS: Final = 100
 RECONNECT_MAX_MS: Final = 450
 _RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; pyzmq has no name for it everywhere
 HANDSHAKE_S = 5.0
-CONNECT_MS: Final = 5_000  # of each of libzmq's
+# Each of libzmq's attempts, at an address that was seen not to answer. libzmq looks through the
+# timers of all sockets for the one that an attempt no longer needs: were each to have one, 4 096
+# refused sources would cost nearly twice as much.
+CONNECT_MS: Final = 5_000
 # Why an attempt still goes on is asked after 0.1 s, and then ever more rarely, by a connection of
 # our own. A name is looked up again each RETRY_LIMIT_S; where it has several addresses, libzmq
 # tries one, and we look whether something listens at the others.
@@ -54,6 +57,7 @@ LOOK_FIRST_S = 0.1
 LOOK_LIMIT_S = 60.0
 OTHERS_S = 0.3
 _PROBE_S = 1.0
+_SILENT: Final = "no answer"
 # A host that is gone is noticed within 20 s. No ZMTP heartbeats, whatever the reference does: a SUB
 # that sends them while its queue is full for longer than their time-out aborts the process when it
 # is read again (libzmq 4.3.5, issue 4767).
@@ -95,7 +99,6 @@ _OPTIONS: Final = {
     zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
     _RECONNECT_STOP: 0x2 | 0x4,  # where a handshake failed, and after a loss
     zmq.HANDSHAKE_IVL: 0,  # ours: libzmq does not say that it was that
-    zmq.CONNECT_TIMEOUT: CONNECT_MS,
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_S,
     zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_S,
@@ -104,8 +107,8 @@ _OPTIONS: Final = {
 _monitors = itertools.count()
 
 
-class _ListensElsewhere(OSError):
-    """Something listens at another address of the name."""
+class _TryAt(OSError):
+    """A new attempt is to be made now, at this address of the name."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -182,6 +185,7 @@ class Link:
         self._step = _Step.CONNECTING
         self._failure: str | None = None  # of the attempt
         self._is_refused_for_key = False
+        self._is_silent = False  # the address did not even refuse
         self._reasons: dict[str, str | None] = {}  # better ones, by what libzmq says
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
         self._descriptor: tuple[int, int] | None = None  # of the connection, and its inode
@@ -317,7 +321,7 @@ class Link:
             address = left.pop(0)
             try:
                 return await self._reach(address, is_name)
-            except _ListensElsewhere as found:
+            except _TryAt as found:
                 left = [found.address, *(each for each in left if each != found.address)]
             except OSError:
                 if not left:
@@ -340,7 +344,7 @@ class Link:
                 self._news = None
                 self._end_monitor()
             if self._step is _Step.READY:
-                self._server_key = key
+                self._server_key, self._is_silent = key, False
                 return
             self._drop()
             if self._is_refused_for_key:
@@ -366,7 +370,7 @@ class Link:
             for other in addresses:
                 is_up = other != address and await self._why_unreachable(other) is None
                 if is_up and self._step is _Step.CONNECTING:
-                    raise _ListensElsewhere(other)
+                    raise _TryAt(other)
             if loop.time() >= ask_at:
                 why = await self._why_unreachable(address)
                 if why is not None and self._step is _Step.CONNECTING:
@@ -375,6 +379,9 @@ class Link:
                     self.error = why
                     self.retries += 1
                     self._to(LinkState.RETRYING)
+                    if why == _SILENT and not self._is_silent:
+                        self._is_silent = True
+                        raise _TryAt(address)
                 pause_s = min(4 * pause_s, LOOK_LIMIT_S)
                 ask_at = loop.time() + pause_s
 
@@ -412,6 +419,7 @@ class Link:
             made = self._socket = self._links.socket(self._socket_type)
             for option, value in _OPTIONS.items():
                 made.setsockopt(option, value)
+            made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS if self._is_silent else 0)
             made.setsockopt(zmq.MAXMSGSIZE, _OVERSIZE * self._max_message_bytes)
             made.setsockopt(zmq.IPV6, address[0] == socket.AF_INET6)
             if self._curve is not None and key is not None:
@@ -566,7 +574,7 @@ async def why_unreachable(address: Address) -> str | None:
     try:
         await _ask(address, b"", 0)
     except TimeoutError:
-        return "no answer"
+        return _SILENT
     except OSError as error:
         return error_text(error)
     return None

@@ -459,6 +459,29 @@ def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
         assert 0.8 * about_s <= pause_s <= 1.2 * about_s
 
 
+@told
+async def test_only_at_an_address_that_does_not_answer_an_attempt_has_a_time_out() -> None:
+    """libzmq goes through the timers of all its sockets to take one away."""
+
+    def timeout_ms(heard: Heard) -> int:
+        assert heard.link._socket is not None
+        return int(heard.link._socket.getsockopt(zmq.CONNECT_TIMEOUT))
+
+    with socket.socket() as full, socket.socket() as first, socket.socket() as closed:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        first.connect(full.getsockname())  # its backlog: the next one is not answered
+        closed.bind(("127.0.0.1", 0))
+        async with (
+            Heard(f"tcp://127.0.0.1:{closed.getsockname()[1]}") as refused,
+            Heard(f"tcp://127.0.0.1:{full.getsockname()[1]}") as silent,
+        ):
+            await until(lambda: silent.link.error == "no answer")
+            await until(lambda: timeout_ms(silent) == module.CONNECT_MS)
+            assert timeout_ms(refused) == 0
+            assert refused.link.error == "Connection refused"
+
+
 def test_a_listener_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_S", 0.05)
 
