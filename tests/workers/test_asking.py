@@ -1,6 +1,5 @@
 """Engines are asked what they are, over real HTTP, until they say it and again afterwards."""
 
-import asyncio
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -134,9 +133,9 @@ async def test_a_port_where_nobody_listens_is_asked_again() -> None:
 
 @on_loop
 async def test_who_is_known_over_http_is_not_asked() -> None:
-    with FakeEngine() as engine:
-        async with asking(engine.url, State.BY_HTTP) as it:
-            await asyncio.sleep(0.05)
+    with FakeEngine() as engine, FakeEngine() as other:
+        async with asking(engine.url, State.BY_HTTP) as it, asking(other.url) as beside:
+            await until(lambda: len(beside.heard) > 3)
             assert not engine.asked
             it.known.state = State.ASKING
             await until(lambda: it.heard)

@@ -87,7 +87,9 @@ def test_an_engine_that_was_found_is_registered_when_it_says_what_it_is() -> Non
     driven = Driven()
     driven.find(A)
     assert (driven.asked, driven.endpoints()) == ([A], [])
+    assert by_state(driven.roster)[State.ASKING] == 1
     driven.hear(A)
+    assert {state: n for state, n in by_state(driven.roster).items() if n} == {State.REGISTERED: 1}
     worker = driven.catalog.workers[worker_id_of(A)]
     assert (worker.lifecycle, worker.spec.endpoint, worker.spec.block_size) == ("schedulable", A, 4)
     assert driven.sources.subscribed == {(worker_id_of(A), 0): Source("tcp://a:5557", None)}
@@ -187,6 +189,8 @@ def test_the_same_answer_changes_nothing_and_another_one_does() -> None:
     driven.hear(A, msgspec.structs.replace(ENGINE, total_kv_blocks=9))
     assert driven.registered == 2 * [worker_id_of(A)]
     assert driven.sources.changes == [("subscribe", worker_id_of(A), 0)]
+    driven.hear(A, msgspec.structs.replace(ENGINE, block_size=8))
+    assert driven.catalog.workers[worker_id_of(A)].spec.block_size == 8
 
 
 def test_an_engine_that_is_silent_changes_nothing() -> None:
@@ -196,15 +200,6 @@ def test_an_engine_that_is_silent_changes_nothing() -> None:
     driven.roster.failed(driven.known(A), "no answer")
     driven.later(1e6)
     assert (driven.endpoints(), driven.known(A).error) == ([A], "no answer")
-
-
-def test_an_engine_that_comes_back_with_other_blocks_is_registered_anew() -> None:
-    driven = Driven()
-    driven.find(A)
-    driven.hear(A)
-    driven.hear(A, msgspec.structs.replace(ENGINE, block_size=8))
-    worker = driven.catalog.workers[worker_id_of(A)]
-    assert worker.spec.block_size == 8
 
 
 def test_another_id_in_the_entry_is_another_worker() -> None:
@@ -282,17 +277,6 @@ def test_reservations_of_who_stays_stay_and_of_who_goes_go() -> None:
 # -- HTTP has the last word -----------------------------------------------------------------------
 
 
-def test_who_is_registered_over_http_is_left_alone() -> None:
-    driven = Driven()
-    driven.post(worker_id_of(A), endpoint="http://elsewhere:1")
-    driven.post(5, endpoint="http://B:8000/")
-    driven.find(entry(A), entry(B))
-    assert [driven.known(key).state for key in (A, B)] == [State.BY_HTTP, State.BY_HTTP]
-    driven.find()
-    driven.later(GRACE_S)
-    assert (driven.registered, len(driven.catalog.workers)) == ([], 2)
-
-
 def test_who_is_changed_over_http_is_taken_over() -> None:
     driven = Driven()
     driven.find(entry(A))
@@ -326,13 +310,6 @@ def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
     driven.later(GRACE_S)
     driven.find(entry(A))
     assert driven.endpoints() == [A]
-
-
-def test_states_are_counted() -> None:
-    driven = Driven()
-    driven.find(entry(A), B)
-    counts = by_state(driven.roster)
-    assert (counts[State.REGISTERED], counts[State.ASKING], sum(counts.values())) == (1, 1, 2)
 
 
 # -- whatever happens -----------------------------------------------------------------------------
