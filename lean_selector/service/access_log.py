@@ -41,29 +41,33 @@ def with_access_log(
 
     def logged(request: Request) -> bytes | PendingReply:
         started = clock()
-
-        def write(response: Response) -> None:
-            _write(table, request, status_of(response), response, clock() - started)
-
         answer = app(request)
+        seconds = clock() - started
+        fields = _said_in(table, request)
         if isinstance(answer, bytes):
-            write(answer)
-        else:
-            answer.observe(write, lambda: _write(table, request, HUNG_UP, b"", clock() - started))
+            _write(fields, status_of(answer), answer, seconds)
+            return answer
+
+        # Only the fields are kept until then: the body may be large.
+        def write(status: bytes, response: Response) -> None:
+            _write(fields, status, response, clock() - started)
+
+        answer.observe(
+            lambda response: write(status_of(response), response), lambda: write(HUNG_UP, b"")
+        )
         return answer
 
     return logged
 
 
-def _write(
-    table: RouteTable[str], request: Request, status: bytes, response: Response, seconds: float
-) -> None:
+def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
+    """The fields of a line that are known before the answer, each at its place."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
         "route": None,
-        "status": int(status),
-        "duration_us": round(seconds * 1e6),
+        "status": 0,
+        "duration_us": 0,
     }
     if isinstance(found, Match):
         fields["route"] = found.value
@@ -73,13 +77,20 @@ def _write(
     else:
         fields["path"] = request.path.decode("latin-1")[:MAX_TARGET_CHARACTERS]
     if request.method == b"POST":
-        # A generated reservation id is only in the answer; a refused request's only in the body.
-        head, _, answer = response.partition(b"\r\n\r\n")
-        for body in (request.body, answer):
-            fields.update(_ids(body))
-        fields.update(_told_in(head))
+        fields.update(_ids(request.body))
     if request.headers.traceparent is not None:
         fields["traceparent"] = request.headers.traceparent.decode("latin-1")[:MAX_ID_CHARACTERS]
+    return fields
+
+
+def _write(fields: dict[str, object], status: bytes, response: Response, seconds: float) -> None:
+    fields["status"] = int(status)
+    fields["duration_us"] = round(seconds * 1e6)
+    if fields["method"] == "POST":
+        # A generated reservation id is only in the answer; a refused request's only in the body.
+        head, _, answer = response.partition(b"\r\n\r\n")
+        fields.update(_ids(answer))
+        fields.update(_told_in(head))
     _log.info("request", extra=fields)
 
 

@@ -1,8 +1,10 @@
 """What the services log: start, lifecycle, shedding, expiry, and requests if they are asked to."""
 
 import contextlib
+import gc
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -16,8 +18,11 @@ from typing import Any
 import pytest
 
 from lean_selector.build_info import form
+from lean_selector.http.head import HeaderBlock, Request
+from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.service.logs import BURST
+from lean_selector.service.access_log import with_access_log
+from lean_selector.service.logs import ACCESS_LOG, BURST
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -410,3 +415,19 @@ def test_an_ejection_is_one_line_when_it_begins_and_one_when_it_ends() -> None:
     ]
     assert said[0]["reason"] == "3 requests in a row failed, the last: connection refused"
     assert said[0]["ranks"] == 1
+
+
+def test_the_body_of_a_request_that_waits_is_not_kept_for_its_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reply = PendingReply()
+    app = with_access_log(lambda request: reply, ())
+    body = b'{"selection_id":"s","pad":"%b"}' % (b"x" * 10_000)
+    headers = HeaderBlock(False, True, 0, None, None, None, False)
+    app(Request(b"POST", b"/select", None, body, headers))
+    assert not any(isinstance(holder, Request) for holder in gc.get_referrers(body))
+    with caplog.at_level(logging.INFO, ACCESS_LOG):
+        reply.resolve(encode_response(200, b'{"reservation_id":"r"}'))
+    (line,) = caplog.records
+    said = vars(line)
+    assert (said["status"], said["selection_id"], said["reservation_id"]) == (200, "s", "r")
