@@ -4,10 +4,12 @@ Owns what they share and what they may use together; what is said on one is `pro
 here waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27).
 """
 
+from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Final, Protocol
 
-from lean_selector.http.head import HeaderBlocks, HttpError, Limits
+from lean_selector.http.head import HeaderBlocks, HttpError, Limits, Request
 
 # Why handshakes fail: the labels of a metric.
 REASONS: Final = (
@@ -38,8 +40,12 @@ class TlsCounts:
 # of which KV events take two or three for each worker rank.
 MAX_CONNECTIONS: Final = 16_384
 
-# Requests that are not complete, or wait behind another of their connection: 32 bodies of 8 MiB,
-# or 2 500 of 100 KiB, a long prompt. One connection alone can hold 9 MiB.
+# What a turn of the loop may take for the input of all connections together, but for small
+# requests; what is begun then is a slice that `reader` bounds, and ends it a millisecond later.
+TURN_S: Final = 0.002
+
+# Requests that are not complete, or wait for a rank or behind another of their connection: 32
+# bodies of 8 MiB, or 2 500 of 100 KiB, a long prompt. One connection alone can hold 9 MiB.
 MAX_HELD_BYTES: Final = 256 * 1024 * 1024
 _ROOM_KEPT: Final = 7 / 8  # so that one look at all connections makes room for many requests
 
@@ -76,7 +82,7 @@ class Connection(Protocol):
     """What `Connections` asks of each."""
 
     @property
-    def held_bytes(self) -> int: ...  # of requests that the app has not got yet
+    def held_bytes(self) -> int: ...  # of requests that are not answered
     @property
     def since(self) -> float: ...  # when its present state began, as Connections.now had it
     def expire(self, now: float) -> None: ...
@@ -95,9 +101,16 @@ class Connections:
         max_connections: int = MAX_CONNECTIONS,
         max_held_bytes: int = MAX_HELD_BYTES,
         refusal: Callable[[HttpError], bytes] = plain_refusal,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         """`call_soon` is the loop's; `refusal` words the answer to an error of the HTTP level."""
         self.call_soon = call_soon
+        self.clock = clock
+        # Whether a request is refused whatever its body says, as for want of a token.
+        self.refuses: Callable[[Request], bool] | None = None
+        self.spent_s = 0.0  # on input, since the last turn of what was put off
+        self._later: deque[Callable[[], None]] = deque()
+        self._is_due = False  # a turn of those
         self.limits = limits or Limits()
         self.timeouts = timeouts or Timeouts()
         self.max_connections = max_connections
@@ -151,6 +164,28 @@ class Connections:
         self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)
+
+    def put_off(self, go_on: Callable[[], None]) -> None:
+        """Have `go_on` called in a later turn of the loop, behind what was put off before."""
+        self._later.append(go_on)
+        if not self._is_due:
+            self._is_due = True
+            self.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Go on with what was put off, until the time of a turn is spent."""
+        self.spent_s = 0.0
+        began, later = self.clock(), self._later
+        try:
+            for _ in range(len(later)):  # what these put off again is for the next turn
+                later.popleft()()
+                self.spent_s = self.clock() - began
+                if self.spent_s >= TURN_S:
+                    break
+        finally:
+            self._is_due = bool(later)
+            if later:
+                self.call_soon(self._turn)
 
     def make_room(self) -> None:
         """Turn away whoever has held the most for the longest, until less than the limit is held.

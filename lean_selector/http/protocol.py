@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
+from lean_selector.http.connections import TURN_S
 from lean_selector.http.connections import Connections as Connections
 from lean_selector.http.connections import Timeouts as Timeouts
-from lean_selector.http.head import HttpError, Request
+from lean_selector.http.head import HeaderBlock, HttpError, Request
 from lean_selector.http.reader import RequestReader
 from lean_selector.http.response import (
     PendingReply,
@@ -31,17 +32,20 @@ log = logging.getLogger(__name__)
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-# One pass answers at most this much before other connections get their turn. A 256 KiB read,
-# uvloop's largest, can hold 2 000 small requests, and 2 000 answers to /dump would not fit in
-# memory.
-_MAX_PASS_REQUESTS = 64
+# One pass answers what one `feed` returned, or this much, before other connections get their turn:
+# 2 000 answers to /dump would not fit in memory.
 _MAX_PASS_BYTES = 256 * 1024
 
-# Requests that wait behind a parked one; beyond this, reading stops, and then a hang-up goes
-# unnoticed until the parked one is answered. Clients that pipeline send a few, and few do.
-_MAX_QUEUED_REQUESTS = 64
-_MAX_QUEUED_BYTES = 1024 * 1024
-_REQUEST_BYTES = 512  # of a queued request beside its body
+# The beginning of a request, and perhaps all of it, is read at once, in whatever turn: what is read
+# of others is put off while the time of a turn is spent (`Connections.put_off`).
+_SMALL_READ_BYTES = 16 * 1024
+
+# What waits unread, for a later turn or behind a parked request; beyond this, reading stops, and
+# then a hang-up goes unnoticed until the parked one is answered. Clients that pipeline send a few
+# requests, and few do.
+_MAX_WAITING_BYTES = 64 * 1024
+_MAX_PARKED_BYTES = 1024 * 1024
+_REQUEST_BYTES = 512  # of a request beside its bytes
 
 # What a client may still send after its last answer, so that it gets to read that: a close with
 # unread input makes the kernel send RST, which destroys what the client has not read yet.
@@ -59,6 +63,10 @@ _ANSWERED_LAST: Final = 8
 _ENDED: Final = 16
 
 
+# In place of the headers of a parked request, whose values may be long.
+_HTTP10: Final = HeaderBlock(True, False, 0, None, None, None, False)
+_HTTP11: Final = HeaderBlock(False, True, 0, None, None, None, False)
+
 App = Callable[[Request], bytes | PendingReply]
 
 
@@ -72,6 +80,7 @@ class HttpProtocol(asyncio.Protocol):
         "_holds",
         "_linger_bytes",
         "_parked",
+        "_parked_bytes",
         "_parked_request",
         "_queue",
         "_reader",
@@ -89,18 +98,22 @@ class HttpProtocol(asyncio.Protocol):
         self._app = app
         self._connections = connections
         # Connection lifetime.
-        self._reader = RequestReader(connections.limits, connections.header_blocks)
+        self._reader = RequestReader(
+            connections.limits, connections.header_blocks, connections.refuses
+        )
         self._holds = 0  # 0: whatever is queued may be handled
         self._reading_paused = False
         self._got_eof = False
         self.since = connections.now  # when the present state began, for the time-outs
         self._unwritten_bytes = 0  # at the last sweep of a client that does not read
         self._linger_bytes = 0  # thrown away since the last answer
-        self.held_bytes = 0  # of requests that the app has not got; 0 where none waits
-        # Requests not handled yet, and the one whose answer is awaited.
+        self.held_bytes = 0  # of requests that are not answered; 0 where none waits
+        # Requests not handled yet, of one `feed` at most, and the one whose answer is awaited.
+        # While something is queued, or waits in the reader, something holds the connection.
         self._queue: deque[Request] = deque()
         self._parked: PendingReply | None = None
         self._parked_request: Request | None = None
+        self._parked_bytes = 0  # that it takes
 
     # Called by the transport.
 
@@ -115,23 +128,31 @@ class HttpProtocol(asyncio.Protocol):
             if self._linger_bytes > _MAX_LINGER_BYTES:
                 self.transport.abort()
             return
-        begins = not reader.is_unfinished
-        requests = reader.feed(data)
-        if begins or requests:
-            self.since = self._connections.now
-        if len(requests) == 1 and not holds and not self._queue:  # as nearly always
-            reply = self._answer(requests[0])
-            if reply is not None:
-                self.transport.write(reply)
-            if self._holds or reader.notice or self._got_eof:
-                self.settle()
-        else:
-            self._queue.extend(requests)
-            if not holds:
+        connections = self._connections
+        if holds:
+            reader.hold(data)
+        elif not reader.is_unfinished and len(data) <= _SMALL_READ_BYTES:  # as nearly always
+            self.since = connections.now
+            requests = reader.feed(data)
+            if len(requests) == 1 and not reader.waiting:
+                reply = self._answer(requests[0])
+                if reply is not None:
+                    self.transport.write(reply)
+                if self._holds or reader.notice or self._got_eof:
+                    self.settle()
+            else:
+                self._queue.extend(requests)
                 self._serve()
+        elif connections.spent_s >= TURN_S:
+            reader.hold(data)
+            self._schedule()
+        else:
+            began = connections.clock()
+            self._take(data)
+            connections.spent_s += connections.clock() - began
         if self._holds or reader.is_unfinished or self.held_bytes:
             self._update_reading()
-            self._connections.make_room()
+            connections.make_room()
 
     def eof_received(self) -> bool:
         """True keeps the transport open for writing. A client that half-closes gets its answers."""
@@ -140,7 +161,8 @@ class HttpProtocol(asyncio.Protocol):
         if parked is not None and not parked.is_being_made:
             self._hang_up()  # D11: nobody waits for this answer, as far as can be known
             self._holds |= _ENDED
-        return bool(self._queue) or self._parked is not None
+            return False
+        return self._has_more or parked is not None
 
     def pause_writing(self) -> None:
         self._holds |= _WRITE_PAUSED
@@ -151,9 +173,7 @@ class HttpProtocol(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._holds &= ~_WRITE_PAUSED
         self.since = self._connections.now
-        if not self._holds:
-            self._serve()
-        self._update_reading()
+        self._proceed()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.forget(self)
@@ -208,7 +228,7 @@ class HttpProtocol(asyncio.Protocol):
         elif self._got_eof and self._parked is not None and not self._parked.is_being_made:
             self._hang_up()
             self._end(lingers=False)
-        elif self._queue or self._parked is not None:
+        elif self._has_more or self._parked is not None:
             return
         elif reader.error is not None:
             self._refuse(reader.error)
@@ -220,6 +240,20 @@ class HttpProtocol(asyncio.Protocol):
 
     # Inside.
 
+    @property
+    def _has_more(self) -> bool:
+        """Whether requests, or bytes not looked at, wait behind the last one that was handled."""
+        return bool(self._queue) or bool(self._reader.waiting)
+
+    def _take(self, data: bytes) -> None:
+        """Read a slice of `data` and what waited before it, and answer what it completes."""
+        begins = not self._reader.is_unfinished
+        requests = self._reader.feed(data)
+        if begins or requests:
+            self.since = self._connections.now
+        self._queue.extend(requests)
+        self._serve()
+
     def _serve(self) -> None:
         """Answer what is queued, until it is empty or something holds it; write once."""
         queue = self._queue
@@ -230,13 +264,13 @@ class HttpProtocol(asyncio.Protocol):
             if reply is None:
                 break
             replies.append(reply)
-            if queue:
-                reply_bytes += len(reply)
-                if len(replies) >= _MAX_PASS_REQUESTS or reply_bytes >= _MAX_PASS_BYTES:
-                    self._schedule()
-                    break
+            reply_bytes += len(reply)
+            if reply_bytes >= _MAX_PASS_BYTES:
+                break
         if replies:
             self.transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+        if not self._holds and self._has_more:
+            self._schedule()
         if self._holds or self._reader.notice or self._got_eof:
             self.settle()
 
@@ -277,14 +311,18 @@ class HttpProtocol(asyncio.Protocol):
 
     def _is_last(self, request: Request) -> bool:
         """Whether the connection ends with the answer to this request."""
-        is_last = self._connections.is_draining and not (self._queue or self._reader.is_unfinished)
+        is_last = self._connections.is_draining and not (
+            self._has_more or self._reader.is_unfinished
+        )
         return is_last or not request.keep_alive
 
     def _park(self, reply: PendingReply, request: Request) -> None:
         # What is still needed of the request; the app has taken what it needs of the body.
-        parked = Request(request.method, request.path, request.query, b"", request.headers)
+        headers = _HTTP10 if request.headers.is_http10 else _HTTP11
+        parked = Request(request.method, b"", None, b"", headers)
         parked.keep_alive = request.keep_alive
         self._parked, self._parked_request = reply, parked
+        self._parked_bytes = reply.held_bytes
         self._holds |= _PARKED
         reply.park(self._finish_parked)
         self._update_reading()
@@ -300,11 +338,12 @@ class HttpProtocol(asyncio.Protocol):
 
     def _unpark(self) -> None:
         self._parked = self._parked_request = None
+        self._parked_bytes = 0
         self._holds &= ~_PARKED
         self.since = self._connections.now
 
     def _after_parked(self) -> None:
-        if self._queue:
+        if self._has_more:
             self._schedule()
         self.settle()
         self._update_reading()
@@ -312,9 +351,11 @@ class HttpProtocol(asyncio.Protocol):
     def _hang_up(self) -> None:
         """Drop what is parked or queued: the client will not read it."""
         self._queue.clear()
+        self._reader.drop()
         parked = self._parked
         if parked is not None:
             self._parked = self._parked_request = None
+            self._parked_bytes = 0
             try:
                 parked.hang_up()
             except Exception:
@@ -323,26 +364,31 @@ class HttpProtocol(asyncio.Protocol):
     def _schedule(self) -> None:
         """Go on in a later turn of the loop: others first, and never inside the app's own call."""
         self._holds |= _SCHEDULED
-        self._connections.call_soon(self._go_on)
+        self._connections.put_off(self._go_on)
         self._update_reading()
 
     def _go_on(self) -> None:
         self._holds &= ~_SCHEDULED
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Something that held the connection does so no more."""
         if not self._holds:
-            self._serve()
+            if self._reader.waiting and not self._queue:
+                self._take(b"")
+            else:
+                self._serve()
         self._update_reading()
 
     def _update_reading(self) -> None:
         """Read unless the client does not take its answers, or too much of its input waits."""
-        holds = self._holds
-        queue = self._queue
-        queued_bytes = sum(len(request.body) for request in queue)
+        holds, reader = self._holds, self._reader
+        queued_bytes = sum(map(_size_of, self._queue))
+        most = _MAX_PARKED_BYTES if holds & _PARKED else _MAX_WAITING_BYTES
         pause = not holds & _ENDED and bool(
-            holds & _WRITE_PAUSED
-            or len(queue) > _MAX_QUEUED_REQUESTS
-            or queued_bytes > _MAX_QUEUED_BYTES
+            holds & _WRITE_PAUSED or queued_bytes + len(reader.waiting) > most
         )
-        held = self._reader.held_bytes + queued_bytes + len(queue) * _REQUEST_BYTES
+        held = reader.held_bytes + queued_bytes + self._parked_bytes
         self._connections.held_bytes += held - self.held_bytes
         self.held_bytes = held
         if pause != self._reading_paused and not self.transport.is_closing():
@@ -381,6 +427,13 @@ class HttpProtocol(asyncio.Protocol):
         self._reader.drop()
         self._connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
+
+
+def _size_of(request: Request) -> int:
+    """What a request takes in memory."""
+    query = 0 if request.query is None else len(request.query)
+    head = len(request.path) + query + len(request.section)
+    return _REQUEST_BYTES + head + len(request.body)
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:

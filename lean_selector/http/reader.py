@@ -17,6 +17,7 @@ header lines, a request line without exactly two spaces, no host or two of them.
 """
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 from lean_selector.http.body import ChunkedBody, SizedBody
@@ -56,6 +57,9 @@ _MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
 _MAX_REMEMBERED_BLOCK_BYTES = 2048
 _MOST_LENGTHS = 64  # remembered of sections that differ in nothing else
 
+# Cut out in one go; a header section that was not seen before takes some 20 us.
+MOST_REQUESTS: Final = 64
+
 
 class RequestReader:
     """Cuts the bytes of one connection into requests.
@@ -63,6 +67,8 @@ class RequestReader:
     After each `feed` the caller must answer the requests it returned, in order, and then look at:
     `error`, an answer to give before closing; `wants_continue`, a client that holds its body back
     until it reads `100 Continue` (the caller resets it). `notice` is true when either is set.
+    A `feed` does bounded work. What it leaves `waiting` comes before any further bytes, and is read
+    by a `feed` of nothing.
     Once a request has keep_alive false, or `error` is set, further bytes are ignored;
     `has_unread_input` then tells whether the client may still be sending.
     """
@@ -76,19 +82,29 @@ class RequestReader:
         "_limits",
         "_max_body_bytes",
         "_max_head_bytes",
+        "_refuses",
         "_request",
         "error",
         "has_unread_input",
         "is_finished",
         "is_unfinished",
         "notice",
+        "waiting",
         "wants_continue",
     )
 
-    def __init__(self, limits: Limits, blocks: HeaderBlocks | None = None) -> None:
-        """`blocks` remembers judged header sections; connections should share one."""
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: HeaderBlocks | None = None,
+        refuses: Callable[[Request], bool] | None = None,
+    ) -> None:
+        """`blocks` remembers judged header sections; connections should share one. `refuses`: of
+        a request whose body is still to come, whether it is refused whatever that says, so that it
+        is not read."""
         # Connection lifetime.
         self._limits = limits
+        self._refuses = refuses
         self._max_head_bytes = limits.max_head_bytes
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
@@ -97,6 +113,7 @@ class RequestReader:
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
         self.has_unread_input = False
+        self.waiting = bytearray()  # received, and not looked at
         # The request that is not complete: its head so far, or itself and its body so far.
         self.is_unfinished = False
         self._head = bytearray()
@@ -113,17 +130,28 @@ class RequestReader:
 
     @property
     def held_bytes(self) -> int:
-        """How much memory the unfinished request takes; of a body too large nothing is kept."""
-        return len(self._head) if self._body is None else len(self._body.content)
+        """How much memory the unfinished request takes, and what waits; of a body too large nothing
+        is kept."""
+        kept = len(self._head) if self._body is None else len(self._body.content)
+        return kept + len(self.waiting)
 
     def drop(self) -> None:
         """Keep nothing of an unfinished request, and read nothing more."""
-        self._forget_unfinished()
-        self.is_finished = True
+        self._finish()
+
+    def hold(self, data: bytes) -> None:
+        """Take bytes that are to be read later."""
+        if self.is_finished:
+            self.has_unread_input = True
+        else:
+            self.waiting += data
 
     def feed(self, data: bytes) -> list[Request]:
         """The requests that `data` completes, in order; never raises."""
         requests: list[Request] = []
+        if self.waiting:
+            data = bytes(self.waiting) + data
+            self.waiting.clear()
         if self.is_unfinished:
             if self._body is not None:
                 at = self._continue_body(data, 0, requests)
@@ -146,6 +174,9 @@ class RequestReader:
         while at < size:
             if self.is_finished:
                 self.has_unread_input = True
+                return
+            if len(requests) >= MOST_REQUESTS:
+                self.waiting += memoryview(data)[at:]
                 return
             line = _REQUEST_LINE.match(data, at)
             if line is None:
@@ -281,6 +312,8 @@ class RequestReader:
             # Asking for the body, or waiting for its end, would only delay the answer that is
             # known.
             return self._cut_short(request, data, requests)
+        if self._refuses is not None and self._refuses(request):
+            return self._cut_short(request, data, requests)
         self._request = request
         self._body = ChunkedBody(limits) if length == CHUNKED else SizedBody(length, limits)
         self.is_unfinished = True
@@ -302,21 +335,29 @@ class RequestReader:
             self.is_finished = not request.keep_alive
         elif body.wire_bytes > self._limits.max_discard_bytes:
             return self._cut_short(request, data, requests)
+        elif at < len(data):  # as many chunks as one go may take
+            self.waiting += memoryview(data)[at:]
+            return len(data)
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Deliver a request whose body is too large without reading the rest of it."""
+        """Deliver a request whose answer is known without reading the rest of its body."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)
-        self._forget_unfinished()
-        self.is_finished = self.has_unread_input = True
+        self._finish()
+        self.has_unread_input = True
         return len(data)
 
     def _fail(self, error: HttpError) -> None:
-        self._forget_unfinished()
+        self._finish()
         self.error = error
-        self.notice = self.is_finished = self.has_unread_input = True
+        self.notice = self.has_unread_input = True
+
+    def _finish(self) -> None:
+        self._forget_unfinished()
+        self.waiting.clear()
+        self.is_finished = True
 
     def _forget_unfinished(self) -> None:
         self._request = self._body = None

@@ -137,7 +137,7 @@ class PendingReply:
     hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
     """
 
-    __slots__ = ("_observers", "_send", "is_being_made", "on_disconnect", "response")
+    __slots__ = ("_observers", "_send", "held_bytes", "is_being_made", "on_disconnect", "response")
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
@@ -146,6 +146,7 @@ class PendingReply:
         self.on_disconnect = on_disconnect
         self.is_being_made = is_being_made
         self.response: Response | None = None
+        self.held_bytes = 0  # that the app keeps of the request meanwhile, if it is much
         self._observers: list[tuple[Callable[[Response], None], Callable[[], None]]] = []
         self._send: Callable[[Response], None] | None = None
 

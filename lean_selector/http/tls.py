@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from lean_selector.http.connections import Connections
+from lean_selector.http.connections import TURN_S, Connections
 from lean_selector.http.response import encode_response
 
 _CLIENT_CERTIFICATE: Final = frozenset(
@@ -70,6 +70,7 @@ _MAX_LINGER_BYTES: Final = 1024 * 1024
 _RECORD_BYTES: Final = 16 * 1024  # the plain text of one, at most
 # OpenSSL's buffers do not shrink: what passes at a time is what a connection keeps for good.
 _FED_BYTES: Final = 32 * 1024
+_SMALL_READ_BYTES: Final = 4 * 1024  # 180 records of a byte
 
 _HANDSHAKE: Final = 0x16  # the first byte of who speaks TLS
 _PLAIN: Final = encode_response(
@@ -134,6 +135,8 @@ class TlsConnection(asyncio.Protocol):
         "_incoming",
         "_inside",
         "_is_deaf",
+        "_is_paused",
+        "_is_put_off",
         "_is_told",
         "_keeps_open",
         "_linger_bytes",
@@ -154,11 +157,13 @@ class TlsConnection(asyncio.Protocol):
         self._tls: Final = door.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._inside: asyncio.Protocol | None = None  # once the handshake is over
         self._has_said = False  # a byte, or more
-        self._early = bytearray()  # what waits for its turn in the handshake
+        self._early = bytearray()  # what waits for its turn
         self._is_told = False  # of its failed handshake, or dropped: counted, if it counts
         self._is_deaf = False  # nothing that still comes is decrypted
         self._got_eof = False
         self._keeps_open = False  # after that
+        self._is_put_off = False  # a turn is coming that decrypts what waits
+        self._is_paused = False  # the protocol inside wants nothing more
         self._writing_paused = False
         self._linger_bytes = 0
         self.held_bytes = 0  # received in the handshake, while that lasts
@@ -178,16 +183,13 @@ class TlsConnection(asyncio.Protocol):
             self._greet(data)
         elif self._got_eof:
             pass  # RFC 8446, 6.1: behind a farewell is nothing
-        elif len(data) <= _FED_BYTES:
+        elif self._is_put_off:
+            self._early += data
+        elif len(data) <= _SMALL_READ_BYTES:  # in whatever turn, as in `protocol`
             self._incoming.write(data)
             self._read(inside)
         else:
-            view = memoryview(data)
-            for at in range(0, len(data), _FED_BYTES):
-                if self._is_deaf or self._got_eof or self._raw.is_closing():
-                    break
-                self._incoming.write(view[at : at + _FED_BYTES])
-                self._read(inside)
+            self._decrypt(inside, data)
 
     def eof_received(self) -> bool:
         """Also of a client that ends without saying so in TLS: requests say how long they are."""
@@ -324,6 +326,42 @@ class TlsConnection(asyncio.Protocol):
 
     # What is received.
 
+    def _decrypt(self, inside: asyncio.Protocol, data: bytes) -> None:
+        """As much of it as a turn may take; records of a byte cost a hundred times as much as those
+        of 16 KiB."""
+        connections = self._door.connections
+        before, began = connections.spent_s, connections.clock()
+        view = memoryview(data)
+        for at in range(0, len(data), _FED_BYTES):
+            if self._is_deaf or self._got_eof or self._raw.is_closing():
+                break
+            if connections.spent_s >= TURN_S:
+                self._early += view[at:]
+                self._put_off()
+                break
+            self._incoming.write(view[at : at + _FED_BYTES])
+            self._read(inside)
+            connections.spent_s = before + connections.clock() - began
+
+    def _put_off(self) -> None:
+        """Decrypt what waits in a later turn, and read nothing until then."""
+        if not self._is_put_off:
+            self._is_put_off = True
+            self._raw.pause_reading()
+            self._door.connections.put_off(self._proceed)
+
+    def _proceed(self) -> None:
+        data, self._early = bytes(self._early), bytearray()
+        inside, self._is_put_off = self._inside, False
+        if inside is None or self._raw.is_closing():
+            return
+        if self._is_deaf:
+            self._hear_on(data)
+        else:
+            self._decrypt(inside, data)
+        if not self._is_put_off and not self._is_paused and not self._raw.is_closing():
+            self._raw.resume_reading()
+
     def _read(self, inside: asyncio.Protocol) -> None:
         """Hand on whatever can be decrypted, in one piece."""
         tls, incoming = self._tls, self._incoming
@@ -416,10 +454,14 @@ class TlsConnection(asyncio.Protocol):
         return self._raw.is_closing()
 
     def pause_reading(self) -> None:
-        self._raw.pause_reading()
+        self._is_paused = True
+        if not self._is_put_off:
+            self._raw.pause_reading()
 
     def resume_reading(self) -> None:
-        self._raw.resume_reading()
+        self._is_paused = False
+        if not self._is_put_off:
+            self._raw.resume_reading()
 
     def get_write_buffer_size(self) -> int:
         return self._raw.get_write_buffer_size()

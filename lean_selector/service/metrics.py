@@ -113,7 +113,7 @@ def connection_families(connections: Connections) -> Families:
         "http_accept_failures_total": (lambda: connections.accept_failures,
             "Times that no connection could be accepted: no descriptor or no memory was left."),
         "http_held_bytes": (lambda: connections.held_bytes,
-            "Bytes of requests that are being received, or wait behind another one."),
+            "Bytes of requests that are being received, or wait for a rank or behind another one."),
         "http_held_refused_total": (lambda: connections.bodies_refused,
             "Connections closed with 503 because all together held too many bytes."),
         "tls_handshakes_total": (lambda: tls.completed if tls.is_on else [],

@@ -170,7 +170,8 @@ def test_requests_behind_a_parked_one_wait_their_turn(client: Client) -> None:
     client.parked[0].resolve(ok(b"/park"))
     assert client.transport.take() == ok(b"/park")
     assert len(client.handled) == 2, "not handled inside resolve"
-    assert client.run_soon() == ok(b"/a") + ok(b"/b")
+    assert client.run_soon() == ok(b"/a")
+    assert client.run_soon() == ok(b"/b")
 
 
 def test_one_parked_request_after_another(client: Client) -> None:
@@ -184,12 +185,19 @@ def test_one_parked_request_after_another(client: Client) -> None:
 
 def test_many_requests_in_one_read_are_answered_over_several_turns(client: Client) -> None:
     first = client.send(GET * 150)
-    assert not client.is_read(), "no more is taken in before these are answered"
     assert first.count(b"HTTP/1.1 200") == 64
     assert client.run_soon().count(b"HTTP/1.1 200") == 64
     assert client.run_soon().count(b"HTTP/1.1 200") == 22
-    assert client.is_read()
     assert not client.soon
+
+
+def test_no_more_is_taken_in_while_much_waits_to_be_answered(client: Client) -> None:
+    client.send(GET * 3000)
+    assert not client.is_read()
+    while client.soon:
+        client.run_soon()
+    assert client.is_read()
+    assert len(client.handled) == 3000
 
 
 def test_large_answers_end_a_pass_early(client: Client) -> None:
@@ -528,26 +536,101 @@ def test_writing_that_pauses_and_resumes_while_parked(client: Client) -> None:
     assert client.transport.take() == ok(b"/park")
 
 
-@pytest.mark.parametrize(
-    ("data", "pieces"),
-    [
-        pytest.param(GET, 65, id="by number"),
-        pytest.param(post(b"x" * 400_000), 3, id="by size"),
-    ],
-)
-def test_what_waits_behind_a_parked_request_is_bounded(
-    client: Client, data: bytes, pieces: int
-) -> None:
+def test_what_waits_behind_a_parked_request_is_bounded(client: Client) -> None:
     client.send(PARK)
-    for _ in range(pieces):
+    for _ in range(3):
         assert client.is_read()
-        client.send(data)
+        client.send(post(b"x" * 400_000))
     assert not client.is_read()
     client.parked[0].resolve(ok(b"/park"))
     while client.soon:
         client.run_soon()
-    assert len(client.handled) == 1 + pieces
+    assert len(client.handled) == 4
     assert client.is_read()
+
+
+# What a turn of the loop takes for the input of all connections together.
+
+CHUNKED = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Ticking:
+    """A clock that goes on by a millisecond at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def test_chunks_of_a_byte_are_read_over_several_turns(client: Client) -> None:
+    client.send(CHUNKED + b"1\r\nx\r\n" * 3000)
+    turns = 0
+    while client.soon:
+        assert client.handled == []
+        client.run_soon()
+        turns += 1
+    assert turns == 3000 // 512
+    assert client.send(b"0\r\n\r\n" + GET) == ok(b"/a") * 2
+    assert len(client.handled[0].body) == 3000
+
+
+def test_all_connections_together_have_the_time_of_one_turn() -> None:
+    soon: list[Callable[[], None]] = []
+    connections = Connections(soon.append, clock=Ticking())
+    clients = [Client(connections=connections) for _ in range(8)]
+    for each in clients:
+        each.send(CHUNKED)
+        each.send(b"1\r\nx\r\n" * 600 + b"0\r\n\r\n")
+    assert len(soon) == 1
+    turns = 0
+    while soon:
+        soon.pop()()
+        turns += 1
+        assert sum(len(each.handled) for each in clients) <= 2 * turns
+        assert len(soon) <= 1
+    assert [len(each.handled) for each in clients] == [1] * 8
+
+
+def test_a_small_request_does_not_wait_for_what_was_put_off() -> None:
+    soon: list[Callable[[], None]] = []
+    connections = Connections(soon.append, clock=Ticking())
+    busy = [Client(connections=connections) for _ in range(8)]
+    for each in busy:
+        each.send(CHUNKED)
+        each.send(b"1\r\nx\r\n" * 6000)
+    assert connections.spent_s >= 0.002
+    assert Client(connections=connections).send(GET) == ok(b"/a")
+
+
+def test_what_is_put_off_goes_with_its_connection() -> None:
+    soon: list[Callable[[], None]] = []
+    connections = Connections(soon.append)
+    client = Client(connections=connections)
+    client.send(CHUNKED + b"1\r\nx\r\n" * 6000)
+    assert connections.held_bytes > 30_000
+    client.protocol.connection_lost(None)
+    soon.pop()()
+    assert connections.held_bytes == 0
+    assert client.handled == []
+    assert not soon
+
+
+@pytest.mark.parametrize("line", [b"transfer-encoding: chunked", b"content-length: 1000000"])
+def test_what_is_refused_at_its_head_is_answered_before_its_body(line: bytes) -> None:
+    connections = Connections(lambda callback: None)
+    connections.refuses = lambda request: request.path == b"/a"
+    client = Client(connections=connections)
+    assert client.send(b"POST /a HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n1\r\nx" % line) == closing(
+        ok(b"/a")
+    )
+    assert client.state == "half closed"
+    assert client.send(b"x" * MIB) == b""
+    assert connections.held_bytes == 0
+    asks = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n%b\r\n\r\n" % line
+    assert Client(connections=connections).send(asks) == closing(ok(b"/a"))
 
 
 # Time-outs. The sweep brings the time.
@@ -758,8 +841,9 @@ def test_what_is_held_is_counted_and_given_back(client: Client) -> None:
     assert connections.held_bytes == 990
     client.send(body[-10:])
     assert connections.held_bytes == 0
-    client.send(PARK + body + body)
-    assert connections.held_bytes > 2000
+    head = b"GET /?%b HTTP/1.1\r\nhost: x\r\ny: %b\r\n\r\n" % (b"q" * 30_000, b"z" * 30_000)
+    client.send(PARK + body + body + head)
+    assert connections.held_bytes > 62_000
     client.parked[0].resolve(ok(b"/park"))
     client.run_soon()
     assert connections.held_bytes == 0

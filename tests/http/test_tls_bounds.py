@@ -23,7 +23,10 @@ class Loop:
 
     def __init__(self) -> None:
         self.turns: list[Callable[[], None]] = []
-        self.connections = Connections(self.turns.append, Limits(max_body_bytes=8 * KIB * KIB))
+        self.now = self.tick = 0.0
+        self.connections = Connections(
+            self.turns.append, Limits(max_body_bytes=8 * KIB * KIB), clock=self.clock
+        )
         self.parked: list[PendingReply] = []
         self.door = TlsDoor(
             OURS.server(), self.connections, lambda: HttpProtocol(self.app, self.connections)
@@ -35,6 +38,10 @@ class Loop:
             self.parked.append(reply)
             return reply
         return encode_response(200, b"%d bytes" % len(request.body))
+
+    def clock(self) -> float:
+        self.now += self.tick
+        return self.now
 
     def turn(self) -> None:
         """What is due now."""
@@ -187,3 +194,20 @@ def test_a_handshake_that_goes_on_and_on_is_refused() -> None:
         loop.turn()
     assert loop.connections.tls.failures["other"] == 1
     assert loop.connections.held_bytes == 0
+
+
+def test_records_of_a_byte_are_decrypted_over_several_turns() -> None:
+    loop = Loop()
+    client = loop.client().connected()
+    loop.tick = 0.001  # at each look at the clock
+    records = client.sealed(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n")
+    records += client.sealed(b"x" * 9000, record_bytes=1)
+    client.send(records, piece_bytes=256 * KIB)
+    turns = 0
+    while not client.is_read:
+        assert len(loop.turns) == 1
+        loop.turn()
+        turns += 1
+    assert turns >= 3
+    assert client.received().endswith(b"9000 bytes")
+    assert client.is_read
