@@ -23,11 +23,12 @@ from lean_selector.gateway.headers import (
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.service.access import READ, WRITE, AccessTokens, refusal_of
+from lean_selector.service.access import READ, WRITE, AccessTokens, Role, refusal_of
 from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.tasks import watched
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
@@ -216,16 +217,21 @@ class GatewayHandler:
         self._rotation.close()
 
 
-def guarded(handle: App, tokens: AccessTokens, counts: Counts) -> App:
+def _role_for(request: Request) -> Role:
+    return READ if request.path == b"/v1/models" and request.method == b"GET" else WRITE
+
+
+def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
     """The app where tokens are required: no request gets to a worker without one.
 
     Listing models needs `read`, everything else `write`, for it makes a worker work. The token is
-    for us, so no worker is sent it. Refusals have OpenAI's shape.
+    for us, so no worker is sent it. Refusals have OpenAI's shape. `connections` are those that it
+    is served on.
     """
+    connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 
     def app(request: Request) -> bytes | PendingReply:
-        role = tokens.role_of(request.credential)
-        needed = READ if request.path == b"/v1/models" and request.method == b"GET" else WRITE
+        role, needed = tokens.role_of(request.credential), _role_for(request)
         if role < needed:
             refused = refusal_of(request.credential, role, needed)
             counts.answers[refused.status] += 1

@@ -83,7 +83,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         config.selector.listen,
         "lean-selector",
     )
-    app = handler if tokens is None else guarded(handler, tokens, counts)
+    app = handler if tokens is None else guarded(handler, tokens, counts, front)
     server = HttpServer(app, front, config.listen, "gateway", StreamingProtocol)
     if tokens is not None:
         server.watch(tokens.look)

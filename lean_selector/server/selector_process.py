@@ -430,4 +430,5 @@ def selector_app(
         lines=refusal_lines,
         tokens=tokens,
         meters=meters,
+        connections=connections,
     )

@@ -98,6 +98,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
             document="slot_tracker",
             access_log=config.listen.access_log,
             tokens=tokens,
+            connections=connections,
         ),
         connections,
         config.listen,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from lean_selector import __version__
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import JSON, encode_response
@@ -117,16 +118,20 @@ def observed(
     lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
+    connections: Connections,
 ) -> App:
     """The application for `routes` on the running loop; `families_of` gets the meters of all of
     them, and `meters`. `service` is its name in the metrics, `document` that of its description in
-    `openapi.document`; `lines` are the gate's; `tokens` are those that are required, if any."""
+    `openapi.document`; `lines` are the gate's; `tokens` are those that are required, if any;
+    `connections` are those that it is served on."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))
     described = OpenApiRoutes(document, routes, asks_tokens=tokens is not None)
     routes = (*routes, *described.routes())
     gate = Gate(routes, overload_status, lines, tokens)
+    if tokens is not None:
+        connections.refuses = gate.refuses
     lag = LoopLag(loop.call_later)
     meters = [*gate.meters, *meters]
     families += [

@@ -150,6 +150,14 @@ class Gate:
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
 
+    def refuses(self, request: Request) -> bool:
+        """Whether its token has not the role of its route: its body need not be read."""
+        if self._tokens is None:
+            return False
+        found = self._table.match(request.method, request.path)
+        needed = found.value[2] if isinstance(found, Match) else int(READ)
+        return self._tokens.role_of(request.credential) < needed
+
     def _abridged(self, whole: Run, brief: Run, tokens: AccessTokens) -> Run:
         def answer(request: Request, param: bytes | None) -> Answer:
             knows = tokens.role_of(request.credential) >= READ

@@ -224,6 +224,21 @@ def test_without_tokens_whoever_connects_may_do_everything() -> None:
         assert answer["endpoint"] == "http://elsewhere:8000"
 
 
+@pytest.mark.parametrize(("token", "status"), [(None, 401), ("none", 401), ("read", 403)])
+def test_a_body_that_is_still_to_come_is_not_waited_for(
+    service: tuple[RunningService, Path], client: Client, token: str | None, status: int
+) -> None:
+    admin = [each[1] for each in operations(client) if each[0] == "POST" and each[2] == "admin"]
+    with closing(http.client.HTTPConnection("127.0.0.1", service[0].port)) as connection:
+        connection.putrequest("POST", admin[0])
+        connection.putheader("content-length", "1000000")
+        if token is not None:
+            connection.putheader("authorization", f"Bearer {TOKENS.get(token, token)}")
+        connection.endheaders(b"{")
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (status, "close")
+
+
 def test_head_asks_for_what_get_asks_for(client: Client) -> None:
     assert client.ask("HEAD", "/health")[0] == 200
     status, challenge, text = client.ask("HEAD", "/workers")
