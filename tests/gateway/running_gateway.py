@@ -4,7 +4,6 @@ import http.client
 import json
 import sys
 from contextlib import closing
-from types import TracebackType
 from typing import Any, Self
 
 from loadtest.child_service import ChildService, plain_environment
@@ -66,12 +65,7 @@ class RunningGateway:
         ]
         return len(workers) >= self._knows and len(live) == len(sources)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.child.stop(15, DEADLINE_S)
 
     def log(self) -> str:

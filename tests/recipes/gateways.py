@@ -11,7 +11,6 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from loadtest.child_service import free_port
@@ -105,12 +104,7 @@ class Gateway:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _authorization(self) -> str:

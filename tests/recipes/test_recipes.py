@@ -16,9 +16,11 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from lean_selector.gateway.access_logs import LogEnds
 from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
 from tests.support.hard_day import Absence, hard_day, judge
 from tests.support.openai_worker import MODEL, OpenAiWorker
@@ -449,6 +451,35 @@ def test_nginx_with_lua_tells_when_the_first_byte_comes(tmp_path: Path) -> None:
             wait_until(lambda: prefill() == 0, "its prompt counts as computed")
             assert fleet.loads() == 1
         fleet.wait_until_free()
+
+
+def test_a_script_that_haproxy_gives_up_as_its_client_left_ends_what_it_named(
+    tmp_path: Path,
+) -> None:
+    freed: list[str] = []
+    ends = LogEnds(lambda reservation_id, now: freed.append(reservation_id), Mock(), lambda: 0)
+    places = Places(tmp_path, "unix")
+    with ExitStack() as stack:
+        selector = stack.enter_context(socket.socket(socket.AF_UNIX))  # accepts, and says nothing
+        selector.bind(places.selector_socket)
+        selector.listen()
+        lines = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        lines.bind(places.ends_socket)
+        for each in (selector, lines):
+            each.settimeout(60.0)
+        workers = [stack.enter_context(OpenAiWorker()) for _ in range(2)]
+        gateway = GATEWAYS["haproxy"](tmp_path, places, [worker.port for worker in workers])
+        stack.enter_context(gateway)
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60.0)
+        with closing(connection):
+            connection.request("POST", CHAT, json.dumps(chat("hello")))
+            asked = stack.enter_context(selector.accept()[0])
+            assert b"x-reservation-id" in asked.recv(65_536).lower()
+        while not (freed and ends.results["other"]):
+            ends.take(lines.recv(65_536))  # raises where nothing comes
+        asked.sendall(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+    assert {k: v for k, v in ends.results.items() if v} == {"freed": 1, "other": 1}
+    assert len(freed) == 1
 
 
 def test_a_worker_that_is_gone_costs_no_request_and_is_reported(fleet: Fleet) -> None:

@@ -24,7 +24,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Any, Self
 
 from lean_selector.tools.simulated_engines import (
@@ -140,12 +139,7 @@ class OpenAiWorker:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
