@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import threading
-from types import TracebackType
 from typing import Any
 
 START_S = 20.0
@@ -40,12 +39,7 @@ class FakeWorker:
         assert self._started.wait(START_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(START_S)
 

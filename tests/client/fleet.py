@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-from types import TracebackType
 from typing import Any
 
 from tests.client.fake_worker import FakeWorker
@@ -13,10 +12,18 @@ NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 
 
 class Fleet:
-    """`workers` by worker_id, from 1 on."""
+    """`workers` by worker_id, from 1 on; with `service` in a service that others use after it."""
 
-    def __init__(self, size: int = 2, *flags: str, block_size: int = 4, **fields: Any) -> None:
-        self.service = RunningService(*flags, env=NO_EVENTS)
+    def __init__(
+        self,
+        size: int = 2,
+        *flags: str,
+        block_size: int = 4,
+        service: RunningService | None = None,
+        **fields: Any,
+    ) -> None:
+        self.service = RunningService(*flags, env=NO_EVENTS) if service is None else service
+        self._is_shared = service is not None
         self.workers = {number: FakeWorker() for number in range(1, size + 1)}
         self.block_size = block_size
         self._fields = fields
@@ -27,20 +34,22 @@ class Fleet:
 
     def __enter__(self) -> "Fleet":
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.service)
+            if self._is_shared:
+                stack.callback(self._unregister_all)
+            else:
+                stack.enter_context(self.service)
             for worker_id, worker in self.workers.items():
                 stack.enter_context(worker)
                 self.register(worker_id, worker.endpoint)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _unregister_all(self) -> None:
+        for worker in self.service.get("/workers")[1]:
+            self.service.request("DELETE", f"/workers/{worker['worker_id']}")
 
     def restart(self) -> None:
         """The service is killed and starts anew, on the same port, with the same workers."""

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-from types import TracebackType
 
 START_S = 20.0
 
@@ -20,12 +19,7 @@ class HeldAnswers:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.let_go.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

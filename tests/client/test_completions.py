@@ -104,5 +104,6 @@ def test_nothing_is_read_behind_the_end_of_a_stream() -> None:
     assert (stream.state, stream.output_tokens) == ("done", 1)
 
 
-def test_an_empty_salt_is_no_salt() -> None:
-    assert "cache_salt" not in json.loads(completion_body([1], "m", cache_salt=""))
+def test_what_is_not_wanted_is_left_out_of_the_request() -> None:
+    body = json.loads(completion_body([1], "m", cache_salt="", return_token_ids=False))
+    assert set(body) == {"model", "prompt", "stream", "stream_options"}

@@ -30,6 +30,7 @@ import pytest
 import zmq
 
 from lean_selector.client import KvRouter
+from lean_selector.workers.particulars import worker_id_of
 from tests.client.tiny_model import VOCABULARY, write_model
 from tests.support.running_service import RunningService, free_port, wait_until
 
@@ -304,3 +305,33 @@ def test_what_an_engine_drops_is_forgotten(
     engine.cached_tokens(newest)  # the engine tells only with its next step
     selector.wait_until_known(newest, engine)
     assert selector.known(tokens) == {1: 0, 2: 0}
+
+
+def test_a_url_is_all_that_need_be_said_of_an_engine(engines: list[Engine]) -> None:
+    """Nothing is registered: its vLLM serves /kv_event_sources."""
+    engine, early = engines[1], prompt()
+    assert engine.cached_tokens(early) == 0
+    url = f"http://127.0.0.1:{engine.port}"
+    worker_id = worker_id_of(url)
+    with RunningService("--discover", f"url:{url}") as service:
+
+        def is_registered() -> bool:
+            rows = service.get("/workers")[1]
+            return [row["lifecycle"] for row in rows] == ["schedulable"]
+
+        wait_until(is_registered, f"it is found: {json.dumps(service.get('/discovery')[1])}")
+        (row,) = service.get("/workers")[1]
+        assert (row["worker_id"], row["model_name"]) == (worker_id, MODEL)
+        assert (row["block_size"], row["total_kv_blocks"]) == (BLOCK_SIZE, CAPACITY)
+
+        def known(tokens: list[int]) -> int:
+            body = {"model_name": MODEL, "token_ids": tokens}
+            return int(service.post("/overlap_scores", body)[1]["workers"][0]["device_blocks"])
+
+        def both_are_known() -> bool:
+            engine.cached_tokens(later)  # what was missed before shows with a live batch
+            return known(early) == known(later) == BLOCKS
+
+        later = prompt()
+        wait_until(both_are_known, "the index has what the engine holds")
+        assert engine.cached_tokens(early) == CACHED

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from lean_selector import KvRouter, SyncKvRouter
-from lean_selector.client.errors import NotFound, WorkerError, WorkerRefused, WorkerStreamBroken
-from lean_selector.client.routing import outcome_of
+from lean_selector.client.errors import NotFound, WorkerError, WorkerStreamBroken
 from tests.client.fleet import MODEL, Fleet
 from tests.client.worker_process import WorkerProcess
 from tests.support.prometheus_tools import parsed, scrape, value
@@ -70,23 +69,15 @@ def test_a_stream_that_ends_well_is_told_with_what_the_engine_had_cached(fleet: 
     ],
 )
 def test_what_goes_wrong_is_told_as_it_is(
-    fleet: Fleet, fake: dict[str, int], outcomes: dict[str, int]
+    router_of: Callable[..., Any], fleet: Fleet, fake: dict[str, int], outcomes: dict[str, int]
 ) -> None:
     async def run() -> None:
-        async with KvRouter(fleet.endpoint) as router:
+        async with router_of(fleet.endpoint) as router:
             with contextlib.suppress(WorkerError):
                 await finished(router, **fake)
 
     asyncio.run(run())
     assert told(fleet) == outcomes
-
-    def run_without_a_loop() -> None:
-        with SyncKvRouter(fleet.endpoint) as router, contextlib.suppress(WorkerError):
-            for _ in router.generate(PROMPT, MODEL, {"max_tokens": 2, "fake": fake}):
-                pass
-
-    run_without_a_loop()
-    assert told(fleet) == {outcome: 2 * count for outcome, count in outcomes.items()}
 
 
 def test_a_stream_that_its_reader_gave_up_tells_nothing(fleet: Fleet) -> None:
@@ -99,13 +90,6 @@ def test_a_stream_that_its_reader_gave_up_tells_nothing(fleet: Fleet) -> None:
     asyncio.run(run())
     fleet.wait_until_free()
     assert told(fleet) == {}
-
-
-def test_who_sheds_load_is_well() -> None:
-    for status, outcome in ((429, None), (503, None), (529, None), (400, "ok"), (502, "failed")):
-        assert outcome_of(WorkerRefused(1, "http://w", status, "no")) == outcome
-    assert outcome_of(WorkerStreamBroken(1, "http://w", "it broke")) == "failed"
-    assert outcome_of(asyncio.CancelledError()) is None
 
 
 def test_who_sends_requests_himself_tells_how_they_went(fleet: Fleet) -> None:

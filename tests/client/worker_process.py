@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from types import TracebackType
 
 from loadtest.child_service import free_port
 from tests.client.fake_worker import FakeWorker
@@ -36,12 +35,7 @@ class WorkerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 

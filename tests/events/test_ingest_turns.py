@@ -7,33 +7,31 @@ import pytest
 import uvloop
 
 from lean_selector.events.ingest_turns import IngestTurns
+from tests.support.on_loop import on_loop
 
 
-def test_sources_take_turns_and_the_loop_runs_in_between() -> None:
+@on_loop
+async def test_sources_take_turns_and_the_loop_runs_in_between() -> None:
     calls: list[str] = []
+    turns = IngestTurns(slice_s=0.0)  # every slice is over at once: one source per turn
+    loop = asyncio.get_running_loop()
+    left = {"a": 3, "b": 2}
 
-    async def story() -> None:
-        turns = IngestTurns(slice_s=0.0)  # every slice is over at once: one source per turn
-        loop = asyncio.get_running_loop()
-        left = {"a": 3, "b": 2}
+    def source(name: str, deadline: float) -> bool:
+        calls.append(name)
+        left[name] -= 1
+        return left[name] > 0
 
-        def source(name: str, deadline: float) -> bool:
-            calls.append(name)
-            left[name] -= 1
-            return left[name] > 0
+    def other() -> None:
+        calls.append(".")
+        if any(left.values()):
+            loop.call_soon(other)
 
-        def other() -> None:
-            calls.append(".")
-            if any(left.values()):
-                loop.call_soon(other)
-
-        loop.call_soon(other)
-        await asyncio.gather(
-            turns.run(lambda deadline: source("a", deadline)),
-            turns.run(lambda deadline: source("b", deadline)),
-        )
-
-    uvloop.run(story())
+    loop.call_soon(other)
+    await asyncio.gather(
+        turns.run(lambda deadline: source("a", deadline)),
+        turns.run(lambda deadline: source("b", deadline)),
+    )
     assert [call for call in calls if call != "."] == ["a", "b", "a", "b", "a"]
     assert "ab" not in "".join(calls)
     assert "ba" not in "".join(calls)
@@ -57,19 +55,17 @@ def test_sources_with_little_to_do_share_a_turn() -> None:
     assert deadlines[0] > time.perf_counter()
 
 
-def test_a_source_that_fails_hears_of_it_and_the_others_go_on() -> None:
-    async def story() -> None:
-        turns = IngestTurns()
+@on_loop
+async def test_a_source_that_fails_hears_of_it_and_the_others_go_on() -> None:
+    turns = IngestTurns()
 
-        def failing(deadline: float) -> bool:
-            raise RuntimeError("a bug")
+    def failing(deadline: float) -> bool:
+        raise RuntimeError("a bug")
 
-        other = asyncio.ensure_future(turns.run(lambda deadline: False))
-        with pytest.raises(RuntimeError, match="a bug"):
-            await turns.run(failing)
-        await other
-
-    uvloop.run(story())
+    other = asyncio.ensure_future(turns.run(lambda deadline: False))
+    with pytest.raises(RuntimeError, match="a bug"):
+        await turns.run(failing)
+    await other
 
 
 def test_a_cancelled_source_is_not_called_again() -> None:

@@ -10,33 +10,34 @@ import logging
 import os
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Self
 
 import msgspec
 import pytest
-import uvloop
 import zmq
 import zmq.asyncio
 
-from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.core.index.shapes import Tier
-from lean_selector.events import batch_work
 from lean_selector.events import kv_listener as kv_replay
+from lean_selector.events import link
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.link import LinkState
 from lean_selector.events.links import MAX_WAITING_BYTES, Links, Waiting
 from lean_selector.tasks import failures
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 from tests.support.running_service import free_port
 
 DEADLINE_S = 20.0
 END = b"\xff" * 8
 
-Story = Callable[[], Coroutine[Any, Any, None]]
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing listens, the reason is soon looked for again."""
+    monkeypatch.setattr(link, "LOOK_FIRST_S", 0.005)
 
 
 class Engine:
@@ -205,19 +206,7 @@ class Service:
         )
 
 
-def told(story: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """A story as a test, on the loop that the service runs on."""
-
-    def test() -> None:
-        async def run() -> None:
-            await asyncio.wait_for(story(), 3 * DEADLINE_S)
-
-        uvloop.run(run())
-
-    return test
-
-
-@told
+@on_loop
 async def test_live_events_are_followed() -> None:
     port = free_port()
     async with Engine(port) as engine, Service(port) as service:
@@ -232,16 +221,9 @@ async def test_live_events_are_followed() -> None:
         assert status.last_error is None
 
 
-@told
-async def test_a_burst_of_batches_is_followed() -> None:
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
-        await engine.store(*range(3000))
-        await service.follows(engine)
-
-
-async def replay_of_a_gap(with_topic: bool) -> None:
+@pytest.mark.parametrize("with_topic", [True, False])
+@on_loop
+async def test_lost_messages_are_replayed(with_topic: bool) -> None:
     port, replay_port = free_port(), free_port()
     engine = Engine(port, replay_port)
     engine.with_topic = with_topic
@@ -260,29 +242,7 @@ async def replay_of_a_gap(with_topic: bool) -> None:
         await service.follows(engine)
 
 
-@told
-async def test_lost_messages_are_replayed() -> None:
-    await replay_of_a_gap(with_topic=True)
-
-
-@told
-async def test_lost_messages_are_replayed_by_engines_without_topic() -> None:
-    await replay_of_a_gap(with_topic=False)
-
-
-@told
-async def test_joining_a_running_engine_replays_from_its_start() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Engine(port, replay_port) as engine:
-        await engine.store(*range(500), lost=True)
-        async with Service(port, replay_port) as service:
-            await engine.subscribed()
-            await engine.store(1000)
-            await service.follows(engine)
-            assert engine.asked[-1] == 0
-
-
-@told
+@on_loop
 async def test_a_replay_of_many_turns_is_followed_by_what_came_live_meanwhile() -> None:
     port, replay_port = free_port(), free_port()
     turns = IngestTurns(slice_s=0.0)  # a message each
@@ -300,45 +260,7 @@ async def test_a_replay_of_many_turns_is_followed_by_what_came_live_meanwhile() 
         assert service.listener.status().replayed_batches >= 300
 
 
-@told
-async def test_a_recovered_source_asks_for_what_came_after_its_watermark() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Engine(port, replay_port) as engine:
-        await engine.store(1, 2, 3, lost=True)
-        service = Service(port, replay_port)
-        service.index.store(7, 0, Tier.DEVICE, None, [1], b"........")
-        service.listener.cursor.resume_at(2)
-        engine.blocks = {1}
-        async with service:
-            await service.follows(engine)
-            await engine.store(4, lost=True)
-        service = Service(port, replay_port)
-        service.index.store(7, 0, Tier.DEVICE, None, [1], b"........")
-        service.listener.cursor.resume_at(2)
-        async with service:
-            await service.follows(engine)
-            assert service.listener.status().replayed_batches == 1
-            assert engine.asked == [2]
-
-
-@told
-async def test_lost_messages_without_replay_degrade_the_source_until_a_clear() -> None:
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
-        await engine.store(1)
-        await engine.remove(1, lost=True)
-        await engine.store(2)
-        await until(lambda: service.blocks == {1, 2})
-        status = service.listener.status()
-        assert (status.state, status.lost_batches) == ("degraded", 1)
-        assert status.last_error == "gap: 0 then 2, batches lost"
-        await engine.clear()
-        await engine.store(3)
-        await service.follows(engine)
-
-
-@told
+@on_loop
 async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
     port, replay_port = free_port(), free_port()
     async with Engine(port) as engine, Service(port, replay_port, replay_idle_s=0.05) as service:
@@ -355,28 +277,7 @@ async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
         await service.follows(engine)
 
 
-@told
-async def test_a_rolled_buffer_degrades_the_source() -> None:
-    port, replay_port = free_port(), free_port()
-    async with (
-        Engine(port, replay_port, buffer=3) as engine,
-        Service(port, replay_port) as service,
-    ):
-        await until(lambda: service.state == "silent")
-        await engine.subscribed()
-        await engine.store(1)
-        await engine.store(2, 3, 4, 5, lost=True)
-        await engine.store(6)
-        await until(lambda: service.blocks == {1, 4, 5, 6})
-        await until(lambda: service.state == "degraded")
-        assert service.listener.status().lost_batches == 2
-        assert engine.asked == [0]
-        await engine.clear()
-        await engine.store(7)
-        await service.follows(engine)
-
-
-@told
+@on_loop
 async def test_a_replay_that_stops_midway_is_taken_up_there() -> None:
     port, replay_port = free_port(), free_port()
     engine = Engine(port, replay_port)
@@ -392,7 +293,7 @@ async def test_a_replay_that_stops_midway_is_taken_up_there() -> None:
         assert engine.asked[:2] == [0, 1]
 
 
-@told
+@on_loop
 async def test_a_restarted_engine_starts_with_an_empty_index() -> None:
     port = free_port()
     async with Service(port) as service:
@@ -407,23 +308,7 @@ async def test_a_restarted_engine_starts_with_an_empty_index() -> None:
             assert service.listener.status().restarts == 1
 
 
-@told
-async def test_a_restarted_engine_first_heard_midway_is_replayed_from_its_start() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Service(port, replay_port) as service:
-        async with Engine(port, replay_port) as engine:
-            await engine.subscribed()
-            await engine.store(1, 2, 3, 4)
-            await service.follows(engine)
-        async with Engine(port, replay_port) as engine:
-            await engine.store(7, 8, lost=True)
-            await engine.subscribed()
-            await engine.store(9)
-            await service.follows(engine)
-            assert engine.asked[-1] == 0
-
-
-@told
+@on_loop
 async def test_a_restart_that_has_passed_our_number_before_it_is_heard_is_noticed() -> None:
     port, replay_port = free_port(), free_port()
     async with Service(port, replay_port) as service:
@@ -442,40 +327,7 @@ async def test_a_restart_that_has_passed_our_number_before_it_is_heard_is_notice
             assert "restarted" in (status.last_error or "")
 
 
-@told
-async def test_without_replay_such_a_restart_degrades_the_source_until_a_clear() -> None:
-    port = free_port()
-    async with Service(port) as service:
-        async with Engine(port) as engine:
-            await engine.subscribed()
-            await engine.store(1, 2)
-            await service.follows(engine)
-        async with Engine(port) as engine:
-            await engine.store(11, 12, 13, lost=True)
-            await engine.subscribed()
-            await engine.store(14)
-            await until(lambda: service.blocks == {1, 2, 14})
-            status = service.listener.status()
-            assert (status.state, status.lost_batches) == ("degraded", 1)
-            await engine.clear()
-            await engine.store(15)
-            await service.follows(engine)
-
-
-@told
-async def test_an_engine_that_counts_from_one_is_followed() -> None:
-    for replays in (True, False):
-        port, replay_port = free_port(), free_port() if replays else 0
-        engine = Engine(port, replay_port)
-        engine.seq = 1
-        async with engine, Service(port, replay_port) as service:
-            await engine.subscribed()
-            await engine.store(1, 2)
-            await service.follows(engine)
-            assert service.listener.status().lost_batches == 0
-
-
-@told
+@on_loop
 async def test_an_engine_restarted_during_a_replay_is_followed() -> None:
     port, replay_port = free_port(), free_port()
     async with Service(port, replay_port, replay_idle_s=60.0) as service:
@@ -514,7 +366,7 @@ class SteppedTurns(IngestTurns):
 LARGE = range(1, 4001)  # blocks of a batch of many slices
 
 
-@told
+@on_loop
 async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
     port, turns = free_port(), SteppedTurns()
     async with Engine(port) as engine, Service(port, 0, turns) as service:
@@ -537,7 +389,7 @@ async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
         assert service.listener.status().lag_batches == 0
 
 
-@told
+@on_loop
 async def test_a_source_that_ends_within_a_batch_applies_no_more_of_it() -> None:
     port, turns = free_port(), SteppedTurns()
     async with Engine(port) as engine, Service(port, 0, turns) as service:
@@ -552,7 +404,7 @@ async def test_a_source_that_ends_within_a_batch_applies_no_more_of_it() -> None
         assert service.index.total_blocks == held
 
 
-@told
+@on_loop
 async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_again() -> None:
     port, replay_port, turns = free_port(), free_port(), SteppedTurns()
     async with (
@@ -571,7 +423,7 @@ async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_agai
         assert service.listener.status().lag_batches == 0
 
 
-@told
+@on_loop
 async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> None:
     port, turns = free_port(), SteppedTurns()
     async with Engine(port) as engine, Service(port, free_port(), turns) as service:
@@ -586,7 +438,7 @@ async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> Non
         await turns.step_until(lambda: service.blocks == {5} and service.state == "live")
 
 
-@told
+@on_loop
 async def test_any_content_is_survived_and_the_next_batch_applied() -> None:
     """Messages that once stopped the loop for seconds, the tamest last."""
     port = free_port()
@@ -620,7 +472,7 @@ async def test_any_content_is_survived_and_the_next_batch_applied() -> None:
         assert service.listener.ingest.counts.removed == 60_000
 
 
-@told
+@on_loop
 async def test_messages_of_another_shape_are_ignored() -> None:
     port = free_port()
     async with Engine(port) as engine, Service(port) as service:
@@ -634,33 +486,7 @@ async def test_messages_of_another_shape_are_ignored() -> None:
         assert service.listener.status().skipped == {"message:bad_frames": 3}
 
 
-@told
-async def test_a_message_that_is_no_batch_degrades_the_source() -> None:
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
-        await engine.pub.send_multipart([b"", struct.pack(">Q", 0), b"\xc1"])
-        engine.seq = 1
-        await engine.store(1)
-        await service.follows(engine, "degraded")
-        assert service.listener.status().skipped == {"message:not_a_batch": 1}
-
-
-@told
-async def test_a_bad_event_is_counted_and_the_rest_applied() -> None:
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
-        await engine.publish({"type": "BlockMoved"})
-        await engine.store(1)
-        await service.follows(engine)
-        status = service.listener.status()
-        assert status.skipped == {"unknown:unknown_type": 1}
-        assert status.last_error is not None
-        assert "BlockMoved" in status.last_error
-
-
-@told
+@on_loop
 async def test_strange_replies_to_a_replay_are_ignored() -> None:
     port, replay_port = free_port(), free_port()
     async with Engine(port) as engine, Service(port, replay_port) as service:
@@ -679,7 +505,7 @@ async def test_strange_replies_to_a_replay_are_ignored() -> None:
         assert service.listener.status().skipped == {"message:bad_replay_frames": 2}
 
 
-@told
+@on_loop
 async def test_closing_unsubscribes_at_once() -> None:
     port, replay_port = free_port(), free_port()
     tasks = asyncio.all_tasks()
@@ -698,29 +524,26 @@ async def test_closing_unsubscribes_at_once() -> None:
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_closing_ends_a_replay_that_hears_something_shortly_before(turns: int) -> None:
+@on_loop
+async def test_closing_ends_a_replay_that_hears_something_shortly_before(turns: int) -> None:
     """So many turns of the loop before."""
-
-    async def story() -> None:
-        port, replay_port = free_port(), free_port()
-        async with Engine(port) as engine, Service(port, replay_port) as service:
-            silent = engine.context.socket(zmq.ROUTER)
-            await bound(silent, replay_port)
-            await engine.subscribed()
-            await engine.store(1, lost=True)
-            await engine.store(2)
-            await asyncio.wait_for(silent.recv_multipart(), DEADLINE_S)
-            replay = service.listener._replay
-            assert replay is not None
-            asked = replay.link
-            await until(lambda: asked.state is LinkState.CONNECTED)
-            await asyncio.sleep(0.01)
-            asked._on_message()
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await asyncio.wait_for(service.listener.stop(), DEADLINE_S)
-
-    told(story)()
+    port, replay_port = free_port(), free_port()
+    async with Engine(port) as engine, Service(port, replay_port) as service:
+        silent = engine.context.socket(zmq.ROUTER)
+        await bound(silent, replay_port)
+        await engine.subscribed()
+        await engine.store(1, lost=True)
+        await engine.store(2)
+        await asyncio.wait_for(silent.recv_multipart(), DEADLINE_S)
+        replay = service.listener._replay
+        assert replay is not None
+        asked = replay.link
+        await until(lambda: asked.state is LinkState.CONNECTED)
+        await asyncio.sleep(0.01)
+        asked._on_message()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(service.listener.stop(), DEADLINE_S)
 
 
 class FailingOnce:
@@ -738,7 +561,7 @@ class FailingOnce:
             raise RuntimeError("a bug")
 
 
-@told
+@on_loop
 async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
     port = free_port()
     service = Service(port)
@@ -750,7 +573,7 @@ async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
         assert service.listener.status().last_error == "ingest failed: RuntimeError('a bug')"
 
 
-@told
+@on_loop
 async def test_a_source_that_cannot_be_opened_says_so_and_is_tried_again() -> None:
     port = free_port()
     async with Service(port) as service:
@@ -784,40 +607,31 @@ def warned(caplog: pytest.LogCaptureFixture) -> Records:
     return [(level, text.removeprefix(start)) for level, text in lines if level >= logging.WARNING]
 
 
-def test_a_late_start_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    @told
-    async def story() -> None:
-        async with Service(free_port()) as service:
-            await until(lambda: service.listener._live.retries >= 3)
-
-    with caplog.at_level(logging.DEBUG, logger="lean_selector.kv_events"):
-        story()
-    assert warned(caplog) == []
-
-
-def test_why_there_is_no_connection_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    @told
-    async def story() -> None:
-        async with Service(free_port(), grace_s=0.0) as service:
-            await until(lambda: service.listener._live.retries >= 3)
-
-    with caplog.at_level(logging.DEBUG, logger="lean_selector.kv_events"):
-        story()
-    text = "unreachable: never connected: Connection refused"
-    assert warned(caplog) == [(logging.WARNING, text)]
+@pytest.mark.parametrize(
+    ("grace_s", "lines"),
+    [(60.0, []), (0.0, [(logging.WARNING, "unreachable: never connected: Connection refused")])],
+    ids=["a late start", "grace is over"],
+)
+@on_loop
+async def test_why_there_is_no_connection_is_logged_once_after_the_grace(
+    caplog: pytest.LogCaptureFixture, grace_s: float, lines: Records
+) -> None:
+    caplog.set_level(logging.DEBUG, "lean_selector.kv_events")
+    async with Service(free_port(), grace_s=grace_s) as service:
+        await until(lambda: service.listener._live.retries >= 3)
+    assert warned(caplog) == lines
 
 
-def test_a_connection_that_is_lost_is_a_warning_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    @told
-    async def story() -> None:
-        port = free_port()
-        async with Service(port) as service:
-            async with Engine(port) as engine:
-                await engine.subscribed()
-            await until(lambda: service.listener._live.retries >= 3)
-
-    with caplog.at_level(logging.DEBUG, logger="lean_selector.kv_events"):
-        story()
+@on_loop
+async def test_a_connection_that_is_lost_is_a_warning_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "lean_selector.kv_events")
+    port = free_port()
+    async with Service(port) as service:
+        async with Engine(port) as engine:
+            await engine.subscribed()
+        await until(lambda: service.listener._live.retries >= 3)
     assert 1 <= len(warned(caplog)) <= 2  # closed, and then refused
     assert all(text.startswith("no connection: ") for _, text in warned(caplog))
 
@@ -836,7 +650,7 @@ class Stalled(IngestTurns):
             loop.call_later(0.001, self._turn, loop)
 
 
-@told
+@on_loop
 async def test_what_a_backlog_had_to_drop_is_replayed() -> None:
     port, replay_port, turns = free_port(), free_port(), Stalled()
     async with (
@@ -859,7 +673,7 @@ async def test_what_a_backlog_had_to_drop_is_replayed() -> None:
         assert (status.backlog_bytes, service.links.waiting.bytes) == (0, 0)
 
 
-@told
+@on_loop
 async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
     port, replay_port, turns = free_port(), free_port(), Stalled()
     limits: dict[str, Any] = {"max_waiting_bytes": 50_000, "replay_idle_s": DEADLINE_S}
@@ -886,41 +700,7 @@ async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
         assert engine.requests == sorted(engine.requests)  # each went on where one ended
 
 
-def test_what_is_kept_for_the_end_of_a_replay_counts_and_may_have_to_go() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.live(5, b"x")
-    cursor.replay_started()
-    cursor.replayed(0, b"x")
-    for seq in range(6, 16):
-        cursor.live(seq, bytes(100))
-    assert cursor.held_bytes == 1000
-    cursor.shed(250)
-    assert (cursor.held_bytes, cursor.dropped) == (700, 3)
-    for seq in range(1, 6):
-        cursor.replayed(seq, b"x")
-    cursor.replay_finished()
-    while cursor.next_held() is not None:
-        pass
-    assert cursor.replay_from is not None  # a gap like any other
-    assert cursor.lag == 3
-
-
-def test_the_newest_of_what_is_kept_stays_for_it_shows_what_is_missing() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.live(5, b"x")
-    cursor.replay_started()
-    cursor.replayed(0, b"x")
-    for seq in range(6, 16):
-        cursor.live(seq, bytes(100))
-    cursor.shed(10_000)
-    cursor.replay_failed()
-    while cursor.next_held() is not None:
-        pass
-    assert cursor.replay_from is not None
-    assert cursor.lag >= 9
-
-
-@told
+@on_loop
 async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
     port, replay_port = free_port(), free_port()
     service = Service(port, replay_port, replay_idle_s=DEADLINE_S)
@@ -944,7 +724,7 @@ async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
             await service.follows(engine)
 
 
-@told
+@on_loop
 async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_mended() -> None:
     port, replay_port = free_port(), free_port()
     service = Service(port, replay_port)
@@ -958,7 +738,7 @@ async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_m
         await until(lambda: service.blocks == {1, 2, 5}, lambda: service.listener.status())
 
 
-@told
+@on_loop
 async def test_a_replay_endpoint_that_libzmq_refuses_is_no_replay() -> None:
     port = free_port()
     service = Service(port, 1)
@@ -971,89 +751,66 @@ async def test_a_replay_endpoint_that_libzmq_refuses_is_no_replay() -> None:
         await until(lambda: service.blocks == {2})
 
 
-def test_an_oversize_batch_is_refused_and_the_next_applied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(batch_work, "MAX_BATCH_BYTES", 1000)
-
-    @told
-    async def story() -> None:
-        port = free_port()
-        async with Engine(port) as engine, Service(port) as service:
-            await engine.subscribed()
-            await engine.store(1)
-            await engine.publish(["BlockRemoved", [1] * 2000])
-            await engine.store(2)
-            await until(lambda: service.blocks == {1, 2})
-            status = service.listener.status()
-            assert (status.state, status.skipped) == ("degraded", {"message:oversize": 1})
-
-    story()
-
-
-def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    @told
-    async def story() -> None:
-        port = free_port()
-        async with Engine(port) as engine, Service(port) as service:
-            await engine.subscribed()
-            for block in range(10):
-                await engine.store(block)
-                await engine.store(100 + block, lost=True)
-            await engine.store(10)
-            await until(lambda: service.listener.status().gaps == 10)
-
-    with caplog.at_level(logging.WARNING, logger="lean_selector.kv_events"):
-        story()
+@on_loop
+async def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lean_selector.kv_events")
+    port = free_port()
+    async with Engine(port) as engine, Service(port) as service:
+        await engine.subscribed()
+        for block in range(10):
+            await engine.store(block)
+            await engine.store(100 + block, lost=True)
+        await engine.store(10)
+        await until(lambda: service.listener.status().gaps == 10)
+        status = service.listener.status()
+        assert (status.state, status.lost_batches) == ("degraded", 10)
+        assert status.last_error == "gap: 18 then 20, batches lost"
+        await engine.clear()
+        engine.blocks.clear()
+        await engine.store(3)
+        await service.follows(engine)
     (record,) = caplog.records
     assert record.getMessage() == "worker 7 dp_rank 0: gap: 0 then 2, batches lost"
     assert (record.__dict__["worker_id"], record.__dict__["dp_rank"]) == (7, 0)
 
 
-def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_replay, "REPLAY_LIMIT_S", 0.0)
-
-    @told
-    async def story() -> None:
-        port, replay_port = free_port(), free_port()
-        async with Engine(port, replay_port) as engine, Service(port, replay_port) as service:
-            await engine.subscribed()
-            await engine.store(1, lost=True)
-            await engine.store(2)
-            await until(lambda: service.state == "no_replay")
-            await until(lambda: service.blocks == {2})
-
-    story()
+    port, replay_port = free_port(), free_port()
+    async with Engine(port, replay_port) as engine, Service(port, replay_port) as service:
+        await engine.subscribed()
+        await engine.store(1, lost=True)
+        await engine.store(2)
+        await until(lambda: service.state == "no_replay")
+        await until(lambda: service.blocks == {2})
 
 
-def test_a_listener_costs_two_descriptors() -> None:
+@on_loop
+async def test_a_listener_costs_two_descriptors() -> None:
     """Its connection and what wakes us; those of the monitor are gone once hands are shaken."""
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    @told
-    async def story() -> None:
-        context = zmq.asyncio.Context()
-        pub = context.socket(zmq.PUB)
-        port = pub.bind_to_random_port("tcp://127.0.0.1")
-        endpoint = f"tcp://127.0.0.1:{port}"
-        links, index, turns = Links(context), KvIndex(2), IngestTurns()
-        first, *listeners = (
-            KvListener(links, KvIngest(index, 1, rank), endpoint, "tcp://127.0.0.1:1", turns)
-            for rank in range(21)
-        )
-        first.start()
-        await until(lambda: first._live.state is LinkState.CONNECTED)
-        gc.collect()  # what other tests left is gone
-        before = descriptors()
-        for listener in listeners:
-            listener.start()
-        connected = [listener._live for listener in listeners]
-        await until(lambda: all(live.state is LinkState.CONNECTED for live in connected))
-        await until(lambda: descriptors() == before + 20 * 3)  # the engine's end is here too
-        for listener in (first, *listeners):
-            await listener.close()
-        context.destroy(linger=0)
-
-    story()
+    context = zmq.asyncio.Context()
+    pub = context.socket(zmq.PUB)
+    port = pub.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    links, index, turns = Links(context), KvIndex(2), IngestTurns()
+    first, *listeners = (
+        KvListener(links, KvIngest(index, 1, rank), endpoint, "tcp://127.0.0.1:1", turns)
+        for rank in range(21)
+    )
+    first.start()
+    await until(lambda: first._live.state is LinkState.CONNECTED)
+    gc.collect()  # what other tests left is gone
+    before = descriptors()
+    for listener in listeners:
+        listener.start()
+    connected = [listener._live for listener in listeners]
+    await until(lambda: all(live.state is LinkState.CONNECTED for live in connected))
+    await until(lambda: descriptors() == before + 20 * 3)  # the engine's end is here too
+    for listener in (first, *listeners):
+        await listener.close()
+    context.destroy(linger=0)

@@ -9,12 +9,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 import zmq
 import zmq.asyncio
 
@@ -24,24 +23,12 @@ from lean_selector.events.link import Link, LinkState, Message, Opening, check_l
 from lean_selector.events.links import Links, Waiting
 from lean_selector.events.names import Address, Resolver
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 
 # What ZMTP 3 begins with, the NULL mechanism.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 DEADLINE_S = 20.0
 MAX_BYTES = 1 << 20
-
-Story = Callable[[], Coroutine[Any, Any, None]]
-
-
-def told(story: Story) -> Callable[[], None]:
-    def test() -> None:
-        async def run() -> None:
-            await asyncio.wait_for(story(), 3 * DEADLINE_S)
-
-        uvloop.run(run())
-
-    return test
 
 
 class Heard:
@@ -107,7 +94,7 @@ def port_of(pub: zmq.asyncio.Socket) -> int:
     return int(endpoint_of(pub).rpartition(":")[2])
 
 
-@told
+@on_loop
 async def test_messages_of_a_publisher_arrive_in_order() -> None:
     async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
         assert await pub.recv() == b"\x01"
@@ -120,7 +107,7 @@ async def test_messages_of_a_publisher_arrive_in_order() -> None:
         assert (heard.link.waiting, heard.link.waiting_bytes, heard.link.error) == (0, 0, None)
 
 
-@told
+@on_loop
 async def test_a_dealer_asks_a_router_and_is_answered() -> None:
     async with publisher() as pub:
         router = pub.context.socket(zmq.ROUTER)
@@ -136,7 +123,7 @@ async def test_a_dealer_asks_a_router_and_is_answered() -> None:
             await until(lambda: heard.messages == [[b"", b"answer"]])
 
 
-@told
+@on_loop
 async def test_the_heartbeats_of_a_peer_are_answered() -> None:
     async with publisher() as other:
         pub = other.context.socket(zmq.XPUB)
@@ -151,7 +138,7 @@ async def test_the_heartbeats_of_a_peer_are_answered() -> None:
             assert heard.states == [LinkState.CONNECTED]
 
 
-@told
+@on_loop
 async def test_a_publisher_that_comes_back_is_found_again() -> None:
     async with publisher() as pub:
         endpoint = endpoint_of(pub)
@@ -169,7 +156,7 @@ async def test_a_publisher_that_comes_back_is_found_again() -> None:
             assert heard.link.error
 
 
-@told
+@on_loop
 async def test_a_listener_that_appears_is_heard_without_waiting_for_an_attempt_of_ours() -> None:
     """libzmq tries again itself, at least twice a second, however long nothing listened."""
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +180,7 @@ async def test_a_listener_that_appears_is_heard_without_waiting_for_an_attempt_o
                 assert heard.link.retries == 0
 
 
-@told
+@on_loop
 async def test_a_monitor_is_taken_down_before_what_hears_it_is_closed() -> None:
     """libzmq's thread would wait for ever to tell a PAIR that is gone."""
     order: list[tuple[str, object]] = []
@@ -224,7 +211,7 @@ async def test_a_monitor_is_taken_down_before_what_hears_it_is_closed() -> None:
     assert order == [("disable", zmq.SUB), ("close", zmq.PAIR), ("close", zmq.SUB)]
 
 
-@told
+@on_loop
 async def test_while_the_loop_stands_still_libzmq_holds_few_messages_of_bounded_size() -> None:
     async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
         await pub.recv()
@@ -234,7 +221,7 @@ async def test_while_the_loop_stands_still_libzmq_holds_few_messages_of_bounded_
         assert made.getsockopt(zmq.MAXMSGSIZE) == 2 * MAX_BYTES
 
 
-@told
+@on_loop
 async def test_after_a_message_that_is_too_large_it_connects_again() -> None:
     async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
         await pub.recv()
@@ -246,16 +233,13 @@ async def test_after_a_message_that_is_too_large_it_connects_again() -> None:
         await until(lambda: heard.messages == [[b"last"], [b"next"]])
 
 
-def test_a_unix_socket_is_reached_too(tmp_path: Path) -> None:
-    @told
-    async def story() -> None:
-        for endpoint in (f"ipc://{tmp_path}/s", f"ipc://@lean-selector-{tmp_path.name}"):
-            async with publisher(endpoint) as pub, Heard(endpoint) as heard:
-                await pub.recv()
-                await pub.send(b"x")
-                await until(lambda: heard.messages == [[b"x"]])
-
-    story()
+@on_loop
+async def test_a_unix_socket_is_reached_too(tmp_path: Path) -> None:
+    for endpoint in (f"ipc://{tmp_path}/s", f"ipc://@lean-selector-{tmp_path.name}"):
+        async with publisher(endpoint) as pub, Heard(endpoint) as heard:
+            await pub.recv()
+            await pub.send(b"x")
+            await until(lambda: heard.messages == [[b"x"]])
 
 
 def names(**addresses: list[str]) -> Resolver:
@@ -269,7 +253,7 @@ def names(**addresses: list[str]) -> Resolver:
     return Resolver(look_up)
 
 
-@told
+@on_loop
 async def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
     """An engine listens in one family; its name often has both."""
     async with publisher() as pub:
@@ -284,7 +268,7 @@ async def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
             ]
 
 
-@told
+@on_loop
 async def test_a_listener_that_appears_at_any_address_of_a_name_is_found_without_a_pause() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RETRY_FIRST_S", 1000.0)
@@ -352,7 +336,7 @@ def test_all_links_together_probe_so_often_a_second_and_each_learns_why(
     assert sum(steady) <= 4096 + links_module.PROBES_PER_S
 
 
-@told
+@on_loop
 async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
@@ -371,7 +355,7 @@ async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
                     await until(lambda: heard.messages == [[b"moved"]])
 
 
-@told
+@on_loop
 async def test_a_name_that_moves_to_where_we_may_not_connect_is_not_followed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
@@ -392,7 +376,7 @@ async def test_a_name_that_moves_to_where_we_may_not_connect_is_not_followed() -
                 assert not await second.poll(0)  # nobody has subscribed there
 
 
-@told
+@on_loop
 async def test_a_name_that_hangs_says_so_and_delays_no_other_link() -> None:
 
     release = threading.Event()
@@ -433,7 +417,8 @@ async def listener(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", GREETING])
-def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
+@on_loop
+async def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
     answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -443,23 +428,19 @@ def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
         pauses.append(pause_s)
         await really_sleep(0)
 
-    @told
-    async def story() -> None:
-        async with listener(answer) as (endpoint, came), Heard(endpoint) as heard:
-            with monkeypatch.context() as patch:
-                patch.setattr(asyncio, "sleep", sleep)
-                while len(came) < 12:
-                    await really_sleep(0.001)
-            assert LinkState.CONNECTED not in heard.states
-            assert heard.link.error
-
-    story()
+    async with listener(answer) as (endpoint, came), Heard(endpoint) as heard:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "sleep", sleep)
+            while len(came) < 12:
+                await really_sleep(0.001)
+        assert LinkState.CONNECTED not in heard.states
+        assert heard.link.error
     expected = [min(module.RETRY_FIRST_S * 2**n, module.RETRY_LIMIT_S) for n in range(11)]
     for pause_s, about_s in zip(pauses, expected, strict=False):
         assert 0.8 * about_s <= pause_s <= 1.2 * about_s
 
 
-@told
+@on_loop
 async def test_only_at_an_address_that_does_not_answer_an_attempt_has_a_time_out() -> None:
     """libzmq goes through the timers of all its sockets to take one away."""
 
@@ -482,44 +463,37 @@ async def test_only_at_an_address_that_does_not_answer_an_attempt_has_a_time_out
             assert refused.link.error == "Connection refused"
 
 
-def test_a_listener_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_S", 0.05)
-
-    @told
-    async def story() -> None:
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            silent.listen()
-            async with Heard(f"tcp://127.0.0.1:{silent.getsockname()[1]}") as heard:
-                while not heard.link.retries:
-                    time.sleep(0.1)  # noqa: ASYNC251 - all that can be due is due
-                    await asyncio.sleep(0)
-                assert heard.link.error == "it accepts connections and does not speak"
-
-    story()
+@on_loop
+async def test_a_listener_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.005)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        async with Heard(f"tcp://127.0.0.1:{silent.getsockname()[1]}") as heard:
+            while not heard.link.retries:
+                time.sleep(0.01)  # noqa: ASYNC251 - all that can be due is due
+                await asyncio.sleep(0)
+            assert heard.link.error == "it accepts connections and does not speak"
 
 
-def test_a_link_that_found_no_descriptor_is_opened_when_there_is_one(
+@on_loop
+async def test_a_link_that_found_no_descriptor_is_opened_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    @told
-    async def story() -> None:
-        async with publisher() as pub:
-            endpoint = endpoint_of(pub)
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            Links()  # everything is imported
-            with none_left(soft, hard):
-                heard = Heard(endpoint)
-                heard.link.start()
-                await until(lambda: heard.link.retries >= 1)
-                assert heard.link.error == "Too many open files"
-            async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_exit(heard.__aexit__)
-                await pub.recv()
-                await pub.send(b"x")
-                await until(lambda: heard.messages == [[b"x"]])
-
-    story()
+    async with publisher() as pub:
+        endpoint = endpoint_of(pub)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        Links()  # everything is imported
+        with none_left(soft, hard):
+            heard = Heard(endpoint)
+            heard.link.start()
+            await until(lambda: heard.link.retries >= 1)
+            assert heard.link.error == "Too many open files"
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_exit(heard.__aexit__)
+            await pub.recv()
+            await pub.send(b"x")
+            await until(lambda: heard.messages == [[b"x"]])
 
 
 @contextlib.contextmanager
@@ -540,7 +514,7 @@ def none_left(soft: int, hard: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@told
+@on_loop
 async def test_beyond_its_bound_a_backlog_loses_its_oldest_and_counts_them() -> None:
     async with publisher() as pub, Heard(endpoint_of(pub), max_backlog_bytes=50_000) as heard:
         await pub.recv()
@@ -559,7 +533,7 @@ async def test_beyond_its_bound_a_backlog_loses_its_oldest_and_counts_them() -> 
         assert link.waiting_bytes == 0
 
 
-@told
+@on_loop
 async def test_beyond_the_bound_of_all_the_greediest_gives_way() -> None:
     waiting = Waiting(limit=200_000)
     links = Links(waiting=waiting)
@@ -584,7 +558,7 @@ async def test_beyond_the_bound_of_all_the_greediest_gives_way() -> None:
     assert waiting.bytes == 0  # what is closed holds nothing
 
 
-@told
+@on_loop
 async def test_a_replay_that_is_too_much_gives_way_itself_and_takes_nothing_from_others() -> None:
     waiting = Waiting(limit=200_000)
     links = Links(waiting=waiting)
@@ -627,7 +601,7 @@ class CountedLinks(Links):
         self.steps.append(before - len(self._steps))
 
 
-@told
+@on_loop
 async def test_many_links_are_opened_and_closed_a_few_per_turn() -> None:
     """4 096 at once must not hold the loop, so what one turn opens does not grow with them."""
 
@@ -648,7 +622,7 @@ async def test_many_links_are_opened_and_closed_a_few_per_turn() -> None:
     assert sum(links.steps) >= 800
 
 
-@told
+@on_loop
 async def test_a_link_that_is_closed_before_its_turn_is_never_opened() -> None:
     heard = Heard("tcp://127.0.0.1:1")
     heard.link.start()
@@ -659,7 +633,7 @@ async def test_a_link_that_is_closed_before_its_turn_is_never_opened() -> None:
     assert asyncio.all_tasks() == tasks
 
 
-@told
+@on_loop
 async def test_reading_is_put_off_when_a_turn_is_used_up() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links_module, "READ_SLICE_S", 0.0)  # each read is one too many
@@ -671,7 +645,7 @@ async def test_reading_is_put_off_when_a_turn_is_used_up() -> None:
             assert heard.messages[-1] == [b"1999"]
 
 
-@told
+@on_loop
 async def test_a_bug_of_who_is_told_leaves_no_second_connection_behind() -> None:
     told_of: list[LinkState] = []
 
@@ -690,7 +664,7 @@ async def test_a_bug_of_who_is_told_leaves_no_second_connection_behind() -> None
         assert len({message[0] for message in heard.messages}) == len(heard.messages)
 
 
-@told
+@on_loop
 async def test_nothing_arrives_after_close() -> None:
     async with publisher() as pub:
         heard = Heard(endpoint_of(pub))
@@ -730,7 +704,7 @@ def test_what_no_one_can_connect_to_is_refused_at_once(endpoint: str, is_one: bo
             check_link(endpoint)
 
 
-@told
+@on_loop
 async def test_what_only_a_process_of_its_own_reaches_says_so() -> None:
     async with Heard("inproc://a") as heard:
         await until(lambda: heard.link.error)
@@ -750,7 +724,7 @@ class Losable:
             raise RuntimeError("a bug")
 
 
-@told
+@on_loop
 async def test_a_connection_that_cannot_be_looked_at_keeps_nobody_from_being_looked_at() -> None:
     failed: list[object] = []
     loop = asyncio.get_running_loop()
@@ -764,7 +738,7 @@ async def test_a_connection_that_cannot_be_looked_at_keeps_nobody_from_being_loo
     links.unwatch(sound)
 
 
-@told
+@on_loop
 async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
     failed: list[object] = []
     loop = asyncio.get_running_loop()
@@ -781,7 +755,7 @@ async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
     assert len(failed) == 1
 
 
-@told
+@on_loop
 async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_more_comes() -> None:
     failed: list[object] = []
     loop = asyncio.get_running_loop()

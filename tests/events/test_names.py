@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 
 import pytest
-import uvloop
 
 from lean_selector.events import names as module
 from lean_selector.events.names import Address, Resolver, look_up
+from tests.support.on_loop import on_loop
 
 DEADLINE_S = 20.0
 
@@ -32,26 +32,27 @@ class Names:
         return [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
 
 
-def test_an_address_takes_no_thread() -> None:
+def resolving() -> tuple[Names, Resolver]:
+    names = Names()
+    return names, Resolver(names.look_up)
+
+
+@on_loop
+async def test_an_address_takes_no_thread() -> None:
     def never(name: str) -> list[Address]:
         raise AssertionError(name)
 
-    async def story() -> None:
-        resolver = Resolver(never)
-        assert await resolver.resolve("127.0.0.1", 5) == [(socket.AF_INET, ("127.0.0.1", 5))]
-        assert await resolver.resolve("[::1]", 5) == [(socket.AF_INET6, ("::1", 5, 0, 0))]
-
-    uvloop.run(story())
+    resolver = Resolver(never)
+    assert await resolver.resolve("127.0.0.1", 5) == [(socket.AF_INET, ("127.0.0.1", 5))]
+    assert await resolver.resolve("[::1]", 5) == [(socket.AF_INET6, ("::1", 5, 0, 0))]
 
 
-def test_a_name_gives_both_families_in_the_order_of_the_answer() -> None:
-    async def story() -> None:
-        assert await Resolver(Names().look_up).resolve("a", 7) == [
-            (socket.AF_INET6, ("::1", 7, 0, 0)),
-            (socket.AF_INET, ("127.0.0.1", 7)),
-        ]
-
-    uvloop.run(story())
+@on_loop
+async def test_a_name_gives_both_families_in_the_order_of_the_answer() -> None:
+    assert await Resolver(Names().look_up).resolve("a", 7) == [
+        (socket.AF_INET6, ("::1", 7, 0, 0)),
+        (socket.AF_INET, ("127.0.0.1", 7)),
+    ]
 
 
 def test_the_system_knows_localhost_and_says_so_of_what_is_no_name() -> None:
@@ -60,96 +61,77 @@ def test_the_system_knows_localhost_and_says_so_of_what_is_no_name() -> None:
         look_up("a" * 70 + ".b")
 
 
-def test_names_that_hang_do_not_delay_the_others() -> None:
-    async def story() -> None:
-        names = Names()
-        resolver = Resolver(names.look_up)
-        hanging = [
-            asyncio.ensure_future(resolver.resolve(f"hang-{n}", 1))
-            for n in range(module.MAX_THREADS - 1)
-        ]
-        assert await asyncio.wait_for(resolver.resolve("a", 1), DEADLINE_S)
-        assert not any(task.done() for task in hanging)
-        names.release.set()
-        assert len(await asyncio.gather(*hanging)) == len(hanging)
-
-    uvloop.run(story())
+@on_loop
+async def test_names_that_hang_do_not_delay_the_others() -> None:
+    names, resolver = resolving()
+    hanging = [
+        asyncio.ensure_future(resolver.resolve(f"hang-{n}", 1))
+        for n in range(module.MAX_THREADS - 1)
+    ]
+    assert await asyncio.wait_for(resolver.resolve("a", 1), DEADLINE_S)
+    assert not any(task.done() for task in hanging)
+    names.release.set()
+    assert len(await asyncio.gather(*hanging)) == len(hanging)
 
 
-def test_names_that_hung_before_may_not_take_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_names_that_hung_before_may_not_take_all_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "SLOW_S", 0.0)  # all count as slow at once
     monkeypatch.setattr(module, "HOLDS_S", 0.0)
-
-    async def story() -> None:
-        names = Names()
-        resolver = Resolver(names.look_up)
-        count = module.MAX_SLOW_THREADS + 5
-        for other in ("a", "b"):  # the second time the others are known
-            names.release.clear()
-            names.asked.clear()
-            hanging = [
-                asyncio.ensure_future(resolver.resolve(f"hang-{n}", 1)) for n in range(count)
-            ]
-            assert await asyncio.wait_for(resolver.resolve(other, 1), DEADLINE_S)
-            asked = sum(names.asked[f"hang-{n}"] for n in range(count))
-            names.release.set()
-            await asyncio.gather(*hanging)
-        assert asked <= module.MAX_SLOW_THREADS
-
-    uvloop.run(story())
-
-
-def test_all_who_ask_for_a_name_at_once_share_one_look_up() -> None:
-    async def story() -> None:
-        names = Names()
-        resolver = Resolver(names.look_up)
-        asking = [asyncio.ensure_future(resolver.resolve("hang", port)) for port in range(1, 101)]
-        await asyncio.sleep(0)
-        asking.pop().cancel()  # one that gives up takes nobody along
+    names, resolver = resolving()
+    count = module.MAX_SLOW_THREADS + 5
+    for other in ("a", "b"):  # the second time the others are known
+        names.release.clear()
+        names.asked.clear()
+        hanging = [asyncio.ensure_future(resolver.resolve(f"hang-{n}", 1)) for n in range(count)]
+        assert await asyncio.wait_for(resolver.resolve(other, 1), DEADLINE_S)
+        asked = sum(names.asked[f"hang-{n}"] for n in range(count))
         names.release.set()
-        answers = await asyncio.gather(*asking)
-        assert answers[41][1] == (socket.AF_INET, ("127.0.0.1", 42))
-        assert await resolver.resolve("hang", 9)  # and the answer holds for a moment
-        assert names.asked["hang"] == 1
-
-    uvloop.run(story())
+        await asyncio.gather(*hanging)
+    assert asked <= module.MAX_SLOW_THREADS
 
 
-def test_an_answer_does_not_hold_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_all_who_ask_for_a_name_at_once_share_one_look_up() -> None:
+    names, resolver = resolving()
+    asking = [asyncio.ensure_future(resolver.resolve("hang", port)) for port in range(1, 101)]
+    await asyncio.sleep(0)
+    asking.pop().cancel()  # one that gives up takes nobody along
+    names.release.set()
+    answers = await asyncio.gather(*asking)
+    assert answers[41][1] == (socket.AF_INET, ("127.0.0.1", 42))
+    assert await resolver.resolve("hang", 9)  # and the answer holds for a moment
+    assert names.asked["hang"] == 1
+
+
+@on_loop
+async def test_an_answer_does_not_hold_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HOLDS_S", 0.0)
-
-    async def story() -> None:
-        names = Names()
-        resolver = Resolver(names.look_up)
-        await resolver.resolve("a", 1)
-        await resolver.resolve("a", 1)
-        assert names.asked["a"] == 2
-
-    uvloop.run(story())
+    names, resolver = resolving()
+    await resolver.resolve("a", 1)
+    await resolver.resolve("a", 1)
+    assert names.asked["a"] == 2
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [("no-such", "Name or service not known"), ("bug", "KeyError: 'bug'")]
 )
-def test_a_look_up_that_fails_says_why(name: str, text: str) -> None:
-    async def story() -> None:
-        names = Names()
-        resolver = Resolver(names.look_up)
-        for _ in range(2):
-            with pytest.raises(OSError, match=text):
-                await resolver.resolve(name, 1)
-        assert names.asked[name] == 1
-
-    uvloop.run(story())
+@on_loop
+async def test_a_look_up_that_fails_says_why(name: str, text: str) -> None:
+    names, resolver = resolving()
+    for _ in range(2):
+        with pytest.raises(OSError, match=text):
+            await resolver.resolve(name, 1)
+    assert names.asked[name] == 1
 
 
-def test_a_process_ends_though_a_look_up_hangs() -> None:
-    async def story() -> None:
-        resolver = Resolver(Names().look_up)
-        task = asyncio.ensure_future(resolver.resolve("hang", 1))
-        await asyncio.sleep(0)
-        task.cancel()
-
-    uvloop.run(story())
+@on_loop
+async def test_a_process_ends_though_a_look_up_hangs() -> None:
+    resolver = Resolver(Names().look_up)
+    task = asyncio.ensure_future(resolver.resolve("hang", 1))
+    await asyncio.sleep(0)
+    task.cancel()
     (thread, *_) = [each for each in threading.enumerate() if each.name == "look-up"]
     assert thread.daemon

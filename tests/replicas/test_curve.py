@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-import uvloop
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
@@ -21,7 +20,7 @@ from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.wire.replica_frames import TOPIC
 from tests.support.bookings import changed, replica_event
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 from tests.support.recording_proxy import RecordingProxy
 
 SECRET = "the id of a request that nobody else may read"
@@ -96,29 +95,25 @@ async def two(one: Replica, other: Replica) -> AsyncIterator[tuple[Replica, Repl
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "RETRY_LIMIT_S", 0.1)
+    monkeypatch.setattr(link, "RETRY_LIMIT_S", 0.02)
     monkeypatch.setattr(replica_mesh, "HEARTBEAT_S", 0.05)
 
 
-def test_replicas_with_right_keys_hear_each_other() -> None:
-    async def story() -> None:
-        async with two(Replica(A, A, B), Replica(B, A, B)) as (one, other):
-            one.knows(other)
-            await other.hears(one)
-            await one.hears(other)
-            assert [each.state for each in other.sync.peer_states()] == ["connected"]
-            assert one.gate is not None
-            assert (one.gate.refused, one.gate.last_refused) == (0, None)
-
-    uvloop.run(story())
+@on_loop
+async def test_replicas_with_right_keys_hear_each_other() -> None:
+    async with two(Replica(A, A, B), Replica(B, A, B)) as (one, other):
+        one.knows(other)
+        await other.hears(one)
+        await one.hears(other)
+        assert [each.state for each in other.sync.peer_states()] == ["connected"]
+        assert one.gate is not None
+        assert (one.gate.refused, one.gate.last_refused) == (0, None)
 
 
-def test_among_several_keys_that_a_peer_may_have_its_own_is_found() -> None:
-    async def story() -> None:
-        async with two(Replica(A, B), Replica(B, OTHER, new_pair(), A)) as (one, other):
-            await other.hears(one)
-
-    uvloop.run(story())
+@on_loop
+async def test_among_several_keys_that_a_peer_may_have_its_own_is_found() -> None:
+    async with two(Replica(A, B), Replica(B, OTHER, new_pair(), A)) as (one, other):
+        await other.hears(one)
 
 
 @pytest.mark.parametrize(
@@ -150,64 +145,56 @@ def test_among_several_keys_that_a_peer_may_have_its_own_is_found() -> None:
         ),
     ],
 )
-def test_with_wrong_keys_nothing_is_heard_and_the_peer_tells_why(
+@on_loop
+async def test_with_wrong_keys_nothing_is_heard_and_the_peer_tells_why(
     one: Callable[[], Replica], other: Callable[[], Replica], words: str
 ) -> None:
-    async def story() -> None:
-        async with two(one(), other()) as (publisher, hearer):
-            await until(lambda: hearer.error() == words)
-            state = hearer.sync.peer_states()[0]
-            assert state.state == "connecting"
-            again = state.retries
-            publisher.sync.publish(EVENT)
-            await until(lambda: hearer.sync.peer_states()[0].retries > again + 2)
-            assert hearer.error() == words
-            assert hearer.heard == []
-
-    uvloop.run(story())
+    async with two(one(), other()) as (publisher, hearer):
+        await until(lambda: hearer.error() == words)
+        state = hearer.sync.peer_states()[0]
+        assert state.state == "connecting"
+        again = state.retries
+        publisher.sync.publish(EVENT)
+        await until(lambda: hearer.sync.peer_states()[0].retries > again + 2)
+        assert hearer.error() == words
+        assert hearer.heard == []
 
 
-def test_who_refuses_tells_whom() -> None:
-    async def story() -> None:
-        async with two(Replica(A, B), Replica(OTHER, A)) as (one, other):
-            await until(lambda: other.error() != "")
-            assert one.gate is not None
-            assert one.gate.refused >= 1
-            assert one.gate.last_refused == OTHER.public.decode()
-
-    uvloop.run(story())
+@on_loop
+async def test_who_refuses_tells_whom() -> None:
+    async with two(Replica(A, B), Replica(OTHER, A)) as (one, other):
+        await until(lambda: other.error() != "")
+        assert one.gate is not None
+        assert one.gate.refused >= 1
+        assert one.gate.last_refused == OTHER.public.decode()
 
 
-def test_attempts_that_fail_for_the_key_leave_no_descriptors_behind() -> None:
-    async def story() -> None:
-        async with two(Replica(A, B), Replica(OTHER, B, OTHER, A)) as (_, other):
-            await until(lambda: other.sync.peer_states()[0].retries >= 3)
-            before = len(os.listdir("/proc/self/fd"))
-            await until(lambda: other.sync.peer_states()[0].retries >= 30)
-            assert len(os.listdir("/proc/self/fd")) <= before + 12  # of attempts under way
-
-    uvloop.run(story())
+@on_loop
+async def test_attempts_that_fail_for_the_key_leave_no_descriptors_behind() -> None:
+    async with two(Replica(A, B), Replica(OTHER, B, OTHER, A)) as (_, other):
+        await until(lambda: other.sync.peer_states()[0].retries >= 3)
+        before = len(os.listdir("/proc/self/fd"))
+        await until(lambda: other.sync.peer_states()[0].retries >= 30)
+        assert len(os.listdir("/proc/self/fd")) <= before + 12  # of attempts under way
 
 
 @pytest.mark.parametrize("pairs", [(A, B), (None, None)], ids=["encrypted", "plain"])
-def test_on_the_wire_nothing_is_to_be_read_with_keys_and_everything_without(
+@on_loop
+async def test_on_the_wire_nothing_is_to_be_read_with_keys_and_everything_without(
     pairs: tuple[KeyPair | None, KeyPair | None],
 ) -> None:
-    async def story() -> None:
-        one, other = Replica(pairs[0], A, B), Replica(pairs[1], A, B)
-        try:
-            with RecordingProxy(one.port) as proxy:
-                assert other.sync.register_peer(f"tcp://127.0.0.1:{proxy.port}")
-                await other.hears(one)
-                secret = changed(EVENT, router_id=one.router_id)
-                one.sync.publish(secret)
-                await until(lambda: any(e.booking.request_id == SECRET for e in other.heard))
-                seen = await asyncio.to_thread(proxy.seen)
-                words = (SECRET.encode(), b"llama", TOPIC)
-                assert [word in seen for word in words] == [pairs[0] is None] * 3
-                assert (b"CURVE" in seen) is (pairs[0] is not None)
-        finally:
-            await other.close()
-            await one.close()
-
-    uvloop.run(story())
+    one, other = Replica(pairs[0], A, B), Replica(pairs[1], A, B)
+    try:
+        with RecordingProxy(one.port) as proxy:
+            assert other.sync.register_peer(f"tcp://127.0.0.1:{proxy.port}")
+            await other.hears(one)
+            secret = changed(EVENT, router_id=one.router_id)
+            one.sync.publish(secret)
+            await until(lambda: any(e.booking.request_id == SECRET for e in other.heard))
+            seen = await asyncio.to_thread(proxy.seen)
+            words = (SECRET.encode(), b"llama", TOPIC)
+            assert [word in seen for word in words] == [pairs[0] is None] * 3
+            assert (b"CURVE" in seen) is (pairs[0] is not None)
+    finally:
+        await other.close()
+        await one.close()

@@ -1,17 +1,16 @@
 """Replica sync over real sockets on the loopback, between two of ours."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import socket
 import struct
-import threading
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Callable, Coroutine, Generator
+from inspect import Signature, signature
+from typing import Any
 
 import pytest
-import uvloop
 import zmq
 import zmq.asyncio
 
@@ -19,7 +18,6 @@ from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.events.links import Links
-from lean_selector.events.names import Address, Resolver
 from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.replicas import peer_links as replica_links
 from lean_selector.replicas.mesh import (
@@ -32,7 +30,7 @@ from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN
 from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.support.bookings import changed, replica_event
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 from tests.support.running_service import free_port
 
 DEADLINE_S = 20.0
@@ -106,225 +104,219 @@ class Mesh:
         return self.replicas[-1]
 
 
-@contextlib.asynccontextmanager
-async def mesh() -> AsyncIterator[Mesh]:
+Story = Callable[..., Coroutine[Any, Any, None]]
+
+
+async def play(story: Story, **fixtures: Any) -> None:
     made = Mesh()
     try:
-        yield made
+        await story(made, **fixtures)
     finally:
         for replica in made.replicas:
             await replica.sync.close()
         made.context.term()
 
 
-def test_events_arrive_in_the_order_they_were_published() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            events = [
-                changed(EVENT, kind=kind, request_id=str(n), sequence_hashes=b"")
-                if kind is EventKind.ADD
-                else replica_event(kind, "llama", "t1", 16, str(n), 7, 0, 1)
-                for n in range(MAX_EVENTS_PER_TURN)
-                for kind in EventKind
-            ]
-            for event in events:
-                a.sync.publish(event)
-            await until(lambda: len(b.heard) == len(events))
-            assert b.heard == events
-            assert b.sync.undecodable == 0
-            assert a.heard == []  # directions are separate
+def in_mesh(story: Story) -> Callable[..., None]:
+    """A story as a test, on a loop, with a mesh as its first argument."""
 
-    uvloop.run(scenario())
+    async def told(**fixtures: Any) -> None:
+        await play(story, **fixtures)
+
+    told.__name__ = story.__name__
+    fixtures = list(signature(story).parameters.values())[1:]
+    vars(told)["__signature__"] = Signature(fixtures)
+    return on_loop(told)
+
+
+@in_mesh
+async def test_events_arrive_in_the_order_they_were_published(made: Mesh) -> None:
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    events = [
+        changed(EVENT, kind=kind, request_id=str(n), sequence_hashes=b"")
+        if kind is EventKind.ADD
+        else replica_event(kind, "llama", "t1", 16, str(n), 7, 0, 1)
+        for n in range(MAX_EVENTS_PER_TURN)
+        for kind in EventKind
+    ]
+    for event in events:
+        a.sync.publish(event)
+    await until(lambda: len(b.heard) == len(events))
+    assert b.heard == events
+    assert b.sync.undecodable == 0
+    assert a.heard == []  # directions are separate
 
 
 def test_two_replicas_hear_each_other_on_the_asyncio_loop_too() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(free_port()), made.replica()
-            a.sync.register_peer(b.sync.bound_endpoint)
-            b.sync.register_peer(a.sync.bound_endpoint.replace("0.0.0.0", "localhost"))
-            await a.hear_one_from(b)
-            await b.hear_one_from(a)
+    async def story(made: Mesh) -> None:
+        a, b = made.replica(free_port()), made.replica()
+        a.sync.register_peer(b.sync.bound_endpoint)
+        b.sync.register_peer(a.sync.bound_endpoint.replace("0.0.0.0", "localhost"))
+        await a.hear_one_from(b)
+        await b.hear_one_from(a)
 
-    asyncio.run(scenario())
-
-
-def test_a_burst_leaves_the_loop_its_turns() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            longest = len_before = 0
-
-            async def watch() -> None:
-                nonlocal longest, len_before
-                while True:
-                    longest = max(longest, len(b.heard) - len_before)
-                    len_before = len(b.heard)
-                    await asyncio.sleep(0)
-
-            for n in range(20 * MAX_EVENTS_PER_TURN):
-                a.sync.publish(changed(EVENT, request_id=str(n)))
-            watching = asyncio.create_task(watch())
-            await until(lambda: len(b.heard) == 20 * MAX_EVENTS_PER_TURN)
-            watching.cancel()
-            assert 0 < longest <= MAX_EVENTS_PER_TURN
-
-    uvloop.run(scenario())
+    asyncio.run(play(story))
 
 
-def test_frames_that_are_no_events_are_counted_and_nothing_else(
+@in_mesh
+async def test_a_burst_leaves_the_loop_its_turns(made: Mesh) -> None:
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    longest = len_before = 0
+
+    async def watch() -> None:
+        nonlocal longest, len_before
+        while True:
+            longest = max(longest, len(b.heard) - len_before)
+            len_before = len(b.heard)
+            await asyncio.sleep(0)
+
+    for n in range(20 * MAX_EVENTS_PER_TURN):
+        a.sync.publish(changed(EVENT, request_id=str(n)))
+    watching = asyncio.create_task(watch())
+    await until(lambda: len(b.heard) == 20 * MAX_EVENTS_PER_TURN)
+    watching.cancel()
+    assert 0 < longest <= MAX_EVENTS_PER_TURN
+
+
+@in_mesh
+async def test_frames_that_are_no_events_are_counted_and_nothing_else(
+    made: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            b = made.replica()
-            stranger = made.context.socket(zmq.PUB)
-            stranger.bind(ANY_PORT)
-            b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
-            good = encode_event(EVENT)
+    b = made.replica()
+    stranger = made.context.socket(zmq.PUB)
+    stranger.bind(ANY_PORT)
+    b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+    good = encode_event(EVENT)
 
-            def heard() -> bool:
-                plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
-                plain.send_multipart([TOPIC, good])
-                return bool(b.heard)
+    def heard() -> bool:
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
+        plain.send_multipart([TOPIC, good])
+        return bool(b.heard)
 
-            await until(heard)
-            for frames in (
-                [TOPIC],
-                [TOPIC, b"nonsense"],
-                [TOPIC + b".1", good],
-                [TOPIC, good, b""],
-            ):
-                await stranger.send_multipart(frames)
-            await until(lambda: b.sync.undecodable == 4)
-            assert b.sync.received == 4 + len(b.heard)
-            stranger.close(0)
-
-    uvloop.run(scenario())
+    await until(heard)
+    for frames in (
+        [TOPIC],
+        [TOPIC, b"nonsense"],
+        [TOPIC + b".1", good],
+        [TOPIC, good, b""],
+    ):
+        await stranger.send_multipart(frames)
+    await until(lambda: b.sync.undecodable == 4)
+    assert b.sync.received == 4 + len(b.heard)
+    stranger.close(0)
     assert [r.message.split(": 1;")[0] for r in caplog.records] == [
         "replica events dropped (undecodable)"
     ]
 
 
-def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behind_it(
+@in_mesh
+async def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behind_it(
+    made: Mesh,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            b = made.replica()
-            stranger = made.context.socket(zmq.PUB)
-            stranger.bind(ANY_PORT)
-            b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
-            plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
+    b = made.replica()
+    stranger = made.context.socket(zmq.PUB)
+    stranger.bind(ANY_PORT)
+    b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
 
-            def heard() -> bool:
-                plain.send_multipart([TOPIC, encode_event(EVENT)])
-                return bool(b.heard)
+    def heard() -> bool:
+        plain.send_multipart([TOPIC, encode_event(EVENT)])
+        return bool(b.heard)
 
-            await until(heard)
-            long = changed(
-                EVENT, request_id="long", sequence_hashes=struct.pack("<q", -5) * 500_000
-            )
-            behind = changed(EVENT, request_id="behind")
-            turns = 0  # of the loop, while the long one is read
-            decode = replica_frames.decode_in_steps
+    await until(heard)
+    long = changed(EVENT, request_id="long", sequence_hashes=struct.pack("<q", -5) * 500_000)
+    behind = changed(EVENT, request_id="behind")
+    turns = 0  # of the loop, while the long one is read
+    decode = replica_frames.decode_in_steps
 
-            def counted(payload: bytes) -> Generator[None, None, ReplicaEvent]:
-                is_read = False
+    def counted(payload: bytes) -> Generator[None, None, ReplicaEvent]:
+        is_read = False
 
-                def turn() -> None:
-                    nonlocal turns
-                    turns += 1
-                    if not is_read:
-                        asyncio.get_running_loop().call_soon(turn)
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            if not is_read:
+                asyncio.get_running_loop().call_soon(turn)
 
-                turn()
-                try:
-                    return (yield from decode(payload))
-                finally:
-                    is_read = True
+        turn()
+        try:
+            return (yield from decode(payload))
+        finally:
+            is_read = True
 
-            monkeypatch.setattr(replica_links, "MAX_TURN_S", 1e-9)  # one step in each
-            monkeypatch.setattr(replica_mesh, "decode_in_steps", counted)
-            for event in (long, behind):
-                plain.send_multipart([TOPIC, encode_event(event)])
-            await until(lambda: behind in b.heard)
-            assert b.heard.index(long) < b.heard.index(behind)
-            assert turns >= 500_000 // 16_384
-            stranger.close(0)
-
-    uvloop.run(scenario())
+    monkeypatch.setattr(replica_links, "MAX_TURN_S", 1e-9)  # one step in each
+    monkeypatch.setattr(replica_mesh, "decode_in_steps", counted)
+    for event in (long, behind):
+        plain.send_multipart([TOPIC, encode_event(event)])
+    await until(lambda: behind in b.heard)
+    assert b.heard.index(long) < b.heard.index(behind)
+    assert turns >= 500_000 // 16_384
+    stranger.close(0)
 
 
-def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
+@in_mesh
+async def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
+    made: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.socket.underlying)
-            plain.send_multipart([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
-            many = changed(EVENT, sequence_hashes=bytes(8 * (MAX_HASHES + 1)))
-            plain.send_multipart([TOPIC, encode_event(many)])
-            await until(lambda: b.sync.too_big == 2)
-            blocks = MAX_EVENT_BYTES // 9 + 1
-            huge = changed(EVENT, sequence_hashes=b"\xff" * 8 * blocks)
-            told = changed(EVENT, router_id=a.router_id)
-            a.sync.publish(told)
-            a.sync.publish(huge)
-            a.sync.publish(told)
-            await until(lambda: b.heard == [told, told])
-            assert a.sync.refused == b.sync.heard.missed == 1
-            assert b.sync.undecodable == 0
-
-    uvloop.run(scenario())
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.socket.underlying)
+    plain.send_multipart([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
+    many = changed(EVENT, sequence_hashes=bytes(8 * (MAX_HASHES + 1)))
+    plain.send_multipart([TOPIC, encode_event(many)])
+    await until(lambda: b.sync.too_big == 2)
+    blocks = MAX_EVENT_BYTES // 9 + 1
+    huge = changed(EVENT, sequence_hashes=b"\xff" * 8 * blocks)
+    told = changed(EVENT, router_id=a.router_id)
+    a.sync.publish(told)
+    a.sync.publish(huge)
+    a.sync.publish(told)
+    await until(lambda: b.heard == [told, told])
+    assert a.sync.refused == b.sync.heard.missed == 1
+    assert b.sync.undecodable == 0
     texts = [record.getMessage() for record in caplog.records]
     assert any(text.startswith("replica events dropped (too big): 1;") for text in texts)
     assert any(text.startswith("replica events dropped (too big for peers): 1;") for text in texts)
 
 
-def test_a_fault_of_the_listener_does_not_end_the_listening(
+@in_mesh
+async def test_a_fault_of_the_listener_does_not_end_the_listening(
+    made: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            hear, b.sync._on_event = b.sync._on_event, lambda event, now: Verdict(99)
-            a.sync.publish(EVENT)
-            await until(lambda: bool(caplog.records))
-            b.sync._on_event = hear
-            a.sync.publish(EVENT)
-            await until(lambda: b.heard == [EVENT])
-
-    uvloop.run(scenario())
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    hear, b.sync._on_event = b.sync._on_event, lambda event, now: Verdict(99)
+    a.sync.publish(EVENT)
+    await until(lambda: bool(caplog.records))
+    b.sync._on_event = hear
+    a.sync.publish(EVENT)
+    await until(lambda: b.heard == [EVENT])
     assert "replica event failed: ADD 'r' of model='llama'" in caplog.text
 
 
-def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@in_mesh
+async def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count(
+    made: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            b.verdict = Verdict.UNKNOWN_PARTITION
-            for _ in range(5):
-                a.sync.publish(EVENT)
-            await until(lambda: len(b.heard) == 5)
-            assert len(caplog.records) == 1
-            monkeypatch.setattr("lean_selector.replicas.mesh.WARN_EVERY_S", 0.0)
-            a.sync.publish(EVENT)
-            await until(lambda: len(caplog.records) == 2)
-            b.verdict = Verdict.DUPLICATE
-            a.sync.publish(EVENT)
-            await until(lambda: len(b.heard) == 7)
-
-    uvloop.run(scenario())
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    b.verdict = Verdict.UNKNOWN_PARTITION
+    for _ in range(5):
+        a.sync.publish(EVENT)
+    await until(lambda: len(b.heard) == 5)
+    assert len(caplog.records) == 1
+    monkeypatch.setattr("lean_selector.replicas.mesh.WARN_EVERY_S", 0.0)
+    a.sync.publish(EVENT)
+    await until(lambda: len(caplog.records) == 2)
+    b.verdict = Verdict.DUPLICATE
+    a.sync.publish(EVENT)
+    await until(lambda: len(b.heard) == 7)
     assert [r.getMessage() for r in caplog.records] == [
         f"replica events dropped (unknown partition): {count}; the last: "
         "ADD 'r' of model='llama' tenant='t1' block_size=16 worker=7 dp_rank=0 from router 1"
@@ -332,55 +324,53 @@ def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count
     ]
 
 
-def test_a_peer_that_does_not_read_costs_the_others_nothing() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, reader = made.replica(high_water_mark=100), made.replica()
-            await reader.connect_to(a)
-            sleeper = made.context.socket(zmq.SUB)
-            sleeper.setsockopt(zmq.RCVHWM, 1)
-            sleeper.setsockopt(zmq.RCVBUF, 4096)
-            sleeper.setsockopt(zmq.LINGER, 0)
-            sleeper.subscribe(TOPIC)
-            sleeper.connect(a.sync.bound_endpoint)
-            plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
+@in_mesh
+async def test_a_peer_that_does_not_read_costs_the_others_nothing(made: Mesh) -> None:
+    a, reader = made.replica(high_water_mark=100), made.replica()
+    await reader.connect_to(a)
+    sleeper = made.context.socket(zmq.SUB)
+    sleeper.setsockopt(zmq.RCVHWM, 1)
+    sleeper.setsockopt(zmq.RCVBUF, 4096)
+    sleeper.setsockopt(zmq.LINGER, 0)
+    sleeper.subscribe(TOPIC)
+    sleeper.connect(a.sync.bound_endpoint)
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
 
-            def sleeper_is_there() -> bool:
-                a.sync.publish(EVENT)
-                return bool(plain.poll(0))
+    def sleeper_is_there() -> bool:
+        a.sync.publish(EVENT)
+        return bool(plain.poll(0))
 
-            await until(sleeper_is_there)
-            big = changed(EVENT, sequence_hashes=bytes(range(8, 16)) * 8000)
-            rounds = 0
-            while not a.sync.overflows:
-                a.sync.publish(big)
-                rounds += 1
-                assert rounds < 10_000
-                await until(lambda: reader.heard.count(big) == rounds)  # noqa: B023 - at once
-            for _ in range(10):  # nor afterwards
-                a.sync.publish(big)
-            await until(lambda: reader.heard.count(big) == rounds + 10)
-            sleeper.close()
-
-    uvloop.run(scenario())
+    await until(sleeper_is_there)
+    big = changed(EVENT, sequence_hashes=bytes(range(8, 16)) * 8000)
+    rounds = 0
+    while not a.sync.overflows:
+        a.sync.publish(big)
+        rounds += 1
+        assert rounds < 10_000
+        await until(lambda: reader.heard.count(big) == rounds)  # noqa: B023 - at once
+    for _ in range(10):  # nor afterwards
+        a.sync.publish(big)
+    await until(lambda: reader.heard.count(big) == rounds + 10)
+    sleeper.close()
 
 
 # Peers -------------------------------------------------------------------------------------------
 
 
-def test_peers_are_listed_sorted_and_registered_once() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            assert a.sync.register_peer("tcp://b:2")
-            assert a.sync.register_peer("tcp://a:1")
-            assert not a.sync.register_peer("tcp://b:2")
-            assert a.sync.peers() == ["tcp://a:1", "tcp://b:2"]
-            assert a.sync.deregister_peer("tcp://b:2")
-            assert not a.sync.deregister_peer("tcp://b:2")
-            assert a.sync.peers() == ["tcp://a:1"]
-
-    uvloop.run(scenario())
+@in_mesh
+async def test_peers_are_listed_sorted_registered_once_and_limited_in_number(
+    made: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lean_selector.replicas.mesh.MAX_PEERS", 2)
+    sync = made.replica().sync
+    assert [sync.register_peer(f"tcp://{peer}") for peer in ("b:2", "a:1", "b:2")] == [1, 1, 0]
+    assert sync.peers() == ["tcp://a:1", "tcp://b:2"]
+    with pytest.raises(Conflict, match="no more than 2"):
+        sync.register_peer("tcp://c:3")
+    assert [sync.deregister_peer("tcp://b:2") for _ in range(2)] == [True, False]
+    assert sync.register_peer("tcp://c:3")
+    with pytest.raises(BadRequest, match="missing scheme"):
+        sync.deregister_peer("nonsense")
 
 
 @pytest.mark.parametrize(
@@ -395,275 +385,193 @@ def test_peers_are_listed_sorted_and_registered_once() -> None:
         ("tcp://me:1", "peer endpoint matches this replica's advertised endpoint"),
     ],
 )
-def test_an_endpoint_that_cannot_be_a_peer_is_refused_in_the_documented_words(
+@on_loop
+async def test_an_endpoint_that_cannot_be_a_peer_is_refused_in_the_documented_words(
     endpoint: str, text: str
 ) -> None:
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        sync = ReplicaSync(
-            context, ANY_PORT, [], lambda *_: Verdict.OWN, router_id=1, advertise="tcp://me:1"
-        )
-        with pytest.raises(BadRequest) as raised:
-            sync.register_peer(endpoint)
-        assert (raised.value.message, sync.peers()) == (text, [])
-        await sync.close()
-        context.term()
-
-    uvloop.run(scenario())
-
-
-def test_an_invalid_endpoint_cannot_be_deregistered_either() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            with pytest.raises(BadRequest, match="missing scheme"):
-                a.sync.deregister_peer("nonsense")
-
-    uvloop.run(scenario())
+    context = zmq.asyncio.Context()
+    sync = ReplicaSync(
+        context, ANY_PORT, [], lambda *_: Verdict.OWN, router_id=1, advertise="tcp://me:1"
+    )
+    with pytest.raises(BadRequest) as raised:
+        sync.register_peer(endpoint)
+    assert (raised.value.message, sync.peers()) == (text, [])
+    await sync.close()
+    context.term()
 
 
 @pytest.mark.parametrize(
     "endpoint", ["tcp://127.0.0.1:9", "tcp://[::1]:9", "ipc:///nowhere", "inproc://a", "tcp://x:09"]
 )
-def test_an_endpoint_is_accepted_without_looking_for_it(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            assert a.sync.register_peer(endpoint)
-            assert a.sync.deregister_peer(endpoint)
-
-    uvloop.run(scenario())
+@in_mesh
+async def test_an_endpoint_is_accepted_without_looking_for_it(made: Mesh, endpoint: str) -> None:
+    a = made.replica()
+    assert a.sync.register_peer(endpoint)
+    assert a.sync.deregister_peer(endpoint)
 
 
-def test_nothing_is_heard_of_a_peer_after_it_was_deregistered() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b, c = made.replica(), made.replica(), made.replica()
-            await c.connect_to(a)
-            await c.connect_to(b)
-            assert c.sync.deregister_peer(a.sync.bound_endpoint)
-            a.sync.publish(EVENT)
-            await c.hear_one_from(b)  # by now the other would have been heard
-            assert EVENT not in c.heard
-
-    uvloop.run(scenario())
+@in_mesh
+async def test_nothing_is_heard_of_a_peer_after_it_was_deregistered(made: Mesh) -> None:
+    a, b, c = made.replica(), made.replica(), made.replica()
+    await c.connect_to(a)
+    await c.connect_to(b)
+    assert c.sync.deregister_peer(a.sync.bound_endpoint)
+    a.sync.publish(EVENT)
+    await c.hear_one_from(b)  # by now the other would have been heard
+    assert EVENT not in c.heard
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_state_of_a_connection_is_followed_through_a_restart_of_the_peer(host: str) -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            port = free_port()
-            endpoint = f"tcp://{host}:{port}"
-            b = made.replica()
-            b.sync.register_peer(endpoint)
-            b.sync.register_peer("tcp://127.0.0.1:1")
+@in_mesh
+async def test_the_state_of_a_connection_is_followed_through_a_restart_of_the_peer(
+    made: Mesh,
+    host: str,
+) -> None:
+    port = free_port()
+    endpoint = f"tcp://{host}:{port}"
+    b = made.replica()
+    b.sync.register_peer(endpoint)
+    b.sync.register_peer("tcp://127.0.0.1:1")
 
-            def state() -> str:
-                (peer,) = (p for p in b.sync.peer_states() if p.endpoint == endpoint)
-                return peer.state
+    def state() -> str:
+        (peer,) = (p for p in b.sync.peer_states() if p.endpoint == endpoint)
+        return peer.state
 
-            assert state() == "connecting"
-            for _ in range(3):
-                a = made.replica(port)
-                await until(lambda: state() == "connected")
-                await b.hear_one_from(a)
-                await a.sync.close()
-                made.replicas.remove(a)
-                await until(lambda: state() == "disconnected")
-            nobody, somebody = b.sync.peer_states()
-            assert (nobody.state, nobody.endpoint) == ("connecting", "tcp://127.0.0.1:1")
-            assert nobody.retries > 0
-            assert somebody.since > nobody.since
-            before = somebody.retries
-            await until(lambda: b.sync.peer_states()[1].retries > before)
-            b.sync.deregister_peer(endpoint)
-            assert len(b.sync.peer_states()) == 1
-
-    uvloop.run(scenario())
-
-
-def test_a_peer_whose_name_hangs_delays_no_other_and_says_so() -> None:
-    release = threading.Event()
-
-    def look_up(name: str) -> list[Address]:
-        assert release.wait(DEADLINE_S)
-        raise socket.gaierror(-3, "Temporary failure in name resolution")
-
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            b = Replica(made.context, ANY_PORT, links=Links(made.context, Resolver(look_up)))
-            made.replicas.append(b)
-            b.sync.register_peer("tcp://silent:1")
-            await b.connect_to(a)  # hears its events
-            silent = b.sync.peer_states()[1]
-            assert (silent.endpoint, silent.state) == ("tcp://silent:1", "resolving")
-            release.set()
-            await until(lambda: b.sync.peer_states()[1].last_error is not None)
-            silent = b.sync.peer_states()[1]
-            assert silent.state == "connecting"
-            assert silent.last_error == "Temporary failure in name resolution"
-
-    uvloop.run(scenario())
+    assert state() == "connecting"
+    for _ in range(3):
+        a = made.replica(port)
+        await until(lambda: state() == "connected")
+        await b.hear_one_from(a)
+        await a.sync.close()
+        made.replicas.remove(a)
+        await until(lambda: state() == "disconnected")
+    nobody, somebody = b.sync.peer_states()
+    assert (nobody.state, nobody.endpoint) == ("connecting", "tcp://127.0.0.1:1")
+    assert nobody.retries > 0
+    assert somebody.since > nobody.since
+    before = somebody.retries
+    await until(lambda: b.sync.peer_states()[1].retries > before)
+    b.sync.deregister_peer(endpoint)
+    assert len(b.sync.peer_states()) == 1
 
 
-def test_an_ipv6_peer_in_brackets_works() -> None:
+@in_mesh
+async def test_an_ipv6_peer_in_brackets_works(made: Mesh) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-
-    async def scenario() -> None:
-        async with mesh() as made:
-            try:
-                a = made.replica("tcp://[::1]:*")
-            except ReplicaSyncError as error:
-                pytest.skip(str(error))
-            b = made.replica()
-            await b.connect_to(a)
-            await b.connect_to(made.replica())
-
-    uvloop.run(scenario())
+    try:
+        a = made.replica("tcp://[::1]:*")
+    except ReplicaSyncError as error:
+        pytest.skip(str(error))
+    b = made.replica()
+    await b.connect_to(a)
+    await b.connect_to(made.replica())
 
 
 # Start and end -----------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_one_clear_error() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            port = free_port()
-            made.replica(port)
-            with pytest.raises(ReplicaSyncError) as raised:
-                Replica(made.context, port)
-            assert str(raised.value) == (
-                f"failed to bind replica publisher to `tcp://*:{port}`: Address already in use"
-            )
-
-    uvloop.run(scenario())
+@in_mesh
+async def test_a_port_in_use_is_one_clear_error(made: Mesh) -> None:
+    port = free_port()
+    made.replica(port)
+    with pytest.raises(ReplicaSyncError) as raised:
+        Replica(made.context, port)
+    assert str(raised.value) == (
+        f"failed to bind replica publisher to `tcp://*:{port}`: Address already in use"
+    )
 
 
-def test_a_peer_of_the_start_that_is_no_endpoint_is_one_clear_error() -> None:
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        with pytest.raises(ReplicaSyncError) as raised:
-            ReplicaSync(context, ANY_PORT, ["b:1"], lambda *_: Verdict.OWN, router_id=1)
-        context.term()  # would hang if a socket had been left open
-        assert str(raised.value) == (
-            "invalid replica peer endpoint `b:1`: invalid ZMQ endpoint `b:1`: missing scheme"
-        )
-
-    uvloop.run(scenario())
+@on_loop
+async def test_a_peer_of_the_start_that_is_no_endpoint_is_one_clear_error() -> None:
+    context = zmq.asyncio.Context()
+    with pytest.raises(ReplicaSyncError) as raised:
+        ReplicaSync(context, ANY_PORT, ["b:1"], lambda *_: Verdict.OWN, router_id=1)
+    context.term()  # would hang if a socket had been left open
+    assert str(raised.value) == (
+        "invalid replica peer endpoint `b:1`: invalid ZMQ endpoint `b:1`: missing scheme"
+    )
 
 
-def test_close_drops_what_is_queued_for_a_peer() -> None:
-    async def scenario() -> None:
-        # A context of its own, that ends last: libzmq 4.3.5 aborts when a peer goes away in the
-        # very moment a PUB with half a message on its way is closed (session_base.cpp:233).
-        sleepers = zmq.asyncio.Context()
-        sleeper = sleepers.socket(zmq.SUB)
-        sleeper.setsockopt(zmq.RCVHWM, 1)
-        sleeper.subscribe(TOPIC)
-        plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
-        async with mesh() as made, asyncio.timeout(DEADLINE_S):
-            a = made.replica()
-            sleeper.connect(a.sync.bound_endpoint)
+@on_loop
+async def test_close_drops_what_is_queued_for_a_peer() -> None:
+    # A context of its own, that ends last: libzmq 4.3.5 aborts when a peer goes away in the
+    # very moment a PUB with half a message on its way is closed (session_base.cpp:233).
+    sleepers = zmq.asyncio.Context()
+    sleeper = sleepers.socket(zmq.SUB)
+    sleeper.setsockopt(zmq.RCVHWM, 1)
+    sleeper.subscribe(TOPIC)
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
 
-            def sleeper_is_there() -> bool:
-                a.sync.publish(EVENT)
-                return bool(plain.poll(0))
+    async def story(made: Mesh) -> None:
+        a = made.replica()
+        sleeper.connect(a.sync.bound_endpoint)
 
-            await until(sleeper_is_there)
-            for _ in range(50_000):
-                a.sync.publish(EVENT)
-            await a.sync.close()
-        sleeper.close(0)
-        sleepers.term()
+        def sleeper_is_there() -> bool:
+            a.sync.publish(EVENT)
+            return bool(plain.poll(0))
 
-    uvloop.run(scenario())
+        await until(sleeper_is_there)
+        for _ in range(50_000):
+            a.sync.publish(EVENT)
 
-
-def test_the_publisher_sends_heartbeats_so_that_a_stuck_peer_is_cut_off() -> None:
-    async def scenario() -> None:
-        async with mesh() as made:
-            assert made.replica().sync._pub.socket.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
-
-    uvloop.run(scenario())
+    await play(story)
+    sleeper.close(0)
+    sleepers.term()
 
 
-def test_a_new_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@in_mesh
+async def test_the_publisher_sends_heartbeats_so_that_a_stuck_peer_is_cut_off(made: Mesh) -> None:
+    assert made.replica().sync._pub.socket.getsockopt(zmq.HEARTBEAT_IVL) == 5_000
+
+
+@in_mesh
+async def test_a_new_state_is_logged(made: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lean_selector.replica")
-
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            await until(lambda: "is connected" in caplog.text)
-
-    uvloop.run(scenario())
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    await until(lambda: "is connected" in caplog.text)
     assert "replica peer registered" in caplog.text
 
 
-def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@in_mesh
+async def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
+    made: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lean_selector.replicas.mesh.MAX_OUTBOX", 300)
-
-    async def scenario() -> None:
-        async with mesh() as made:
-            a, b = made.replica(), made.replica()
-            await b.connect_to(a)
-            before = a.sync.published
-            for n in range(310):
-                a.sync.publish(changed(EVENT, request_id=str(n)))
-            assert a.sync.published == before  # nothing is sent before the turn ends
-            assert a.sync.refused == 10
-            await until(lambda: len(b.heard) == 300)
-            assert [event.booking.request_id for event in b.heard] == [str(n) for n in range(300)]
-            assert a.sync.published == before + 300
-            a.sync.publish(EVENT)
-            await until(lambda: len(b.heard) == 301)
-
-    uvloop.run(scenario())
+    a, b = made.replica(), made.replica()
+    await b.connect_to(a)
+    before = a.sync.published
+    for n in range(310):
+        a.sync.publish(changed(EVENT, request_id=str(n)))
+    assert a.sync.published == before  # nothing is sent before the turn ends
+    assert a.sync.refused == 10
+    await until(lambda: len(b.heard) == 300)
+    assert [event.booking.request_id for event in b.heard] == [str(n) for n in range(300)]
+    assert a.sync.published == before + 300
+    a.sync.publish(EVENT)
+    await until(lambda: len(b.heard) == 301)
     assert "the outbox is full" in caplog.text
 
 
-def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
+@in_mesh
+async def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
+    made: Mesh,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lean_selector.replicas.mesh.MAX_TURN_S", 0.0)  # it is over at once
+    sync = made.replica().sync
 
-    async def scenario() -> None:
-        async with mesh() as made:
-            sync = made.replica().sync
+    async def sent_after(count: int) -> int:
+        before = sync.published
+        for n in range(count):
+            sync.publish(changed(EVENT, request_id=str(n)))
+        await asyncio.sleep(0)
+        return sync.published - before
 
-            async def sent_after(count: int) -> int:
-                before = sync.published
-                for n in range(count):
-                    sync.publish(changed(EVENT, request_id=str(n)))
-                await asyncio.sleep(0)
-                return sync.published - before
-
-            assert [await sent_after(count) for count in (1, 1_000, 1)] == [1, 1_000, 1]
-            assert await sent_after(MAX_DUE_PER_TURN + 20) == MAX_DUE_PER_TURN
-            assert sync.waiting == 20
-            # The others wait their turns, and hold up nothing that comes: as many go as have come.
-            assert [await sent_after(count) for count in (0, 5, 7)] == [1, 5, 7]
-            await until(lambda: sync.published == sync.sequence == 2_058)
-
-    uvloop.run(scenario())
-
-
-def test_there_is_a_limit_to_the_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lean_selector.replicas.mesh.MAX_PEERS", 2)
-
-    async def scenario() -> None:
-        async with mesh() as made:
-            a = made.replica()
-            for port in (1, 2, 2):
-                a.sync.register_peer(f"tcp://127.0.0.1:{port}")
-            with pytest.raises(Conflict, match="no more than 2 replica peers"):
-                a.sync.register_peer("tcp://127.0.0.1:3")
-            assert a.sync.deregister_peer("tcp://127.0.0.1:1")
-            assert a.sync.register_peer("tcp://127.0.0.1:3")
-
-    uvloop.run(scenario())
+    assert [await sent_after(count) for count in (1, 1_000, 1)] == [1, 1_000, 1]
+    assert await sent_after(MAX_DUE_PER_TURN + 20) == MAX_DUE_PER_TURN
+    assert sync.waiting == 20
+    # The others wait their turns, and hold up nothing that comes: as many go as have come.
+    assert [await sent_after(count) for count in (0, 5, 7)] == [1, 5, 7]
+    await until(lambda: sync.published == sync.sequence == 2_058)

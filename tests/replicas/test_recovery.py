@@ -28,58 +28,26 @@ from lean_selector.replicas import recovery
 from lean_selector.replicas.peer_fetch import PeerFetch
 from lean_selector.replicas.recovery import Recovery, log_discarded
 from tests.support.on_loop import on_loop, until
+from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 KEY = ("m", "t")
 LONG_S = 3600.0  # never over; a test that waits for it has failed long before
 SILENT = "tcp://127.0.0.1:1"  # an engine that is not there
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
 
 # -- peers ----------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def serving(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
+async def peer_that(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
     """A peer's base URL, and the requests that it got."""
-    requests: list[bytes] = []
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            requests.append(await reader.readuntil(b"\r\n\r\n"))
-            await serve(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
-    finally:
-        server.close()
-
-
-def says(response: bytes) -> Serve:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(response)
-        await writer.drain()
-
-    return serve
-
-
-def response(body: bytes, status: bytes = b"200 OK", length: int | None = None) -> bytes:
-    size = len(body) if length is None else length
-    return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, size, body)
+    async with serving(serve) as served:
+        yield served.url, served.requests
 
 
 def dumps(dump: object) -> Serve:
     return says(response(json.dumps(dump).encode()))
-
-
-async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.read()
 
 
 Meanwhile = Callable[[PeerFetch[recovery.Dump]], Awaitable[None]]
@@ -205,7 +173,7 @@ async def service() -> AsyncIterator[Service]:
 
 async def recovered(of: Service, *events: object, **entry: Any) -> Recovery:
     """`of` after recovery from a peer with these events."""
-    async with serving(dumps(dump_of(*events, **entry))) as (peer, _):
+    async with peer_that(dumps(dump_of(*events, **entry))) as (peer, _):
         recovery = of.recovery(peer)
         assert await recovery.run()
         return recovery
@@ -214,15 +182,16 @@ async def recovered(of: Service, *events: object, **entry: Any) -> Recovery:
 # -- which peer -----------------------------------------------------------------------------------
 
 
+CUT_SHORT = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
 BAD_PEERS = {
     "hangs": hangs,
     "hangs up": says(b""),
     "no http": says(b"\x00\x01\x02 garbage\r\n\r\n"),
-    "not found": says(response(b'{"error":"route not found"}', b"404 Not Found")),
-    "recovers itself": says(response(b'{"error":"recovering"}', b"503 Service Unavailable")),
-    "redirects": says(response(b"", b"302 Found")),
+    "not found": says(response(b'{"error":"route not found"}', "404 Not Found")),
+    "recovers itself": says(response(b'{"error":"recovering"}', "503 Service Unavailable")),
+    "redirects": says(response(b"", "302 Found")),
     "garbage": says(response(b"<html>")),
-    "cut short": says(response(b'{"m:t":{"block_size":4,"events":[]}}', length=1000)),
+    "cut short": says(CUT_SHORT + b'{"m:t":{"block_size":4,"events":[]}}'),
     "error entry": dumps({"m:t": {"error": "index unavailable"}}),
     "error text": dumps({"error": "index unavailable"}),
     "bad events only": dumps(dump_of({"worker_id": -1}, 7)),
@@ -235,34 +204,19 @@ async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
-        serving(BAD_PEERS[name]) as (bad, _),
-        serving(dumps(dump_of(stored(1, 2)))) as (good, _),
-        serving(dumps(dump_of(stored(9)))) as (spare, unasked),
+        peer_that(BAD_PEERS[name]) as (bad, _),
+        peer_that(dumps(dump_of(stored(1, 2)))) as (good, asked),
+        peer_that(dumps(dump_of(stored(9)))) as (spare, unasked),
         service() as of,
     ):
         if name == "hangs":
             let_shares_pass(monkeypatch, bad)
-        assert await of.recovery(bad, good, spare, timeout_s=LONG_S).run()
+        peers = ("http://no.such.host.invalid", bad, good + "/base", spare)
+        assert await of.recovery(*peers, timeout_s=LONG_S).run()
         assert of.blocks() == 2
+        assert asked[0].startswith(b"GET /base/dump?detail=true HTTP/1.1\r\n")
         assert not unasked
         assert f"no recovery from {bad}" in caplog.text
-
-
-@on_loop
-async def test_recovery_goes_on_until_a_peer_has_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = f"http://127.0.0.1:{free_port()}"
-    async with (
-        serving(hangs) as (hanging, _),
-        serving(BAD_PEERS["garbage"]) as (garbage, _),
-        serving(BAD_PEERS["error entry"]) as (error, _),
-        serving(dumps(dump_of(stored(1, 2, 3)))) as (good, requests),
-        service() as of,
-    ):
-        peers = (dead, "http://no.such.host.invalid", hanging, garbage, error, good + "/base")
-        let_shares_pass(monkeypatch, hanging)
-        assert await of.recovery(*peers, timeout_s=LONG_S).run()
-        assert of.blocks() == 3
-        assert requests[0].startswith(b"GET /base/dump?detail=true HTTP/1.1\r\n")
 
 
 @on_loop
@@ -279,7 +233,7 @@ async def test_without_a_usable_peer_the_index_stays_empty(
 @on_loop
 async def test_an_empty_dump_is_a_success() -> None:
     empty = dumps({})
-    async with serving(empty) as (peer, _), serving(empty) as (spare, unasked), service() as of:
+    async with peer_that(empty) as (peer, _), peer_that(empty) as (spare, unasked), service() as of:
         assert await of.recovery(peer, spare).run()
         assert not of.catalog.partitions
         assert not unasked
@@ -287,7 +241,7 @@ async def test_an_empty_dump_is_a_success() -> None:
 
 @on_loop
 async def test_peers_that_hang_take_no_longer_than_the_timeout() -> None:
-    async with serving(hangs) as (one, _), serving(hangs) as (two, asked), service() as of:
+    async with peer_that(hangs) as (one, _), peer_that(hangs) as (two, asked), service() as of:
         async with asyncio.timeout(DEADLINE_S):
             assert not await of.recovery(one, two, timeout_s=2.0).run()
         assert asked
@@ -295,7 +249,7 @@ async def test_peers_that_hang_take_no_longer_than_the_timeout() -> None:
 
 @on_loop
 async def test_a_peer_for_which_no_time_is_left_is_not_asked() -> None:
-    async with serving(dumps({})) as (peer, unasked), service() as of:
+    async with peer_that(dumps({})) as (peer, unasked), service() as of:
         assert not await of.recovery(peer, timeout_s=0.0).run()
         assert not unasked
 
@@ -312,7 +266,7 @@ async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
     shares = 0
 
     async def trickles(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(response(b"", length=len(body)))
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode())
         for _ in pieces:
             writer.write(await wanted.get())
             await writer.drain()
@@ -326,7 +280,11 @@ async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
         await until(lambda: fetch.done.done() or fetch.progress > seen, "something arrives")
 
     empty = dumps({})
-    async with serving(trickles) as (slow, _), serving(empty) as (spare, unasked), service() as of:
+    async with (
+        peer_that(trickles) as (slow, _),
+        peer_that(empty) as (spare, unasked),
+        service() as of,
+    ):
         let_shares_pass(monkeypatch, slow, one_more_piece)
         peers = [slow] + [spare] * 19
         assert await of.recovery(*peers, timeout_s=LONG_S).run()
@@ -340,7 +298,7 @@ async def test_a_dump_beyond_the_limit_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recovery, "MAX_DUMP_BYTES", 100)
-    async with serving(dumps(dump_of(stored(1)))) as (peer, _), service() as of:
+    async with peer_that(dumps(dump_of(stored(1)))) as (peer, _), service() as of:
         assert not await of.recovery(peer).run()
         assert "more than 100 bytes" in caplog.text
 
@@ -355,7 +313,7 @@ async def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.Monk
 
 @on_loop
 async def test_a_recovery_that_is_cancelled_ends_at_once() -> None:
-    async with serving(hangs) as (peer, asked), service() as of:
+    async with peer_that(hangs) as (peer, asked), service() as of:
         task = asyncio.create_task(of.recovery(peer, timeout_s=3600.0).run())
         await until(lambda: bool(asked), "the peer is asked")
         task.cancel()
@@ -424,26 +382,17 @@ async def test_a_child_may_come_before_its_parent_and_one_without_is_counted() -
         assert (recovery.blocks, recovery.skipped_events) == (6, 3)
 
 
+@pytest.mark.parametrize("registers_first", [False, True])
 @on_loop
-async def test_the_first_complete_worker_decides_the_block_size(
-    caplog: pytest.LogCaptureFixture,
+async def test_blocks_of_another_size_than_the_workers_are_dropped(
+    registers_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service() as of:
+        if registers_first:
+            of.register(block_size=8)
         await recovered(of, stored(1, 2), watermarks={"1:0": 5})
         of.register(block_size=8)
         assert of.index.block_size == 8
-        assert of.index.is_empty
-        assert not of.partition.watermarks
-        assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
-
-
-@on_loop
-async def test_blocks_of_another_size_than_the_workers_are_dropped(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with service() as of:
-        of.register(block_size=8)
-        await recovered(of, stored(1, 2), watermarks={"2:0": 5})
         assert of.index.is_empty
         assert not of.partition.watermarks
         assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
@@ -456,7 +405,7 @@ async def test_entries_that_name_one_partition_with_two_sizes_keep_the_first() -
         "one:t": {"block_size": 4, "events": [stored(1)], **names},
         "two:t": {"block_size": 8, "events": [stored(2, 3)], **names},
     }
-    async with serving(dumps(body)) as (peer, _), service() as of:
+    async with peer_that(dumps(body)) as (peer, _), service() as of:
         assert await of.recovery(peer).run()
         assert (of.index.block_size, of.blocks()) == (4, 1)
 
@@ -493,7 +442,7 @@ async def test_a_rank_whose_engine_spoke_is_left_alone() -> None:
 async def test_a_worker_removed_meanwhile_gets_no_more_of_its_blocks() -> None:
     events = [stored(block, parent=block - 1 or None) for block in range(1, 20_001)]
     body = dump_of(*events, watermarks={"1:0": 5})
-    async with serving(dumps(body)) as (peer, _), service() as of:
+    async with peer_that(dumps(body)) as (peer, _), service() as of:
         of.register(1)
         of.register(2)
         task = asyncio.create_task(of.recovery(peer).run())
@@ -509,7 +458,7 @@ async def test_a_worker_removed_meanwhile_gets_no_more_of_its_blocks() -> None:
 @on_loop
 async def test_requests_are_served_while_blocks_are_applied() -> None:
     events = [stored(block, parent=block - 1 or None) for block in range(1, 20_001)]
-    async with serving(dumps(dump_of(*events))) as (peer, _), service() as of:
+    async with peer_that(dumps(dump_of(*events))) as (peer, _), service() as of:
         task = asyncio.create_task(of.recovery(peer).run())
         turns = 0
         while not task.done():
@@ -600,7 +549,7 @@ async def test_a_worker_that_registers_meanwhile_is_followed_behind_the_dump(
         writer.write(response(body))
         await writer.drain()
 
-    async with serving(later) as (peer, asked), service() as of:
+    async with peer_that(later) as (peer, asked), service() as of:
         engine = Engine(of.context)
         for _ in range(5):
             await engine.publish()
@@ -630,7 +579,7 @@ async def test_a_recovery_that_takes_long_does_not_keep_workers_from_being_heard
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "MAX_HOLD_S", 0.0)
-    async with serving(hangs) as (peer, asked), service() as of:
+    async with peer_that(hangs) as (peer, asked), service() as of:
         engine = Engine(of.context)
         await engine.publish()
         recovering = asyncio.ensure_future(of.recovery(peer, timeout_s=LONG_S).run())

@@ -12,7 +12,6 @@ from typing import IO, Any
 
 import httpx
 import pytest
-import uvloop
 import zmq.asyncio
 
 from lean_selector.core.load.slots import Slots
@@ -20,6 +19,7 @@ from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents,
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.replicas.mesh import ReplicaSync
 from tests.support.bookings import book
+from tests.support.on_loop import on_loop
 from tests.support.running_service import free_port
 
 pytestmark = pytest.mark.reference
@@ -214,46 +214,44 @@ async def meet(ours: Ours, reference: Reference) -> None:
 
 @pytest.mark.parametrize("service", ["slot_tracker", "select_service"])
 @pytest.mark.parametrize("version", ["131", "161"])
-def test_requests_admitted_on_either_side_load_both_and_end_on_both(
+@on_loop
+async def test_requests_admitted_on_either_side_load_both_and_end_on_both(
     version: str, service: str, request: pytest.FixtureRequest
 ) -> None:
     python: Path = request.getfixturevalue(f"reference_{version}")
+    async with pair(python, service) as (ours, reference):
 
-    async def scenario() -> None:
-        async with pair(python, service) as (ours, reference):
+        async def both(*loads: tuple[int, int]) -> None:
+            async def equal() -> bool:
+                return await reference.loads() == ours.loads() == list(loads)
 
-            async def both(*loads: tuple[int, int]) -> None:
-                async def equal() -> bool:
-                    return await reference.loads() == ours.loads() == list(loads)
+            await until(equal)
 
-                await until(equal)
-
-            ours.add("a", 1)
-            await both((0, 0), (48, 3))
-            completed = ours.slots.prefill_complete("a", 0.0)
-            assert completed is not None
-            ours.events.prefill_completed(ours, completed[0])
-            await both((0, 0), (0, 3))
-            await reference.add("b", 0)
-            await both((48, 3), (0, 3))
-            await reference.complete("b")
-            await both((0, 3), (0, 3))
-            await reference.free("a")  # what we admitted
-            await both((0, 3), (0, 0))
-            freed = ours.slots.free("b")  # what it admitted
-            assert freed is not None
-            ours.events.freed(ours, freed)
-            await both((0, 0), (0, 0))
-            assert ours.sync.undecodable == 0
-            counts = [sum(of_kind) for of_kind in zip(*ours.applier.counts, strict=True)]
-            assert counts[Verdict.OWN] == counts[Verdict.WORKER_MISMATCH] == 0
-
-    uvloop.run(scenario())
+        ours.add("a", 1)
+        await both((0, 0), (48, 3))
+        completed = ours.slots.prefill_complete("a", 0.0)
+        assert completed is not None
+        ours.events.prefill_completed(ours, completed[0])
+        await both((0, 0), (0, 3))
+        await reference.add("b", 0)
+        await both((48, 3), (0, 3))
+        await reference.complete("b")
+        await both((0, 3), (0, 3))
+        await reference.free("a")  # what we admitted
+        await both((0, 3), (0, 0))
+        freed = ours.slots.free("b")  # what it admitted
+        assert freed is not None
+        ours.events.freed(ours, freed)
+        await both((0, 0), (0, 0))
+        assert ours.sync.undecodable == 0
+        counts = [sum(of_kind) for of_kind in zip(*ours.applier.counts, strict=True)]
+        assert counts[Verdict.OWN] == counts[Verdict.WORKER_MISMATCH] == 0
 
 
 @pytest.mark.parametrize("service", ["slot_tracker", "select_service"])
 @pytest.mark.parametrize("version", ["131", "161"])
-def test_a_reference_applies_numbered_events_and_says_nothing_of_heartbeats(
+@on_loop
+async def test_a_reference_applies_numbered_events_and_says_nothing_of_heartbeats(
     version: str,
     service: str,
     request: pytest.FixtureRequest,
@@ -262,55 +260,49 @@ def test_a_reference_applies_numbered_events_and_says_nothing_of_heartbeats(
 ) -> None:
     python: Path = request.getfixturevalue(f"reference_{version}")
     monkeypatch.setattr("lean_selector.replicas.mesh.HEARTBEAT_S", 0.001)
+    with (tmp_path / "log").open("wb") as log:
+        async with pair(python, service, log) as (ours, reference):
+            before = ours.sync.sequence
+            for n in range(50):
+                ours.add(f"r{n}", n % 2)
+                await asyncio.sleep(0.001)  # so that heartbeats come between
 
-    async def scenario() -> None:
-        with (tmp_path / "log").open("wb") as log:
-            async with pair(python, service, log) as (ours, reference):
-                before = ours.sync.sequence
-                for n in range(50):
-                    ours.add(f"r{n}", n % 2)
-                    await asyncio.sleep(0.001)  # so that heartbeats come between
+            async def all_booked() -> bool:
+                return await reference.loads() == [(25 * 48, 3), (25 * 48, 3)]
 
-                async def all_booked() -> bool:
-                    return await reference.loads() == [(25 * 48, 3), (25 * 48, 3)]
-
-                await until(all_booked)
-                assert ours.sync.sequence == before + 50
-
-    uvloop.run(scenario())
+            await until(all_booked)
+            assert ours.sync.sequence == before + 50
     said = (tmp_path / "log").read_text().splitlines()
     assert [line for line in said if "Adding worker" not in line] == []
 
 
-def test_a_pipelining_1_3_peer_that_reorders_leaves_no_load_here(reference_131: Path) -> None:
-    async def scenario() -> None:
-        async with pair(reference_131, "slot_tracker") as (ours, reference):
-            requests = 200
-            port = reference.client.base_url.port
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for n in range(requests):
-                scope = f'"model_name":"llama","tenant_id":"t1","request_id":"p{n}"'
-                add = f'{{{scope},"worker_id":7,"dp_rank":0,"sequence_hashes":[{n}]}}'
-                for path, body in (
-                    ("add", add),
-                    ("prefill_complete", f"{{{scope}}}"),
-                    ("free", f"{{{scope}}}"),
-                ):
-                    writer.write(
-                        f"POST /{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-                        f"content-length: {len(body)}\r\n\r\n{body}".encode()
-                    )
-            for _ in range(3 * requests):
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
-                await reader.readexactly(int(length))
-            writer.close()
+@on_loop
+async def test_a_pipelining_1_3_peer_that_reorders_leaves_no_load_here(reference_131: Path) -> None:
+    async with pair(reference_131, "slot_tracker") as (ours, reference):
+        requests = 200
+        port = reference.client.base_url.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for n in range(requests):
+            scope = f'"model_name":"llama","tenant_id":"t1","request_id":"p{n}"'
+            add = f'{{{scope},"worker_id":7,"dp_rank":0,"sequence_hashes":[{n}]}}'
+            for path, body in (
+                ("add", add),
+                ("prefill_complete", f"{{{scope}}}"),
+                ("free", f"{{{scope}}}"),
+            ):
+                writer.write(
+                    f"POST /{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\n\r\n{body}".encode()
+                )
+        for _ in range(3 * requests):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+            await reader.readexactly(int(length))
+        writer.close()
 
-            async def all_heard() -> bool:
-                return sum(heard.startswith("p") for heard in ours.heard) == 3 * requests
+        async def all_heard() -> bool:
+            return sum(heard.startswith("p") for heard in ours.heard) == 3 * requests
 
-            await until(all_heard)
-            assert ours.loads() == [(0, 0), (0, 0)]
-            assert not ours.slots.reservations
-
-    uvloop.run(scenario())
+        await until(all_heard)
+        assert ours.loads() == [(0, 0), (0, 0)]
+        assert not ours.slots.reservations

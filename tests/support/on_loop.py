@@ -14,11 +14,15 @@ DEADLINE_S = 20.0  # generous: nothing here is expected to take a second
 
 
 def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A story as a test."""
+    """A story as a test, which fails rather than hangs."""
 
     @functools.wraps(story)
     def test(*args: object, **kwargs: object) -> None:
-        uvloop.run(story(*args, **kwargs))
+        async def told() -> None:
+            async with asyncio.timeout(6 * DEADLINE_S):
+                await story(*args, **kwargs)
+
+        uvloop.run(told())
 
     return test
 

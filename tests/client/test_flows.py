@@ -1,0 +1,544 @@
+"""The flows of the clients, driven by hand: what is sent, and when, with no I/O.
+
+Both kinds of router run these flows, so what is retried, avoided, booked and released is proved
+here; tests/client/test_router.py shows that either kind carries them out.
+"""
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+import lean_selector.client as client
+from lean_selector.client import KvRouter, KvRouterConfig, calls
+from lean_selector.client.calls import Overlap, Scope, Selected, Worker
+from lean_selector.client.client_settings import Backoff, Timeouts
+from lean_selector.client.errors import (
+    AlreadyExists,
+    ClientError,
+    InvalidRequest,
+    ModelNotNamed,
+    NotFound,
+    NoWorkerAvailable,
+    ServiceRefused,
+    ServiceUnreachable,
+    WorkerError,
+    WorkerRefused,
+    WorkerStreamBroken,
+    WorkerUnreachable,
+    WrongBlockSize,
+    service_refusal,
+)
+from lean_selector.client.reservation import Reservation
+from lean_selector.client.router import RouterCalls
+from lean_selector.client.routing import (
+    Ask,
+    Flow,
+    HandOver,
+    OpenStream,
+    Pause,
+    Prompt,
+    Release,
+    Routing,
+    Step,
+    Terms,
+    outcome_of,
+)
+from lean_selector.client.transport import ServiceAddress
+
+TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
+UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)
+LOST = ServiceUnreachable("s", "reset")
+
+
+def routing(**settings: Any) -> Routing:
+    return Routing(**{"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings})
+
+
+def router(**settings: Any) -> RouterCalls:
+    return RouterCalls(routing(**settings), return_token_ids=True)
+
+
+def selected(worker_id: int = 1, block_size: int = 4, ranks: int = 1) -> Selected:
+    overlap = Overlap(0, 0, {str(rank): 8 * rank for rank in range(ranks)}, 0, 0)
+    return Selected(worker_id, ranks - 1, "http://w", block_size, overlap, 10)
+
+
+def play(flow: Flow[Any], *outcomes: object) -> list[Step]:
+    """The steps of a flow that meets these outcomes; its error, if it ends with one, is raised."""
+    steps = [next(flow)]
+    for outcome in outcomes:
+        try:
+            if isinstance(outcome, BaseException):
+                steps.append(flow.throw(outcome))
+            else:
+                steps.append(flow.send(outcome))
+        except StopIteration:
+            return steps
+    with contextlib.suppress(ClientError):  # a flow is always brought to its end
+        flow.throw(service_refusal(400, "the play is over"))
+    return steps
+
+
+def failed(flow: Flow[Any], answer: Callable[[Step], object]) -> tuple[list[Step], ClientError]:
+    """All steps of a flow whose every step is answered so, and the error that ends it."""
+    steps = [next(flow)]
+    try:
+        while True:
+            outcome = answer(steps[-1])
+            if isinstance(outcome, BaseException):
+                steps.append(flow.throw(outcome))
+            else:
+                steps.append(flow.send(outcome))
+    except ClientError as error:
+        return steps, error
+
+
+def result(flow: Flow[Any], *outcomes: object) -> Any:
+    try:
+        next(flow)
+        for outcome in outcomes:
+            flow.send(outcome)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it goes on")
+
+
+def fields_of(step: Step) -> Mapping[str, object]:
+    assert isinstance(step, Ask)
+    assert step.call.fields is not None
+    return step.call.fields
+
+
+def kinds(steps: list[Step]) -> list[type]:
+    return [type(step) for step in steps]
+
+
+def pauses(steps: list[Step]) -> list[float]:
+    return [step.seconds for step in steps if isinstance(step, Pause)]
+
+
+def busy(retry_after_s: float | None = None) -> ServiceRefused:
+    return service_refusal(503, "busy", retry_after_s)
+
+
+# -- one call, and how long to wait before the next ------------------------------------------------
+
+
+def test_waits_double_have_jitter_and_end() -> None:
+    backoff, rng = Backoff(max_retries=4, first_s=1.0, longest_s=6.0), random.Random(1)
+    waits = [backoff.wait_s(attempt, rng) for attempt in range(5)]
+    assert waits[4] is None
+    for wait, base in zip(waits[:3], (1, 2, 4), strict=True):
+        assert wait is not None
+        assert base <= wait <= base + 1
+    assert waits[3] == 6.0
+
+
+def test_retry_after_is_honoured_up_to_the_longest_wait() -> None:
+    backoff, rng = Backoff(first_s=1.0, longest_s=30.0), random.Random(1)
+    assert backoff.wait_s(0, rng, 7.0) == 7.0
+    assert backoff.wait_s(0, rng, 3600.0) == 30.0
+    assert (backoff.wait_s(0, rng, 0.0) or 0.0) >= 1.0
+
+
+def test_an_answer_that_is_not_the_expected_one_is_an_error() -> None:
+    address = ServiceAddress("http://selector:8092/")
+    call = calls.select({})
+    assert address.request(call, Timeouts()).url == "http://selector:8092/select"
+    with pytest.raises(ServiceRefused, match=r"200: .*worker_id"):
+        address.answer(call, httpx.Response(200, content=b"{}"))
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2026 07:28:00 GMT", None)])
+def test_a_busy_service_says_when_to_come_back(said: str, seconds: float | None) -> None:
+    answer = httpx.Response(503, headers={"retry-after": said}, content=b'{"error": "busy"}')
+    with pytest.raises(NoWorkerAvailable) as caught:
+        ServiceAddress("http://s").answer(calls.select({}), answer)
+    assert (caught.value.status, caught.value.error) == (503, "busy")
+    assert caught.value.retry_after_s == seconds
+
+
+def test_only_a_selection_may_take_long() -> None:
+    address = ServiceAddress("http://s")
+    timeouts = Timeouts(connect_s=1.0, service_s=2.0, queue_s=None)
+    waits = address.request(calls.select({}), timeouts).extensions["timeout"]
+    prompt = address.request(calls.free("r"), timeouts).extensions["timeout"]
+    assert (waits["connect"], waits["read"]) == (1.0, None)
+    assert (prompt["connect"], prompt["read"], prompt["write"]) == (1.0, 2.0, 2.0)
+
+
+def test_a_reservation_id_is_escaped_in_the_path() -> None:
+    assert calls.free("a/b c").path == "/reservations/a%2Fb%20c"
+
+
+@pytest.mark.parametrize("endpoint", ["unix:", "localhost:8092", ""])
+def test_an_endpoint_is_a_url_or_a_unix_socket(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="unix:"):
+        ServiceAddress(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidRequest),
+        (422, InvalidRequest),
+        (404, NotFound),
+        (409, AlreadyExists),
+        (503, NoWorkerAvailable),
+        (429, NoWorkerAvailable),
+        (500, ServiceRefused),
+    ],
+)
+def test_each_status_has_its_class(status: int, kind: type[ServiceRefused]) -> None:
+    error = service_refusal(status, "why")
+    assert (type(error), str(error)) == (kind, f"{status}: why")
+
+
+def test_every_error_of_the_client_is_a_client_error() -> None:
+    classes = [kind for kind in vars(client).values() if isinstance(kind, type)]
+    raised = [kind for kind in classes if issubclass(kind, Exception)]
+    assert len(raised) == 14
+    assert all(issubclass(kind, ClientError) for kind in raised)
+
+
+# -- what a reservation reports --------------------------------------------------------------------
+
+
+def reports(reservation: Reservation) -> list[tuple[str, object]]:
+    """The route and the decay of each report that is due."""
+    found = []
+    while (call := reservation.next_report()) is not None:
+        body = json.loads(call.json() or b"{}")
+        found.append((call.path.rpartition("/")[2], body.get("decay_fraction")))
+        reservation.reported()
+    return found
+
+
+def test_a_report_follows_from_what_the_service_does_not_know() -> None:
+    reservation = Reservation(10, reservation_id="r")
+    reservation.track_output(4)
+    assert reports(reservation) == []
+    reservation.output(1)
+    assert reports(reservation) == [("prefill_complete", None)]
+    reservation.output(11)  # 21 tokens are five blocks, the prompt's two among them
+    assert reports(reservation) == [("output_block", None)] * 3
+    reservation.output(5)  # never goes back
+    assert reports(reservation) == []
+    reservation.output(99)
+    reservation.ended = True
+    assert reports(reservation) == []
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: bool) -> None:
+    config = KvRouterConfig(router_track_output_blocks=tracks)
+    _, reservation = result(router(config=config).reserve(TOKENS), selected())
+    reservation.output(2)
+    assert (
+        reports(reservation) == [("prefill_complete", None), ("output_block", None)][: 1 + tracks]
+    )
+
+
+def test_the_weight_of_a_request_fades_to_nothing() -> None:
+    reservation = Reservation(0, reservation_id="r", expected_output_tokens=8)
+    reservation.track_output(4)
+    reservation.output(12)
+    assert [decay for _, decay in reports(reservation)] == [None, 0.5, 0.0, 0.0]
+
+
+def test_reports_give_up_where_the_next_one_makes_up_for_them() -> None:
+    reservation = Reservation(4)
+    reservation.output(1)
+    steps = play(routing().report(reservation), *[LOST, None] * 20)
+    assert kinds(steps) == [Ask, Pause, Ask, Pause, Ask]
+    assert len(play(routing().report(reservation), service_refusal(404, "not found"))) == 1
+    assert reservation.next_report() is not None
+
+
+@pytest.mark.parametrize("ambiguous", [False, True])
+def test_a_release_looks_twice_when_the_booking_may_still_arrive(ambiguous: bool) -> None:
+    reservation = Reservation(4, reservation_id="r")
+    reservation.ambiguous = ambiguous
+    missing = service_refusal(404, "not found")
+    steps = play(routing().release(reservation), missing, None, missing)
+    assert kinds(steps) == ([Ask, Pause, Ask] if ambiguous else [Ask])
+
+
+def test_a_release_outlasts_a_restart_of_the_service_and_then_gives_up() -> None:
+    steps = play(routing().release(Reservation(4)), *[LOST, None] * 20)
+    assert 5.0 < sum(pauses(steps)) < 10.0
+    assert isinstance(steps[-1], Ask)
+
+
+# -- what is asked of the service ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("terms", "fields"),
+    [
+        ({}, {}),
+        ({"worker_id": 2}, {"allowed_worker_ids": [2]}),
+        ({"worker_id": 2, "dp_rank": 1}, {"pinned_worker": {"worker_id": 2, "dp_rank": 1}}),
+        (
+            {"router_config_override": {"router_temperature": 0.0}},
+            {"router_config_override": {"overlap_score_weight": 2.0, "router_temperature": 0.0}},
+        ),
+        *(
+            ({name: value}, {name: value})
+            for name, value in {
+                "expected_output_tokens": 8,
+                "priority_jump": 1.5,
+                "strict_priority": 2,
+                "routing_constraints": {"required_taints": ["gold"]},
+            }.items()
+        ),
+    ],
+)
+def test_what_a_request_asks_for_goes_with_its_prompt(
+    terms: dict[str, Any], fields: dict[str, object]
+) -> None:
+    config = KvRouterConfig(overlap_score_weight=2.0, router_temperature=0.5, use_kv_events=True)
+    sent = dict(fields_of(play(router(config=config).reserve(TOKENS, **terms))[0]))
+    assert sent.pop("reservation_id") == sent.pop("selection_id")
+    assert [len(sent.pop(name)) for name in ("block_hashes", "sequence_hashes")] == [16, 16]  # type: ignore[arg-type]
+    override = {"overlap_score_weight": 2.0, "router_temperature": 0.5}
+    prompt = {"model_name": "m", "tenant_id": "default", "isl_tokens": 10}
+    assert sent == {**prompt, "router_config_override": override, **fields}
+
+
+def test_a_prompt_that_cannot_be_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match="token ids"):
+        next(router().best_worker([-1]))
+    with pytest.raises(ValueError, match="dp_rank needs worker_id"):
+        router().generate(TOKENS, "m", dp_rank=1)
+
+
+def test_best_worker_books_only_with_a_request_id() -> None:
+    assert result(router().best_worker(TOKENS), selected(7, ranks=2)) == (7, 1, 2)
+    (asked,) = play(router().best_worker(TOKENS), selected())
+    assert isinstance(asked, Ask)
+    assert (asked.call.path, asked.books) == ("/select", None)
+    booked, handed_over = play(router().best_worker(TOKENS, request_id="a"), selected())
+    assert isinstance(booked, Ask)
+    assert isinstance(handed_over, HandOver)
+    assert booked.books is handed_over.reservation
+    assert (handed_over.reservation.id, handed_over.reservation.is_named) == ("a", True)
+
+
+def test_a_busy_service_is_asked_again_after_what_it_says() -> None:
+    first, pause, again = play(router().reserve(TOKENS), busy(retry_after_s=9.0), None)
+    assert pause == Pause(9.0)
+    assert fields_of(first)["reservation_id"] != fields_of(again)["reservation_id"]
+
+
+def test_a_booking_whose_answer_is_lost_is_released_and_tried_under_another_id() -> None:
+    steps = play(router().reserve(TOKENS), LOST, None, None)
+    assert kinds(steps) == [Ask, Release, Pause, Ask]
+    assert isinstance(steps[1], Release)
+    assert steps[1].reservation.ambiguous
+
+
+def test_a_booking_that_was_never_sent_needs_no_release() -> None:
+    assert kinds(play(router().reserve(TOKENS), UNREACHABLE, None)) == [Ask, Pause, Ask]
+
+
+def test_other_refusals_are_not_tried_again() -> None:
+    flow = routing().place(Prompt(TOKENS), Terms())
+    next(flow)
+    with pytest.raises(InvalidRequest):
+        flow.throw(service_refusal(400, "no"))
+
+
+@pytest.mark.parametrize("error", [UNREACHABLE, busy()])
+def test_a_service_that_does_not_help_is_asked_a_few_times_with_growing_pauses(
+    error: ClientError,
+) -> None:
+    for flow in (router().generate(TOKENS, "m"), router().reserve(TOKENS)):
+        steps, raised = failed(flow, lambda step: error if isinstance(step, Ask) else None)
+        assert raised is error
+        assert len(pauses(steps)) == 5
+        assert pauses(steps) == sorted(pauses(steps))
+    for asked_once in (router().best_worker(TOKENS), router().get_potential_loads(TOKENS)):
+        assert failed(asked_once, lambda _: error)[0][1:] == []
+
+
+# -- which model, which blocks ---------------------------------------------------------------------
+
+BASE = Worker(1, "base", "schedulable", 16, True)
+
+
+def test_discovery_asks_once_it_has_found_workers() -> None:
+    knows_nothing = routing(block_size=None, model_name=None)
+    assert play(knows_nothing.scope("m"), [])
+    found = [BASE, Worker(2, "half", "incomplete")]
+    scope = result(knows_nothing.scope("an adapter of it"), found)
+    assert scope == Scope("base", "default", 16, True)
+    assert result(knows_nothing.scope("m")) == scope  # nothing is asked
+    fields = calls.prompt_fields([1] * 17, scope, None, None)
+    assert fields["isl_tokens"] == 17
+    assert len(fields["block_hashes"]) == 8  # type: ignore[arg-type] # bytes of one hash
+
+
+def test_with_several_models_the_router_must_know_which() -> None:
+    found = [BASE, Worker(2, "other", "schedulable", 8)]
+    other = Scope("other", "default", 8)
+    asks = routing(block_size=None, model_name=None)
+    with pytest.raises(ModelNotNamed, match=r"base, other"):
+        result(asks.scope(), found)
+    assert result(routing(block_size=None, model_name=None).scope("other"), found) == other
+    assert result(routing(block_size=None, model_name="other").scope("m"), found) == other
+
+
+def test_another_block_size_than_the_workers_is_an_error_and_leaves_no_booking() -> None:
+    with pytest.raises(WrongBlockSize, match=r"4.*16"):
+        result(routing(model_name=None).scope(), [BASE])
+    flow = router().best_worker(TOKENS, request_id="r")
+    next(flow)
+    released = flow.send(selected(block_size=16))
+    assert isinstance(released, Release)
+    assert released.first  # the id is free again when that is said
+    with pytest.raises(WrongBlockSize):
+        flow.send(None)
+
+
+# -- the worker's stream ---------------------------------------------------------------------------
+
+
+def test_the_worker_is_sent_what_its_engine_understands() -> None:
+    flow = router().generate(
+        TOKENS,
+        "adapter",
+        {"max_tokens": 1, "ignore_eos": True, "stop_token_ids_hidden": [2], "stop": None},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"logprobs": 1},
+        extra_args={"temperature": 0.5},
+        lora_name="adapter",
+        cache_salt="s",
+    )
+    _, stream = play(flow, selected())
+    assert isinstance(stream, OpenStream)
+    assert json.loads(stream.body) == {
+        "model": "adapter",
+        "prompt": TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "cache_salt": "dynamo-cache-salt:s",
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "stop_token_ids": [2],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "logprobs": 1,
+    }
+    assert "x-data-parallel-rank" not in stream.headers
+
+
+def test_a_worker_with_several_ranks_is_told_the_chosen_one() -> None:
+    _, stream = play(router().generate(TOKENS, "m"), selected(ranks=2))
+    assert isinstance(stream, OpenStream)
+    assert stream.headers["x-data-parallel-rank"] == "1"
+
+
+def refused_by(worker_id: int, status: int) -> WorkerRefused:
+    return WorkerRefused(worker_id, "http://w", status, "no")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [WorkerUnreachable(3, "http://w", "reset"), *(refused_by(3, at) for at in (429, 503, 529))],
+)
+def test_a_worker_that_does_not_take_a_request_is_avoided(error: WorkerError) -> None:
+    found = [Worker(number, "m", "schedulable") for number in (1, 2, 3)]
+    found.append(Worker(4, "m", "incomplete"))
+    steps = play(router().generate(TOKENS, "m"), selected(3), error, None, found)
+    assert kinds(steps) == [Ask, OpenStream, Release, Ask, Ask]
+    assert fields_of(steps[-1])["allowed_worker_ids"] == [1, 2]
+
+
+def test_what_a_worker_answers_otherwise_is_raised_and_its_booking_released() -> None:
+    flow = router().generate(TOKENS, "m")
+    assert kinds([next(flow), flow.send(selected())]) == [Ask, OpenStream]
+    assert isinstance(flow.throw(refused_by(1, 400)), Release)
+    with pytest.raises(WorkerRefused) as caught:
+        flow.send(None)
+    assert (caught.value.status, caught.value.worker_id) == (400, 1)
+
+
+@pytest.mark.parametrize("pinned", [None, 3])
+def test_when_no_worker_is_left_all_are_tried_again_after_a_pause(pinned: int | None) -> None:
+    def answer(step: Step) -> object:
+        if isinstance(step, OpenStream):
+            return refused_by(3, 503)
+        if isinstance(step, Ask):
+            return selected(3) if step.books else [Worker(3, "m", "schedulable")]
+        return None
+
+    flow = router(backoff=Backoff(max_retries=2, first_s=1.0)).generate(
+        TOKENS, "m", worker_id=pinned
+    )
+    steps, error = failed(flow, answer)
+    assert isinstance(error, WorkerRefused)
+    first, second = pauses(steps)
+    assert 1.0 <= first <= 2.0
+    assert 2.0 <= second <= 3.0
+    booked = [step for step in steps if isinstance(step, Ask) and step.books]
+    assert len(booked) == kinds(steps).count(Release) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        *((refused_by(1, status), None) for status in (429, 503, 529)),  # it only sheds load
+        (refused_by(1, 400), "ok"),
+        (refused_by(1, 502), "failed"),
+        (WorkerUnreachable(1, "http://w", "refused", never_connected=True), "refused"),
+        (WorkerUnreachable(1, "http://w", "reset"), "failed"),
+        (WorkerStreamBroken(1, "http://w", "it broke"), "failed"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_what_an_error_tells_of_its_worker(error: BaseException, outcome: str | None) -> None:
+    assert outcome_of(error) == outcome
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_settings_that_belong_to_the_service_are_taken_and_other_names_refused() -> None:
+    assert KvRouterConfig(router_ttl_secs=1.0).override({}) is None
+    with pytest.raises(TypeError, match="router_temprature"):
+        KvRouterConfig(router_temprature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("router_temperature", "0.5", TypeError),
+        ("overlap_score_weight", True, TypeError),
+        ("router_assume_kv_reuse", 1, TypeError),
+        ("router_track_output_blocks", "no", TypeError),
+        ("router_temperature", -1.0, ValueError),
+        ("prefill_load_scale", float("nan"), ValueError),
+        ("shared_cache_multiplier", 2, ValueError),
+        ("overlap_score_credit", 1.5, ValueError),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_where_it_is_made(
+    name: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=rf"^{name}"):
+        KvRouterConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("block_size", "error"), [(4.0, TypeError), (True, TypeError), (0, ValueError)]
+)
+def test_a_block_size_that_cannot_be_is_refused(block_size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^block_size"):
+        KvRouter("http://127.0.0.1:1", block_size)

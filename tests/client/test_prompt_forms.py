@@ -1,0 +1,116 @@
+"""How a prompt and a booking's id travel to services that speak otherwise than ours does."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from lean_selector import KvRouter, SyncKvRouter, block_hashes, sequence_hashes
+from tests.support.outbound_server import response, serving
+from tests.support.running_service import RunningService
+
+TOKENS = list(range(40))
+ANSWER = {
+    "worker_id": 1,
+    "dp_rank": 0,
+    "endpoint": "http://w",
+    "block_size": 16,
+    "overlap": {"longest_matched": 16, "gpu": 16, "dp": {"0": 16}, "cpu": 16, "disk": 16},
+    "effective_prefill_tokens": 24,
+}
+
+
+def signed(hashes: list[int]) -> list[int]:
+    return [value - 2**64 if value >= 2**63 else value for value in hashes]
+
+
+def kind_and_body(request: bytes) -> tuple[str, bytes]:
+    head, _, body = request.partition(b"\r\n\r\n")
+    return head.lower().split(b"content-type: ")[1].split(b"\r\n")[0].decode(), body
+
+
+Ask = Callable[[str], Awaitable[list[tuple[int, int, int]]]]
+
+
+async def one_after_the_other(url: str) -> list[tuple[int, int, int]]:
+    async with KvRouter(url, 16, model_name="m") as router:
+        return [await router.best_worker(TOKENS) for _ in range(2)]
+
+
+async def without_a_loop(url: str) -> list[tuple[int, int, int]]:
+    def ask() -> list[tuple[int, int, int]]:
+        with SyncKvRouter(url, 16, model_name="m") as router:
+            return [router.best_worker(TOKENS) for _ in range(2)]
+
+    return await asyncio.to_thread(ask)
+
+
+async def at_once(url: str) -> list[tuple[int, int, int]]:
+    async with KvRouter(url, 16, model_name="m") as router:
+        return await asyncio.gather(*(router.best_worker(TOKENS) for _ in range(8)))
+
+
+async def asked(ask: Ask) -> list[tuple[str, bytes]]:
+    """What a service gets that takes JSON alone, as the reference does: other bodies are 415."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kind, _body = kind_and_body(served.requests[-1])
+        status = "200 OK" if kind == "application/json" else "415 No"
+        writer.write(response(json.dumps(ANSWER).encode(), status, "connection: close\r\n"))
+
+    async with serving(serve) as served:
+        assert set(await ask(served.url)) == {(1, 0, 1)}
+        return [kind_and_body(request) for request in served.requests]
+
+
+@pytest.mark.parametrize("ask", [one_after_the_other, without_a_loop])
+def test_a_service_that_takes_json_only_is_asked_again_once_and_then_in_json(ask: Ask) -> None:
+    bodies = asyncio.run(asked(ask))
+    kinds = [kind for kind, _ in bodies]
+    assert kinds == ["application/msgpack", "application/json", "application/json"]
+    local = block_hashes(TOKENS, 16)
+    packed, fields = msgspec.msgpack.decode(bodies[0][1]), json.loads(bodies[1][1])
+    assert packed.pop("block_hashes") == b"".join(h.to_bytes(8, "little") for h in local)
+    assert fields.pop("block_hashes") == signed(local)
+    assert fields.pop("sequence_hashes") == signed(sequence_hashes(local))
+    packed.pop("sequence_hashes")
+    assert fields == packed
+
+
+def test_calls_at_the_same_time_are_all_asked_again() -> None:
+    asyncio.run(asked(at_once))
+
+
+def test_our_service_books_the_same_blocks_as_for_tokens() -> None:
+    with RunningService("--use-kv-events", "false") as service:
+        worker = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}
+        assert service.post("/workers", worker)[0] == 201
+
+        async def book() -> None:
+            async with KvRouter(f"http://127.0.0.1:{service.port}", 16) as router:
+                await router.best_worker(TOKENS, request_id="packed")
+
+        asyncio.run(book())
+        service.post("/select_and_reserve", {"token_ids": TOKENS, "reservation_id": "tokens"})
+        (row,) = service.get("/loads")[1][0]["loads"]
+        assert (row["active_requests"], row["potential_decode_blocks"]) == (2, 2)
+
+
+def test_what_the_client_books_of_a_1_6_selector_it_can_free() -> None:
+    with RunningService("--api", "1.6", "--use-kv-events=off") as service:
+        service.post("/workers", {"worker_id": 1, "endpoint": "http://w", "block_size": 4})
+
+        def active() -> int:
+            return int(service.get("/loads")[1][0]["loads"][0]["active_requests"])
+
+        async def book_and_free() -> None:
+            async with KvRouter(f"http://127.0.0.1:{service.port}", block_size=4) as router:
+                assert await router.best_worker(TOKENS, request_id="mine") == (1, 0, 0)
+                assert active() == 1
+                await router.mark_prefill_complete("mine")
+                await router.free("mine")
+
+        asyncio.run(book_and_free())
+        assert active() == 0
