@@ -19,6 +19,7 @@ from lean_selector.core.zmq_endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.http.head import Request
 from lean_selector.service.gate import Endpoint
 from lean_selector.service.replies import Answer, is_json, printable, warning_line
+from lean_selector.wire.discovery_states import EVENTS_PORT
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
@@ -131,6 +132,11 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
 # -- registrations --------------------------------------------------------------------------------
 # What only the network can tell (connection refused, an HTTP port) is in GET /kv_sources later.
 
+NO_EVENTS: Final = (
+    "no source of KV events is told, so load alone decides: name kv_events_endpoint, or the port "
+    f"of engines that are discovered with {EVENTS_PORT}"
+)
+
 _LISTENING: Final = ("*", "0.0.0.0", "[::]")  # where a socket binds, not where it is reached
 _NAMED: Final = 4  # endpoints, and workers that share one; a worker may have 4 096
 
@@ -154,6 +160,8 @@ def registration_warnings(
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
     room = len(warnings) + _NAMED
+    if listens and not worker.reasons and not judgement.has_events:
+        warnings.append(NO_EVENTS)
     for warning in judgement.of_sources() if listens else ():
         if len(warnings) == room:
             warnings.append("and more of its endpoints")
@@ -173,6 +181,7 @@ class _Judgement:
         place = http_place(spec.endpoint) if spec.endpoint else None
         self._served = None if place is None else f"tcp://{place.address}"
         self._events = {zmq_key(endpoint) for _, endpoint, _ in _events_of(spec)}
+        self.has_events = bool(self._events)
 
     def of_http(self) -> Iterator[str]:
         endpoint = self._spec.endpoint

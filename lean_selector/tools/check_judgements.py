@@ -7,7 +7,12 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.wire.discovery_states import DiscoveredWorker, DiscoveryReport, DiscoveryState
+from lean_selector.wire.discovery_states import (
+    EVENTS_PORT,
+    DiscoveredWorker,
+    DiscoveryReport,
+    DiscoveryState,
+)
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow, WorkerHealthDetail
 from lean_selector.workers.particulars import Particulars
 
@@ -383,10 +388,27 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
             "selector",
             "it follows no KV events: workers are chosen by load alone, or with "
             "--router-ttl-secs by what was booked on them",
-            "register workers with kv_events_endpoint, and run without --use-kv-events false",
+            "register workers with kv_events_endpoint, or discover them with "
+            f"{EVENTS_PORT}; and run without --use-kv-events false",
         )
+    else:
+        yield from _judge_deaf(facts.workers, facts.sources)
     yield from map(judge_source, facts.sources)
     yield from judge_shared_endpoints(facts.workers, facts.sources)
+
+
+def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterator[Finding]:
+    """Workers that can be chosen, and of which no events are followed though of others some are."""
+    heard = {source.worker_id for source in sources}
+    for worker in workers:
+        if _is_schedulable(worker) and worker.worker_id not in heard:
+            yield Finding(
+                Level.WARNING,
+                f"worker {worker.worker_id}",
+                "no source of its KV events is known: it is chosen by load alone",
+                f'PATCH /workers/{worker.worker_id} {{"kv_events_endpoint": "tcp://HOST:5557"}}; '
+                f"where it was discovered, {EVENTS_PORT}",
+            )
 
 
 def _judge_readiness(facts: SelectorFacts) -> Finding:

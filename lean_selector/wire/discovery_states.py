@@ -1,6 +1,11 @@
 """GET /discovery: what is looked for, what was found, and what became of it (decision D22)."""
 
+from typing import Final
+
 import msgspec
+
+# For engines that tell no source of events when they are asked, where all have them at one port.
+EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
 
 
 class DiscoveryState(msgspec.Struct, frozen=True):

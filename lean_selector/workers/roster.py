@@ -124,7 +124,7 @@ class Roster:
     def failed(self, known: KnownWorker, reason: str) -> None:
         """An engine did not say what it is. What it said before holds."""
         if known.error is None:
-            log.info("discovered worker %s does not tell what it is: %s", known.key, reason)
+            log.warning("discovered worker %s does not tell what it is: %s", known.key, reason)
         known.error = reason
 
     def look(self, now: float) -> None:

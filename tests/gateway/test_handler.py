@@ -515,6 +515,17 @@ def test_workers_that_lack_what_queueing_needs_are_served_in_turn(
         assert "x-lean-overlap" in gateway.chat(TEXT).headers
 
 
+def test_an_engine_that_tells_no_source_of_events_is_warned_of_and_heard_once_it_is_named() -> None:
+    with OpenAiWorker(tells_events=False) as worker:
+        with RunningGateway(worker.url, knows=1) as gateway:
+            [line] = [line for line in gateway.log().splitlines() if "events_port" in line]
+            assert " WARNING " in line
+        told = json.dumps({"events_port": worker.events_port, "replay_port": worker.replay_port})
+        with RunningGateway(worker.url, "--discover-defaults", told, knows=1) as gateway:
+            assert len(gateway.api("GET", "/kv_sources")) == 1
+            assert "WARNING lean_selector.discovery" not in gateway.log()
+
+
 def test_workers_over_https_with_a_token_of_a_file(tmp_path: Path) -> None:
     authority = trustme.CA()
     certificate, trusted = tmp_path / "worker.pem", tmp_path / "ca.pem"

@@ -9,7 +9,7 @@ import pytest
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import HttpPlaces, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.service.header_warnings import registration_warnings
+from lean_selector.service.header_warnings import NO_EVENTS, registration_warnings
 from lean_selector.service.replies import warning_line
 from tests.support.running_service import DEADLINE_S, RunningService
 
@@ -25,7 +25,9 @@ class Nobody:
 
 
 def warnings(**fields: object) -> list[str]:
-    told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000", **fields}
+    events = "tcp://host:15557"
+    told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000"}
+    told |= {"kv_events_endpoint": events, **fields}
     spec = WorkerSpec(**told)  # type: ignore[arg-type]
     return registration_warnings(Worker(spec, [], {}), HttpPlaces(), Nobody())
 
@@ -67,6 +69,10 @@ def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:
 def test_any_endpoint_of_the_worker_is_survived(endpoint: str | None) -> None:
     found = warnings(endpoint=endpoint, kv_events_endpoint="tcp://host:5557")
     assert [each for each in found if not each.startswith("endpoint ")] == []
+
+
+def test_a_worker_that_is_chosen_by_load_alone_is_told_of() -> None:
+    assert warnings(kv_events_endpoint=None) == [NO_EVENTS]
 
 
 def test_many_faults_make_a_short_line() -> None:

@@ -297,6 +297,16 @@ def test_a_selector_is_judged_by_what_it_tells(facts: SelectorFacts, levels: lis
     assert facts.readiness.state_fault is None or "no space left" in found[2].what
 
 
+def test_a_worker_that_is_not_heard_beside_others_that_are_is_a_warning() -> None:
+    incomplete = worker(3)
+    incomplete.lifecycle, incomplete.not_schedulable_reasons = "incomplete", ["no endpoint"]
+    heard = source("live", worker_id=1)
+    found = list(judge_selector(SelectorFacts(True, [worker(1), worker(2), incomplete], [heard])))
+    [deaf] = [each for each in found if each.level is WARNING]
+    assert deaf.subject == "worker 2"
+    assert "events_port" in (deaf.mend or "")
+
+
 PEERS = DiscoveryState("dns:selector:9092", "peers", "watching", 1.0, 2, 0, None)
 
 

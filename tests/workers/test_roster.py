@@ -193,11 +193,12 @@ def test_the_same_answer_changes_nothing_and_another_one_does() -> None:
     assert driven.catalog.workers[worker_id_of(A)].spec.block_size == 8
 
 
-def test_an_engine_that_is_silent_changes_nothing() -> None:
+def test_an_engine_that_is_silent_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     driven = Driven()
     driven.find(A)
     driven.hear(A)
     driven.roster.failed(driven.known(A), "no answer")
+    assert [each.levelname for each in caplog.records if "no answer" in each.message] == ["WARNING"]
     driven.later(1e6)
     assert (driven.endpoints(), driven.known(A).error) == ([A], "no answer")
 
