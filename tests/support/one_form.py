@@ -28,7 +28,7 @@ ONE_FORM = {
         "reading prompts of text is not compiled",
     ),
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
-    " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_log_lines.py",
+    " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_access_logs.py",
     "test_ci_run.py": "a script of continuous integration",
     "test_lowest_versions.py": "a script of continuous integration",
     "test_property_runs.py": "how tests draw",

@@ -1,7 +1,9 @@
-"""Who is asked when nobody chooses, and when a model is known not to be there."""
+"""Where the gateway's workers are: those that are known, whose turn it is, and who has gone."""
 
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.upstreams import Directory, Rotation
+from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
+from lean_selector.http.client import ClientConnection
+from tests.gateway.test_proxied_request import Transport
 from tests.support.driven_selector import DrivenSelector
 
 ONE, TWO = "http://a:1", "http://b:1"
@@ -45,3 +47,30 @@ def test_workers_that_were_only_found_may_be_joined_by_others() -> None:
     known.register(1, "m", ONE)
     assert not known.directory.is_complete
     assert known.directory.may_serve("another") is None
+
+
+def test_a_connection_that_opens_after_its_worker_has_gone_is_swept() -> None:
+    rotation = Rotation(EjectionSettings(), 0.0)
+    rotation.set([ONE])
+    lease = WorkerLease(rotation.endpoint(ONE))
+    rotation.set([])  # while it is being connected to
+    connection, transport = ClientConnection(lease.endpoint), Transport()
+    connection.connection_made(transport)
+    lease.end(None)
+    rotation.sweep(1_000.0, 600.0)
+    assert transport.state == "aborted"
+    rotation.set([])
+    assert not rotation.endpoints
+
+
+def test_a_worker_that_has_gone_is_forgotten_with_the_last_that_is_leased_of_it() -> None:
+    rotation = Rotation(EjectionSettings(), 0.0)
+    rotation.set([ONE])
+    leases = [WorkerLease(rotation.endpoint(ONE)) for _ in range(2)]
+    for lease in leases:
+        rotation.set([])
+        assert rotation.endpoint(ONE) is lease.endpoint
+        lease.end(None)
+        lease.end(None)
+    rotation.set([])
+    assert not rotation.endpoints
