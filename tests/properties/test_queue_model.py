@@ -200,6 +200,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def after_event(self, hopeless_after_s: float = 0.0) -> None:
         """Of something that may have let somebody go."""
+        ranks = {} if self.partition is None else self.partition.slots.ranks
+        for waiter in self.waiting:  # what a rank held goes with it, whatever comes by its name
+            waiter.matches = {key: match for key, match in waiter.matches.items() if key in ranks}
         for waiter in self.waiting.copy():
             long_enough = self.now - waiter.arrived_at >= hopeless_after_s
             if long_enough and self.is_hopeless(waiter):

@@ -205,7 +205,8 @@ class RankCounts:
 
 class RankLoad:
     """Load of one rank. Read it anywhere; only Slots changes it (but `bucket` and `standing`, which
-    are LoadOrder's, and `counts`, which are those of whoever counts).
+    are LoadOrder's, `came_after`, which is the partition's, and `counts`, which are those of
+    whoever counts).
 
     Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
     """
@@ -216,6 +217,7 @@ class RankLoad:
         "bit",
         "block_weights",
         "bucket",
+        "came_after",
         "counts",
         "decay",
         "distinct_blocks",
@@ -243,6 +245,7 @@ class RankLoad:
         # What of it does not wear off, in blocks: those to decode, and requests by their weight.
         self.standing = 0.0
         self.counts = RankCounts()
+        self.came_after = 0  # the serial of the last request that was parked before it came
 
     @property
     def active_requests(self) -> int:

@@ -74,13 +74,14 @@ def _with_device(match: Matched, blocks: int) -> Matched:
     return Matched(blocks, max(0, reach - blocks), max(0, end - max(reach, blocks)))
 
 
-def as_sets(partition: Partition, matches: Matches) -> MatchSets:
-    """Matches by rank as sets; those of ranks that are gone are left out."""
+def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
+    """Matches by rank as sets; those of ranks that are gone are left out, and of ranks that came
+    after the request with this serial was parked: they are others under the same name."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
         load = ranks.get(key)
-        if load is not None:
+        if load is not None and (serial is None or load.came_after < serial):
             sets[match] = sets.get(match, 0) | load.mask
     return list(sets.items())
 

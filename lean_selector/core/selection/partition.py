@@ -154,10 +154,11 @@ class ParkedQueue:
         self._workers = workers
         self._policy = policy
         self._lines: dict[Ties, Line] = {}
-        self._serial = 0
+        self.serial = 0  # of the last that was parked
         self._size = 0
         self.hopeless: set[Line] = set()  # those that lead nowhere
         self.is_moving = False  # while requests are being let go
+        self.is_due = False  # more may go, in a later turn of the loop
         self.isl_tokens = 0  # sum over the items
         self.admitted = 0  # requests that left for a worker, ever, and how long they had waited
         self.waited_s = 0.0
@@ -184,9 +185,9 @@ class ParkedQueue:
         line = self._lines.get(ties)
         if line is None:
             line = self._lines[ties] = self._new_line(ties)
-        self._serial += 1
+        self.serial += 1
         score = self._score(request.priority_jump, now, uncached_tokens)
-        parked = Parked(request, now, self._serial, score, on_answer, line)
+        parked = Parked(request, now, self.serial, score, on_answer, line)
         bisect.insort(line.items, parked, key=_place)
         self._size += 1
         self.isl_tokens += request.prompt.isl_tokens
@@ -451,6 +452,7 @@ class Partition:
             if load.bucket is None:
                 self.order.add(load)
                 self.everyone |= load.mask
+                load.came_after = self.parked.serial
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)
         if self.routed is not None:

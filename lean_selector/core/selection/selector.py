@@ -143,7 +143,7 @@ class Admission:
             if self._refresh_after_s is not None and waited_s >= self._refresh_after_s:
                 matches = match_sets(partition, request.prompt.local_hashes)
             else:
-                matches = as_sets(partition, request.matches)
+                matches = as_sets(partition, request.matches, parked.key[2])
             answer = self._place(partition, request, ranks, matches, now)
             partition.parked.admitted += 1
             partition.parked.waited_s += waited_s
