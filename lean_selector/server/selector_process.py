@@ -180,6 +180,7 @@ class SelectorParts:
             on_discarded=_log_discarded,
             sessions=tables,
             check_worker=check_worker,
+            call_soon=loop.call_soon,
         )
         self.sessions: PeerSessions | None = None
         if config.settings.sessions is not None:

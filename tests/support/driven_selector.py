@@ -1,6 +1,7 @@
 """A Selector without sockets, under a clock that only the test moves."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from lean_selector.core.load.shapes import Reservation
@@ -53,7 +54,8 @@ class Sources:
 class DrivenSelector:
     """A Selector, its clock, what it told its peers, and the answers of requests that waited.
 
-    `sessions` among the settings may be the tables themselves.
+    `sessions` among the settings may be the tables themselves. With `turns` there is a loop, whose
+    turns are driven by `turn`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -62,6 +64,7 @@ class DrivenSelector:
         self.told: list[tuple[str, str]] = []
         self.answers: dict[str, Placement | Exception] = {}
         self.sources = Sources()
+        self.turns: list[Callable[[], None]] | None = [] if settings.pop("turns", False) else None
         tables = None
         if isinstance(settings.get("sessions"), SessionTables):
             tables = settings.pop("sessions")
@@ -71,7 +74,15 @@ class DrivenSelector:
             random.Random(7),
             events=self,
             sessions=tables,
+            call_soon=None if self.turns is None else self.turns.append,
         )
+
+    def turn(self) -> None:
+        """One turn of the loop, in which something is due."""
+        assert self.turns is not None
+        (due,) = self.turns
+        self.turns.clear()
+        due()
 
     # What the selector tells its peers.
 

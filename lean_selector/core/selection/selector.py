@@ -62,16 +62,24 @@ from lean_selector.core.sessions.table import SessionTables
 # that only who goes is visited, in the order of the queue.
 
 PlaceNow = Callable[[Partition, SelectionRequest, int, MatchSets, float], Placement]
+CallSoon = Callable[[Callable[[], None]], object]
+
+MOST_AT_ONCE = 32  # that one event lets go in a turn of the loop: a millisecond, with their answers
 
 
 class Admission:
-    """Lets parked requests go."""
+    """Lets parked requests go, some in each turn of the loop."""
 
-    def __init__(self, place: PlaceNow, refresh_after_s: float | None) -> None:
+    def __init__(
+        self, place: PlaceNow, refresh_after_s: float | None, call_soon: CallSoon | None
+    ) -> None:
         """`place` chooses among ranks and books, or raises. The overlap of who has
-        waited for `refresh_after_s` is looked up again."""
+        waited for `refresh_after_s` is looked up again. `call_soon` is the loop's; without one
+        all go in one turn."""
         self._place = place
         self._refresh_after_s = refresh_after_s
+        self._call_soon = call_soon
+        self._most = 1 << 60 if call_soon is None else MOST_AT_ONCE
 
     def admit(self, partition: Partition, now: float, hopeless_after_s: float = 0.0) -> None:
         """Answers those who can go now, in order, and tells those whom nobody can serve any more.
@@ -79,29 +87,51 @@ class Admission:
         Of the latter those who came less than `hopeless_after_s` ago are left where they are.
         """
         parked = partition.parked
-        if not len(parked):
-            return
-        for line in list(parked.hopeless):
-            for item in line.items.copy():
-                if now - item.arrived_at >= hopeless_after_s and parked.leave(item):
+        if parked.hopeless and not parked.is_due:
+            told = [
+                item
+                for line in parked.hopeless
+                for item in line.items
+                if now - item.arrived_at >= hopeless_after_s
+            ]
+            for item in told[: self._most]:
+                if parked.leave(item):
                     item.on_answer(item, Unavailable(NO_ENDPOINTS))
+            if len(told) > self._most:
+                self._go_on_later(partition)
         self.admit_next(partition, now)
 
     def admit_next(self, partition: Partition, now: float) -> None:
         """Answers those who can go now, in order, and nobody else."""
         room, parked = partition.room, partition.parked
-        if room is None or not len(parked) or parked.is_moving:
-            return  # if they are on the move, who moves them looks again
+        if room is None or not len(parked):
+            return
         room.advance(now)
+        if parked.is_moving or parked.is_due:
+            return  # who moves them looks again
         parked.is_moving = True
+        left = self._most
         try:
-            while room.came_free:
-                self._let_go(partition, room)
+            while room.came_free and left:
+                left = self._let_go(partition, room, left)
         finally:
             parked.is_moving = False
+        if room.came_free:
+            self._go_on_later(partition)
 
-    def _let_go(self, partition: Partition, room: Headroom) -> None:
-        """Lets go whoever may use what came free, until nobody may or something else came free."""
+    def _go_on_later(self, partition: Partition) -> None:
+        def go_on() -> None:
+            partition.parked.is_due = False
+            assert partition.room is not None, "requests were parked"
+            self.admit(partition, partition.room.now)
+
+        assert self._call_soon is not None, "or all have gone"
+        partition.parked.is_due = True
+        self._call_soon(go_on)
+
+    def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
+        """Lets go whoever may use what came free, until nobody may, or something else came free, or
+        so many have gone; returns how many more may."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the foremost of those who stay
@@ -113,7 +143,7 @@ class Admission:
                 elif line.ranks and (blocked is None or head < blocked):
                     blocked = head
             heapq.heapify(open_lines)
-            while open_lines and not room.came_free:
+            while open_lines and most and not room.came_free:
                 key, line = open_lines[0]
                 if not line.items:
                     heapq.heappop(open_lines)
@@ -126,9 +156,11 @@ class Admission:
                 else:
                     passes = blocked is not None and blocked < key
                     self._go(partition, room, line.items[0], passes)
+                    most -= 1
         finally:
             if open_lines:
                 room.came_free |= came_free
+        return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
         """Answers one; who passes others gives no more load to what they wait for."""
@@ -252,10 +284,11 @@ class Selector:
         on_discarded: Callable[[Partition], None] = lambda partition: None,
         sessions: SessionTables | None = None,
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None,
+        call_soon: CallSoon | None = None,
     ) -> None:
         """`thresholds` hold for every model that is not given its own; `on_discarded` and
         `check_worker` are the catalog's; `sessions` are those of the settings unless given, and
-        known to no peer."""
+        known to no peer; `call_soon` is the loop's, for parked requests that go in a later turn."""
         self.settings = settings
         self.terms: Terms = terms(settings)
         self.ledgers = Ledgers(settings.reservation_expiry_s, events)
@@ -275,7 +308,7 @@ class Selector:
         )
         self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)
-        self._admission = Admission(self._place, settings.overlap_refresh_after_s)
+        self._admission = Admission(self._place, settings.overlap_refresh_after_s, call_soon)
         self._refuses_to_park: SelectorError | None = None
         self.refusals = Refusals(self.catalog, settings.dialect)
         self.health = WorkerHealth(self.catalog, self.admit_parked)
@@ -389,7 +422,7 @@ class Selector:
         ranks = self._free_ranks(partition, request, now)
         if len(parked):  # whoever passes others gives no more load to what they wait for
             ranks &= room.below
-            is_next = ranks != 0 and not parked.is_moving
+            is_next = ranks != 0 and not (parked.is_moving or parked.is_due)
         else:  # when nobody can serve it, it is told so
             is_next = not ranks or ranks & room.below != 0
         if is_next:
@@ -415,7 +448,8 @@ class Selector:
         if self.settings.queue_policy == "wspt":
             left = least_left_to_prefill(partition, request)
         parked = partition.parked.park(request, now, on_answer, left)
-        if partition.parked.is_moving:  # it came between those who are let go: it may be next
+        if partition.parked.is_moving or partition.parked.is_due:
+            # It came between those who are let go: it may be next.
             room.came_free |= parked.line.leads_to
         return parked
 

@@ -607,7 +607,65 @@ def test_a_stop_answers_no_more_to_who_hangs_up_on_the_answer_of_another(
     assert queueing.pending() == (0, 0)
 
 
+# -- many that may go -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowd() -> DrivenSelector:
+    """A hundred selects that wait for either of two workers."""
+    driven = DrivenSelector(queue_threshold=16.0, turns=True)
+    driven.register(1)
+    driven.register(2)
+    fill(driven, 1, 2)
+    for number in range(100):
+        assert isinstance(driven.submit(f"r{number}", driven.request([], 1)), Parked)
+    return driven
+
+
+def test_one_event_lets_some_go_in_each_turn(crowd: DrivenSelector) -> None:
+    crowd.selector.free("fill1", crowd.now)
+    gone = [len(crowd.answers)]
+    while crowd.turns:
+        crowd.selector.prefill_complete("fill2", crowd.now)  # no other event hurries it
+        assert len(crowd.answers) == gone[-1]
+        crowd.turn()
+        gone.append(len(crowd.answers))
+    assert gone == [32, 64, 96, 100]
+    assert list(crowd.answers) == [f"r{number}" for number in range(100)]
+
+
+def test_who_comes_while_some_have_still_to_go_is_behind_them(crowd: DrivenSelector) -> None:
+    crowd.selector.free("fill1", crowd.now)
+    assert isinstance(crowd.submit("late", crowd.request([], 1)), Parked)
+    while crowd.turns:
+        crowd.turn()
+    assert list(crowd.answers)[-2:] == ["r99", "late"]
+
+
+def test_those_whom_nobody_can_serve_are_told_in_turns(crowd: DrivenSelector) -> None:
+    crowd.remove(1)
+    crowd.remove(2)
+    told = [len(crowd.answers)]
+    while crowd.turns:
+        crowd.turn()
+        told.append(len(crowd.answers))
+    assert told == [32, 64, 96, 100]
+    assert error_of(crowd, "r99") == (503, NO_ENDPOINTS)
+
+
 # -- overlap of what waited -----------------------------------------------------------------------
+
+
+def test_a_worker_that_comes_again_has_nothing_of_what_it_held(queueing: DrivenSelector) -> None:
+    queueing.partition.index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
+    fill(queueing, 1, 2)
+    queueing.book("r", hashes=[1, 2, 3], isl_tokens=12)
+    queueing.remove(1)
+    queueing.register(1)
+    outcome = queueing.answers["r"]
+    assert isinstance(outcome, Placement)
+    assert (outcome.worker_id, outcome.overlap.gpu) == (1, 0)
+    assert queueing.loads()["default", "default"][1, 0] == (12, 3, 1)
 
 
 @pytest.mark.parametrize(
