@@ -134,6 +134,18 @@ SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests t
 Shape = Callable[[Placement], object]
 
 
+_PARKED_BYTES: Final = 1024  # of a parked request beside its lists
+_MATCH_BYTES: Final = 200  # of what one rank holds of its prompt
+
+
+def _held_by(request: SelectionRequest) -> int:
+    """About how many bytes a parked request takes."""
+    prompt, allowed = request.prompt, request.allowed_worker_ids
+    hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
+    ids = 0 if allowed is None else 64 * len(allowed)
+    return _PARKED_BYTES + hashes + ids + _MATCH_BYTES * len(request.matches)
+
+
 class Timer(Protocol):
     """What is to happen later, and can be called off."""
 
@@ -313,6 +325,7 @@ class SelectionService(WorkerHandlers):
             self._unclaim(request)
             self.selector.hung_up(partition, parked, self._clock())
 
+        pending.held_bytes = _held_by(request)
         if request.books and self.selector.settings.dialect.claims_ids:
             self.selector.bookings.claimed.add(request.reservation_id)
         pending.on_disconnect = on_disconnect

@@ -921,6 +921,24 @@ def test_what_waits_behind_a_parked_request_makes_room_too() -> None:
     assert waiting.transport.take() == b""
 
 
+def test_what_the_app_keeps_of_a_parked_request_is_counted(client: Client) -> None:
+    def app(request: Request) -> PendingReply:
+        reply = PendingReply()
+        reply.held_bytes = 5000
+        client.parked.append(reply)
+        return reply
+
+    protocol = HttpProtocol(app, client.connections)
+    protocol.connection_made(FakeTransport())
+    protocol.data_received(GET)
+    assert client.connections.held_bytes == 5000
+    client.parked[0].resolve(ok(b"/a"))
+    assert client.connections.held_bytes == 0
+    protocol.data_received(GET)
+    protocol.connection_lost(None)
+    assert client.connections.held_bytes == 0
+
+
 def test_the_body_of_a_parked_request_is_not_kept(client: Client) -> None:
     client.send(post(b"x" * 100_000, path=b"/park"))
     assert client.connections.held_bytes == 0

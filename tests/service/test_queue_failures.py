@@ -92,3 +92,14 @@ def test_those_behind_it_are_placed_in_the_same_call(gate: Gate, dice: Dice) -> 
     assert first.response.startswith(b"HTTP/1.1 500 ")
     assert second.response is not None
     assert second.response.startswith(b"HTTP/1.1 200 ")
+
+
+def test_what_a_request_holds_while_it_waits_is_told(gate: Gate) -> None:
+    def held(blocks: int) -> int:
+        hashes = list(range(1, blocks + 1))
+        body = {"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": 16 * blocks}
+        reply = gate(request("POST", "/select", json.dumps(body).encode()))
+        assert isinstance(reply, PendingReply)
+        return reply.held_bytes
+
+    assert held(1001) - held(1) == 16 * 1000
