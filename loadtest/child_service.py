@@ -17,12 +17,15 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Self
 
-from lean_selector.tools.service_process import HOST, ServiceError, check_port
+import msgspec
+
+from lean_selector.tools.service_process import HOST, START_TIMEOUT_S, ServiceError, check_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER_TIMEOUT_S = 60.0
@@ -111,6 +114,25 @@ def start(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
 
+# clockid of another process's CPU time, as glibc's clock_getcpuclockid() makes it:
+# the complement of the pid, and CPUCLOCK_SCHED in the low bits.
+_CPUCLOCK_SCHED = 2
+
+
+def cpu_ns(pid: int) -> int:
+    """User and system time of all threads of a process, those that ended included.
+
+    In nanoseconds where the kernel has a CPU clock per process, else in steps of a clock tick.
+    Raises FileNotFoundError when there is no such process.
+    """
+    try:
+        return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED)
+    except OSError:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])  # utime and stime, 14 and 15 of proc(5)
+        return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
 class ChildService:
     """A service on `port` of the loopback address, in a process of its own.
 
@@ -127,12 +149,14 @@ class ChildService:
         cpus: Collection[int] = (),
         keep_alive: bool = False,
     ) -> None:
-        """Start it; `is_healthy` says when it answers. Raises OSError when it cannot be started.
+        """Start it; `wait` for its first answer. Raises OSError when it cannot be started.
 
         env: the whole environment. keep_alive: all requests share a connection,
         and one thread asks them.
         """
         self.port = port
+        self.name = " ".join(command[:4])  # in errors
+        self.headers: Mapping[str, str] = JSON  # of `call`
         self._shared = _connection_to(port) if keep_alive else None
         # Without a name; appended to, so that it can be emptied meanwhile.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
@@ -148,6 +172,25 @@ class ChildService:
         with contextlib.suppress(OSError, http.client.HTTPException):
             return self.request("GET", "/health")[0] == 200
         return False
+
+    def wait(self) -> None:
+        """Return when /health answers 200. Raises ServiceError when it ended, or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.is_healthy():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{self.name}: no /health in {START_TIMEOUT_S:.0f} s")
+            time.sleep(0.02)
+
+    def check(self) -> None:
+        """Raises ServiceError, with its last words, once the process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            words = self.log().strip().splitlines()[-1:]
+            raise ServiceError(f"{self.name} ended with {code}: {' '.join(words)}")
+
+    def cpu_ns(self) -> int:
+        return cpu_ns(self.process.pid)
 
     def log(self) -> str:
         """All that it has written so far, or since the log was emptied; also after its end."""
@@ -178,6 +221,19 @@ class ChildService:
             return _asked_on(shared, method, path, body, headers)
         return _asked_on(shared, method, path, body, headers)
 
+    def call(self, method: str, path: str, body: object = None) -> Any:
+        """The answer to a JSON request, parsed. Raises ServiceError where it is not 2xx."""
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            status, answer = self.request(method, path, data, self.headers)
+        except (OSError, http.client.HTTPException) as error:
+            self.check()
+            raise ServiceError(f"{self.name}: {method} {path}: {error}") from error
+        if not 200 <= status < 300:
+            text = answer.decode(errors="replace")[:300]
+            raise ServiceError(f"{self.name}: {method} {path}: {status} {text}")
+        return msgspec.json.decode(answer) if answer else None
+
     def stop(
         self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
     ) -> int:
@@ -199,6 +255,12 @@ class ChildService:
         self._last_log = self.log()
         self._log.close()
         return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()  # nothing in it is wanted any more
 
 
 def asked(

@@ -18,13 +18,11 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from loadtest.child_service import ChildService, free_port, plain_environment
-from loadtest.duel.targets import cpu_ns
+from loadtest.child_service import ChildService, cpu_ns, free_port, plain_environment
 
 FEW, MANY = 1, 201  # chunks of an answer
 STEP_S = 0.003  # between two chunks, so that each is a read of its own
@@ -193,16 +191,9 @@ def _router(port: int, worker: int, program: str) -> list[str]:
 @contextlib.contextmanager
 def _running(command: list[str], port: int) -> Iterator[int]:
     """Its process, once it answers."""
-    child = ChildService(command, port, env=plain_environment())
-    try:
-        deadline = time.monotonic() + 30.0
-        while not child.is_healthy():
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{command[0]} does not answer: {child.log()[-500:]}")
-            time.sleep(0.05)
+    with ChildService(command, port, env=plain_environment()) as child:
+        child.wait()
         yield child.process.pid
-    finally:
-        child.stop()
 
 
 # -- the run --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from locust.runners import WorkerRunner
 
 from lean_selector.tools.simulated_engines import EngineSpeed, Request, SimulatedEngine
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
-from loadtest.replay_trace import read_trace
+from loadtest.trace import read_trace
 
 TENANT = "default"
 MOST_OUTPUT_BLOCKS = 4  # reports of one request; the trace's requests have 21 in the mean

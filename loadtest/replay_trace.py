@@ -1,304 +1,124 @@
 """Plays a Mooncake-format trace against the selection service and keeps the score.
 
-Owns the trace's format (one JSON object a line: timestamp in ms, input_length, output_length,
-hash_ids of 512-token blocks) and the pace. Engines, lifecycle and comparison are the demo's.
-
-With --speed it is an open loop: requests come at the times of the trace, however fast they are
-served. Without it is a closed one: the next request comes as soon as one ends, which asks for the
-most that the service can do. Its choices were made for other times than the trace's then, so no
-times to first token are told.
+Engines, lifecycle and comparison are the demo's. With --speed it is an open loop: requests come at
+the times of the trace, however fast they are served. Without it is a closed one: the next request
+comes as soon as one ends, which asks for the most that the service can do. Its choices were made
+for other times than the trace's then, so no times to first token are told.
 
     python loadtest/replay_trace.py --trace mooncake_conversation.jsonl.gz --requests 2000
 """
 
 import argparse
 import asyncio
-import gzip
 import math
-import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
-from io import BufferedIOBase
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-import uvloop
+if __name__ == "__main__":
+    # Run as a file, Python looks for modules beside it; those here are named from the root.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lean_selector.tools.service_process import (
     HttpClient,
-    ServiceError,
-    ServiceProcess,
     answering_service,
     check_port,
     wait_until_healthy,
 )
-from lean_selector.tools.simulated_engines import (
-    EngineSpeed,
-    Request,
-    SimulatedEngine,
-    hit_rate,
-    make_request,
-)
+from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, hit_rate
 from lean_selector.tools.traffic import Player, compare, table
+from loadtest.trace import Pace, read_trace, run
 
-T = TypeVar("T")
-
-TRACE_BLOCK_TOKENS = 512
 MODEL_NAME = "replay-trace"
 # At full speed: enough to keep the service busy, few enough that its answers are not queueing
 # for our own loop. At the trace's speed: the most that 16 workers hold of it at once is near 600.
 UNDER_WAY_AT_MAX, UNDER_WAY_TIMED = 32, 2_048
 TOO_MANY_ERRORS = 100
-LOOK_S = 0.25
 REPORT_S = 2.0
 
 
-class TraceLine(msgspec.Struct):
-    """One line of the trace file."""
-
-    timestamp: float  # ms since the trace began
-    input_length: int  # tokens
-    output_length: int  # tokens
-    hash_ids: list[int]  # of all blocks of 512 tokens, the last one possibly partial
-
-
-def prompt_tokens(line: TraceLine) -> list[int]:
-    """Tokens of the prompt: equal hash ids have equal tokens. Raises ValueError for a bad line."""
-    if not 0 < line.input_length <= len(line.hash_ids) * TRACE_BLOCK_TOKENS:
-        raise ValueError(f"input_length {line.input_length} for {len(line.hash_ids)} hash_ids")
-    tokens: list[int] = []
-    for hash_id in line.hash_ids:
-        first = hash_id * TRACE_BLOCK_TOKENS % 2**32
-        tokens += range(first, first + TRACE_BLOCK_TOKENS)
-    return tokens[: line.input_length]
+@asynccontextmanager
+async def serving(options: argparse.Namespace) -> AsyncIterator[HttpClient]:
+    """The service at --url, or one started for this run."""
+    if options.url is None:
+        async with answering_service(check_port(0), options.cmd) as (client, _):
+            yield client
+        return
+    with closing(HttpClient(options.url)) as client:
+        await wait_until_healthy(client, None, lambda: False)
+        yield client
 
 
-def open_trace(path: Path) -> BufferedIOBase:
-    """The lines of a trace, gzip or not. Raises OSError."""
-    with path.open("rb") as probe:
-        packed = probe.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if packed else path.open("rb")
-
-
-def read_trace(path: Path, block_size: int, limit: int) -> Iterator[tuple[float, Request]]:
-    """Arrival in seconds and request of the first `limit` lines, one at a time.
-
-    The tokens of the output are not in the trace, so no engine caches them. Raises ServiceError
-    naming the line that cannot be read.
-    """
-    decode = msgspec.json.Decoder(TraceLine).decode
+async def replay(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """The report and whether all was well. Raises ServiceError."""
+    is_timed = math.isfinite(options.speed)
+    speed = EngineSpeed().times(options.speed if is_timed else 1.0)
+    sleep = asyncio.sleep if is_timed else None
+    engines = {
+        worker_id: SimulatedEngine(
+            worker_id, options.capacity_blocks, options.block_size, speed, sleep
+        )
+        for worker_id in range(1, options.workers + 1)
+    }
+    pace = Pace(options.speed, options.under_way)
     try:
-        with open_trace(path) as lines:
-            for number, text in enumerate(islice(lines, limit), 1):
-                try:
-                    line = decode(text)
-                    tokens = prompt_tokens(line)
-                except ValueError as error:  # msgspec's are among them
-                    raise ServiceError(f"{path}:{number}: {error}") from error
-                output_blocks = line.output_length // block_size
-                name = f"trace-{number}"
-                yield (
-                    line.timestamp / 1e3,
-                    make_request(name, tokens, len(tokens), output_blocks, block_size),
+        async with serving(options) as client:
+            player = Player(client, engines, lambda: False, MODEL_NAME)
+            await player.register_workers()
+            telling = asyncio.create_task(_tell(player, engines, options.requests))
+            try:
+                started = time.monotonic()
+                await pace.play(
+                    read_trace(options.trace, options.block_size, options.requests),
+                    lambda _, arrival_s, request: player.play(request, arrival_s),
+                    lambda: player.error_count >= TOO_MANY_ERRORS,
                 )
-    except OSError as error:
-        raise ServiceError(f"cannot read the trace: {error}") from error
+                elapsed_s = time.monotonic() - started
+                left = await player.load_left()
+            finally:
+                telling.cancel()
+                if options.url is not None:
+                    await player.unregister_workers()
+    finally:
+        for engine in engines.values():
+            engine.close()
+    lines = [
+        f"{player.finished} requests in {elapsed_s:.1f} s: "
+        f"{player.finished / elapsed_s:.0f} requests/s, {player.calls / elapsed_s:.0f} calls/s"
+        f" on {options.workers} workers of {options.capacity_blocks} blocks",
+        *player.report(left),
+        _loop(options, pace),
+    ]
+    if is_timed:
+        lines.append(f"latest start behind the trace: {pace.late_s:.2f} s")
+    if requests := len(player.recorded):
+        capacity, size = options.capacity_blocks, options.block_size
+        outcomes = compare(player.recorded, list(engines), capacity, size, EngineSpeed())
+        lines += ["", *table(outcomes, requests, with_times=is_timed and not pace.held_back)]
+    return lines, not player.error_count and not left
 
 
-class Pace:
-    """Plays requests at the times of a trace, `speed` times as fast, and at most `under_way` at
-    once; at an infinite speed, each as soon as there is room for it."""
-
-    def __init__(self, speed: float, under_way: int) -> None:
-        self._speed = speed
-        self._room = asyncio.Semaphore(under_way)
-        self.held_back = 0  # requests that came when as many were under way as may be
-        self.late_s = 0.0  # the most that a request came behind its time
-
-    async def play(
-        self,
-        lines: Iterable[tuple[float, Request]],
-        play: Callable[[int, float, Request], Coroutine[None, None, None]],
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Until all have been played by `play(turn, arrival_s, request)`, or those that had begun
-        when it was over."""
-        tasks: set[asyncio.Task[None]] = set()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            self._room.release()
-
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            for turn, (arrival_s, request) in enumerate(lines):
-                due = started + arrival_s / self._speed
-                await asyncio.sleep(max(0.0, due - loop.time()))
-                self.held_back += self._room.locked()
-                await self._room.acquire()
-                self.late_s = max(self.late_s, loop.time() - due)
-                if is_over():
-                    break
-                task = asyncio.create_task(play(turn, arrival_s, request))
-                tasks.add(task)
-                task.add_done_callback(ended)
-            if tasks:
-                await asyncio.wait(tasks)
-        finally:
-            left = list(tasks)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+async def _tell(player: Player, engines: dict[int, SimulatedEngine], requests: int) -> None:
+    """How far it is, now and then."""
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(REPORT_S)
+        rate = player.finished / (time.monotonic() - began)
+        hits = hit_rate(list(engines.values()))
+        text = f"{player.finished}/{requests}  {rate:.0f} requests/s  hits {hits:.1%}"
+        print(text, file=sys.stderr, flush=True)
 
 
-def run(name: str, main: Coroutine[None, None, T]) -> T | None:
-    """What it returns; None after a line on stderr that says why it did not come to its end.
-
-    SIGTERM is like Ctrl-C: the way out passes every `finally`, so no child outlives us.
-    """
-
-    async def cancellable() -> T:
-        running = asyncio.current_task()
-        assert running is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-        return await main
-
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(cancellable())
-    except ServiceError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print(f"{name}: interrupted", file=sys.stderr)
-    return None
-
-
-class Replay:
-    """One run over one trace."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._timed = math.isfinite(options.speed)
-        speed = EngineSpeed().times(options.speed if self._timed else 1.0)
-        sleep = asyncio.sleep if self._timed else None
-        self._engines = {
-            worker_id: SimulatedEngine(
-                worker_id, options.capacity_blocks, options.block_size, speed, sleep
-            )
-            for worker_id in range(1, options.workers + 1)
-        }
-        self._most_pending = 0  # requests in the service's queue, the most seen
-        self._most_pending_tokens = 0
-        self._pace = Pace(options.speed, options.under_way)
-        self._halted = False
-
-    async def run(self) -> tuple[list[str], bool]:
-        """The report and whether all was well. Raises ServiceError."""
-        try:
-            async with self._service() as (client, service):
-                player = Player(client, self._engines, lambda: self._halted, MODEL_NAME)
-                await player.register_workers()
-                try:
-                    started = time.monotonic()
-                    await self._play(player, service)
-                    elapsed_s = time.monotonic() - started
-                    left = await player.load_left()
-                finally:
-                    if service is None:
-                        await player.unregister_workers()
-        finally:
-            for engine in self._engines.values():
-                engine.close()
-        return self._report(player, left, elapsed_s), not player.error_count and not left
-
-    @asynccontextmanager
-    async def _service(self) -> AsyncIterator[tuple[HttpClient, ServiceProcess | None]]:
-        """The service at --url, or one started for this run."""
-        options = self._options
-        if options.url is not None:
-            with closing(HttpClient(options.url)) as client:
-                await wait_until_healthy(client, None, lambda: False)
-                yield client, None
-            return
-        async with answering_service(check_port(0), options.cmd) as started:
-            yield started
-
-    async def _play(self, player: Player, service: ServiceProcess | None) -> None:
-        watch = asyncio.create_task(self._watch(player, service))
-        options = self._options
-        try:
-            await self._pace.play(
-                read_trace(options.trace, options.block_size, options.requests),
-                lambda _, arrival_s, request: player.play(request, arrival_s),
-                lambda: watch.done() or player.error_count >= TOO_MANY_ERRORS,
-            )
-        finally:
-            self._halted = True
-            await watch
-
-    async def _watch(self, player: Player, service: ServiceProcess | None) -> None:
-        """Look at the queue until halted, and say how far it is now and then. Raises ServiceError
-        when the service has ended."""
-        loop = asyncio.get_running_loop()
-        started, report_s = loop.time(), REPORT_S
-        while not self._halted:
-            await asyncio.sleep(LOOK_S)
-            if service is not None:
-                service.check()
-            for part in await player.loads():
-                self._most_pending = max(self._most_pending, part.pending_count)
-                self._most_pending_tokens = max(self._most_pending_tokens, part.pending_isl_tokens)
-            done, elapsed_s = player.finished, loop.time() - started
-            if elapsed_s >= report_s:
-                report_s = elapsed_s + REPORT_S
-                hits = hit_rate(list(self._engines.values()))
-                print(
-                    f"{done}/{self._options.requests}  {done / elapsed_s:.0f} requests/s"
-                    f"  hits {hits:.1%}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-    def _report(self, player: Player, left: int, elapsed_s: float) -> list[str]:
-        options = self._options
-        lines = [
-            f"{player.finished} requests in {elapsed_s:.1f} s: "
-            f"{player.finished / elapsed_s:.0f} requests/s, {player.calls / elapsed_s:.0f} calls/s"
-            f" on {options.workers} workers of {options.capacity_blocks} blocks",
-            *player.report(left),
-            f"queue of the service, at most: {self._most_pending} requests,"
-            f" {self._most_pending_tokens} tokens",
-        ]
-        lines.append(self._loop())
-        if self._timed:
-            lines.append(f"latest start behind the trace: {self._pace.late_s:.2f} s")
-        if player.recorded:
-            outcomes = compare(
-                player.recorded,
-                list(self._engines),
-                options.capacity_blocks,
-                options.block_size,
-                EngineSpeed(),
-            )
-            is_open = self._timed and not self._pace.held_back
-            requests = len(player.recorded)
-            lines += ["", *table(outcomes, requests, with_times=is_open)]
-        return lines
-
-    def _loop(self) -> str:
-        """What the times of this run stand for."""
-        under_way = self._options.under_way
-        if not self._timed:
-            return f"closed loop: {under_way} requests under way, the next one when one has ended"
-        if held_back := self._pace.held_back:
-            return f"no open loop: {held_back} requests were held back, {under_way} being under way"
-        speed = self._options.speed
-        return f"open loop: requests at the times of the trace, at {speed:g} times its speed"
+def _loop(options: argparse.Namespace, pace: Pace) -> str:
+    """What the times of this run stand for."""
+    most = options.under_way
+    if not math.isfinite(options.speed):
+        return f"closed loop: {most} requests under way, the next one when one has ended"
+    if pace.held_back:
+        return f"no open loop: {pace.held_back} requests were held back, {most} being under way"
+    return f"open loop: requests at the times of the trace, at {options.speed:g} times its speed"
 
 
 def _speed(text: str) -> float:
@@ -346,7 +166,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """0 when every request was played without error and no load is left, else 1."""
-    ended = run("replay_trace", Replay(parse_options(argv)).run())
+    ended = run("replay_trace", replay(parse_options(argv)))
     if ended is None:
         return 1
     report, good = ended

@@ -40,7 +40,7 @@ from lean_selector.tools.simulated_engines import (
     imbalance,
 )
 from lean_selector.tools.traffic import Player, as_recorded, run_policy
-from loadtest.replay_trace import Pace, read_trace, run
+from loadtest.trace import Pace, read_trace, run
 
 SYNCED, APART, PARTITIONED = "synced", "apart", "partitioned"
 SAMPLE_S = 0.1
@@ -67,22 +67,6 @@ class Row(msgspec.Struct, frozen=True):
     samples: int
     left: int  # load that selectors still believe in when all is over
     late_s: float  # the most that a request came behind its time
-
-
-class _Peer(msgspec.Struct):
-    state: str
-
-
-class _Plane(msgspec.Struct):
-    peers: list[_Peer]
-
-
-class _Source(msgspec.Struct):
-    connection: str
-
-
-_decode_plane = msgspec.json.Decoder(_Plane).decode
-_decode_sources = msgspec.json.Decoder(list[_Source]).decode
 
 
 def spread(lines: Iterable[tuple[float, Request]]) -> Iterator[tuple[float, Request]]:
@@ -144,23 +128,18 @@ class Fleet:
                         player = Player(client, engines, lambda: False, f"model-{model}")
                         await player.register_workers()
                         self.players[selector, model] = player
-            await self._connected()
+            async with asyncio.timeout(CONNECTED_S):
+                for client in self.clients:
+                    while not await self._is_connected(client):  # noqa: ASYNC110  it is asked, not told
+                        await asyncio.sleep(0.05)
             yield self
 
-    async def _connected(self) -> None:
-        async with asyncio.timeout(CONNECTED_S):
-            for client in self.clients:
-                while not await self._is_connected(client):  # noqa: ASYNC110  it is asked, not told
-                    await asyncio.sleep(0.05)
-
     async def _is_connected(self, client: HttpClient) -> bool:
-        sources = _decode_sources(await client.call("GET", "/kv_sources"))
-        if any(source.connection != "connected" for source in sources):
-            return False
-        if self.mode != SYNCED or self.count == 1:
-            return True
-        plane = _decode_plane(await client.call("GET", "/replica_sync/peers?detail=true"))
-        return all(peer.state == "connected" for peer in plane.peers)
+        sources = msgspec.json.decode(await client.call("GET", "/kv_sources"))
+        plane = msgspec.json.decode(await client.call("GET", "/replica_sync/peers?detail=true"))
+        return all(each["connection"] == "connected" for each in sources) and all(
+            each["state"] == "connected" for each in plane.get("peers", [])
+        )
 
     def player_for(self, turn: int, request: Request) -> Player:
         at = min(PARTING_TOKEN // self._options.block_size, request.prompt_blocks - 1)
@@ -218,17 +197,14 @@ async def measure(options: argparse.Namespace, mode: str, count: int) -> Row:
     for player in players:
         for error in player.errors:
             print(f"{mode} {count}: {error}", file=sys.stderr)
-    recorded = sorted(
-        (item for player in players for item in player.recorded), key=lambda item: item.arrival_s
-    )
+    recorded = [item for player in players for item in player.recorded]
+    recorded.sort(key=lambda item: item.arrival_s)
+    sizes = options.capacity_blocks, options.block_size
     virtual = run_policy(
         mode,
         as_recorded([engine.worker_id for engine in fleet.engines]),
         recorded,
-        [
-            EngineModel(options.capacity_blocks, options.block_size, EngineSpeed())
-            for _ in fleet.engines
-        ],
+        [EngineModel(*sizes, EngineSpeed()) for _ in fleet.engines],
     )
     running = max(1, truth.running)
     return Row(

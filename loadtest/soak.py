@@ -25,9 +25,10 @@ from typing import TypeVar
 
 import msgspec
 
-from loadtest.duel.targets import TargetError, machine, ours
+from lean_selector.tools.service_process import ServiceError
+from loadtest.duel.targets import machine, ours
 from loadtest.soaking.faults import Faults, continue_all
-from loadtest.soaking.fleet import Fleet, Program, SoakError, ended_in_order
+from loadtest.soaking.fleet import Fleet, Program, ended_in_order
 from loadtest.soaking.lanes import Report
 from loadtest.soaking.mischief import Mischief, Rogues
 from loadtest.soaking.preload import Preload, Unavailable
@@ -99,7 +100,7 @@ class Sampler:
 
     async def run(self, injecting: asyncio.Task[None]) -> None:
         """Until the run is done: by time, also until each kind of fault was injected. Raises
-        SoakError when somebody ended that should not."""
+        ServiceError when somebody ended that should not."""
         told_at = self._began
         while not self.report.ended and not (self.share() >= 1.0 and injecting.done()):
             await asyncio.sleep(SAMPLE_S)
@@ -138,7 +139,7 @@ def all_lines(path: Path, kind: type[T]) -> list[T]:
 async def live(
     args: argparse.Namespace, fleet: Fleet, faults: Faults, preload: Preload | str
 ) -> Outcome:
-    """One run. Raises what is no SoakError; that is a problem of the outcome."""
+    """One run. Raises what is no ServiceError; that is a problem of the outcome."""
     rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
     port, problem = str(fleet.ports[0]), ""
     await rogues.begin(fleet.names_hosts)
@@ -179,8 +180,8 @@ async def live(
         fleet.check()
         await faults.settle()
         left = await _loads_left(fleet, args.expiry)
-    except SoakError as error:
-        problem, left, seconds = f"SoakError: {error}", [], 0.0
+    except ServiceError as error:
+        problem, left, seconds = f"ServiceError: {error}", [], 0.0
     finally:
         stop.set()
         injecting.cancel()
@@ -188,15 +189,15 @@ async def live(
         continue_all(fleet)
         rogues.close()
     measured = fleet.measured
-    survived = measured.child.process.poll() is None and measured.pid == pid
+    survived = measured.process.poll() is None and measured.pid == pid
     # Before the probe notices that we stop the process.
     late, kept = (all_lines(each.output, Late) for each in (probe, control))
     failures, late_turns = -1, -1
-    with contextlib.suppress(OSError, SoakError):
+    with contextlib.suppress(OSError, ServiceError):
         failures = int(measured.metric("lean_selector_task_failures_total"))
         late_turns = _late_turns(measured.metrics())
-    status = measured.child.stop(signal.SIGTERM, DRAIN_S)
-    log = measured.child.log()
+    status = measured.stop(signal.SIGTERM, DRAIN_S)
+    log = measured.log()
     (fleet.folder / "measured.log").write_text(log)
     return Outcome(
         machine=f"{time.strftime('%Y-%m-%d')}, {machine()}",
@@ -257,11 +258,11 @@ def _late_turns(metrics: str) -> int:
 
 
 def _form(python: str) -> str:
-    """What the measured process runs. Raises SoakError."""
+    """What the measured process runs. Raises ServiceError."""
     try:
         return ours(python).name
-    except TargetError as error:
-        raise SoakError(f"--python {error}") from None
+    except ServiceError as error:
+        raise ServiceError(f"--python {error}") from None
 
 
 @contextlib.contextmanager
@@ -282,7 +283,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def soak(args: argparse.Namespace) -> Outcome:
-    """Raises SoakError when it cannot begin."""
+    """Raises ServiceError when it cannot begin."""
     _form(args.python)
     with contextlib.ExitStack() as stack:
         folder = args.keep
@@ -329,7 +330,7 @@ def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
     try:
         outcome = soak(args)
-    except SoakError as error:
+    except ServiceError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
     print(table(outcome))

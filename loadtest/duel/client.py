@@ -2,10 +2,10 @@
 
 Closed: each connection sends its next request when the last one is answered. Open (`--rate`): a
 request is due at its own time whatever happened to those before it, and its latency counts from
-then, so that a stalled service is charged for all whom it kept waiting (no coordinated omission).
-Plain sockets and select(2), whose time-outs are finer than those of an event loop.
+then, so that a stalled service is charged for all requests that it kept waiting (no coordinated
+omission). select(2) has finer time-outs than an event loop.
 
-    client.py ADDRESS FOLDER LANES --connections 32 [--rate 1000] [--count 5000]
+    python -m loadtest.duel.client ADDRESS FOLDER LANES --connections 32 [--rate 1000]
 """
 
 import argparse
@@ -15,55 +15,32 @@ import itertools
 import json
 import os
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from loadtest.http_client import Connection, Malformed
+
 _PR_SET_TIMERSLACK = 29
-_SEND_BUFFER = 1 << 20  # a request of 4 096 blocks is 170 KB, and must not wait for the reader
 _ANSWER_TIMEOUT_S = 30.0
 
 
-class Connection:
-    """One keep-alive connection with at most one request under way, due at `due` (seconds)."""
+class Timed(Connection):
+    """At most one request under way, due at `due` (seconds)."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is a port of this host, or the path of a UNIX socket."""
-        if address.isdigit():
-            self.socket = socket.create_connection(("127.0.0.1", int(address)))
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        else:
-            self.socket = socket.socket(socket.AF_UNIX)
-            self.socket.connect(address)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        self.due = 0.0
-        self.lane: Iterator[bytes] = iter(())
-        self._received = b""
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
+    due = 0.0
+    lane: Iterator[bytes] = iter(())
 
     def send(self, request: bytes, due: float) -> None:
         self.due = due
         self.socket.sendall(request)
 
-    def receive(self) -> int | None:
-        """Read what is there; the status once the answer is whole."""
-        piece = self.socket.recv(1 << 18)
-        if not piece:
-            raise SystemExit("the service closed a connection")
-        self._received += piece
-        head, gap, body = self._received.partition(b"\r\n\r\n")
-        if not gap:
-            return None
-        length = head.lower().partition(b"content-length:")[2].split(b"\r", 1)[0]
-        if len(body) < int(length or 0):
-            return None
-        self._received = b""
-        return int(head[9:12])
+    def send_next(self) -> None:
+        """The next request of its lane, if there is one left."""
+        if (request := next(self.lane, None)) is not None:
+            self.send(request, time.perf_counter())
 
 
 class Run:
@@ -73,16 +50,16 @@ class Run:
     """
 
     def __init__(
-        self, address: str, lanes: list[list[bytes]], count: int, connections: int
+        self, address: int | str, lanes: list[list[bytes]], count: int, connections: int
     ) -> None:
         self._lanes = lanes
         self._count = count
-        self._connections = [Connection(address) for _ in range(connections)]
+        self._connections = [Timed(address) for _ in range(connections)]
         self.latencies_us: list[int] = []
         self.late_us: list[int] = []  # how much later than due we noticed: our own failing
         self.bad = 0  # answers that were not 2xx
 
-    def _answered(self, connection: Connection) -> bool:
+    def _answered(self, connection: Timed) -> bool:
         status = connection.receive()
         if status is None:
             return False
@@ -92,25 +69,21 @@ class Run:
 
     def closed(self) -> None:
         poll, by_descriptor = select.epoll(), {c.fileno(): c for c in self._connections}
-        lanes = list(map(iter, self._lanes))
-        for number, connection in enumerate(self._connections):
-            connection.lane = lanes[number % len(lanes)]
+        lanes = itertools.cycle(map(iter, self._lanes))
+        for connection in self._connections:
+            connection.lane = next(lanes)
             poll.register(connection, select.EPOLLIN)
-            if (request := next(connection.lane, None)) is not None:
-                connection.send(request, time.perf_counter())
+            connection.send_next()
         while len(self.latencies_us) < self._count:
             events = poll.poll(_ANSWER_TIMEOUT_S)
             if not events:
                 raise SystemExit(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s")
             for descriptor, _ in events:
-                connection = by_descriptor[descriptor]
-                if not self._answered(connection):
-                    continue
-                if (request := next(connection.lane, None)) is not None:
-                    connection.send(request, time.perf_counter())
+                if self._answered(by_descriptor[descriptor]):
+                    by_descriptor[descriptor].send_next()
 
     def open(self, rate: float) -> None:
-        idle, busy = list(self._connections), list[Connection]()
+        idle, busy = list(self._connections), list[Timed]()
         requests = itertools.cycle(self._lanes[0])
         started = time.perf_counter() + 0.01
         waiting: deque[float] = deque()  # times of those that are due and found no connection
@@ -122,8 +95,8 @@ class Run:
                 self.late_us.append(round((now - due) * 1e6))
                 due_count += 1
             while waiting and idle:
-                connection, due = idle.pop(), waiting.popleft()
-                connection.send(next(requests), due)
+                connection = idle.pop()
+                connection.send(next(requests), waiting.popleft())
                 busy.append(connection)
             last = due_count == self._count
             next_s = _ANSWER_TIMEOUT_S if last else started + due_count / rate - time.perf_counter()
@@ -160,24 +133,21 @@ def main() -> None:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     gc.disable()
-    run = Run(args.address, lanes, args.count or sum(map(len, lanes)), args.connections)
+    address = int(args.address) if args.address.isdigit() else args.address
+    run = Run(address, lanes, args.count or sum(map(len, lanes)), args.connections)
     began = time.perf_counter()
-    if args.rate:
-        run.open(args.rate)
-    else:
-        run.closed()
-    seconds = time.perf_counter() - began
-    print(
-        json.dumps(
-            {
-                "requests": len(run.latencies_us),
-                "seconds": seconds,
-                "bad": run.bad,
-                "latencies_us": run.latencies_us,
-                "late_us": run.late_us,
-            }
-        )
-    )
+    try:
+        run.open(args.rate) if args.rate else run.closed()
+    except Malformed as error:
+        raise SystemExit(str(error)) from None
+    figures = {
+        "requests": len(run.latencies_us),
+        "seconds": time.perf_counter() - began,
+        "bad": run.bad,
+        "latencies_us": run.latencies_us,
+        "late_us": run.late_us,
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

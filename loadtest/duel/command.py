@@ -21,12 +21,13 @@ from typing import NoReturn
 
 import msgspec
 
-from loadtest.duel import index_stages, pairs, report
+from lean_selector.tools.service_process import ServiceError
+from loadtest.duel import index, report
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.report import draw
 from loadtest.duel.results import FAILURES, Results
 from loadtest.duel.stages import Plan, StageRun, stages
-from loadtest.duel.targets import TargetError, forms, machine, references
+from loadtest.duel.targets import forms, machine, references
 
 TRACE_VARIABLE = "LEAN_SELECTOR_TRACE"
 DEFAULT_REFERENCE = "1.3.1"
@@ -80,27 +81,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="the interpreter of an environment that has our compiled wheel; default: the one that"
         " runs this, if it has",
     )
-    parser.add_argument(
-        "--pairs",
-        choices=pairs.OPTIONS,
-        metavar="OPTION",
-        help="only what an option costs us: ours with it and without it, in interleaved pairs;"
-        f" one of {', '.join(pairs.OPTIONS)}",
-    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args(argv)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, str]]:
-    """Run everything that was asked for; what fails ends its own part alone. Raises TargetError,
+    """Run everything that was asked for; what fails ends its own part alone. Raises ServiceError,
     OSError and ValueError when nothing at all could be measured.
 
     folder: for what lasts as long as the run.
     """
     own = forms(args.compiled, folder)
     others = [t for text in args.reference or [DEFAULT_REFERENCE] for t in references(text)]
-    results = Results(own[0].name, [target.name for target in others])
-    results.beside = [target.name for target in own[1:]]
+    results = Results([target.name for target in own], [target.name for target in others])
     plan = Plan([*own, *others], args.trace, 5)
     if args.quick:
         plan = msgspec.structs.replace(plan, **QUICK)
@@ -121,26 +114,13 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, 
             prompts = by_size.setdefault(stage.block_size, Prompts(plan.trace, stage.block_size))
             with results.keep(names):
                 StageRun(stage, plan, prompts, results, say).run(wanted)
-    if any(map(wanted, index_stages.NAMES)):
+    if any(map(wanted, index.NAMES)):
         prompts = by_size.setdefault(16, Prompts(plan.trace, 16))
-        index_stages.run(plan, prompts, results, wanted, say)
+        index.run(plan, prompts, results, wanted, say)
     if results.failures and not results.rounds:
-        raise TargetError(results.failures[0])
+        raise ServiceError(results.failures[0])
     results.note("no body was sent twice to one process, unless a line here says so")
     return results, _about(args, plan, time.monotonic() - started)
-
-
-def _pairs(args: argparse.Namespace, folder: Path) -> None:
-    """Prints what one option costs each of our forms. Raises as `measure` does."""
-    print(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}, {machine()}")
-    rounds = args.rounds or pairs.ROUNDS
-    for target in forms(args.compiled, folder):
-        figures = pairs.measure(target, args.pairs, folder, rounds, _say)
-        print(pairs.lines(target, args.pairs, rounds, figures), flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, str]:
@@ -164,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.list:
         names = [name for stage in stages(Plan([], None, 1)) for name in stage.names()]
-        print("\n".join([*names, *index_stages.NAMES]))
+        print("\n".join([*names, *index.NAMES]))
         return 0
 
     def end(signal_number: int, frame: FrameType | None) -> NoReturn:
@@ -174,9 +154,6 @@ def main(argv: Sequence[str]) -> int:
     _raise_descriptors()
     try:
         with tempfile.TemporaryDirectory(prefix="versus-") as folder:
-            if args.pairs:
-                _pairs(args, Path(folder))
-                return 0
             results, about = measure(args, Path(folder))
     except FAILURES as error:
         print(f"versus: {error}", file=sys.stderr)

@@ -15,11 +15,12 @@ from typing import Self
 import msgspec
 import zmq
 
+from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import BlockCache
 from loadtest.child_service import ENDING_SIGNALS
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
-from loadtest.duel.targets import Service, TargetError
-from loadtest.replay_trace import prompt_tokens
+from loadtest.duel.targets import Service
+from loadtest.trace import prompt_tokens
 
 ZONES = 4  # the workers' taints: zone-0 and on
 OPENING_ON_DEVICE = 2  # blocks; the others are on the host
@@ -64,16 +65,13 @@ class Message(msgspec.Struct, frozen=True):
     removed: int
 
 
-class _Row(msgspec.Struct):
-    device_blocks: int
-
-
-class _Scores(msgspec.Struct):
-    workers: list[_Row]
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode_scores = msgspec.json.Decoder(_Scores).decode
+
+
+def names_of(engine: int, prompt: Prompt) -> list[int]:
+    """An engine's own hashes of a prompt's blocks."""
+    own = (engine + 1) * 0x9E3779B97F4A7C15 & (2**63 - 1)
+    return [name ^ own for name in struct.unpack(f"<{prompt.blocks}Q", prompt.sequence)]
 
 
 class Engines:
@@ -119,7 +117,7 @@ class Engines:
     def register(self, service: Service) -> None:
         """Make every engine a worker of a service, and wait until none of its events is missed.
 
-        Raises TargetError when a worker is not schedulable or not heard.
+        Raises ServiceError when a worker is not schedulable or not heard.
         """
         for engine in range(self.count):
             source = (
@@ -139,15 +137,15 @@ class Engines:
                     "taints": [f"zone-{engine % ZONES}"],
                 },
             )
-            if b'"schedulable"' not in record:
-                raise TargetError(f"{service.target.name}: {record.decode()[:300]}")
+            if record["lifecycle"] != "schedulable":
+                raise ServiceError(f"{service.name}: {record}")
         if not self._listened:
             return
         # What is told before the service listens is lost: tell again, the more seldom the larger.
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while not self._is_heard_by(service, self.mark(), _CONNECT_S * self.count):
             if time.monotonic() > deadline:
-                raise TargetError(f"{service.target.name}: not all engines are heard")
+                raise ServiceError(f"{service.name}: not all engines are heard")
 
     def book(self, service: Service) -> None:
         """Put a reservation on every worker, no two alike, so that no two have the same load."""
@@ -175,7 +173,7 @@ class Engines:
         """The next prompt of the trace goes to the next engine: the messages that this makes."""
         engine, prompt = self.used % self.count, self._prompts.at(self.used)
         self.used += 1
-        names = self._names(engine, prompt)
+        names = names_of(engine, prompt)
         cache = self._caches[engine]
         placed = cache.hold(names)
         cache.release(names[: placed.hit + placed.stored])
@@ -232,11 +230,6 @@ class Engines:
             evicted = cache.hold(range(self._capacity)).evicted  # makes room for something else
             yield from self._removals(engine, evicted, blocks_per_event)
 
-    def _names(self, engine: int, prompt: Prompt) -> list[int]:
-        """The engine's own hashes of a prompt's blocks."""
-        own = (engine + 1) * 0x9E3779B97F4A7C15 & (2**63 - 1)
-        return [name ^ own for name in struct.unpack(f"<{prompt.blocks}Q", prompt.sequence)]
-
     def _removals(
         self, engine: int, names: Sequence[int], blocks_per_event: int
     ) -> Iterator[Message]:
@@ -276,8 +269,8 @@ class Engines:
 
     def _heard(self, service: Service, tokens: list[int]) -> bool:
         body = {"model_name": MODEL_NAME, "token_ids": tokens}
-        rows = _decode_scores(service.call("POST", "/overlap_scores", body)).workers
-        return sum(row.device_blocks > 0 for row in rows) == self.count
+        rows = service.call("POST", "/overlap_scores", body)["workers"]
+        return len([row for row in rows if row["device_blocks"]]) == self.count
 
     def _is_heard_by(self, service: Service, tokens: list[int], within_s: float) -> bool:
         deadline = time.monotonic() + within_s
@@ -288,7 +281,7 @@ class Engines:
         return True
 
     def settle(self, *services: Service) -> None:
-        """Return when the services have applied all that was sent. Raises TargetError.
+        """Return when the services have applied all that was sent. Raises ServiceError.
 
         Events of an engine are applied in order, so a block that is told last is enough to ask for.
         """
@@ -297,7 +290,7 @@ class Engines:
         tokens = self.mark()
         for service in services:
             if not self._is_heard_by(service, tokens, _SETTLE_TIMEOUT_S):
-                raise TargetError(f"{service.target.name}: events are not applied")
+                raise ServiceError(f"{service.name}: events are not applied")
 
     @contextmanager
     def paced(self, messages: Sequence[Message], blocks_per_s: float) -> Iterator[None]:

@@ -8,20 +8,19 @@ Every body is a function of the trace and a number: two runs send the same bytes
 import functools
 import random
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.tools.simulated_engines import make_request
-from loadtest.replay_trace import TRACE_BLOCK_TOKENS, TraceLine, open_trace, prompt_tokens
+from loadtest.http_client import http
+from loadtest.trace import TraceLine, prompt_tokens, trace_lines
 
 MODEL_NAME = "versus"
 OPENING_BLOCKS = 6
 _OPENING_ID = 3 << 21  # of a block of a trace; none has as many
-SYNTHETIC_REQUESTS = 12_000  # about as many as the published conversation trace has
-_HEAD = "{} {} HTTP/1.1\r\nhost: versus\r\ncontent-type: {}\r\ncontent-length: {}\r\n\r\n"
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
@@ -38,32 +37,6 @@ class Prompt(msgspec.Struct, frozen=True):
     @property
     def blocks(self) -> int:
         return len(self.local) // 8
-
-
-def synthetic_lines() -> Iterator[TraceLine]:
-    """Conversations over one system prompt, long as those of the published trace, seeded."""
-    rng = random.Random("versus")
-    fresh = 1
-    talks: list[list[int]] = []
-    for number in range(SYNTHETIC_REQUESTS):
-        goes_on = talks and rng.random() < 0.5
-        talk = talks.pop(rng.randrange(len(talks))) if goes_on else [0]  # 0: the system prompt
-        grown = rng.randint(1, 24)
-        talk = talk + list(range(fresh, fresh + grown))
-        fresh += grown
-        if len(talk) < 120:
-            talks.append(talk)
-        yield TraceLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
-
-
-def trace_lines(path: Path | None) -> Iterator[TraceLine]:
-    """Lines of the trace, gzip or not; made up without a path. Raises OSError, ValueError."""
-    if path is None:
-        yield from synthetic_lines()
-        return
-    decode = msgspec.json.Decoder(TraceLine).decode
-    with open_trace(path) as lines:
-        yield from (decode(line) for line in lines)
 
 
 class Prompts:
@@ -127,11 +100,6 @@ class Prompts:
 
 def _hashes(data: bytes) -> Sequence[int]:
     return struct.unpack(f"<{len(data) // 8}q", data)
-
-
-def http(method: str, path: str, body: bytes = b"", content: str = "application/json") -> bytes:
-    """A whole request as it goes over the wire."""
-    return _HEAD.format(method, path, content, len(body)).encode() + body
 
 
 def fields(prompt: Prompt) -> dict[str, object]:

@@ -1,12 +1,12 @@
 """Results against the bounds of the project, as tables, as JSON, and as a drawing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html import escape
 
 import msgspec
 
 from lean_selector.build_info import COMPILED, PURE
-from loadtest.duel import index_stages as index
+from loadtest.duel import index
 from loadtest.duel.results import Results
 from loadtest.duel.stages import with_option
 
@@ -33,11 +33,12 @@ OPTIONS = {
     "preferred taints": 2.5,
 }
 
-Figure = Callable[[Results, str], float | None]
+# Of what we come to (ours: one of our forms) and a reference.
+Figure = Callable[[Results, str, str], float | None]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A bound and an aim, in `unit`; `figure` takes the results and the name of a reference."""
+    """A bound and an aim, in `unit`."""
 
     title: str
     figure: Figure
@@ -49,80 +50,88 @@ class Row(msgspec.Struct, frozen=True):
     def holds(self, value: float, limit: float) -> bool:
         return value >= limit if self.at_least else value <= limit
 
+    def verdict(self, value: float | None) -> str:
+        if value is None:
+            return NOT_MEASURED
+        if not self.holds(value, self.bound):
+            return "does not hold"
+        reached = self.aim is not None and self.holds(value, self.aim)
+        return "holds, the aim too" if reached else "holds"
+
+    def limit(self, value: float | None) -> str:
+        sign = "≥" if self.at_least else "≤"
+        return "" if value is None else f"{sign} {value:g} {self.unit}".rstrip()
+
 
 def _ratio(case: str, metric: str = "cpu_us") -> Figure:
-    return lambda results, reference: results.ratio(case, metric, reference)
+    return lambda results, ours, reference: results.ratio(case, metric, reference, ours)
 
 
-def _own(case: str, metric: str, scale: float = 1.0, minus: float = 0.0) -> Figure:
-    def figure(results: Results, reference: str) -> float | None:
-        value = results.value(case, results.ours, metric)
+def _own(case: str, metric: str, scale: float = 1.0, minus: float = 0.0, form: str = "") -> Figure:
+    """Of ours alone; with `form` of that one of our forms, whichever is compared."""
+
+    def figure(results: Results, ours: str, reference: str) -> float | None:
+        named = [name for name in results.own if name.endswith(f" {form}")] if form else [ours]
+        value = results.value(case, named[0], metric) if named else None
         return None if value is None else value * scale - minus
 
     return figure
 
 
-def _own_form(form: str, case: str, metric: str) -> Figure:
-    """Of the one of our forms that is so named, whichever is compared."""
-
-    def figure(results: Results, reference: str) -> float | None:
-        named = [n for n in (results.ours, *results.beside) if n.endswith(f" {form}")]
-        return results.value(case, named[0], metric) if named else None
-
-    return figure
+def _own_ratio(case: str, other: str, metric: str = "cpu_us") -> Figure:
+    return lambda results, ours, reference: results.quotient(case, ours, other, ours, metric)
 
 
-def _own_ratio(case: str, other: str, metric: str) -> Figure:
-    def figure(results: Results, reference: str) -> float | None:
-        return results.quotient(case, results.ours, other, results.ours, metric)
-
-    return figure
+def _select(what: str, bound: float, aim: float) -> Row:
+    return Row(f"CPU, select, {what}", _ratio(f"select, {what}"), bound, aim)
 
 
-def _msgpack(results: Results, reference: str) -> float | None:
-    return results.quotient(MSGPACK, results.ours, f"select, {TRACE}", reference, "cpu_us")
+def _block(title: str, case: str, metric: str, bound: float, aim: float) -> Row:
+    return Row(title, _ratio(case, metric), bound, aim)
 
 
 ROWS = (
-    Row("CPU, select, 8 blocks, 16 workers", _ratio("select, 8 blocks, 16 workers"), 0.80, 0.65),
-    Row(f"CPU, select, {TRACE}", _ratio(f"select, {TRACE}"), 0.65, 0.50),
-    Row(f"CPU, select, {TRACE_64}", _ratio(f"select, {TRACE_64}"), 0.75, 0.55),
-    Row("CPU, select, 4096 blocks", _ratio("select, 4096 blocks, 16 workers"), 0.60, 0.45),
+    _select("8 blocks, 16 workers", 0.80, 0.65),
+    _select(TRACE, 0.65, 0.50),
+    _select(TRACE_64, 0.75, 0.55),
+    _select("4096 blocks, 16 workers", 0.60, 0.45),
     Row("CPU, lifecycle, trace prompts", _ratio(f"lifecycle, {TRACE}"), 0.33, 0.25),
     Row("CPU, lifecycle, 8 blocks", _ratio("lifecycle, 8 blocks, 16 workers"), 1.0, 0.80),
-    Row("CPU, select, 8 blocks, 128 workers", _ratio("select, 8 blocks, 128 workers"), 0.55, 0.45),
-    Row("CPU, select, 8 blocks, 512 workers", _ratio("select, 8 blocks, 512 workers"), 0.28, 0.20),
+    _select("8 blocks, 128 workers", 0.55, 0.45),
+    _select("8 blocks, 512 workers", 0.28, 0.20),
     Row(
         "own CPU at 512 workers over own at 16",
-        _own_ratio("select, 8 blocks, 512 workers", "select, 8 blocks, 16 workers", "cpu_us"),
+        _own_ratio("select, 8 blocks, 512 workers", "select, 8 blocks, 16 workers"),
         1.4,
         1.1,
     ),
     Row(
         "own CPU at 4096 workers over own at 16, no events",
-        _own_ratio(with_option("no events", 4_096), with_option("no events", 16), "cpu_us"),
+        _own_ratio(with_option("no events", 4_096), with_option("no events", 16)),
         1.5,
         1.2,
     ),
     *(
         Row(
             f"own CPU with {option} over own without, 512 workers",
-            _own_ratio(with_option(option), with_option("nothing"), "cpu_us"),
+            _own_ratio(with_option(option), with_option("nothing")),
             bound,
             1.2,
         )
         for option, bound in OPTIONS.items()
     ),
     *(
-        Row(
-            f"CPU, select with {option}, 8 blocks, 512 workers",
-            _ratio(with_option(option)),
-            0.7,
-            0.4,
-        )
+        Row(f"CPU, {with_option(option)}", _ratio(with_option(option)), 0.7, 0.4)
         for option in OPTIONS
     ),
-    Row("CPU, msgpack body over the reference's JSON, trace prompts", _msgpack, 0.20, 0.12),
+    Row(
+        "CPU, msgpack body over the reference's JSON, trace prompts",
+        lambda results, ours, reference: results.quotient(
+            MSGPACK, ours, f"select, {TRACE}", reference, "cpu_us"
+        ),
+        0.20,
+        0.12,
+    ),
     Row(
         "requests/s on one core, 8 blocks",
         _ratio("select on one core, 8 blocks, 16 workers", "rps"),
@@ -143,17 +152,17 @@ ROWS = (
         600,
         unit="",
     ),
-    Row("resident memory after start, pure", _own_form(PURE, START, "rss_mb"), 45, unit="MB"),
-    Row(
-        "resident memory after start, compiled", _own_form(COMPILED, START, "rss_mb"), 50, unit="MB"
+    *(
+        Row(f"resident memory after start, {form}", _own(START, "rss_mb", form=form), mb, unit="MB")
+        for form, mb in ((PURE, 45), (COMPILED, 50))
     ),
-    Row("CPU per block, ingest", _ratio(index.INGEST, CPU), 1.5, 1.0),
-    Row("CPU per block, fresh, whole prompts per event", _ratio(index.FRESH, CPU), 1.2, 0.8),
-    Row("CPU per block stored or evicted in churn", _ratio(index.CHURN, CPU), 1.1, 0.8),
-    Row("memory per holding, fresh", _ratio(index.FRESH_MEMORY, MEMORY), 2.5, 1.5),
-    Row("memory per holding after churn", _ratio(index.CHURN_MEMORY, MEMORY), 1.5, 1.0),
-    Row("CPU per block, removal", _ratio(index.REMOVE_ONE, CPU), 1.5, 1.0),
-    Row("memory per block-holding at 500000", _ratio(index.MEMORY, MEMORY), 3.5, 2.0),
+    _block("CPU per block, ingest", index.INGEST, CPU, 1.5, 1.0),
+    _block("CPU per block, fresh, whole prompts per event", index.FRESH, CPU, 1.2, 0.8),
+    _block("CPU per block stored or evicted in churn", index.CHURN, CPU, 1.1, 0.8),
+    _block("memory per holding, fresh", index.FRESH_MEMORY, MEMORY, 2.5, 1.5),
+    _block("memory per holding after churn", index.CHURN_MEMORY, MEMORY, 1.5, 1.0),
+    _block("CPU per block, removal", index.REMOVE_ONE, CPU, 1.5, 1.0),
+    _block("memory per block-holding at 500000", index.MEMORY, MEMORY, 3.5, 2.0),
     Row("match of an 815-block prompt", _own(index.MATCH, "match_us"), 5, 2, unit="µs"),
     Row(
         "worst pause while 1000000 holdings churn at 50000 blocks/s",
@@ -173,47 +182,29 @@ ROWS = (
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A row with its figure against every reference, in their order; judged by the first.
-
-    beside: the figures of our other forms against the first reference.
-    """
+    """A row with its figure in each of `Results.comparisons`; judged by the first."""
 
     title: str
     values: list[float | None]
-    bound: float
-    aim: float | None
-    unit: str
-    at_least: bool
+    bound: str
+    aim: str
     verdict: str
-    beside: list[float | None] = []
 
 
 def verdicts(results: Results) -> list[Verdict]:
     """All rows, those that were not measured too."""
     found = []
     for row in ROWS:
-        values = [row.figure(results, reference) for reference in results.references]
-        others = [
-            row.figure(results.of(n), r) for n in results.beside for r in results.references[:1]
-        ]
-        value = values[0] if values else None
-        if value is None:
-            verdict = NOT_MEASURED
-        elif not row.holds(value, row.bound):
-            verdict = "does not hold"
-        else:
-            reached = row.aim is not None and row.holds(value, row.aim)
-            verdict = "holds, the aim too" if reached else "holds"
-        found.append(
-            Verdict(row.title, values, row.bound, row.aim, row.unit, row.at_least, verdict, others)
-        )
+        values = [row.figure(results, *each) for each in results.comparisons]
+        judged = row.verdict(values[0] if values else None)
+        found.append(Verdict(row.title, values, row.limit(row.bound), row.limit(row.aim), judged))
     return found
 
 
 # -- tables and JSON -------------------------------------------------------------------------------
 # Every figure is the median over the rounds.
 
-# Title, the metrics of its rows, and whether ours divided by theirs says something.
+# Title, and the metrics of its rows.
 SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
     ("CPU of the server process per request, µs", {"cpu_us": "", "peer_cpu_us": "the peer"}),
     ("Requests per second, closed load", {"rps": ""}),
@@ -261,19 +252,16 @@ class Table(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
-        lines = [self.title, *(_padded(row, widths) for row in [self.head, *self.rows])]
+        lines = [self.title]
+        for first, *others in [self.head, *self.rows]:
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            lines.append("  " + "  ".join([first.ljust(widths[0]), *cells]).rstrip())
         return "\n".join(lines)
 
     def markdown(self) -> str:
         rule = ["---"] + ["---:"] * (len(self.head) - 1)
         lines = ["| " + " | ".join(row) + " |" for row in [self.head, rule, *self.rows]]
         return "\n".join([f"**{self.title}**", "", *lines])
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [row[0].ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-    return "  " + "  ".join(cells).rstrip()
 
 
 def figure(value: float | None) -> str:
@@ -287,58 +275,29 @@ def figure(value: float | None) -> str:
 
 def tables(results: Results) -> list[Table]:
     """The sections that have figures, then the budget."""
-    ratios = [f"ours / {reference}" for reference in results.references]
-    ratios += [f"{_form(name)} / {reference}" for name, reference in _beside(results)]
+    against = [f"{results.form_of(ours)} / {other}" for ours, other in results.comparisons]
     made = []
     for title, metrics in SECTIONS:
         rows = []
         for case, by_target in results.rounds.items():
             for metric, words in metrics.items():
-                if not any(metric in found for found in by_target.values()):
-                    continue
-                values = [results.value(case, target, metric) for target in results.targets]
-                shares = [results.ratio(case, metric, name) for name in results.references]
-                shares += [
-                    results.of(name).ratio(case, metric, reference)
-                    for name, reference in _beside(results)
-                ]
-                name = f"{case}: {words}" if words else case
-                rows.append([name, *map(figure, values), *map(figure, shares)])
+                if any(metric in found for found in by_target.values()):
+                    values = [results.value(case, target, metric) for target in results.targets]
+                    values += [
+                        results.ratio(case, metric, other, ours)
+                        for ours, other in results.comparisons
+                    ]
+                    name = f"{case}: {words}" if words else case
+                    rows.append([name, *map(figure, values)])
         if rows:
-            made.append(Table(title, ["case", *results.targets, *ratios], rows))
-    made.append(_budget_table(verdicts(results), results))
-    return made
-
-
-def _beside(results: Results) -> list[tuple[str, str]]:
-    """Each of our other forms with the reference that it is compared with, the first."""
-    return [(name, reference) for name in results.beside for reference in results.references[:1]]
-
-
-def _form(name: str) -> str:
-    return name.rpartition(" ")[2]
-
-
-def _budget_table(rows: Sequence[Verdict], results: Results) -> Table:
-    def limit(row: Verdict, value: float | None) -> str:
-        sign = "≥" if row.at_least else "≤"
-        return "" if value is None else f"{sign} {value:g} {row.unit}".rstrip()
-
-    beside = [f"{_form(name)}: {reference}" for name, reference in _beside(results)]
-    head = ["budget", *results.references, *beside, "at least", "aim", "verdict"]
-    body = [
-        [
-            row.title,
-            *map(figure, row.values),
-            *map(figure, row.beside),
-            limit(row, row.bound),
-            limit(row, row.aim),
-            row.verdict,
-        ]
-        for row in rows
-        if row.verdict != NOT_MEASURED or any(v is not None for v in (*row.values, *row.beside))
+            made.append(Table(title, ["case", *results.targets, *against], rows))
+    judged = [
+        [row.title, *map(figure, row.values), row.bound, row.aim, row.verdict]
+        for row in verdicts(results)
+        if any(value is not None for value in row.values)
     ]
-    return Table("Budget (x is ours over the reference)", head, body)
+    title = "Budget (x is ours over the reference)"
+    return [*made, Table(title, ["budget", *against, "at least", "aim", "verdict"], judged)]
 
 
 def lines(results: Results, about: dict[str, str], *, markdown: bool) -> str:
@@ -368,7 +327,7 @@ def as_json(results: Results, about: dict[str, str]) -> bytes:
         case: {
             reference: {
                 metric: results.ratio(case, metric, reference)
-                for metric in by_target.get(results.ours, {})
+                for metric in by_target.get(results.own[0], {})
             }
             for reference in results.references
         }
@@ -376,8 +335,7 @@ def as_json(results: Results, about: dict[str, str]) -> bytes:
     }
     document = {
         "about": about,
-        "ours": results.ours,
-        "beside": results.beside,
+        "own": results.own,
         "references": results.references,
         "cases": cases,
         "ratios": ratios,
@@ -401,44 +359,36 @@ COLOURS = ("#2f6fb3", "#c8743c", "#dcb08c", "#8a8a8a", "#b5b5b5")
 
 def draw(results: Results, about: str) -> str:
     """An SVG document; `about` is its last line."""
-    cases = [
-        case
-        for case, found in results.rounds.items()
-        if any(METRIC in metrics for metrics in found.values())
-    ]
     parts = [_text(12, 22, "CPU of the server process per request, µs", "bold 15px")]
-    at = 12
+    at, y = 12, 62
     for number, target in enumerate(results.targets):
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<rect x="{at}" y="34" width="11" height="11" fill="{colour}"/>')
-        parts.append(_text(at + 16, 44, target))
+        parts += [_bar(at, 34, 11, 11, number), _text(at + 16, 44, target)]
         at += 40 + 7 * len(target)
-    y = 62
-    for case in cases:
-        parts.append(_text(12, y + BAR * len(results.targets) // 2 + 4, case))
-        base = next(
-            (v for name in results.references if (v := results.value(case, name, METRIC))),
-            results.value(case, results.ours, METRIC),
-        )
-        for number, target in enumerate(results.targets):
-            value = results.value(case, target, METRIC)
-            if value is not None and base:
+    for case in results.rounds:
+        values = [results.value(case, name, METRIC) for name in results.targets]
+        first = len(results.own)  # of the references
+        base = next((value for value in values[first:] + values if value), None)
+        if base is None:
+            continue
+        parts.append(_text(12, y + BAR * len(values) // 2 + 4, case))
+        for number, value in enumerate(values):
+            if value is not None:
                 width = max(1.0, min(LONGEST, value / base) * UNIT)
-                colour = COLOURS[number % len(COLOURS)]
-                parts.append(
-                    f'<rect x="{LABEL}" y="{y}" width="{width:.0f}" height="{BAR - 2}"'
-                    f' fill="{colour}"/>'
-                )
+                parts.append(_bar(LABEL, y, width, BAR - 2, number))
                 parts.append(_text(LABEL + width + 6, y + BAR - 3, figure(value), "11px"))
             y += BAR
         y += GAP
     parts.append(_text(12, y + 12, about, "11px"))
-    height = y + 24
+    size = f'width="{WIDTH}" height="{y + 24}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
-        f' width="{WIDTH}" height="{height}" fill="#222">\n'
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 24}" {size}'
+        f' fill="#222">\n<rect {size} fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
+
+
+def _bar(x: float, y: float, width: float, height: float, number: int) -> str:
+    colour = COLOURS[number % len(COLOURS)]
+    return f'<rect x="{x}" y="{y}" width="{width:.0f}" height="{height}" fill="{colour}"/>'
 
 
 def _text(x: float, y: float, words: str, font: str = "12px") -> str:

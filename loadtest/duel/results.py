@@ -14,9 +14,9 @@ from typing import Self
 
 import msgspec
 
+from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.traffic import percentile
 from loadtest.child_service import start
-from loadtest.duel.targets import TargetError
 
 # -- load on one service ---------------------------------------------------------------------------
 # By wrk under closed load, or by our client; both send every request once, in order, and neither
@@ -45,10 +45,6 @@ class Load(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Load).decode
-
-
-class LoadFailed(Exception):
-    """The program that sends the requests did not come to an end. A readable line."""
 
 
 class RequestFile:
@@ -99,10 +95,10 @@ def closed_load(port: int, file: RequestFile, cpus: Collection[int] = ()) -> Loa
     output = _run(command, cpus, is_answered)
     result = output.partition("\nRESULT ")[2].partition("\n")[0]
     if not result:
-        raise LoadFailed(f"wrk says: {output[-300:]}")
+        raise ServiceError(f"wrk says: {output[-300:]}")
     load = _decode(result)
     if load.requests != file.count:
-        raise LoadFailed(f"wrk had {load.requests} answers to {file.count} requests")
+        raise ServiceError(f"wrk had {load.requests} answers to {file.count} requests")
     return load
 
 
@@ -120,8 +116,8 @@ def open_load(port: int, file: RequestFile, rate: float, count: int | None = Non
 
 
 def _client(address: str, file: RequestFile, flags: list[str], cpus: Collection[int]) -> Load:
-    program = str(Path(__file__).with_name("client.py"))
-    command = [sys.executable, program, address, str(file.folder), str(file.lanes), *flags]
+    command = [sys.executable, "-m", "loadtest.duel.client", address]
+    command += [str(file.folder), str(file.lanes), *flags]
     load = _decode(_run(command, cpus))
     ordered = sorted(load.latencies_us)
     load.p50_us, load.p99_us = percentile(ordered, 0.5), percentile(ordered, 0.99)
@@ -142,7 +138,7 @@ def _run(
                     break
                 except subprocess.TimeoutExpired as error:
                     if time.monotonic() >= give_up_at:
-                        raise LoadFailed(f"{command[0]}: not done in {_LIMIT_S} s") from error
+                        raise ServiceError(f"{command[0]}: not done in {_LIMIT_S} s") from error
                     if has_ended():
                         process.send_signal(signal.SIGINT)
         finally:
@@ -150,34 +146,43 @@ def _run(
                 process.kill()
     if process.returncode:
         words = (errors or output).decode(errors="replace")
-        raise LoadFailed(f"{command[0]}: {words[-300:].strip()}")
+        raise ServiceError(f"{command[0]}: {words[-300:].strip()}")
     return output.decode()
 
 
 # -- the figures -----------------------------------------------------------------------------------
 
-FAILURES = (TargetError, LoadFailed, OSError, ValueError)
+FAILURES = (ServiceError, OSError, ValueError)
 
 
 class Results(msgspec.Struct):
     """rounds[case][target][metric] lists the values in the order of the rounds.
 
-    ours: what is compared. beside: our other forms, which are shown with it. bad[case][target]
-    counts answers that were not 2xx: what it costs to refuse is compared with nothing.
+    own: our forms, the first of which is compared with every reference. bad[case][target] counts
+    answers that were not 2xx: what it costs to refuse is compared with nothing.
     """
 
-    ours: str
+    own: list[str]
     references: list[str]  # the first is the one that budgets compare with
     rounds: dict[str, dict[str, dict[str, list[float]]]] = {}
     notes: list[str] = []  # what a reader must know to trust or doubt a figure
     skipped: dict[str, str] = {}  # case -> why
-    beside: list[str] = []
     bad: dict[str, dict[str, int]] = {}
     failures: list[str] = []  # what ended a part of the run
 
     @property
     def targets(self) -> list[str]:
-        return [self.ours, *self.beside, *self.references]
+        return [*self.own, *self.references]
+
+    @property
+    def comparisons(self) -> list[tuple[str, str]]:
+        """One of ours and a reference: the first with all of them, the others with the first."""
+        first = [(self.own[0], reference) for reference in self.references]
+        return first + [(ours, other) for ours in self.own[1:] for other in self.references[:1]]
+
+    def form_of(self, ours: str) -> str:
+        """By which its ratios are called."""
+        return ours.rpartition(" ")[2] if ours in self.own[1:] else "ours"
 
     def add(self, case: str, target: str, **metrics: float) -> None:
         """The values of one round."""
@@ -224,13 +229,9 @@ class Results(msgspec.Struct):
         values = self.rounds.get(case, {}).get(target, {}).get(metric)
         return median(values) if values else None
 
-    def of(self, ours: str) -> "Results":
-        """The same with another of our forms as what is compared."""
-        return msgspec.structs.replace(self, ours=ours)
-
-    def ratio(self, case: str, metric: str, reference: str) -> float | None:
+    def ratio(self, case: str, metric: str, reference: str, ours: str = "") -> float | None:
         """Our median over that of a reference; None where `quotient` is."""
-        return self.quotient(case, self.ours, case, reference, metric)
+        return self.quotient(case, ours or self.own[0], case, reference, metric)
 
     def quotient(
         self, case: str, target: str, other_case: str, other_target: str, metric: str

@@ -223,7 +223,7 @@ def _split(case: Case, lanes: list[list[bytes]]) -> tuple[list[list[bytes]], lis
 
 
 class StageRun:
-    """One stage under way. Raises TargetError and LoadFailed."""
+    """One stage under way. Raises ServiceError."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class StageRun:
             taken = service.footprint()
             self._results.add(
                 name,
-                service.target.name,
+                service.name,
                 rss_mb=taken.rss / 1e6,
                 pss_mb=taken.pss / 1e6,
                 threads=taken.threads,
@@ -353,7 +353,7 @@ class StageRun:
         return [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
 
     def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:
-        service, name = pair.main, pair.main.target.name
+        service, name = pair.main, pair.main.name
         seconds = file.count / case.rate if case.rate else file.count * _CLOSED_S
         events = engines.churn(round(EVENTS_PER_S * (seconds + 0.2))) if case.events else []
         before, peer_before = service.cpu_ns(), pair.peer_cpu_ns()

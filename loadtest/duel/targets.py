@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import http.client
 import os
 import re
 import shlex
@@ -20,16 +19,13 @@ import msgspec
 
 import lean_selector
 from lean_selector.build_info import COMPILED, PURE, form
-from lean_selector.tools.service_process import HOST, START_TIMEOUT_S
-from loadtest.child_service import JSON, ROOT, ChildService, free_port, plain_environment
+from lean_selector.tools.service_process import HOST, START_TIMEOUT_S, ServiceError
+from loadtest.child_service import ROOT, ChildService, free_port, plain_environment
 from loadtest.duel.prompts import MODEL_NAME
 from loadtest.reference import NotInstalled, interpreter
 
 # -- what a process costs --------------------------------------------------------------------------
 
-# clockid of another process's CPU time, as glibc's clock_getcpuclockid() makes it:
-# the complement of the pid, and CPUCLOCK_SCHED in the low bits.
-_CPUCLOCK_SCHED = 2
 _KIB = 1024
 
 
@@ -40,20 +36,6 @@ class Footprint(msgspec.Struct, frozen=True):
     pss: int
     threads: int
     descriptors: int
-
-
-def cpu_ns(pid: int) -> int:
-    """User and system time of all threads of a process, those that ended included.
-
-    In nanoseconds where the kernel has a CPU clock per process, else in steps of a clock tick.
-    Raises FileNotFoundError when there is no such process.
-    """
-    try:
-        return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED)
-    except OSError:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])  # utime and stime, 14 and 15 of proc(5)
-        return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def footprint(pid: int) -> Footprint:
@@ -84,13 +66,6 @@ def machine() -> str:
 
 # -- services as child processes -------------------------------------------------------------------
 
-RESERVATION_ID = "reservation_id"  # of what is booked, until 1.3
-SELECTION_ID = "selection_id"  # and since 1.6
-
-
-class TargetError(Exception):
-    """A service cannot be installed, does not start, or does not answer. A readable line."""
-
 
 class Target(msgspec.Struct, frozen=True):
     """One column of the tables.
@@ -117,7 +92,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def ours(python: str = sys.executable, path: str | None = None) -> Target:
-    """The service that an interpreter has, named for its version and form. Raises TargetError."""
+    """The service that an interpreter has, named for its version and form. Raises ServiceError."""
     # Without -P the folder in which it is started comes first, and that may be a checkout.
     command = [python, "-P", "-m", "lean_selector"]
     target = Target("lean-selector", command, is_ours=True, path=path)
@@ -132,10 +107,10 @@ def ours(python: str = sys.executable, path: str | None = None) -> Target:
             check=False,
         )
     except OSError as error:
-        raise TargetError(f"cannot start {python}: {error}") from None
+        raise ServiceError(f"cannot start {python}: {error}") from None
     told = re.fullmatch(r"(lean-selector \S+) \((.*)\)\n", done.stdout)
     if done.returncode or told is None:
-        raise TargetError(f"{python} has no lean-selector: {done.stderr.strip()[-300:]}")
+        raise ServiceError(f"{python} has no lean-selector: {done.stderr.strip()[-300:]}")
     return Target(
         f"{told[1]} {told[2]}",
         [*command, "--host", HOST, "--port", "{port}"],
@@ -145,7 +120,7 @@ def ours(python: str = sys.executable, path: str | None = None) -> Target:
 
 
 def forms(compiled: str | None, folder: Path) -> list[Target]:
-    """Ours: the compiled form, where there is one, and then the pure one. Raises TargetError.
+    """Ours: the compiled form, where there is one, and then the pure one. Raises ServiceError.
 
     compiled: an interpreter in whose environment the compiled wheel is; None when that may be the
     one that runs us. Then the pure form's sources, which are in the wheel, are copied to `folder`.
@@ -161,21 +136,27 @@ def forms(compiled: str | None, folder: Path) -> list[Target]:
         return [ours()]
     for target, wanted in zip(found, (COMPILED, PURE), strict=True):
         if not target.name.endswith(f" {wanted}"):
-            raise TargetError(f"{target.command[0]} has {target.name}, where it should be {wanted}")
+            raise ServiceError(
+                f"{target.command[0]} has {target.name}, where it should be {wanted}"
+            )
     return found
 
 
 def run_beside(target: Target, program: str, *arguments: str) -> str:
-    """What a program prints that is run with our package as the target has it."""
+    """What a program prints that is run with our package as the target has it, and these modules.
+
+    They stand last on its path: beside them may be the package of a checkout.
+    """
+    program = f"import sys; sys.path.append({str(ROOT)!r}); {program}"
     done = subprocess.run(
-        [target.command[0], "-P", program, *arguments],
+        [target.command[0], "-P", "-c", program, *arguments],
         env=target.environment(),
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise TargetError(f"{target.name}: {Path(program).name}: {done.stderr.strip()[-300:]}")
+        raise ServiceError(f"{target.name}: {done.stderr.strip()[-300:]}")
     return done.stdout
 
 
@@ -185,23 +166,23 @@ def references(text: str) -> list[Target]:
         try:
             python = str(interpreter(text))
         except NotInstalled as error:
-            raise TargetError(str(error)) from None
+            raise ServiceError(str(error)) from None
         name, command = text, [python, "-m", "dynamo.select_service", "--port", "{port}"]
     else:
         command = shlex.split(text)
         name = Path(command[0]).name
         if not any("{port}" in part for part in command):
-            raise TargetError(f"the command of a reference must name {{port}}: {text}")
+            raise ServiceError(f"the command of a reference must name {{port}}: {text}")
     return [Target(f"{name} warn", command, log="warn"), Target(f"{name} default log", command)]
 
 
 class Service(ChildService):
-    """A target that runs and answers."""
+    """A target that runs, on a socket of its own too where it is ours."""
 
     def __init__(
         self, target: Target, flags: Sequence[str] = (), cpus: Collection[int] = ()
     ) -> None:
-        """Start it; `wait` for its first answer. Raises TargetError when it cannot be started."""
+        """Start it; `wait` for its first answer. Raises ServiceError when it cannot be started."""
         self.target = target
         port = free_port()
         command = [part.replace("{port}", str(port)) for part in target.command]
@@ -211,55 +192,20 @@ class Service(ChildService):
         try:
             super().__init__([*command, *flags], port, env=target.environment(), cpus=cpus)
         except OSError as error:
-            raise TargetError(f"{target.name}: cannot start {command[0]}: {error}") from error
-        self.pid = self.process.pid
-        self.headers = JSON  # of `call`
-
-    def wait(self) -> None:
-        """Return when /health answers 200. Raises TargetError."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.is_healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                raise TargetError(f"{self.target.name}: no /health in {START_TIMEOUT_S:.0f} s")
-            time.sleep(0.02)
-
-    def check(self) -> None:
-        """Raises TargetError, with its last words, once the process has ended."""
-        code = self.process.poll()
-        if code is not None:
-            words = self.log().strip().splitlines()[-1:]
-            raise TargetError(f"{self.target.name} ended with {code}: {' '.join(words)}")
-
-    def call(self, method: str, path: str, body: object = None) -> bytes:
-        """The body of a 2xx answer; raises TargetError otherwise."""
-        data = None if body is None else msgspec.json.encode(body)
-        try:
-            status, answer = self.request(method, path, data, self.headers)
-        except (OSError, http.client.HTTPException) as error:
-            self.check()
-            raise TargetError(f"{self.target.name}: {method} {path}: {error}") from error
-        if not 200 <= status < 300:
-            text = answer.decode(errors="replace")[:300]
-            raise TargetError(f"{self.target.name}: {method} {path}: {status} {text}")
-        return answer
+            raise ServiceError(f"{target.name}: cannot start {command[0]}: {error}") from error
+        self.name = target.name
 
     @functools.cached_property
     def id_field(self) -> str:
-        """In which a body names what it books. Raises TargetError."""
+        """In which a body names what it books: until 1.3 `reservation_id`."""
         try:
-            status, answer = self.request("POST", "/reservations", b"{}", self.headers)
-        except (OSError, http.client.HTTPException) as error:
-            self.check()
-            raise TargetError(f"{self.target.name}: POST /reservations: {error}") from error
-        is_missed = status == 422 and SELECTION_ID.encode() in answer
-        return SELECTION_ID if is_missed else RESERVATION_ID
-
-    def cpu_ns(self) -> int:
-        return cpu_ns(self.pid)
+            self.call("POST", "/reservations", {})
+        except ServiceError as error:  # it names what is missing
+            return "selection_id" if "selection_id" in str(error) else "reservation_id"
+        raise ServiceError(f"{self.name} books nothing under no name")
 
     def footprint(self) -> Footprint:
-        return footprint(self.pid)
+        return footprint(self.process.pid)
 
     def stop(
         self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
@@ -270,12 +216,6 @@ class Service(ChildService):
             os.unlink(self.uds)
         return status
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()  # nothing in it is wanted any more
-
 
 # -- a service and its peer ------------------------------------------------------------------------
 
@@ -283,22 +223,11 @@ _LINK_TIMEOUT_S = 20.0
 _POLL_S = 0.05
 
 
-class _Load(msgspec.Struct):
-    active_requests: int
-
-
-class _Partition(msgspec.Struct):
-    loads: list[_Load]
-
-
-_decode_loads = msgspec.json.Decoder(list[_Partition]).decode
-
-
 class Pair:
     """`main` gets the load; `peer` only hears of it."""
 
     def __init__(self, target: Target, replicated: bool, cpus: Collection[int]) -> None:
-        """Start one or both. Raises TargetError."""
+        """Start one or both. Raises ServiceError."""
         self.peer: Service | None = None
         if not replicated:
             self.main = Service(target, cpus=cpus)
@@ -319,13 +248,13 @@ class Pair:
         return 0 if self.peer is None else self.peer.cpu_ns()
 
     def wait_until_linked(self) -> None:
-        """Return when the peer hears of reservations; they are freed again. Raises TargetError."""
+        """Return when the peer hears of reservations; they are freed again. Raises ServiceError."""
         if self.peer is None:
             return
         deadline, number = time.monotonic() + _LINK_TIMEOUT_S, 0
         while not _active(self.peer):
             if time.monotonic() > deadline:
-                raise TargetError(f"{self.main.target.name}: the replicas do not hear each other")
+                raise ServiceError(f"{self.main.name}: the replicas do not hear each other")
             self.main.call(
                 "POST",
                 "/reservations",
@@ -346,14 +275,15 @@ class Pair:
         self.wait_until_equal()
 
     def wait_until_equal(self) -> None:
-        """Return when the peer counts as many active requests as main does. Raises TargetError."""
+        """Return when the peer counts as many active requests as main does. Raises ServiceError."""
         if self.peer is None:
             return
         deadline = time.monotonic() + _LINK_TIMEOUT_S
         while (here := _active(self.main)) != (there := _active(self.peer)):
             if time.monotonic() > deadline:
-                name = self.main.target.name
-                raise TargetError(f"{name}: {here} requests are active, its peer says {there}")
+                raise ServiceError(
+                    f"{self.main.name}: {here} active requests, its peer says {there}"
+                )
             time.sleep(_POLL_S)
 
     def __enter__(self) -> Self:
@@ -365,8 +295,8 @@ class Pair:
 
 
 def _active(service: Service) -> int:
-    parts = _decode_loads(service.call("GET", "/loads"))
-    return sum(row.active_requests for part in parts for row in part.loads)
+    parts = service.call("GET", "/loads")
+    return sum(row["active_requests"] for part in parts for row in part["loads"])
 
 
 def _flags(port: int, peer_port: int) -> list[str]:

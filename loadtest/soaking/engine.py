@@ -12,7 +12,7 @@ import itertools
 from random import Random
 
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
-from loadtest.soaking.answers import BLOCK_SIZE, FRESH_TOKENS, families
+from loadtest.soaking.fleet import BLOCK_SIZE, FRESH_TOKENS, families
 
 CAPACITY_BLOCKS = 4_096
 # An empty cache fills faster than it changes later, so that memory is soon what it stays.

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
+from lean_selector.tools.service_process import ServiceError
 from loadtest.child_service import JSON
-from loadtest.soaking.answers import MODEL
-from loadtest.soaking.fleet import TOTAL_BLOCKS, Engine, Fleet, Service, SoakError, stop
+from loadtest.soaking.fleet import MODEL, TOTAL_BLOCKS, Engine, Fleet, Service, stop
 from loadtest.soaking.preload import Preload
 
 HEAL_S = 90.0  # generous: a pause before an attempt to connect is 5 s at most
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     """Polls an observable. Raises NotFelt; what cannot be asked just now is asked again."""
     deadline = time.monotonic() + HEAL_S
     while True:
-        with contextlib.suppress(OSError, http.client.HTTPException, StopIteration):
+        with contextlib.suppress(ServiceError, OSError, http.client.HTTPException, StopIteration):
             if condition():
                 return
         if time.monotonic() > deadline:
@@ -93,7 +93,7 @@ class Faults:
 
     async def run(self, enough: Callable[[], bool], pause_s: float, only: list[str]) -> None:
         """All kinds (of `only`, if it names any) in order, then shuffled, again and again until it
-        is enough; each at least once, unless `is_enough`. Raises SoakError when the measured
+        is enough; each at least once, unless `is_enough`. Raises ServiceError when the measured
         process ended."""
         order = [name for name in self._kinds if not only or name in only]
         while True:
@@ -105,7 +105,7 @@ class Faults:
                     began = time.monotonic()
                     try:
                         await self._kinds[name]()
-                    except (NotFelt, SoakError, OSError, http.client.HTTPException) as error:
+                    except (NotFelt, ServiceError, OSError, http.client.HTTPException) as error:
                         injected.failed.append(f"{type(error).__name__}: {error}")
                 injected.done += 1
                 self.times.append((name, began, time.monotonic()))
@@ -135,7 +135,7 @@ class Faults:
             peers = self._fleet.measured.call("GET", "/replica_sync/peers?detail=true")["peers"]
             return str(next(each["state"] for each in peers if each["endpoint"] == endpoint))
 
-        peer.kill()
+        peer.stop()
         await until(lambda: state() != "connected", "a killed peer is missed")
         await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
         await asyncio.to_thread(peer.start)
@@ -233,12 +233,12 @@ class Faults:
             body = msgspec.json.encode({"model_name": MODEL, "token_ids": [1]})
 
             def refuses() -> bool:
-                return measured.child.request("POST", "/select", body, JSON)[0] == 503
+                return measured.request("POST", "/select", body, JSON)[0] == 503
 
             await until(refuses, "it refuses work while all workers are busy")
         finally:
             for name in ids:
-                measured.child.request("DELETE", f"/reservations/{name}")
+                measured.request("DELETE", f"/reservations/{name}")
         await until(lambda: not refuses(), "it takes work again")
 
     async def _step_clock(self) -> None:
@@ -281,7 +281,7 @@ class Faults:
         filler, measured = self._disk / "filler", self._fleet.measured
 
         def is_faulty() -> bool:
-            measured.child.request("POST", "/workers", _registration(), JSON)
+            measured.request("POST", "/workers", _registration(), JSON)
             return "state_fault" in measured.call("GET", "/ready")
 
         try:

@@ -9,29 +9,49 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Self
 
 import msgspec
 
-from loadtest.child_service import (
-    JSON,
-    ChildService,
-    free_port,
-    plain_environment,
-    start,
-)
-from loadtest.soaking.answers import BLOCK_SIZE, MODEL
+from lean_selector.tools.service_process import ServiceError
+from loadtest.child_service import ChildService, free_port, plain_environment, start
 
-START_S = 60.0
 TOTAL_BLOCKS = 4_000  # of a worker, as it is registered: shedding begins at a part of it
 SHED_ABOVE = 0.85
 
 
-class SoakError(Exception):
-    """The soak cannot go on. A readable line."""
+# -- prompts: families that share a beginning, the same in every process ---------------------------
+
+BLOCK_SIZE = 16  # tokens
+MODEL = "soak"
+FAMILIES = 64
+OF_A_FAMILY = 16
+SHARED_BLOCKS = 4
+OWN_BLOCKS = (1, 5)
+FIRST_TOKENS = range(100_000)
+# Tokens that make a prompt another than all before it; always seven digits, so that a request's
+# bytes can be prepared but for them.
+FRESH_TOKENS = range(1_000_000, 10_000_000)
+
+
+def families(seed: int) -> list[list[list[int]]]:
+    """FAMILIES lists of OF_A_FAMILY prompts, as tokens: SHARED_BLOCKS alike, then their own."""
+    drawn = Random(f"soak/{seed}")
+
+    def tokens(blocks: int) -> list[int]:
+        return drawn.choices(FIRST_TOKENS, k=blocks * BLOCK_SIZE)
+
+    found = list[list[list[int]]]()
+    for _ in range(FAMILIES):
+        shared = tokens(SHARED_BLOCKS)
+        found.append([shared + tokens(drawn.randint(*OWN_BLOCKS)) for _ in range(OF_A_FAMILY)])
+    return found
+
+
+# -- processes ------------------------------------------------------------------------------------
 
 
 class Program:
@@ -49,11 +69,11 @@ class Program:
             self.process = start(command, self._cpus, output=output, errors=errors)
 
     def check(self) -> None:
-        """Raises SoakError once it has ended by itself."""
+        """Raises ServiceError once it has ended by itself."""
         code = self.process.poll()
         if code:
             words = self._errors.read_text(errors="replace").strip()[-500:]
-            raise SoakError(f"{' '.join(self._words)} ended with {code}: {words}")
+            raise ServiceError(f"{' '.join(self._words)} ended with {code}: {words}")
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -61,61 +81,29 @@ class Program:
         self.process.wait()
 
 
-class Service:
+class Service(ChildService):
     """A selector or slot tracker at fixed ports, with the measured one's peers among its flags."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        port: int,
-        env: Mapping[str, str],
-        cpus: Collection[int],
+        self, command: Sequence[str], port: int, env: Mapping[str, str], cpus: Collection[int]
     ) -> None:
+        self._command, self._env, self._cpus = command, plain_environment(**env), cpus
         self.port = port
-        self._command, self._env, self._cpus = command, env, cpus
         self.start()
 
     def start(self) -> None:
-        """Raises SoakError when it does not answer in time."""
-        self.child = ChildService(
-            self._command,
-            self.port,
-            env=plain_environment(**self._env),
-            cpus=self._cpus,
-            keep_alive=True,
-        )
-        deadline = time.monotonic() + START_S
-        while not self.child.is_healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                raise SoakError(f"{' '.join(self._command[:4])}: no /health in {START_S:.0f} s")
-            time.sleep(0.05)
+        """Once more after it was killed. Raises ServiceError when it does not answer in time."""
+        super().__init__(self._command, self.port, env=self._env, cpus=self._cpus, keep_alive=True)
+        self.wait()
 
     @property
     def pid(self) -> int:
-        return self.child.process.pid
-
-    def check(self) -> None:
-        """Raises SoakError once it has ended."""
-        code = self.child.process.poll()
-        if code is not None:
-            raise SoakError(f"{self._command[3]} ended with {code}: {self.child.log()[-2_000:]}")
-
-    def kill(self) -> None:
-        self.child.stop()
-
-    def call(self, method: str, path: str, body: object = None) -> Any:
-        """The answer to a call that must succeed, parsed. Raises SoakError, OSError."""
-        data = None if body is None else msgspec.json.encode(body)
-        status, answer = self.child.request(method, path, data, JSON)
-        if not 200 <= status < 300:
-            raise SoakError(f"{method} {path}: {status} {answer[:300]!r}")
-        return msgspec.json.decode(answer) if answer else None
+        return self.process.pid
 
     def metrics(self) -> str:
-        status, answer = self.child.request("GET", "/metrics")
+        status, answer = self.request("GET", "/metrics")
         if status != 200:
-            raise SoakError(f"/metrics: {status}")
+            raise ServiceError(f"/metrics: {status}")
         return answer.decode()
 
     def metric(self, name: str) -> float:
@@ -130,7 +118,7 @@ class Service:
         for row in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if row.startswith("VmRSS"):
                 return int(row.split()[1]) / 1024
-        raise SoakError("the measured process has no memory: it ended")
+        raise ServiceError("the measured process has no memory: it ended")
 
 
 class Engine(Program):
@@ -157,6 +145,9 @@ class Engine(Program):
         }
 
 
+# -- all of them ----------------------------------------------------------------------------------
+
+
 class Fleet:
     """All processes of a run; gone when the context ends."""
 
@@ -180,7 +171,7 @@ class Fleet:
         self.engines = list[Engine]()
         self.programs = list[Program]()
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
@@ -231,7 +222,7 @@ class Fleet:
         env = self._preload if at == 0 else {}
         cpus = self.measured_cpus if at == 0 else self.other_cpus
         service = Service(command, self.ports[at], env, cpus)
-        self._stack.callback(service.kill)
+        self._stack.callback(service.stop)
         return service
 
     def register_with_second(self) -> None:
@@ -262,7 +253,7 @@ class Fleet:
         return program
 
     def check(self) -> None:
-        """Raises SoakError when one has ended that nobody killed."""
+        """Raises ServiceError when one has ended that nobody killed."""
         self.measured.check()
         for program in self.programs:
             program.check()
@@ -274,9 +265,9 @@ def stop(pid: int, *, go_on: bool = False) -> None:
 
 
 def ended_in_order(process: subprocess.Popen[bytes], patience_s: float) -> int:
-    """Exit status after SIGTERM. Raises SoakError when it takes longer."""
+    """Exit status after SIGTERM. Raises ServiceError when it takes longer."""
     process.terminate()
     try:
         return process.wait(patience_s)
     except subprocess.TimeoutExpired:
-        raise SoakError(f"process {process.args!r} did not end in {patience_s:.0f} s") from None
+        raise ServiceError(f"process {process.args!r} did not end in {patience_s:.0f} s") from None

@@ -21,16 +21,8 @@ from random import Random
 
 import msgspec
 
-from loadtest.soaking.answers import (
-    FRESH_TOKENS,
-    MODEL,
-    Malformed,
-    answer_at,
-    decode_done,
-    decode_placement,
-    decode_refusal,
-    families,
-)
+from loadtest.http_client import Malformed, answer_at, connected, http
+from loadtest.soaking.fleet import FRESH_TOKENS, MODEL, families
 
 ANSWER_S = 60.0  # what takes longer is lost
 AGAIN_S = 0.5  # before a lane connects again that was let down
@@ -41,6 +33,30 @@ MOST_TROUBLES = 20
 ID_DIGITS = 12
 SELECT, PREFILL, OUTPUT, FREE = range(4)
 EXPECTED = {SELECT: (200, 503), PREFILL: (200,), OUTPUT: (200,), FREE: (200,)}
+
+
+class Placement(msgspec.Struct):
+    """What a selection's answer must have."""
+
+    reservation_id: str
+    model_name: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    effective_prefill_tokens: int
+
+
+class Refusal(msgspec.Struct):
+    error: str
+
+
+class Done(msgspec.Struct):
+    status: str
+
+
+decode_placement = msgspec.json.Decoder(Placement).decode
+decode_refusal = msgspec.json.Decoder(Refusal).decode
+decode_done = msgspec.json.Decoder(Done).decode
 
 
 class Report(msgspec.Struct):
@@ -124,17 +140,14 @@ def _select(prompt: list[int]) -> bytes:
         MODEL.encode(),
         tokens,
     )
-    length = len(body % (bytes(ID_DIGITS + 2), FRESH_TOKENS.start))
-    head = b"POST /select_and_reserve HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\n"
-    return head + b"content-length: %d\r\n\r\n" % length + body
+    whole = http("POST", "/select_and_reserve", body % (bytes(ID_DIGITS + 2), FRESH_TOKENS.start))
+    return whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + body
 
 
 _LATER = {
-    PREFILL: b"POST /reservations/%b/prefill_complete HTTP/1.1\r\nhost: soak\r\n"
-    b"content-length: 0\r\n\r\n",
-    OUTPUT: b"POST /reservations/%b/output_block HTTP/1.1\r\nhost: soak\r\n"
-    b"content-type: application/json\r\ncontent-length: 2\r\n\r\n{}",
-    FREE: b"DELETE /reservations/%b HTTP/1.1\r\nhost: soak\r\n\r\n",
+    PREFILL: http("POST", "/reservations/%b/prefill_complete"),
+    OUTPUT: http("POST", "/reservations/%b/output_block", b"{}"),
+    FREE: http("DELETE", "/reservations/%b"),
 }
 
 
@@ -164,18 +177,7 @@ class Lane:
 
     def connect(self) -> None:
         """Raises OSError. A local connection is made at once, or not at all."""
-        kind = socket.AF_INET if isinstance(self._address, int) else socket.AF_UNIX
-        made = socket.socket(kind)
-        made.settimeout(ANSWER_S)
-        where = ("127.0.0.1", self._address) if isinstance(self._address, int) else self._address
-        try:
-            made.connect(where)
-        except OSError:
-            made.close()
-            raise
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        if isinstance(self._address, int):
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made = connected(self._address, ANSWER_S)
         self._socket, self._received, self._closing = made, b"", False
         self._batches = self._book.batches()
         self._book.report.connections += 1

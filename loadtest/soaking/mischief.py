@@ -12,7 +12,8 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.wire.replica_frames import TOPIC
-from loadtest.soaking.answers import MODEL, Malformed, answer_at
+from loadtest.http_client import Malformed, answer_at, http
+from loadtest.soaking.fleet import MODEL
 
 # -- clients ---------------------------------------------------------------------------------------
 
@@ -49,11 +50,6 @@ async def rest(stop: asyncio.Event, seconds: float) -> None:
             await stop.wait()
 
 
-def _post(path: str, body: bytes, method: str = "POST") -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
-
-
 class Mischief:
     """`rate` acts a second against the service on `port`, drawn from a seed."""
 
@@ -85,7 +81,7 @@ class Mischief:
                 group.create_task(self._act(self._drawn.choice(self._kinds)))
                 await rest(stop, self._drawn.expovariate(self._rate))
         for worker_id in CHURNED:
-            await self._answered(_post(f"/workers/{worker_id}", b"", "DELETE"), {200, 404})
+            await self._answered(http("DELETE", f"/workers/{worker_id}"), {200, 404})
 
     async def _act(self, act: Callable[[], Awaitable[None]]) -> None:
         self.acts[act.__name__.strip("_").replace("_", " ")] += 1
@@ -100,7 +96,7 @@ class Mischief:
         tokens = [self._drawn.randrange(1 << 20) for _ in range(self._drawn.randrange(1, 400))]
         name = f"never-freed-{next(self._numbers)}"
         body = {"reservation_id": name, "model_name": MODEL, "token_ids": tokens}
-        return _post("/select_and_reserve", json.dumps(body).encode())
+        return http("POST", "/select_and_reserve", json.dumps(body).encode())
 
     async def _answered(self, request: bytes, statuses: set[int]) -> None:
         """Ask, and be answered with one of these, whole. What else comes is noted."""
@@ -160,7 +156,7 @@ class Mischief:
     async def _read_nothing(self) -> None:
         """Long answers are asked for, many at a time, and stay unread."""
         _, writer = await self._connection()
-        writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
+        writer.write(http("GET", "/metrics") * 30)
         await asyncio.sleep(LINGER_S)
         self._leave(writer)
 
@@ -177,18 +173,18 @@ class Mischief:
     async def _odd_body(self) -> None:
         path = self._drawn.choice(("/select", "/select_and_reserve", "/reservations", "/workers"))
         await self._answered(
-            _post(path, self._drawn.choice(_ODD_BODIES)), {400, 404, 413, 415, 422}
+            http("POST", path, self._drawn.choice(_ODD_BODIES)), {400, 404, 413, 415, 422}
         )
 
     async def _look(self) -> None:
         path = self._drawn.choice(_LOOKS)
-        await self._answered(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode(), {200, 404})
+        await self._answered(http("GET", path), {200, 404})
 
     async def _change_workers(self) -> None:
         """Workers whose events come from nowhere, or from where nonsense comes from."""
         worker_id = self._drawn.choice(CHURNED)
         if self._drawn.random() < 0.3:
-            request = _post(f"/workers/{worker_id}", b"", "DELETE")
+            request = http("DELETE", f"/workers/{worker_id}")
             await self._answered(request, {200, 404})
             return
         body = {
@@ -199,7 +195,7 @@ class Mischief:
             "kv_events_endpoints": {"0": self._drawn.choice(self._sources)},
             "replay_endpoint": self._drawn.choice(self._sources),
         }
-        await self._answered(_post("/workers", json.dumps(body).encode()), {200, 201})
+        await self._answered(http("POST", "/workers", json.dumps(body).encode()), {200, 201})
 
 
 # -- peers and engines that speak nonsense, on real sockets ----------------------------------------

@@ -31,8 +31,7 @@ def stalls(
     faults: Sequence[tuple[str, float, float]] = (),
 ) -> Stalls:
     """Tell apart whose stalls they are. Times are monotonic seconds."""
-    found = Stalls()
-    kept = sorted(control, key=lambda late: late.begin)
+    found, kept = Stalls(), list(control)
     for late in sorted(probe, key=lambda late: late.begin - late.end):  # the longest first
         if late.kind == "lost":
             found.answers_lost += 1
@@ -44,21 +43,18 @@ def stalls(
         found.raw = max(found.raw, length)
         if length <= found.outside:
             continue  # what the machine kept makes it shorter still
+        met = [each for each in kept if each.begin <= late.end and late.begin <= each.end]
         woken = sum(
-            max(0.0, min(late.end, each.end) - max(late.begin, each.begin))
-            for each in kept
+            min(late.end, each.end) - max(late.begin, each.begin)
+            for each in met
             if each.kind == "woken"
         )
-        starved = sum(
-            each.waited
-            for each in kept
-            if each.kind == "starved" and each.begin <= late.end and late.begin <= each.end
-        )
+        starved = sum(each.waited for each in met if each.kind == "starved")
         net = length - max(woken, starved) - late.waited
         if net > found.outside:
             found.outside = net
-            met = [name for name, begin, end in faults if begin <= late.end and late.begin <= end]
-            found.during = ", ".join(met)
+            names = [name for name, begin, end in faults if begin <= late.end and late.begin <= end]
+            found.during = ", ".join(names)
     return found
 
 
@@ -107,12 +103,7 @@ class Outcome(msgspec.Struct):
     problem: str = ""
 
 
-class Row(msgspec.Struct):
-    """holds: None for a figure that decides nothing."""
-
-    what: str
-    figure: str
-    holds: bool | None = None
+Row = tuple[str, str, bool | None]  # what, its figure, whether it holds; None: it decides nothing
 
 
 def growth(marks: Sequence[Memory]) -> float:
@@ -122,69 +113,67 @@ def growth(marks: Sequence[Memory]) -> float:
 
 def rows(outcome: Outcome) -> list[Row]:
     """The table."""
-    report, fell = outcome.report, outcome.stalls
-    change = growth(outcome.memory)
+    report, fell, beside = outcome.report, outcome.stalls, outcome.beside
+    change, judged = growth(outcome.memory), outcome.judges_times
     rate = report.lifecycles / max(outcome.seconds, 1e-9)
-    judged = outcome.judges_times
-    found = [
-        Row(
+    kept = f"({1e3 * fell.raw:.0f} ms with what the machine kept)"
+    end = f"{'survived' if outcome.survived else 'ended'}; status {outcome.status} of its stop"
+
+    def none(what: str, count: int) -> Row:
+        return what, f"{count:,}", count == 0
+
+    found: list[Row] = [
+        (
             "lifecycles",
             f"{report.lifecycles:,} in {outcome.seconds:,.0f} s ({rate:,.0f} a second)",
+            None,
         ),
-        Row("requests", f"{report.requests:,} on {report.connections:,} connections"),
-        Row("answers", f"{report.answers:,}", report.answers > 0),
-        Row("lost answers", f"{report.lost:,}", report.lost == 0),
-        Row("wrong answers", f"{report.wrong:,}", report.wrong == 0),
-        Row("refused while all workers were busy", f"{report.shed:,}"),
-        Row(
+        ("requests", f"{report.requests:,} on {report.connections:,} connections", None),
+        ("answers", f"{report.answers:,}", report.answers > 0),
+        none("lost answers", report.lost),
+        none("wrong answers", report.wrong),
+        ("refused while all workers were busy", f"{report.shed:,}", None),
+        (
             "beside, through the second selector",
-            f"{outcome.beside.lifecycles:,} lifecycles; "
-            f"{outcome.beside.let_down:,} calls let down by its kills",
+            f"{beside.lifecycles:,} lifecycles; {beside.let_down:,} calls let down by its kills",
+            None,
         ),
-        Row("those who misbehave", f"{sum(outcome.acts.values()):,} acts", not outcome.acts_wrong),
-        Row("nonsense on the sockets", f"{sum(outcome.nonsense.values()):,} times"),
+        ("those who misbehave", f"{sum(outcome.acts.values()):,} acts", not outcome.acts_wrong),
+        ("nonsense on the sockets", f"{sum(outcome.nonsense.values()):,} times", None),
     ]
     for mark in outcome.memory:
         held = "" if mark.held_mb is None else f", of which it holds {mark.held_mb:.1f} MB"
-        found.append(
-            Row(f"resident memory at {mark.lifecycles:,}", f"{mark.resident_mb:.1f} MB{held}")
-        )
+        what = f"resident memory at {mark.lifecycles:,}"
+        found.append((what, f"{mark.resident_mb:.1f} MB{held}", None))
+    grows, stands = change <= MOST_GROWTH, fell.outside <= MOST_STALL_S
+    during = fell.during and f", during: {fell.during}"
     found += [
-        Row(
-            "its change from the first mark",
-            f"{100 * change:.1f} %",
-            change <= MOST_GROWTH if judged else None,
-        ),
-        Row(
+        ("its change from the first mark", f"{100 * change:.1f} %", grows if judged else None),
+        (
             "worst stall, not injected",
-            f"{1e3 * fell.outside:.0f} ms ({1e3 * fell.raw:.0f} ms with what the machine kept)"
-            f"{fell.during and f', during: {fell.during}'}",
-            fell.outside <= MOST_STALL_S if judged else None,
+            f"{1e3 * fell.outside:.0f} ms {kept}{during}",
+            stands if judged else None,
         ),
-        Row("worst stall, injected", f"{1e3 * fell.injected:.0f} ms"),
-        Row("late turns of its loop (> 50 ms), by itself", f"{outcome.late_turns:,}"),
-        Row("answers that the probe did not get", f"{fell.answers_lost:,}", fell.answers_lost == 0),
+        ("worst stall, injected", f"{1e3 * fell.injected:.0f} ms", None),
+        ("late turns of its loop (> 50 ms), by itself", f"{outcome.late_turns:,}", None),
+        none("answers that the probe did not get", fell.answers_lost),
     ]
     for fault in outcome.faults:
         if fault.skipped:
-            found.append(Row(fault.name, f"skipped: {fault.skipped}"))
+            found.append((fault.name, f"skipped: {fault.skipped}", None))
         else:
             told = f", but {'; '.join(fault.failed)}" if fault.failed else ", felt and healed"
-            found.append(Row(fault.name, f"{fault.done} times{told}", not fault.failed))
+            found.append((fault.name, f"{fault.done} times{told}", not fault.failed))
     found += [
-        Row("load left at the end", "; ".join(outcome.loads) or "none", not outcome.loads),
-        Row("background tasks that failed", f"{outcome.task_failures}", outcome.task_failures == 0),
-        Row("tracebacks in its log", f"{outcome.tracebacks}", outcome.tracebacks == 0),
-        Row(
-            "the measured process",
-            f"{'survived' if outcome.survived else 'ended'}; status {outcome.status} of its stop",
-            outcome.survived and outcome.status == 0,
-        ),
+        ("load left at the end", "; ".join(outcome.loads) or "none", not outcome.loads),
+        none("background tasks that failed", outcome.task_failures),
+        none("tracebacks in its log", outcome.tracebacks),
+        ("the measured process", end, outcome.survived and outcome.status == 0),
     ]
     if outcome.is_ended_by_hand:
-        found.append(Row("its length", "ended by hand before it was due", False))
+        found.append(("its length", "ended by hand before it was due", False))
     if outcome.problem:
-        found.append(Row("the soak itself", outcome.problem, False))
+        found.append(("the soak itself", outcome.problem, False))
     return found
 
 
@@ -192,9 +181,9 @@ def table(outcome: Outcome) -> str:
     """Markdown."""
     words = {None: "", True: "holds", False: "FAILS"}
     lines = [f"{outcome.machine}; {outcome.form}", "", "| | | |", "|---|---|---|"]
-    lines += [f"| {row.what} | {row.figure} | {words[row.holds]} |" for row in rows(outcome)]
+    lines += [f"| {what} | {figure} | {words[holds]} |" for what, figure, holds in rows(outcome)]
     return "\n".join(lines)
 
 
 def holds(outcome: Outcome) -> bool:
-    return all(row.holds is not False for row in rows(outcome))
+    return all(holds is not False for _, _, holds in rows(outcome))

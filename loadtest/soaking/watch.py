@@ -13,19 +13,18 @@ machine.
 import argparse
 import contextlib
 import os
-import socket
 import sys
 import time
 from pathlib import Path
 
 import msgspec
 
-from loadtest.soaking.answers import Malformed, answer_at
+from loadtest.http_client import Connection, Malformed, http
 
 PERIOD_S = 0.005
 NOTED_S = 0.01
 ANSWER_S = 60.0
-_ASK = b"GET /health HTTP/1.1\r\nhost: soak\r\n\r\n"
+_ASK = http("GET", "/health")
 
 
 class Late(msgspec.Struct):
@@ -54,13 +53,12 @@ def probe(port: int) -> None:
     while True:
         began = time.monotonic()
         try:
-            with socket.create_connection(("127.0.0.1", port), ANSWER_S) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.closing(Connection(port, ANSWER_S)) as connection:
                 while True:
                     began = time.monotonic()
                     waited = starved_s("self")
-                    connection.sendall(_ASK)
-                    _answer(connection)
+                    if connection.ask(_ASK) != [200]:
+                        raise Malformed("not 200")
                     now = time.monotonic()
                     if now - began >= NOTED_S:
                         _write(Late("answer", began, now, starved_s("self") - waited))
@@ -68,17 +66,6 @@ def probe(port: int) -> None:
         except (OSError, Malformed) as error:
             _write(Late("lost", began, time.monotonic(), why=str(error)))
             time.sleep(0.1)
-
-
-def _answer(connection: socket.socket) -> None:
-    data = b""
-    while (found := answer_at(data, 0)) is None:
-        piece = connection.recv(4_096)
-        if not piece:
-            raise Malformed("closed")
-        data += piece
-    if found[0] != 200 or found[2] != len(data):
-        raise Malformed(f"{data[:200]!r}")
 
 
 def control(pid: int) -> None:

@@ -1,31 +1,27 @@
 """What replica sync costs: CPU per published and per applied event, ours beside the reference's.
 
-    python -m tests.bench.bench_replica_cost [--reference PYTHON] [--curve] [--requests N]
-        [--rounds N]
+    python -m tests.bench.bench_replica_cost [--reference PYTHON] [--requests N]
 
 Publishing: the CPU of a selector per /select_and_reserve and DELETE, without replica sync and with
 it on and one peer reading, divided by the events. Applying: the CPU per event that a peer sends,
 beside that of accepting the same bookings over HTTP. CPU is that of all threads, from the kernel.
-With --curve both are measured once more, encrypted.
 """
 
 import argparse
 import json
-import socket
 import statistics
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import zmq
 
 from lean_selector.core.replication.shapes import EventKind
-from lean_selector.events.curve_keys import KeyPair, give_keys, new_pair
-from lean_selector.tools.keys import write_pair
 from lean_selector.wire.replica_frames import TOPIC, encode_event
+from loadtest.child_service import cpu_ns
+from loadtest.http_client import Connection, http
 from tests.support.bookings import replica_event
 from tests.support.replica_member import MODEL, SCOPE, Member
 
@@ -33,46 +29,8 @@ BLOCKS = 64  # a prompt of 1 024 tokens
 PIPELINED = 16
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of all live threads of a process."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-class Pipe:
-    """One connection that keeps PIPELINED requests under way: the client's CPU is not the point."""
-
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._file = self._socket.makefile("rb")
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-    def send_all(self, requests: list[bytes]) -> None:
-        for at in range(0, len(requests), PIPELINED):
-            batch = requests[at : at + PIPELINED]
-            self._socket.sendall(b"".join(batch))
-            for _ in batch:
-                self._read_answer()
-
-    def _read_answer(self) -> None:
-        status = self._file.readline()
-        length = 0
-        while (line := self._file.readline()) != b"\r\n":
-            if line.lower().startswith(b"content-length:"):
-                length = int(line[15:])
-        body = self._file.read(length)
-        assert status.split()[1][:1] == b"2", (status, body)
-
-
 def request(method: str, path: str, body: object = None) -> bytes:
-    content = b"" if body is None else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\n"
-    if body is not None:
-        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n"
-    return head.encode() + b"\r\n" + content
+    return http(method, path, b"" if body is None else json.dumps(body).encode())
 
 
 def hashes_of(number: int) -> list[int]:
@@ -97,22 +55,9 @@ def bookings(path: str, round_: int, count: int) -> list[bytes]:
     return sent
 
 
-class Keys:
-    """One pair for both sides; None: nothing is encrypted."""
-
-    pair: KeyPair | None = None
-    flags: tuple[str, ...] = ()
-
-    @classmethod
-    def make(cls, folder: str) -> None:
-        cls.pair = new_pair()
-        write_pair(f"{folder}/all", cls.pair)
-        cls.flags = ("--replica-sync-curve-secret-key-file", f"{folder}/all.key_secret")
-
-
 @contextmanager
 def running(python: Path | None, *, sync: bool, peers: list[str]) -> Iterator[Member]:
-    flags = [] if python else ["--log-level", "error", *(Keys.flags if sync else ())]
+    flags = [] if python else ["--log-level", "error"]
     member = Member("selector", *flags, python=python, peers=peers)
     if not sync:
         at = member._command.index("--replica-sync-port")
@@ -123,19 +68,22 @@ def running(python: Path | None, *, sync: bool, peers: list[str]) -> Iterator[Me
 
 
 def per_event_us(member: Member, work: Callable[[], None], events: int) -> float:
-    before = cpu_s(member.process.pid)
+    before = cpu_ns(member.process.pid)
     work()
-    return (cpu_s(member.process.pid) - before) / events * 1e6
+    return (cpu_ns(member.process.pid) - before) / events / 1e3
 
 
 def http_cost(member: Member, path: str, round_: int, count: int) -> float:
     """CPU us per request, a booking or its end."""
     requests = bookings(path, round_, count)
-    pipe = Pipe(member.port)
-    try:
-        return per_event_us(member, lambda: pipe.send_all(requests), len(requests))
-    finally:
-        pipe.close()
+    with closing(Connection(member.port)) as connection:
+
+        def send_all() -> None:
+            for at in range(0, len(requests), PIPELINED):
+                statuses = connection.ask(*requests[at : at + PIPELINED])
+                assert all(status in (200, 201) for status in statuses), statuses
+
+        return per_event_us(member, send_all, len(requests))
 
 
 def published(python: Path | None, count: int, rounds: int) -> tuple[float, float]:
@@ -145,8 +93,6 @@ def published(python: Path | None, count: int, rounds: int) -> tuple[float, floa
         sub = context.socket(zmq.SUB)
         sub.linger, sub.rcvhwm, sub.rcvtimeo = 0, 0, 2000
         sub.subscribe(TOPIC)
-        if Keys.pair is not None:
-            give_keys(sub, Keys.pair, Keys.pair.public)
         sub.connect(on.endpoint)
         time.sleep(0.5)
         base, grown = [], []
@@ -167,9 +113,6 @@ def applied(python: Path | None, count: int, rounds: int) -> tuple[float, float]
     context = zmq.Context()
     pub = context.socket(zmq.PUB)
     pub.linger, pub.sndhwm = 0, 0
-    if Keys.pair is not None:
-        pub.curve_server = True
-        pub.curve_secretkey = Keys.pair.secret
     endpoint = f"tcp://127.0.0.1:{pub.bind_to_random_port('tcp://127.0.0.1')}"
     events_us, http_us = [], []
     with running(python, sync=True, peers=[endpoint]) as member:
@@ -223,20 +166,14 @@ def main() -> None:
     parser.add_argument(
         "--reference", type=Path, help="python of an environment with the reference"
     )
-    parser.add_argument("--curve", action="store_true", help="ours once more, encrypted")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     names: dict[str, Path | None] = {"ours": None}
     if args.reference is not None:
         names["reference"] = args.reference
-    if args.curve:
-        names["ours, encrypted"] = None
     grows: dict[str, float] = {}
-    folder = tempfile.TemporaryDirectory()
     for name, python in names.items():
-        if name == "ours, encrypted":
-            Keys.make(folder.name)
         base, grows[name] = published(python, args.requests, args.rounds)
         print(
             f"{name}: {base:.1f} us CPU per request without replica sync; "

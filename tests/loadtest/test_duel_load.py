@@ -4,67 +4,46 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
 
-from loadtest.child_service import free_port
-from loadtest.duel.prompts import Prompts, http
-from loadtest.duel.results import LoadFailed, RequestFile, Results, closed_load, open_load
+from lean_selector.tools.service_process import ServiceError
+from loadtest.child_service import KEPT, PORTS, ROOT, cpu_ns, free_port
+from loadtest.duel.prompts import Prompts
+from loadtest.duel.results import RequestFile, Results, closed_load, open_load
 from loadtest.duel.stages import Case, Plan, Stage, StageRun
-from loadtest.duel.targets import (
-    Pair,
-    Service,
-    Target,
-    TargetError,
-    cpu_ns,
-    footprint,
-    machine,
-    ours,
-    references,
-)
+from loadtest.duel.targets import Pair, Service, Target, footprint, ours, references
+from loadtest.http_client import Malformed, answer_at, http
 from tests.support.running_service import RunningService
 
-HEALTH = b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n"
+HEALTH = http("GET", "/health")
+OK = b'HTTP/1.1 200 OK\r\ndate: x\r\ncontent-length:   15\r\n\r\n{"status":"ok"}'
+TAKES = f"""
+from loadtest.child_service import free_port
+print(*(free_port() for _ in range({KEPT})), flush=True)
+input()  # and keeps them
+"""
 
 
-def test_cpu_time_of_a_process_grows_with_its_work() -> None:
-    before = cpu_ns(os.getpid())
-    until = time.thread_time() + 0.02
-    while time.thread_time() < until:
-        pass
-    assert cpu_ns(os.getpid()) - before >= 20_000_000
+# -- the client -----------------------------------------------------------------------------------
 
 
-def test_threads_and_descriptors_are_counted() -> None:
-    before = footprint(os.getpid())
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    with socket.socket():
-        thread.start()
-        during = footprint(os.getpid())
-    stop.set()
-    thread.join()
-    assert during.threads == before.threads + 1
-    assert during.descriptors == before.descriptors + 1
-    assert 0 < during.pss <= during.rss
+def test_an_answer_is_taken_where_it_begins_and_only_when_it_is_whole() -> None:
+    assert answer_at(OK + OK, len(OK)) == (200, 2 * len(OK) - 15, 2 * len(OK))
+    assert all(answer_at(OK[:cut], 0) is None for cut in range(len(OK)))
 
 
-def test_a_process_that_is_gone_is_an_error() -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    with pytest.raises(FileNotFoundError):
-        cpu_ns(pid)
-
-
-def test_the_machine_is_named_in_one_line() -> None:
-    assert "CPUs, Linux" in machine()
-    assert "\n" not in machine()
+@pytest.mark.parametrize("broken", [b"X" + OK, OK.replace(b"length", b"lenght"), OK[5:]])
+def test_what_begins_no_answer_is_malformed(broken: bytes) -> None:
+    with pytest.raises(Malformed):
+        answer_at(broken, 0)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +52,17 @@ def service() -> Iterator[RunningService]:
         yield running
 
 
-@pytest.mark.parametrize("program", ["wrk", "our own"])
-def test_closed_load_sends_every_request_once(
-    service: RunningService, program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if program == "our own":
+@pytest.fixture(params=["wrk", "our own"])
+def sender(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program by which a closed load is sent."""
+    if request.param == "our own":
         monkeypatch.setattr(shutil, "which", lambda name: None)
     elif shutil.which("wrk") is None:
         pytest.skip("wrk is not installed")
+
+
+@pytest.mark.usefixtures("sender")
+def test_closed_load_sends_every_request_once(service: RunningService) -> None:
     requests = [HEALTH] * 300 + [http("DELETE", "/workers/77")] * 5
     with RequestFile(requests) as file:
         load = closed_load(service.port, file)
@@ -89,14 +71,8 @@ def test_closed_load_sends_every_request_once(
     assert load.seconds > 0
 
 
-@pytest.mark.parametrize("program", ["wrk", "our own"])
-def test_each_lane_has_a_connection_of_its_own_and_keeps_its_order(
-    service: RunningService, program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if program == "our own":
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-    elif shutil.which("wrk") is None:
-        pytest.skip("wrk is not installed")
+@pytest.mark.usefixtures("sender")
+def test_each_lane_has_a_connection_of_its_own_and_keeps_its_order(service: RunningService) -> None:
     lanes = []
     for number in range(1, 9):  # a worker that is registered and deleted can be deleted only then
         worker = {"worker_id": number, "model_name": "m", "endpoint": "http://e", "block_size": 16}
@@ -116,12 +92,25 @@ def test_open_load_takes_the_time_of_its_rate(service: RunningService) -> None:
     assert len(load.latencies_us) == len(load.late_us) == 60
 
 
-def test_a_request_that_had_to_wait_for_a_stalled_service_counts_from_when_it_was_due() -> None:
-    stall_s, answer = 0.3, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+@contextmanager
+def accepting(serve: Callable[[list[socket.socket]], None]) -> Iterator[int]:
+    """A port whose 64 connections are served together, once all are there."""
 
-    def serve(listener: socket.socket) -> None:
-        """Every connection is answered, none of them before the stall is over."""
-        connections = [listener.accept()[0] for _ in range(64)]
+    def accept() -> None:
+        serve([listener.accept()[0] for _ in range(64)])
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def test_a_request_that_had_to_wait_for_a_stalled_service_counts_from_when_it_was_due() -> None:
+    stall_s = 0.3
+
+    def serve(connections: list[socket.socket]) -> None:
+        """None is answered before the stall is over."""
         time.sleep(stall_s)
         for connection in connections:
             threading.Thread(target=echo, args=(connection,), daemon=True).start()
@@ -129,14 +118,10 @@ def test_a_request_that_had_to_wait_for_a_stalled_service_counts_from_when_it_wa
     def echo(connection: socket.socket) -> None:
         with connection:
             while connection.recv(4_096):
-                connection.sendall(answer)
+                connection.sendall(OK)
 
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        thread = threading.Thread(target=serve, args=(listener,))
-        thread.start()
-        with RequestFile([HEALTH]) as file:
-            load = open_load(listener.getsockname()[1], file, 1_000.0, 200)
-        thread.join()
+    with accepting(serve) as port, RequestFile([HEALTH]) as file:
+        load = open_load(port, file, 1_000.0, 200)
     # 200 requests due in 0.2 s meet 64 connections that answer after 0.3 s. Those that found none
     # free were sent only then, and are charged with the time that they waited all the same.
     assert load.requests == 200
@@ -144,43 +129,65 @@ def test_a_request_that_had_to_wait_for_a_stalled_service_counts_from_when_it_wa
 
 
 def test_a_service_that_closes_is_a_readable_failure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    def hang_up(connections: list[socket.socket]) -> None:
+        for connection in connections:
+            connection.close()
 
-        def hang_up() -> None:
-            for _ in range(64):
-                listener.accept()[0].close()
+    with (
+        accepting(hang_up) as port,
+        RequestFile([HEALTH]) as file,
+        pytest.raises(ServiceError, match=r"closed a connection|reset|Broken pipe"),
+    ):
+        open_load(port, file, 100.0, 10)
 
-        thread = threading.Thread(target=hang_up)
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def test_cpu_time_of_a_process_grows_with_its_work_and_ends_with_it() -> None:
+    before = cpu_ns(os.getpid())
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until:
+        pass
+    assert cpu_ns(os.getpid()) - before >= 20_000_000
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with pytest.raises(FileNotFoundError):
+        cpu_ns(pid)
+
+
+def test_threads_and_descriptors_are_counted() -> None:
+    before = footprint(os.getpid())
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    with socket.socket():
         thread.start()
-        with (
-            RequestFile([HEALTH]) as file,
-            pytest.raises(LoadFailed, match=r"closed a connection|reset|Broken pipe"),
-        ):
-            open_load(listener.getsockname()[1], file, 100.0, 10)
-        thread.join()
+        during = footprint(os.getpid())
+    stop.set()
+    thread.join()
+    assert during.threads == before.threads + 1
+    assert during.descriptors == before.descriptors + 1
+    assert 0 < during.pss <= during.rss
 
 
-def test_a_reference_is_a_quiet_and_a_default_target() -> None:
+def test_a_reference_is_a_quiet_and_a_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, default = references("/opt/other/bin/selector --port {port}")
     assert quiet.command == ["/opt/other/bin/selector", "--port", "{port}"]
     assert (quiet.name, quiet.log) == ("selector warn", "warn")
     assert (default.name, default.log) == ("selector default log", None)
-
-
-def test_a_command_without_a_port_is_refused() -> None:
-    with pytest.raises(TargetError, match=r"must name \{port\}"):
-        references("selector --port 1")
-
-
-def test_a_version_is_looked_up_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAN_SELECTOR_REFERENCE_123", "/opt/r/bin/python")
     assert references("1.2.3")[0].command[0] == "/opt/r/bin/python"
+    with pytest.raises(ServiceError, match=r"\{port\}"):
+        references("selector --port 1")
 
 
 def test_a_target_that_ends_at_once_tells_its_last_words() -> None:
     target = msgspec.structs.replace(ours(), command=[*ours().command, "--threads", "none"])
-    with Service(target) as service, pytest.raises(TargetError, match=r"ended with 2: .*--threads"):
+    with Service(target) as service, pytest.raises(ServiceError, match=r"ended with 2: .*--thr"):
         service.wait()
+    with pytest.raises(ServiceError, match="cannot start /no/such"):
+        Service(Target("t", ["/no/such", "{port}"]))
 
 
 def test_sockets_are_gone_with_the_services_that_made_them() -> None:
@@ -200,17 +207,32 @@ def test_an_open_load_has_its_own_number_of_rounds(
     monkeypatch.setattr(StageRun, "_round", lambda self, case, *rest: ran.append(case.name))
     cases = [Case("closed", "select", 8, 1), Case("open", "select", 8, 1, rate=1.0)]
     plan, stage = Plan([], None, rounds, idle_seconds=0.0), Stage(1, cases, listens=False)
-    results = Results("ours", [])
-    StageRun(stage, plan, Prompts(None, 16), results, print).run(lambda name: True)
+    StageRun(stage, plan, Prompts(None, 16), Results(["ours"], []), print).run(lambda name: True)
     assert [ran.count("closed"), ran.count("open")] == those
 
 
-def test_a_program_that_does_not_exist_is_a_readable_error() -> None:
-    with pytest.raises(TargetError, match="cannot start /no/such"):
-        Service(Target("t", ["/no/such", "{port}"]))
+# -- ports ----------------------------------------------------------------------------------------
 
 
-def test_ports_are_those_that_the_system_does_not_hand_out() -> None:
-    ports = {free_port() for _ in range(20)}
-    assert len(ports) == 20
-    assert all(21_000 <= port < 31_000 for port in ports)
+def test_no_two_runs_get_the_same_port_though_neither_has_bound_it() -> None:
+    """Of 500 each out of 10 000 some 25 would be the same."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TAKES],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        theirs = {int(port) for port in other.stdout.readline().split()}
+        ours = {free_port() for _ in range(KEPT)}
+        other.communicate("\n")
+    assert len(theirs) == len(ours) == KEPT
+    assert theirs & ours == set()
+    assert all(PORTS[0] <= port < PORTS[1] for port in ours)
+
+
+def test_a_run_lets_go_of_its_oldest_ports_so_it_never_runs_out() -> None:
+    count = PORTS[1] - PORTS[0] + KEPT
+    # Runs beside this one hold ports of their own.
+    assert len({free_port() for _ in range(count)}) > 0.5 * (count - KEPT)

@@ -21,19 +21,13 @@ from loadtest.duel.prompts import (
     msgpack_select_request,
     select_request,
 )
-from loadtest.duel.targets import Target
+from tests.loadtest.conftest import WriteTrace
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(write_trace: WriteTrace) -> Path:
     """Six prompts of two or three 512-token blocks over one first block."""
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": at, "input_length": 1_024 + at, "output_length": 9, "hash_ids": [0, at, 100]}
-        for at in range(1, 7)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_trace([(at, [0, at, 100], 1_024 + at) for at in range(1, 7)])
 
 
 def body_of(request: bytes) -> bytes:
@@ -184,13 +178,13 @@ def test_messages_carry_consecutive_numbers_from_0(engines: Engines) -> None:
     class Listening:
         """A service that notes its registration and hears everything."""
 
-        target = Target("t", [])
+        name = "t"
 
-        def call(self, method: str, path: str, body: dict[str, object]) -> bytes:
+        def call(self, method: str, path: str, body: dict[str, object]) -> object:
             if path == "/workers":
                 registered.update(body)
-                return b'{"lifecycle":"schedulable"}'
-            return b'{"workers":[{"device_blocks":1},{"device_blocks":1}]}'
+                return {"lifecycle": "schedulable"}
+            return {"workers": [{"device_blocks": 1}] * 2}
 
     engines.register(Listening())  # type: ignore[arg-type]  # as much of a service as is used
     endpoints = registered["kv_events_endpoints"]

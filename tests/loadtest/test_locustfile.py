@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
+from tests.loadtest.conftest import WriteTrace
 from tests.support.running_service import RunningService
 
 LIMIT_S = 60.0
@@ -39,18 +37,8 @@ def failures_by_route(run: subprocess.CompletedProcess[str]) -> dict[str, int]:
     return {row["name"]: row["num_failures"] for row in rows}
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": at, "input_length": 700, "output_length": 40, "hash_ids": [at % 3, 10 + at]}
-        for at in range(5)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_routers_live_whole_requests_without_a_failure(trace: Path) -> None:
+def test_routers_live_whole_requests_without_a_failure(write_trace: WriteTrace) -> None:
+    trace = write_trace([(at, [at % 3, 10 + at], 700) for at in range(5)])
     with RunningService() as service:
         host = f"http://127.0.0.1:{service.port}"
         flags = ["--host", host, "-u", "8", "-r", "8", "-t", "3s", "--trace", str(trace)]
@@ -67,34 +55,22 @@ def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
         assert service.get("/workers") == (200, [])
 
 
-def test_workers_that_the_service_has_are_used_and_left_alone() -> None:
+def test_workers_that_the_service_has_are_left_alone_and_used_if_they_are_of_the_model() -> None:
+    """Those of other models keep their records, whatever their ids."""
     with RunningService("--use-kv-events", "false") as service:
-        worker = {"worker_id": 7, "model_name": "locust", "endpoint": "http://e", "block_size": 16}
-        assert service.post("/workers", worker)[0] == 201
-        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "6s"]
-        run = locust("SelectionUser", *flags)
-        assert not any(failures_by_route(run).values())
-        assert "warning: model locust already has 1 workers" in run.stdout + run.stderr
-        _, workers = service.get("/workers")
-        assert [record["worker_id"] for record in workers] == [7]
-
-
-def test_workers_of_other_models_keep_their_records_whatever_their_ids() -> None:
-    with RunningService("--use-kv-events", "false") as service:
+        host = f"http://127.0.0.1:{service.port}"
         for worker_id in range(1, 17):
-            worker = {
-                "worker_id": worker_id,
-                "model_name": "production",
-                "endpoint": f"http://gpu-{worker_id}",
-                "block_size": 64,
-            }
-            assert service.post("/workers", worker)[0] == 201
-        before = service.get("/workers")
-        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "2", "-t", "6s"]
-        run = locust("SelectionUser", *flags)
-        assert not any(failures_by_route(run).values())
-        assert "warning" not in run.stdout + run.stderr
-        assert service.get("/workers") == before
+            worker = {"worker_id": worker_id, "model_name": "production", "block_size": 64}
+            assert service.post("/workers", {**worker, "endpoint": "http://e"})[0] == 201
+        for model, warns in (("locust", False), ("production", True)):
+            before = service.get("/workers")
+            run = locust(
+                "SelectionUser", "--host", host, "-u", "2", "-t", "3s", "--model-name", model
+            )
+            assert not any(failures_by_route(run).values())
+            warning = f"warning: model {model} already has 16 workers"
+            assert (warning in run.stdout + run.stderr) == warns
+            assert service.get("/workers") == before
 
 
 def test_users_of_two_services_cannot_play_at_once() -> None:

@@ -2,9 +2,7 @@
 
 import asyncio
 import gzip
-import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -13,52 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.tools.service_process import (
-    HOST,
-    HttpClient,
-    ServiceError,
-    check_port,
-    running_service,
-    service_command,
-    wait_until_healthy,
-)
+from lean_selector.tools.service_process import ServiceError
 from loadtest import replay_trace
-from loadtest.replay_trace import (
-    Replay,
-    TraceLine,
-    main,
-    parse_options,
-    prompt_tokens,
-    read_trace,
-)
+from loadtest.replay_trace import main, parse_options, replay
+from loadtest.trace import TraceLine, prompt_tokens, read_trace
+from tests.loadtest.conftest import WriteTrace, ended_by
+from tests.support.running_service import RunningService
 from tests.tools.conftest import ScriptedService
-
-DEADLINE_S = 60.0
-
-
-def trace_line(timestamp: int, hash_ids: list[int], input_length: int) -> dict[str, object]:
-    return {
-        "timestamp": timestamp,
-        "input_length": input_length,
-        "output_length": 40,
-        "hash_ids": hash_ids,
-    }
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(write_trace: WriteTrace) -> Path:
     """Ten conversations of four turns; each turn repeats the blocks of the one before."""
-    lines = [
-        trace_line(
-            turn * 1_000 + user * 50, [user * 100 + i for i in range(turn + 1)], 512 * turn + 300
-        )
-        for turn in range(4)
-        for user in range(10)
-    ]
-    path = tmp_path / "trace.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    return path
+    return write_trace(
+        [
+            (
+                turn * 1_000 + user * 50,
+                [user * 100 + i for i in range(turn + 1)],
+                512 * turn + 300,
+            )
+            for turn in range(4)
+            for user in range(10)
+        ]
+    )
 
 
 def test_equal_hash_ids_have_equal_tokens_and_others_share_none() -> None:
@@ -87,27 +62,23 @@ def test_a_trace_without_gzip_is_read_as_well(trace: Path, tmp_path: Path) -> No
     assert list(read_trace(plain, 16, 40)) == list(read_trace(trace, 16, 40))
 
 
+LINE = '{"timestamp":0,"input_length":%d,"output_length":1,"hash_ids":[1]}'
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "truncated"),
-        (json.dumps(trace_line(0, [1], 513)), "input_length 513 for 1 hash_ids"),
-        (json.dumps(trace_line(0, [1], 0)), "input_length 0"),
+        (LINE % 513, "input_length 513 for 1 hash_ids"),
+        (LINE % 0, "input_length 0"),
         ('{"timestamp":0}', "input_length"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(trace_line(0, [1], 100)) + f"\n{line}\n")
+    path.write_text(f"{LINE % 100}\n{line}\n")
     with pytest.raises(ServiceError, match=rf"bad\.jsonl:2: .*{message}"):
         list(read_trace(path, 16, 10))
-
-
-def test_a_missing_trace_is_one_clear_line_and_exit_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--trace", str(tmp_path / "none.gz"), "--workers", "1"]) == 1
-    assert re.fullmatch(r"replay_trace: cannot read the trace: .*\n", capsys.readouterr().err)
 
 
 def test_full_speed_plays_all_requests_and_leaves_no_load(
@@ -152,49 +123,20 @@ def test_a_loop_that_held_requests_back_was_no_open_one(
     assert "first token" not in output
 
 
-def test_workers_are_deleted_again_from_a_service_that_lives_on(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def run() -> bytes:
-        port = check_port(0)
-        url = f"http://{HOST}:{port}"
-        client = HttpClient(url)
-        async with running_service(service_command(port)) as service:
-            await wait_until_healthy(client, service, lambda: False)
-            options = ["--trace", str(trace), "--url", url, "--workers", "2"]
-            assert await asyncio.to_thread(replay, options) == 0
-            left = await client.call("GET", "/workers")
-            client.close()
-            return left
-
-    def replay(options: list[str]) -> int:
-        return subprocess.run(
-            [sys.executable, "loadtest/replay_trace.py", *options], timeout=DEADLINE_S, check=False
-        ).returncode
-
-    assert asyncio.run(run()) == b"[]"
+def test_workers_are_deleted_again_from_a_service_that_lives_on(trace: Path) -> None:
+    with RunningService() as service:
+        url = f"http://127.0.0.1:{service.port}"
+        options = ["--trace", str(trace), "--url", url, "--workers", "2"]
+        done = subprocess.run([sys.executable, "loadtest/replay_trace.py", *options], timeout=60)
+        assert done.returncode == 0
+        assert service.get("/workers") == (200, [])
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_leaves_no_process(trace: Path, sign: signal.Signals) -> None:
     slow = ["--trace", str(trace), "--workers", "1", "--speed", "0.001"]
-    with subprocess.Popen(
-        [sys.executable, "loadtest/replay_trace.py", *slow],
-        stderr=subprocess.PIPE,
-        text=True,
-        # Whoever runs the tests in the background of a shell has SIGINT ignored, and children too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stderr is not None
-        assert "requests/s" in process.stderr.readline()
-        listing = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        process.send_signal(sign)
-        assert process.wait(DEADLINE_S) == 1
-        assert process.stderr.read() == "replay_trace: interrupted\n"
-    assert listing.split()
-    for pid in map(int, listing.split()):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    errors = ended_by(sign, 1, "loadtest/replay_trace.py", *slow)
+    assert errors.endswith("replay_trace: interrupted\n")
 
 
 def test_errors_of_the_service_end_the_run_early_and_are_told(
@@ -214,7 +156,7 @@ def test_errors_of_the_service_end_the_run_early_and_are_told(
     async def run() -> tuple[list[str], bool]:
         async with scripted.running() as url:
             options = ["--url", url, "--workers", "1", "--under-way", "1"]
-            return await Replay(parse_options(["--trace", str(trace), *options])).run()
+            return await replay(parse_options(["--trace", str(trace), *options]))
 
     report, good = asyncio.run(run())
     assert not good
@@ -223,13 +165,15 @@ def test_errors_of_the_service_end_the_run_early_and_are_told(
     assert scripted.requests[-1][0] == "DELETE /workers/1"
 
 
-def test_a_program_that_is_no_selection_service_is_told_so(
+def test_what_cannot_be_played_is_one_clear_line_and_exit_1(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
     assert main(["--trace", str(trace), "--workers", "1", "--cmd", command]) == 1
     error = capsys.readouterr().err
     assert error == "replay_trace: this is no selection service: /health answers 404\n"
+    assert main(["--trace", "/no/such", "--workers", "1"]) == 1
+    assert re.fullmatch(r"replay_trace: cannot read the trace: .*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("text", "speed"), [("max", math.inf), ("0", math.inf), ("2.5", 2.5)])

@@ -1,12 +1,8 @@
 """The measurement of several selectors: whole runs with real processes, and how it counts."""
 
 import asyncio
-import gzip
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +12,21 @@ from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.traffic import PartitionLoad
 from loadtest.scale import APART, PARTITIONED, SYNCED, Fleet, Truth, main, parse, runs, spread
-from tests.support.running_service import wait_until
+from tests.loadtest.conftest import WriteTrace, ended_by
 
 REQUESTS = 24
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(write_trace: WriteTrace) -> Path:
     """Six conversations of four turns; all begin alike, and part in their second block."""
     lines = [
-        {
-            "timestamp": turn * 1_000 + user * 50,
-            "input_length": 512 * (turn + 2),
-            "output_length": 40,
-            "hash_ids": [0, *range(user * 100 + 1, user * 100 + turn + 2)],
-        }
+        (turn * 1_000 + user * 50, [0, *range(user * 100 + 1, user * 100 + turn + 2)], turn + 2)
         for turn in range(4)
         for user in range(6)
     ]
     assert len(lines) == REQUESTS
-    path = tmp_path / "trace.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    return path
+    return write_trace([(at, hash_ids, 512 * blocks) for at, hash_ids, blocks in lines])
 
 
 @pytest.mark.parametrize("mode", [SYNCED, APART, PARTITIONED])
@@ -46,18 +34,8 @@ def test_two_selectors_play_the_whole_trace_and_believe_in_nothing_at_its_end(
     mode: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "rows.json"
-    flags = [
-        "--selectors",
-        "2",
-        "--modes",
-        mode,
-        "--speed",
-        "10",
-        "--workers",
-        "4",
-        "--models",
-        "2",
-    ]
+    flags = ["--selectors", "2", "--modes", mode, "--speed", "10", "--workers", "4"]
+    flags += ["--models", "2"]
     status = main(["--trace", str(trace), "--json", str(kept), *flags])
     printed = capsys.readouterr()
     assert status == 0, printed.err
@@ -70,30 +48,10 @@ def test_two_selectors_play_the_whole_trace_and_believe_in_nothing_at_its_end(
     assert f"| 2 | {mode}" in printed.out
 
 
-def test_a_trace_that_is_not_there_is_one_clear_line_and_exit_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--trace", str(tmp_path / "none"), "--selectors", "1", "--modes", SYNCED]) == 1
-    assert "cannot read the trace" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_leaves_no_selector(trace: Path, sign: signal.Signals) -> None:
     slow = ["--trace", str(trace), "--selectors", "2", "--modes", SYNCED, "--speed", "0.001"]
-    command = [sys.executable, "-m", "loadtest.scale", *slow]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        wait_until(lambda: len(children.read_text().split()) == 2, "both selectors run")
-        listing = children.read_text().split()
-        process.send_signal(sign)
-        assert process.wait(60.0) == 1
-        assert process.stderr is not None
-        assert process.stderr.read() == "scale: interrupted\n"
-    for pid in map(int, listing):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert ended_by(sign, 2, "-m", "loadtest.scale", *slow) == "scale: interrupted\n"
 
 
 def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
@@ -156,12 +114,15 @@ def test_phantom_load_is_what_runs_neither_before_nor_after_the_answer(
     assert (truth.phantom, truth.missed, truth.samples) == (phantom, missed, 1)
 
 
-def test_a_service_that_cannot_start_ends_the_run(
+def test_what_cannot_begin_is_told_in_a_line(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(port: int) -> list[str]:
         raise ServiceError("no such program")
 
+    one = ["--selectors", "1", "--modes", SYNCED]
+    assert main(["--trace", "/no/such", *one]) == 1
+    assert "cannot read the trace" in capsys.readouterr().err
     monkeypatch.setattr("lean_selector.tools.service_process.service_command", fails)
-    assert main(["--trace", str(trace), "--selectors", "1", "--modes", SYNCED]) == 1
+    assert main(["--trace", str(trace), *one]) == 1
     assert "no such program" in capsys.readouterr().err

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from loadtest.child_service import ROOT
-from loadtest.soaking.answers import Malformed, answer_at
 from loadtest.soaking.lanes import Book, Lane, Report, Run
 from loadtest.soaking.verdict import Memory, growth, stalls
 from loadtest.soaking.watch import Late
@@ -21,17 +20,6 @@ from tests.support.running_service import wait_until
 
 OK = b'HTTP/1.1 200 OK\r\ndate: x\r\ncontent-length:   15\r\n\r\n{"status":"ok"}'
 RUN_S = 240.0  # generous: it takes some fifteen seconds
-
-
-def test_an_answer_is_taken_where_it_begins_and_only_when_it_is_whole() -> None:
-    assert answer_at(OK + OK, len(OK)) == (200, 2 * len(OK) - 15, 2 * len(OK))
-    assert all(answer_at(OK[:cut], 0) is None for cut in range(len(OK)))
-
-
-@pytest.mark.parametrize("broken", [b"X" + OK, OK.replace(b"length", b"lenght"), OK[5:]])
-def test_what_begins_no_answer_is_malformed(broken: bytes) -> None:
-    with pytest.raises(Malformed):
-        answer_at(broken, 0)
 
 
 def test_a_stall_is_the_services_unless_the_machine_kept_it_or_we_stopped_it() -> None:
@@ -49,9 +37,6 @@ def test_a_stall_is_the_services_unless_the_machine_kept_it_or_we_stopped_it() -
     assert found.raw == pytest.approx(0.3)
     assert found.injected == pytest.approx(0.5)
     assert found.answers_lost == 0
-
-
-def test_an_answer_that_the_probe_did_not_get_is_counted() -> None:
     assert stalls([Late("lost", 1.0, 2.0, why="closed")], [], []).answers_lost == 1
 
 
@@ -59,9 +44,7 @@ def test_memory_grows_by_what_is_held_and_not_by_what_is_kept_for_later() -> Non
     marks = [Memory(1, 100.0, 60.0), Memory(5, 120.0, 61.2), Memory(10, 90.0, 58.8)]
     assert growth(marks) == pytest.approx(0.02)
     assert growth([*marks, Memory(11, 100.0, 54.0)]) == pytest.approx(0.1)
-
-
-def test_where_the_c_library_cannot_be_asked_all_that_is_resident_counts() -> None:
+    # Where the C library cannot be asked all that is resident counts.
     assert growth([Memory(1, 100.0, None), Memory(5, 104.0, None)]) == pytest.approx(0.04)
     assert growth([]) == 0.0
 

@@ -4,15 +4,22 @@ One target at a time, on fresh processes and fresh sockets, all given the same m
 over real PUB sockets in vLLM's layout. Does not know how figures are shown.
 """
 
+import gc
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
 
-from loadtest.duel import index_match
-from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
+from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.shapes import Tier
+from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message, names_of
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import RequestFile, Results, latencies, open_load
 from loadtest.duel.stages import Plan
 from loadtest.duel.targets import Service, Target, run_beside
+from loadtest.http_client import http
 
 WORKERS = 16
 INGEST = "index, ingest of stored events"
@@ -27,26 +34,17 @@ MATCH = "index, match of a held trace prompt, in process"
 MATCH_SMALL = "index, the same at 10 000 holdings"
 MATCH_LARGE = "index, the same at 1 000 000 holdings"
 PAUSE = "index, worst /health at 1 kHz while 1 000 000 holdings churn"
-NAMES = [
-    INGEST,
-    FRESH,
-    FRESH_MEMORY,
-    CHURN,
-    CHURN_MEMORY,
-    REMOVE_ONE,
-    REMOVE_MANY,
-    MEMORY,
-    MATCH,
-    MATCH_SMALL,
-    MATCH_LARGE,
-    PAUSE,
-]
+_FILLED = [INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY]
+_CHURNED = [FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY]
+_MATCHED = [MATCH, MATCH_SMALL, MATCH_LARGE]
+NAMES = [*_FILLED, *_CHURNED, *_MATCHED, PAUSE]
 
 LAG = "lean_selector_loop_lag_seconds"
 CHURNED = 0.5  # of what is held, stored anew while as much is evicted
 CHURN_PER_S = 50_000.0  # blocks stored a second, and as many evicted
 PING_RATE = 1_000.0
 SMALL_HOLDINGS = 10_000
+MATCHES, MATCH_LOOPS = 600, 5  # held prompts whose match is timed, of 815 blocks in the mean
 
 
 def run(
@@ -59,19 +57,18 @@ def run(
     """All index cases that are wanted; where a target fails, the others go on."""
     # A log line per selection is no part of the index: the references' quiet variants will do.
     targets = [target for target in plan.targets if target.is_ours or target.log is not None]
-    if names := list(filter(wanted, (INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY))):
-        for number in range(plan.index_rounds):
-            for target in targets:
-                say(f"index of {target.name}: round {number + 1}")
-                with results.keep(names):
-                    _fill_and_empty(target, plan, prompts, results)
-    if names := list(filter(wanted, (FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY))):
-        for number in range(plan.index_rounds):
-            for target in targets:
-                say(f"index of {target.name}, whole prompts per event: round {number + 1}")
-                with results.keep(names):
-                    _fill_and_churn(target, plan, prompts, results)
-    if names := list(filter(wanted, (MATCH, MATCH_SMALL, MATCH_LARGE))):
+    parts: tuple[tuple[list[str], str, Measure], ...] = (
+        (_FILLED, "index", _fill_and_empty),
+        (_CHURNED, "index, whole prompts per event", _fill_and_churn),
+    )
+    for cases, words, measure in parts:
+        if names := list(filter(wanted, cases)):
+            for number in range(plan.index_rounds):
+                for target in targets:
+                    say(f"{words}, of {target.name}: round {number + 1}")
+                    with results.keep(names):
+                        measure(target, plan, prompts, results)
+    if names := list(filter(wanted, _MATCHED)):
         say("match in process")
         with results.keep(names):
             _match_in_process(plan, results)
@@ -82,11 +79,22 @@ def run(
                 _pauses(target, plan, prompts, results)
 
 
-def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
-    capacity = plan.holdings  # of each: nothing is evicted
-    with Service(target) as service, Engines(prompts, WORKERS, capacity) as engines:
+Measure = Callable[[Target, Plan, Prompts, Results], None]
+
+
+@contextmanager
+def _running(
+    target: Target, prompts: Prompts, capacity: int, event_blocks: int | None = EVENT_BLOCKS
+) -> Iterator[tuple[Service, Engines]]:
+    with Service(target) as service, Engines(prompts, WORKERS, capacity, event_blocks) as engines:
         service.wait()
         engines.register(service)
+        yield service, engines
+
+
+def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
+    capacity = plan.holdings  # of each: nothing is evicted
+    with _running(target, prompts, capacity) as (service, engines):
         messages = list(engines.fill(plan.holdings))
         rss = service.footprint().rss
         cost = _cost_of(service, engines, messages)
@@ -105,19 +113,16 @@ def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Resul
 def _fill_and_churn(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
     """As an engine tells it that computes a prompt in one step: its new blocks in one event."""
     capacity = round(plan.holdings * 1.02 / WORKERS) + EVENT_BLOCKS
-    with Service(target) as service, Engines(prompts, WORKERS, capacity, None) as engines:
-        service.wait()
-        engines.register(service)
+    with _running(target, prompts, capacity, None) as (service, engines):
         messages = list(engines.fill(plan.holdings))
         rss = service.footprint().rss
-        cost = _cost_of(service, engines, messages)
-        results.add(FRESH, target.name, block_cpu_us=cost)
-        taken = (service.footprint().rss - rss) / engines.holdings
-        results.add(FRESH_MEMORY, target.name, holding_bytes=taken)
-        cost = _cost_of(service, engines, engines.churn(round(plan.holdings * CHURNED)))
-        results.add(CHURN, target.name, block_cpu_us=cost)
-        taken = (service.footprint().rss - rss) / engines.holdings
-        results.add(CHURN_MEMORY, target.name, holding_bytes=taken)
+        for case, memory in ((FRESH, FRESH_MEMORY), (CHURN, CHURN_MEMORY)):
+            if case == CHURN:
+                messages = engines.churn(round(plan.holdings * CHURNED))
+            cost = _cost_of(service, engines, messages)
+            results.add(case, target.name, block_cpu_us=cost)
+            taken = (service.footprint().rss - rss) / engines.holdings
+            results.add(memory, target.name, holding_bytes=taken)
 
 
 def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) -> float:
@@ -128,6 +133,9 @@ def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) ->
     return (service.cpu_ns() - before) / 1e3 / blocks
 
 
+# -- in process -----------------------------------------------------------------------------------
+
+
 def _match_in_process(plan: Plan, results: Results) -> None:
     """Our index without a service around it, in an interpreter of its own for each form."""
     cases = {
@@ -135,23 +143,57 @@ def _match_in_process(plan: Plan, results: Results) -> None:
         MATCH: plan.holdings,
         MATCH_LARGE: plan.many_holdings,
     }
-    trace = [] if plan.trace is None else ["--trace", str(plan.trace)]
     for target in plan.targets:
         if target.is_ours:
             for case, holdings in cases.items():
-                figure = float(run_beside(target, index_match.__file__, str(holdings), *trace))
-                results.add(case, target.name, match_us=figure)
+                figure = run_beside(
+                    target,
+                    "from loadtest.duel.index import match_us; print(match_us(*sys.argv[1:]))",
+                    *(str(holdings), str(plan.trace or "")),
+                )
+                results.add(case, target.name, match_us=float(figure))
+
+
+def match_us(holdings: str, trace: str) -> float:
+    """CPU microseconds per match of prompts that are held, among so many block-holdings."""
+    prompts = Prompts(Path(trace) if trace else None, 16)
+    index, names_held = KvIndex(16), [set[int]() for _ in range(WORKERS)]
+    held, used = 0, 0
+    while held < int(holdings):
+        prompt, worker = prompts.at(used), used % WORKERS
+        names, known = names_of(worker, prompt), names_held[worker]
+        first = next((at for at, name in enumerate(names) if name not in known), len(names))
+        for at in range(first, len(names), EVENT_BLOCKS):
+            to = min(at + EVENT_BLOCKS, len(names))
+            parent = names[at - 1] if at else None
+            local = prompt.local[8 * at : 8 * to]
+            index.store(worker, 0, Tier.DEVICE, parent, names[at:to], local)
+        known.update(names)
+        held += len(names) - first
+        used += 1
+    # The same prompts whatever is held, so that only the size of the index differs. Copies, as a
+    # request's hashes are new bytes each time.
+    asked = [bytes(bytearray(prompts.at(number).local)) for number in range(MATCHES)]
+    gc.disable()
+    figures = []
+    for _ in range(MATCH_LOOPS):
+        before = time.thread_time_ns()
+        for local in asked:
+            index.match(local)
+        figures.append((time.thread_time_ns() - before) / 1e3 / len(asked))
+    return median(figures)
+
+
+# -- pauses ---------------------------------------------------------------------------------------
 
 
 def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
     capacity = round(plan.many_holdings * 1.02 / WORKERS) + EVENT_BLOCKS
-    with Service(target) as service, Engines(prompts, WORKERS, capacity) as engines:
-        service.wait()
-        engines.register(service)
+    with _running(target, prompts, capacity) as (service, engines):
         engines.send(engines.fill(plan.many_holdings))
         engines.settle(service)
         events = engines.churn(round(CHURN_PER_S * (plan.churn_seconds + 0.5)))
-        with RequestFile([b"GET /health HTTP/1.1\r\nhost: versus\r\n\r\n"]) as file:
+        with RequestFile([http("GET", "/health")]) as file:
             count = round(PING_RATE * plan.churn_seconds)
             calm = open_load(service.port, file, PING_RATE, max(100, count // 4))
             before = _loop_lag(service)
