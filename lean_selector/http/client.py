@@ -23,6 +23,8 @@ _MOST_IDLE: Final = 256  # connections to one upstream
 # Below, a request goes out as one piece: joining costs less than a second segment.
 _JOINED_BYTES: Final = 64 * 1024
 _WITHOUT_BODY: Final = (204, 304)
+_MOST_INTERIM: Final = 16  # answers before the answer
+_STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] [1-9][0-9]{2}(?: [\t -~\x80-\xff]*+)?+\r\n")
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 # What is bounded in answers is the head; a receiver bounds the body.
 _UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
@@ -132,8 +134,11 @@ class AnswerHead:
         self.keeps = keeps  # the connection can be used again when the body is over
 
 
+_READ: Final = (b"connection", b"content-length", b"transfer-encoding")
+
+
 class _Collector:
-    """What httptools calls."""
+    """What httptools calls; keeps what is read of an answer."""
 
     __slots__ = ("fields",)
 
@@ -142,8 +147,9 @@ class _Collector:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        known = self.fields.get(name)
-        self.fields[name] = value if known is None else known + b"," + value
+        if name in _READ:
+            known = self.fields.get(name)
+            self.fields[name] = value if known is None else known + b"," + value
 
 
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
@@ -151,11 +157,15 @@ def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
 
     `answers_head`: of a HEAD request, so that no body follows. Raises MalformedAnswer.
     """
+    if _STATUS_LINE.match(text) is None:
+        raise MalformedAnswer("what came is not HTTP: it has no status line of HTTP/1.1")
     collector = _Collector()
     parser = httptools.HttpResponseParser(collector)
     try:
         parser.feed_data(text)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+    except httptools.HttpParserUpgrade:
+        raise MalformedAnswer("the other side changed the protocol") from None
+    except httptools.HttpParserError as error:
         raise MalformedAnswer(f"what came is not HTTP: {error}") from None
     status = parser.get_status_code()
     if status < 200:
@@ -217,6 +227,7 @@ class ClientConnection(asyncio.Protocol):
         "_answers_head",
         "_has_answer",
         "_head",
+        "_interim",
         "_is_paused",
         "_keeps",
         "_receiver",
@@ -236,6 +247,7 @@ class ClientConnection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._answers_head = False
         self._head = bytearray()
+        self._interim = 0  # answers before this one
         self._relay: BodyRelay | None = None
         self._unframes = False
         self._keeps = False
@@ -245,6 +257,11 @@ class ClientConnection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def _is_sent(self) -> bool:
+        """Nothing waits to be written."""
+        return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     @property
     def is_free(self) -> bool:
@@ -265,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
         assert self._receiver is None, "one request at a time"
         self._receiver = receiver
         self._answers_head = answers_head
-        self._relay, self._has_answer = None, False
+        self._relay, self._has_answer, self._interim = None, False, 0
         self.requests += 1
         self.heard_at = self.upstream.now
         if len(body) < _JOINED_BYTES:
@@ -382,6 +399,9 @@ class ClientConnection(asyncio.Protocol):
             if self._head:
                 data = bytes(self._head)
                 self._head.clear()
+            if end > MOST_HEAD_BYTES:
+                self.fail(f"the head of the answer has more than {MOST_HEAD_BYTES} bytes")
+                return None
             try:
                 head = head_of(data[:end], self._answers_head)
             except MalformedAnswer as error:
@@ -390,6 +410,10 @@ class ClientConnection(asyncio.Protocol):
             data = data[end:]
             if head is not None:
                 break
+            self._interim += 1
+            if self._interim > _MOST_INTERIM:
+                self.fail(f"more than {_MOST_INTERIM} interim answers came")
+                return None
         self._relay, self._keeps = head.relay, head.keeps
         self._unframes = receiver.on_head(head)
         if not data and not head.relay.is_done:
@@ -397,10 +421,11 @@ class ClientConnection(asyncio.Protocol):
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
-        """The answer is complete. The connection is kept for another, if it can be."""
+        """The answer is complete. The connection is kept for another, if it can be: not where the
+        other side answered before it took the whole request."""
         self._receiver = self._relay = None
         self.resume()
-        if self._keeps and is_clean and self.is_open:
+        if self._keeps and is_clean and self._is_sent and self.is_open:
             self.upstream.put_aside(self)
         else:
             self.drop()

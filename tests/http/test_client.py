@@ -1,0 +1,105 @@
+"""The client half of HTTP: answers whose heads have no bounds, and which connections are kept."""
+
+import pytest
+
+from lean_selector.http.client import (
+    MOST_HEAD_BYTES,
+    AnswerHead,
+    ClientConnection,
+    MalformedAnswer,
+    Upstream,
+    head_of,
+)
+from tests.http.test_protocol import FakeTransport
+
+NO_BODY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+class Heard:
+    """What a receiver is told."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.is_over = False
+        self.lost: list[str] = []
+
+    def on_head(self, head: AnswerHead) -> bool:
+        self.statuses.append(head.status)
+        return True
+
+    def on_body(self, data: bytes) -> None:
+        pass
+
+    def on_end(self) -> None:
+        self.is_over = True
+
+    def on_lost(self, reason: str, is_stale: bool) -> None:
+        self.lost.append(reason)
+
+
+def asked(upstream: Upstream) -> tuple[ClientConnection, FakeTransport, Heard]:
+    connection, transport, heard = ClientConnection(upstream), FakeTransport(), Heard()
+    connection.connection_made(transport)
+    connection.send(b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n", b"x", heard)
+    return connection, transport, heard
+
+
+@pytest.mark.parametrize("unwritten", [0, 1])
+def test_a_connection_is_kept_only_where_the_whole_request_was_taken(unwritten: int) -> None:
+    """The next request on it would stand behind what was not read of this one."""
+    upstream = Upstream("http://w:1")
+    connection, transport, heard = asked(upstream)
+    transport.unsent = unwritten
+    connection.data_received(NO_BODY)
+    assert (heard.statuses, heard.is_over, heard.lost) == ([200], True, [])
+    assert upstream.kept() is (None if unwritten else connection)
+    assert connection.is_open != bool(unwritten)
+
+
+def test_a_head_has_a_bound_also_when_it_comes_at_once() -> None:
+    connection, _, heard = asked(Upstream("http://w:1"))
+    line = b"x: %b\r\n" % (b"a" * MOST_HEAD_BYTES)
+    connection.data_received(NO_BODY[:-2] + line + b"\r\n")
+    assert (heard.statuses, len(heard.lost)) == ([], 1)
+    assert str(MOST_HEAD_BYTES) in heard.lost[0]
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_interim_answers_have_an_end(size: int) -> None:
+    connection, _, heard = asked(Upstream("http://w:1"))
+    interim = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+    connection.data_received(interim * 16 + NO_BODY)
+    assert (heard.statuses, heard.lost) == ([200], [])
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", b"", heard)
+    flood = interim * 10_000
+    for at in range(0, 20 * len(interim), size):
+        connection.data_received(flood[at : at + size])
+        if heard.lost:
+            break
+    assert len(heard.lost) == 1
+    assert not connection.is_open
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"HTTP/0.9 200 OK",
+        b"HTTP/2.0 200 OK",
+        b"HTTP/1.1 099 Low",
+        b"HTTP/1.1 200 O\x01\x00K",
+        b"\r\nHTTP/1.1 200 OK",
+        b"HTTP/1.1 101 Other",
+    ],
+)
+def test_a_status_line_is_one_of_http_1(line: bytes) -> None:
+    upgrade = b"\r\nconnection: upgrade\r\nupgrade: h2c" if b"101" in line else b""
+    with pytest.raises(MalformedAnswer):
+        head_of(line + upgrade + b"\r\ncontent-length: 0\r\n\r\n", False)
+
+
+def test_of_an_answer_s_lines_only_those_that_frame_it_are_kept() -> None:
+    text = NO_BODY[:-2] + b"a: b\r\n" * 5_000 + b"\r\n"
+    head = head_of(text, False)
+    assert head is not None
+    assert head.keeps
+    assert head.lines.count(b"\r\na: b") == 5_000
