@@ -23,7 +23,7 @@ _NOT_TO_WORKER: Final = re.compile(
     re.IGNORECASE,
 )
 _NOT_TO_CLIENT: Final = re.compile(
-    rb"\r\n(?:" + _HOP + rb"|x-request-id|x-lean-[a-z]+)[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE
+    rb"\r\n(?:" + _HOP + rb"|x-request-id|x-lean-[^:\r]*)[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE
 )
 _LENGTH: Final = re.compile(rb"\r\ncontent-length[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _CODINGS: Final = re.compile(rb"\r\naccept-encoding[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
@@ -31,8 +31,8 @@ _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization[ \t]*:[^\r]*+(?=\r\n|\Z)
 _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECASE)
 _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
 _WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
-_TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
+_NONE: Final = frozenset[bytes]()
 _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 
 
@@ -75,21 +75,21 @@ def wants_websocket(section: bytes) -> bool:
     return _WEBSOCKET.search(section) is not None
 
 
-def _named(lines: bytes) -> list[bytes]:
+def _named(lines: bytes) -> frozenset[bytes]:
     """The fields that `connection` names, beside those that are taken out anyway."""
     found = _CONNECTION.findall(lines)
     if not found:
-        return []
-    names = b",".join(found).lower().split(b",")
-    return [name for each in names if (name := each.strip()) not in _USUAL]
+        return _NONE
+    return frozenset(map(bytes.strip, b",".join(found).lower().split(b","))) - _USUAL
 
 
-def _without(lines: bytes, names: list[bytes]) -> bytes:
-    for name in names:
-        if _TOKEN.fullmatch(name) is not None:
-            line = rb"\r\n" + re.escape(name) + rb"[ \t]*:[^\r]*+(?=\r\n|\Z)"
-            lines = re.sub(line, b"", lines, flags=re.IGNORECASE)
-    return lines
+def _without(lines: bytes, names: frozenset[bytes]) -> bytes:
+    kept = [
+        line
+        for line in lines.split(b"\r\n")
+        if line.partition(b":")[0].rstrip(b" \t").lower() not in names
+    ]
+    return b"\r\n".join(kept)
 
 
 _PROCESS: Final = os.urandom(8).hex()
