@@ -9,6 +9,7 @@ from codecs import getincrementaldecoder
 from enum import Enum
 from itertools import islice
 from typing import Final, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Raw
@@ -86,7 +87,7 @@ class ModelRequest:
         self.ids: bytes = b""  # packed, 4 bytes each
         self._media = 0  # parts of messages that are not text
         self._part_text_bytes = 0  # of those that are
-        path = path.partition("?")[0].rstrip("/")
+        path = unquote(path.partition("?")[0]).rstrip("/")  # as engines take it
         if path.endswith("/chat/completions"):
             self._read_chat()
         elif path.endswith("/completions"):

@@ -253,6 +253,16 @@ def test_what_needs_no_choice_passes_through(peaceful: Fleet) -> None:
 
 
 @on_unix
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/%63ompletions", "/v1%2Fchat/completions", "/v1/chat/completions/"]
+)
+def test_a_completion_is_booked_however_its_path_is_spelled(peaceful: Fleet, path: str) -> None:
+    """Engines take escapes for what they mean; this fake one need not."""
+    peaceful.ask(chat("however"), path)
+    wait_until(lambda: peaceful.lines() == {"freed": 1}, "it is booked and freed")
+
+
+@on_unix
 def test_a_body_that_is_no_request_is_refused_in_openais_words(peaceful: Fleet) -> None:
     fleet = peaceful
     status, headers, body = fleet.ask(b"{not json")
