@@ -28,6 +28,8 @@ class Counts:
         self.hung_up = 0  # clients
         self.broken = 0  # answers that were cut short after their first byte
         self.retries: Counter[str] = Counter()  # tried elsewhere, by how the worker failed
+        # Since the last line of the log: workers' base URLs and what happened to how many requests.
+        self.troubles: Counter[tuple[str, str]] = Counter()
         self.stale = 0  # kept connections that ended under a request, which was asked anew
         self.unrouted: Counter[str] = Counter()  # sent on in turn, by why no worker was chosen
         self.connections_made = 0
@@ -58,7 +60,7 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
         "gateway_broken_answers_total": (lambda: counts.broken,
             "Answers cut short by their worker after the first byte."),
         "gateway_retries_total": (lambda: by("outcome", dict(sorted(counts.retries.items()))),
-            "Requests given to another worker before the first byte, by how the former failed."),
+            "Requests given to another worker before the first byte, by why not the former."),
         "gateway_stale_connections_total": (lambda: counts.stale,
             "Requests sent again to the same worker, which had just closed a kept connection."),
         "gateway_unrouted_total": (lambda: by("reason", dict(sorted(counts.unrouted.items()))),

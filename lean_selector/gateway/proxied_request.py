@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
+from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
 from lean_selector.gateway.answers import AnswerReader, UsageReader
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
@@ -28,6 +28,7 @@ from lean_selector.http.streaming import StreamedReply
 log = logging.getLogger("lean_selector.gateway")
 
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+_MOST_SHED_BYTES: Final = 64 * 1024  # kept of an answer that may not be passed on
 _LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
@@ -72,6 +73,9 @@ class ProxiedRequest:
         self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
         self._is_chunking = False
+        # The body of an answer by which a worker sheds, while it comes; and the last one, complete.
+        self._shedding: bytearray | None = None
+        self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
         self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
         counts.active += 1
         self.placing: asyncio.Task[None] | None = place(self)
@@ -110,11 +114,14 @@ class ProxiedRequest:
     def refused(self, reason: str) -> None:
         """There is no connection to the worker that was chosen: another is looked for."""
         self.attempts += 1
-        self._retry(REFUSED, reason)
+        self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """No worker will answer: the client is told so."""
+        """No worker will answer: the client is told so, in the words of the last that shed it."""
         self.placing = None
+        if self._shed is not None:
+            self._pass_shed(*self._shed)
+            return
         self.status = status
         self._counts.answers[status] += 1
         self._finish(None)
@@ -145,6 +152,9 @@ class ProxiedRequest:
 
     def on_head(self, head: AnswerHead) -> bool:
         self._head = head
+        if head.status in NOT_FREE:
+            self._shedding = bytearray()
+            return True
         routed = self.routed
         if routed is not None and routed.answer is not None and head.status == 200:
             return True
@@ -153,6 +163,9 @@ class ProxiedRequest:
     def on_body(self, data: bytes) -> None:
         counts = self._counts
         counts.pieces += 1
+        if self._shedding is not None:
+            self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
+            return
         if not self.reply.begun:
             self._begin(data)
             return
@@ -166,6 +179,9 @@ class ProxiedRequest:
 
     def on_end(self) -> None:
         self._connection = None
+        if self._shedding is not None:
+            self._was_shed(bytes(self._shedding))
+            return
         if not self.reply.begun:
             self._begin(b"")
         reply, reader = self.reply, self._reader
@@ -181,9 +197,10 @@ class ProxiedRequest:
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
         self._connection = None
+        self._shedding = None
         if self.reply.begun:
             self._counts.broken += 1
-            self._warn(reason, "its answer is cut short")
+            self._note(reason, "its answer is cut short")
             reply = self.reply
             self._finish(FAILED)
             reply.break_off()
@@ -194,7 +211,35 @@ class ProxiedRequest:
             self._head = None
             self.placing = self._place(self)
         else:
-            self._retry(FAILED, reason)
+            self._retry(FAILED, FAILED, reason)
+
+    def _was_shed(self, body: bytes) -> None:
+        """The worker is not free: another may be. Its answer is kept in case that none is."""
+        lease, head = self.lease, self._head
+        assert lease is not None
+        assert head is not None
+        self._shedding = None
+        self._shed = (lease, head, body)
+        self._retry("not_free", outcome_of_status(head.status), f"it answered {head.status}")
+
+    def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
+        """All workers that could be tried shed it, or failed."""
+        self.lease, self.status = lease, head.status
+        self._counts.answers[head.status] += 1
+        is_head = self.request.method == b"HEAD"
+        parts = [
+            head.start,
+            answer_lines(head.lines, without_length=not is_head),
+            b"\r\n",
+            self._own_lines(),
+            b"" if is_head else b"content-length: %d\r\n" % len(body),
+            self.reply.begin(),
+            b"\r\n",
+            body,
+        ]
+        self.reply.write(b"".join(parts))
+        self._finish(None)
+        self.reply.finish()
 
     def _begin(self, data: bytes) -> None:
         """The first byte, or the end of an answer without a body."""
@@ -267,18 +312,19 @@ class ProxiedRequest:
             connection.drop()
         self._finish(None)
 
-    def _retry(self, outcome: str, reason: str) -> None:
-        """The worker failed before anything was said to the client."""
+    def _retry(self, how: str, outcome: str | None, reason: str) -> None:
+        """The worker failed, or shed, before anything was said to the client. `how` is a word for
+        the metrics, `outcome` what that says of the worker."""
         lease = self.lease
         assert lease is not None
-        self._counts.retries[outcome] += 1
-        self._warn(reason, "another is tried")
-        self.why = f"{lease.endpoint.text}: {reason}"
+        self._counts.retries[how] += 1
+        self._note(reason, "another is tried")
         self.tried.add(lease.endpoint.text)
         self.lease = None
         self._head = None
         lease.end(outcome)
-        self._on_failed(lease, outcome)
+        if outcome is not None:
+            self._on_failed(lease, outcome)
         self.placing = self._place(self)
 
     def _finish(self, outcome: str | None) -> None:
@@ -317,10 +363,13 @@ class ProxiedRequest:
             counts.compared_predicted_tokens += lease.overlap_tokens
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
-    def _warn(self, reason: str, consequence: str) -> None:
+    def _note(self, reason: str, consequence: str) -> None:
+        """For the log: how many requests it happened to, and for each by its id."""
         assert self.lease is not None
-        text = self.lease.endpoint.text
-        log.warning("worker %s: %s; %s", text, reason, consequence, extra={"worker": text})
+        text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
+        self.why = f"{text}: {reason}"
+        self._counts.troubles[text, trouble] += 1
+        log.debug("request %s: worker %s: %s", self.request_id.decode("latin-1"), text, trouble)
 
     # -- as fast as the client takes it --------------------------------------------------------
 

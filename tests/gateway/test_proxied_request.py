@@ -174,6 +174,23 @@ class OneRequest(RuleBasedStateMachine):
         else:
             worker.data_received(data)
 
+    @precondition(lambda self: self.worker is not None and not self.has_head)
+    @rule(
+        status=st.sampled_from([503, 429]),
+        body=st.sampled_from([b"{}", b'{"a":"%b"}' % (b"x" * 70_000)]),
+        whole=st.booleans(),
+    )
+    def shed(self, status: int, body: bytes, whole: bool) -> None:
+        worker, transport = cast(ClientConnection, self.worker), self.worker_transport
+        if worker.is_free or not worker.is_open or transport is None or not transport.reads:
+            return
+        answer = b"HTTP/1.1 %d x\r\nretry-after: 9\r\ncontent-length: %d\r\n\r\n%b"
+        data = answer % (status, len(body), body)
+        worker.data_received(data if whole else data[:-1])
+        if not whole:
+            worker.connection_lost(None)
+            self.worker = None
+
     @precondition(lambda self: self.worker is not None and self.has_head)
     @rule()
     def end_answer(self) -> None:
@@ -271,7 +288,7 @@ class OneRequest(RuleBasedStateMachine):
         written = b"".join(self.client_transport.writes)
         assert written.count(b"HTTP/1.1 ") <= 1
         if self.over and self.client_is_there and self.client_transport.state == "open":
-            assert written.endswith((b"0\r\n\r\n", b"}"))
+            assert written.endswith((b"0\r\n\r\n", b"}", b"x" * 100))
 
     @invariant()
     def a_begun_answer_is_told_once(self) -> None:
@@ -281,6 +298,43 @@ class OneRequest(RuleBasedStateMachine):
 
 OneRequest.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 TestOneRequest = OneRequest.TestCase
+
+
+def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
+    def place(errand: ProxiedRequest) -> Any:
+        return Placing()
+
+    errands: list[ProxiedRequest] = []
+    freed: list[BookedLease] = []
+    judged: list[str] = []
+
+    def app(request: Request) -> PendingReply:
+        ignore: Any = lambda *_: None  # noqa: E731
+        judge: Any = lambda lease, outcome: judged.append(outcome)  # noqa: E731
+        errands.append(ProxiedRequest(request, b"id", "lease", Counts(), place, judge, ignore))
+        return errands[0].reply
+
+    client, transport = StreamingProtocol(app, Connections(lambda call: None)), Transport()
+    client.connection_made(transport)
+    client.data_received(REQUEST)
+    for number, status in enumerate((503, 429)):
+        freed.append(BookedLease(Upstream(f"http://w{number}:1", number, 0.0)))
+        errands[0].takes(freed[-1])
+        worker, worker_transport = ClientConnection(freed[-1].endpoint), Transport()
+        worker.connection_made(worker_transport)
+        errands[0].sent(worker)
+        answer = b"HTTP/1.1 %d Busy\r\nretry-after: %d\r\ntransfer-encoding: chunked\r\n\r\n"
+        worker.data_received(answer % (status, number) + b"4\r\nbusy\r\n0\r\n\r\n")
+        assert freed[-1].told == ["freed None"]
+        assert transport.writes == []
+        assert worker.is_free
+        assert worker.is_open
+    errands[0].fail(502, "none is left")
+    head, _, body = b"".join(transport.writes).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429 Busy\r\nretry-after: 1\r\n")
+    assert {b"x-lean-worker: http://w1:1", b"content-length: 4"} <= set(head.split(b"\r\n"))
+    assert b"transfer-encoding" not in head
+    assert (body, judged, errands[0].status) == (b"busy", [], 429)
 
 
 def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
