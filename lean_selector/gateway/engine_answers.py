@@ -7,7 +7,7 @@ the background.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -36,6 +36,10 @@ class Fleet(Protocol):
         """Names of all that `model` knows of this tenant, sorted."""
         ...
 
+    def ejected(self) -> Collection[str]:
+        """Base URLs of the workers that are ejected: they are not asked while there are others."""
+        ...
+
 
 class CatalogFleet:
     """The workers of a selector in this process."""
@@ -52,6 +56,16 @@ class CatalogFleet:
     def models(self, tenant_id: str) -> list[str]:
         self._look()
         return sorted(name for name, tenant in self._known if tenant == tenant_id)
+
+    def ejected(self) -> set[str]:
+        return {
+            base
+            for partition in self._catalog.partitions.values()
+            for worker_id in {key[0] for key in partition.health.out}
+            if (worker := partition.workers.get(worker_id)) is not None
+            and all(load.key in partition.health.out for load in worker.loads)
+            and (base := url_at(worker.endpoint, ""))
+        }
 
     def _look(self) -> None:
         if self._revision == self._catalog.revision:
@@ -72,6 +86,14 @@ class CatalogFleet:
             for key, partition in self._catalog.partitions.items()
             if partition.workers
         }
+
+
+def well(workers: Mapping[int, str], fleet: Fleet) -> Mapping[int, str]:
+    """Those of these base URLs whose workers are not ejected; all where none is left."""
+    ejected = fleet.ejected()
+    if not ejected:
+        return workers
+    return {each: base for each, base in workers.items() if base not in ejected} or workers
 
 
 TIMEOUT_S: Final = 2.0  # of each question
@@ -116,7 +138,11 @@ class Engines:
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
         """The model that an adapter of this name adapts, and the workers that have it."""
         found = self._adapted(name, tenant_id)
-        bases = self._bases(tenant_id) if found is None else found[0].workers.values()
+        bases = (
+            self._bases(tenant_id)
+            if found is None
+            else well(found[0].workers, self._fleet).values()
+        )
         if any(map(self._is_old, bases)):
             asked = self._beside(("adapters", tenant_id), partial(self._ask_all, tenant_id))
             if found is None:
@@ -133,11 +159,12 @@ class Engines:
     # -- what was said -------------------------------------------------------------------------
 
     def _any_told(self, served: Served) -> _Told | None:
-        for base in served.workers.values():
+        bases = well(served.workers, self._fleet).values()
+        for base in bases:
             told = self._told.get(base)
             if told is not None and told.make is not None:
                 return told
-        return next((t for b in served.workers.values() if (t := self._told.get(b))), None)
+        return next((told for base in bases if (told := self._told.get(base))), None)
 
     def _adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
         for model in self._fleet.models(tenant_id):
@@ -161,7 +188,12 @@ class Engines:
 
     def _bases(self, tenant_id: str) -> list[str]:
         models = (self._fleet.model(name, tenant_id) for name in self._fleet.models(tenant_id))
-        return [base for served in models if served for base in served.workers.values()]
+        return [
+            base
+            for served in models
+            if served
+            for base in well(served.workers, self._fleet).values()
+        ]
 
     async def _ask_all(self, tenant_id: str) -> None:
         bases = [base for base in self._bases(tenant_id) if self._is_old(base)]
@@ -169,7 +201,7 @@ class Engines:
             await asyncio.gather(*map(self._ask, bases[at : at + MOST_AT_ONCE]))
 
     async def _ask_some(self, served: Served) -> None:
-        bases = list(served.workers.values())
+        bases = list(well(served.workers, self._fleet).values())
         await asyncio.gather(*map(self._ask, bases[:_ASKED_FOR_MAKE]))
 
     async def _ask(self, base: str) -> None:

@@ -1,16 +1,20 @@
 """The app behind the gateway's port: which requests are proxied, and what is answered at once.
 
-Every request but a list of models is proxied to a worker. Which one, `placing` says.
+Completions are proxied to the worker that `placing` says, and what else may pass to any. Lists of
+models, /health and /ready are answered here; the rest is 404.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Final
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from lean_selector.core.errors import UnknownModel
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import (
     id_line,
@@ -21,72 +25,92 @@ from lean_selector.gateway.headers import (
     without_authorization,
 )
 from lean_selector.gateway.placing import Placing
+from lean_selector.gateway.prompt_shapes import ModelCard
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerLease, base_of
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.service.access import READ, WRITE, AccessTokens, Role, refusal_of
+from lean_selector.service.access import OPEN, READ, WRITE, AccessTokens, Role, refusal_of
 from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.tasks import watched
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
 log = logging.getLogger(ACCESS_LOG)
+gateway_log = logging.getLogger("lean_selector.gateway")
 
 HOLDS_S: Final = 2.0  # a list of models
 TIMEOUT_S: Final = 2.0  # of asking a worker for its models
 MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
 COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+MODELS: Final = b"/v1/models"
+OWN: Final = frozenset({b"/health", b"/ready"})
+# What OpenAI's API has beside completions and models. An engine's own routes stand elsewhere.
+_OPENAI: Final = re.compile(
+    rb"/v1/(?:audio|batches|conversations|embeddings|files|images|moderations|responses|uploads"
+    rb"|vector_stores|videos)(?:/(?!\.{1,2}(?:/|\Z))[^/]++)*+"
+)
+
+
+def resource_of(path: bytes) -> bytes:
+    """What engines take a path for: escapes are decoded, and a slash at its end does not count."""
+    return (unquote_to_bytes(path) if b"%" in path else path).rstrip(b"/") or b"/"
 
 
 class ModelList:
-    """GET /v1/models: what all workers list, each model once. They are asked when a client asks,
-    all at once, and the answer is kept for a moment."""
+    """GET /v1/models, and one of them: what all workers list, each model once. They are asked when
+    a client asks, all at once, and what they say is kept for a moment; of an ejected one counts
+    what it said last."""
 
-    def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
+    def __init__(
+        self,
+        rotation: Rotation,
+        client: OutboundClient,
+        ejected: Callable[[], Collection[str]],
+    ) -> None:
+        """`ejected`: base URLs of workers."""
         self._rotation = rotation
         self._client = client
-        self._known: bytes | None = None
+        self._ejected = ejected
+        self._told: dict[str, dict[str, msgspec.Raw]] = {}  # by base URL
+        self._known: dict[str, msgspec.Raw] | None = None  # by model
         self._until = 0.0
-        self._asking: asyncio.Task[bytes | None] | None = None
+        self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
 
-    def answer(self, line: bytes) -> bytes | PendingReply:
-        """With this header line, which is the request's own."""
+    def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
+        """All of them, or this one, with this header line, which is the request's own."""
         if self._known is not None and monotonic() < self._until:
-            return encode_response(200, self._known, extra=line)
+            return _told_models(self._known, line, model)
         if self._asking is None:
             self._asking = watched("list of models", self._ask())
         reply = PendingReply()
 
-        def told(asked: "asyncio.Task[bytes | None]") -> None:
+        def told(asked: "asyncio.Task[dict[str, msgspec.Raw]]") -> None:
             if reply.response is not None or asked.cancelled():
                 return
-            body = None if asked.exception() is not None else asked.result()
-            if body is None:
-                reply.resolve(refusal(503, "no worker tells its models", "no_worker", line))
-            else:
-                reply.resolve(encode_response(200, body, extra=line))
+            models = {} if asked.exception() is not None else asked.result()
+            reply.resolve(_told_models(models, line, model))
 
         self._asking.add_done_callback(told)
         return reply
 
-    async def _ask(self) -> bytes | None:
+    async def _ask(self) -> dict[str, msgspec.Raw]:
         try:
-            lists = await asyncio.gather(
-                *(self._models_of(each.text) for each in self._rotation.in_turn)
-            )
+            ejected = set(map(base_of, self._ejected()))
+            bases = [each.text for each in self._rotation.in_turn]
+            asked = [base for base in bases if base not in ejected]
+            lists = await asyncio.gather(*map(self._models_of, asked))
+            self._told = {base: self._told.get(base, {}) for base in bases}
+            self._told |= zip(asked, lists, strict=True)
             models: dict[str, msgspec.Raw] = {}
-            for rows in lists:
+            for rows in self._told.values():
                 for name, row in rows.items():
                     models.setdefault(name, row)
-            if not models:
-                return None
-            listed = b",".join(bytes(row) for row in models.values())
-            body = b'{"object":"list","data":[%b]}' % listed
-            self._known, self._until = body, monotonic() + HOLDS_S
-            return body
+            if models:
+                self._known, self._until = models, monotonic() + HOLDS_S
+            return models
         finally:
             self._asking = None
 
@@ -95,14 +119,28 @@ class ModelList:
             text = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
             listed = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             rows = msgspec.json.decode(listed["data"], type=list[msgspec.Raw])
-            named = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-            return {bytes(named(row)["id"]).decode(): row for row in rows}
+            return {_named(row).id: row for row in rows}
         except (OutboundFailed, msgspec.DecodeError, LookupError, ValueError):
             return {}
 
     def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
+
+
+_named = msgspec.json.Decoder(ModelCard).decode
+
+
+def _told_models(models: dict[str, msgspec.Raw], line: bytes, model: str | None) -> bytes:
+    if not models:
+        return refusal(503, "no worker tells its models", "no_worker", line)
+    if model is None:
+        listed = b",".join(bytes(row) for row in models.values())
+        return encode_response(200, b'{"object":"list","data":[%b]}' % listed, extra=line)
+    row = models.get(model)
+    if row is None:
+        return refusal(404, UnknownModel(model).message, "model_not_found", line)
+    return encode_response(200, bytes(row), extra=line)
 
 
 def http_refusal(error: HttpError) -> bytes:
@@ -125,9 +163,15 @@ class GatewayHandler:
         token: Callable[[], bytes] | None,
         access_log: bool,
         most_body_bytes: int,
+        pass_through: str,
+        own: App,
     ) -> None:
         """`silence_s`: for so long a worker may say nothing; `touch_after_s`: so often a
-        reservation is touched, which the selector would forget."""
+        reservation is touched, which the selector would forget. `pass_through`: which requests
+        besides completions reach workers: all, openai or none; `own` answers /health and
+        /ready."""
+        self._pass_through = pass_through
+        self._own = own
         self._placing = placing
         self._rotation = rotation
         self._models = models
@@ -148,9 +192,22 @@ class GatewayHandler:
         if request.body_too_large:
             text = f"the request body has more than {self._most_body_bytes} bytes"
             return self._refused(request_id, 413, text, "request_too_large")
-        is_completion = request.path in COMPLETIONS and request.method == b"POST"
-        if not is_completion and request.path == b"/v1/models" and request.method == b"GET":
+        path, is_get = resource_of(request.path), request.method in (b"GET", b"HEAD")
+        is_completion = path in COMPLETIONS and request.method == b"POST"
+        if is_completion or path in OWN:
+            request.path = path
+        if is_get and path in OWN:
+            return self._own(request)
+        if is_get and path == MODELS:
             return self._models.answer(id_line(request_id))
+        if is_get and path.startswith(MODELS + b"/"):
+            model = path.removeprefix(MODELS + b"/").decode(errors="replace")
+            return self._models.answer(id_line(request_id), model)
+        if not is_completion and not self._passes(path):
+            text = (
+                f"{request.method.decode()} {path[:256].decode(errors='replace')} is not passed on"
+            )
+            return self._refused(request_id, 404, text, "unknown_url")
         proxied = ProxiedRequest(
             request,
             request_id,
@@ -163,6 +220,11 @@ class GatewayHandler:
         )
         self._under_way.add(proxied)
         return proxied.reply
+
+    def _passes(self, path: bytes) -> bool:
+        if self._pass_through == "openai":
+            return _OPENAI.fullmatch(path) is not None
+        return self._pass_through == "all"
 
     def _refused(self, request_id: bytes, status: int, message: str, code: str) -> bytes:
         self._counts.answers[status] += 1
@@ -197,15 +259,28 @@ class GatewayHandler:
                     fields["prompt_detail"] = proxied.why_unknown.text[:MOST_DETAIL_CHARACTERS]
         if proxied.tried:
             fields["tried"] = len(proxied.tried)
+        if proxied.why:
+            fields["worker_failure"] = proxied.why
         log.info("request", extra=fields)
 
     def sweep(self, now: float) -> None:
         """About every second."""
         self._rotation.sweep(now, self._silence_s)
+        self._log_troubles()
         for proxied in list(self._under_way):
             if proxied.lease is not None and now - proxied.lease_since > self._touch_after_s:
                 proxied.lease_since = now
                 proxied.lease.touch()
+
+    def _log_troubles(self) -> None:
+        """A line for what happened alike to many requests, as when their worker is killed."""
+        troubles = self._counts.troubles
+        for (worker, trouble), requests in troubles.items():
+            more = {"worker": worker, "requests": requests}
+            gateway_log.warning(
+                "worker %s: %s (requests: %d)", worker, trouble, requests, extra=more
+            )
+        troubles.clear()
 
     async def close(self) -> None:
         """At the end of a stop, which has dropped every client: their requests are given up."""
@@ -213,20 +288,24 @@ class GatewayHandler:
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
         await asyncio.gather(*placing, return_exceptions=True)
+        self._log_troubles()
         self._models.close()
         self._rotation.close()
 
 
 def _role_for(request: Request) -> Role:
-    return READ if request.path == b"/v1/models" and request.method == b"GET" else WRITE
+    path, is_get = resource_of(request.path), request.method in (b"GET", b"HEAD")
+    if is_get and path in OWN:
+        return OPEN
+    return READ if is_get and (path + b"/").startswith(MODELS + b"/") else WRITE
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
     """The app where tokens are required: no request gets to a worker without one.
 
-    Listing models needs `read`, everything else `write`, for it makes a worker work. The token is
-    for us, so no worker is sent it. Refusals have OpenAI's shape. `connections` are those that it
-    is served on.
+    /health and /ready need none, listing models `read`, everything else `write`, for it makes a
+    worker work. The token is for us, so no worker is sent it. Refusals have OpenAI's shape.
+    `connections` are those that it is served on.
     """
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 

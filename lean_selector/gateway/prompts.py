@@ -17,6 +17,7 @@ from lean_selector.gateway.engine_answers import (
     Fleet,
     NotTokenized,
     Tokenizer,
+    well,
 )
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import Kind, ModelRequest
@@ -171,8 +172,9 @@ class Prompts:
             if worker_ids is not None:
                 workers = {each: workers[each] for each in worker_ids & workers.keys()}
             try:
-                tokens_of = self._tokenizer.tokens
-                tokens_packed = await tokens_of(request, lora_name or served.model_name, workers)
+                tokens_packed = await self._tokenizer.tokens(
+                    request, lora_name or served.model_name, well(workers, self._fleet)
+                )
             except NotTokenized as error:
                 why_not = error.unknown
             else:

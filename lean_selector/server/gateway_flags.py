@@ -64,11 +64,14 @@ class Gateway:
     workers: workers: http://HOST:PORT or .../v1
     selector_port: HTTP port of the selector's own API, and of the metrics; 0 takes a free one
     silence_s: a worker that says nothing for so long has failed its request
+    pass_through: requests besides completions, lists of models, /health and /ready that are passed
+      to workers; openai: those of OpenAI's API; all: engines' own routes, administrative ones too
     max_body_mb: largest body of a request, in MiB
     """
 
     workers: list[str] = flag([], "workers", each=_url, common=True)
     selector_port: int = flag(8092, "--selector-port", ge=0, le=65535, common=True)
+    pass_through: Literal["openai", "all", "none"] = flag("openai", "--pass-through")
     silence_s: float = flag(600.0, "--worker-silence-secs", ge=0.001)
     max_body_mb: int = flag(64, "--max-body-mb", ge=1, le=4096)
 

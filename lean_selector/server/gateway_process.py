@@ -43,7 +43,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     credentials = credentials_of(config.engines)
     counts = Counts()
     client = OutboundClient(parts.resolve, credentials, parts.allowed)
-    prompts = prompts_of(config.prompt_settings, CatalogFleet(catalog), client)
+    fleet = CatalogFleet(catalog)
+    prompts = prompts_of(config.prompt_settings, fleet, client)
     placing = Placing(
         prompts,
         chooser,
@@ -55,17 +56,6 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         parts.allowed,
         config.overload_status,
     )
-    handler = GatewayHandler(
-        placing,
-        rotation,
-        ModelList(rotation, client),
-        counts,
-        silence_s=config.gateway.silence_s,
-        touch_after_s=config.touch_after_s,
-        token=None if credentials.token is None else credentials.token.token,
-        access_log=config.listen.access_log,
-        most_body_bytes=config.most_body_bytes,
-    )
     limits = Limits(
         max_body_bytes=config.most_body_bytes,
         max_discard_bytes=max(Limits().max_discard_bytes, config.most_body_bytes),
@@ -74,11 +64,25 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     front = Connections(loop.call_soon, limits, max_connections=most, refusal=http_refusal)
     behind = Connections(loop.call_soon, Limits(), max_connections=most)
     families = [*gateway_families(counts, rotation), *prompt_families(prompts.unknown)]
+    own = selector_app(
+        *(config.selector, parts, behind, log_state, gateways, families, tokens),
+        meters=[chooser.meter],
+    )
+    handler = GatewayHandler(
+        placing,
+        rotation,
+        ModelList(rotation, client, fleet.ejected),
+        counts,
+        silence_s=config.gateway.silence_s,
+        touch_after_s=config.touch_after_s,
+        token=None if credentials.token is None else credentials.token.token,
+        access_log=config.listen.access_log,
+        most_body_bytes=config.most_body_bytes,
+        pass_through=config.gateway.pass_through,
+        own=own,
+    )
     api = HttpServer(
-        selector_app(
-            *(config.selector, parts, behind, log_state, gateways, families, tokens),
-            meters=[chooser.meter],
-        ),
+        own,
         behind,
         config.selector.listen,
         "lean-selector",

@@ -31,14 +31,17 @@ def workers() -> Iterator[list[OpenAiWorker]]:
 
 @pytest.fixture(scope="module")
 def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
-    with RunningGateway(*(each.url for each in workers), knows=2) as running:
+    urls = (each.url for each in workers)
+    with RunningGateway(*urls, "--pass-through", "all", knows=2) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def small(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
     """Takes bodies of a megabyte and no more."""
-    with RunningGateway(workers[0].url, "--max-body-mb", "1", knows=1) as running:
+    with RunningGateway(
+        workers[0].url, "--max-body-mb", "1", "--pass-through", "all", knows=1
+    ) as running:
         yield running
 
 
@@ -218,8 +221,9 @@ def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
     blob = os.urandom(300_000)
     answer = gateway.ask("POST", "/echo?a=b", raw=blob, headers={"content-type": "x/y"})
     assert (answer.status, answer.body) == (200, blob)
-    assert gateway.ask("GET", "/health").status == 200
     assert gateway.ask("GET", "/nowhere").json() == {"detail": "Not Found"}
+    assert gateway.ask("GET", "/health").json() == {"status": "ok"}
+    assert gateway.ask("GET", "/ready").json()["schedulable_workers"] == 2
     head = gateway.ask("HEAD", "/v1/models")
     assert (head.status, head.body) == (200, b"")
 
@@ -321,7 +325,8 @@ def test_a_client_that_hangs_up_leaves_nothing_behind_and_the_worker_stops(
 
 def test_a_slow_client_slows_its_worker_down(workers: list[OpenAiWorker]) -> None:
     """What a client does not take waits at the worker, and not in the gateway."""
-    with RunningGateway(workers[0].url, "--prompts", "off", knows=1) as gateway:
+    flags = ("--prompts", "off", "--pass-through", "all")
+    with RunningGateway(workers[0].url, *flags, knows=1) as gateway:
         blob = os.urandom(24 << 20)
         with closing(socket.socket()) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)

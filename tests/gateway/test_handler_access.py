@@ -57,10 +57,12 @@ def test_models_are_for_those_who_may_look_and_anything_else_for_those_who_may_a
 ) -> None:
     assert gateway.ask("GET", "/v1/models").status == 401
     assert gateway.ask("GET", "/v1/models", headers=bearer(READ)).status == 200
-    for path in ("/health", "/metrics", "/version", "/nothing"):
+    for path in ("/health", "/ready"):
+        assert gateway.ask("GET", path).status in (200, 503)
+    for path in ("/metrics", "/version", "/nothing"):
         assert gateway.ask("GET", path).status == 401
         assert gateway.ask("GET", path, headers=bearer(READ)).status == 403
-    assert gateway.ask("POST", "/echo", {}, bearer(WRITE)).status == 200
+    assert gateway.ask("POST", "/nothing", {}, bearer(WRITE)).status == 404
 
 
 def test_the_port_of_its_selector_asks_for_them_too(gateway: RunningGateway) -> None:

@@ -44,6 +44,7 @@ class Workers:
         self, workers: dict[int, str], model: str = MODEL, block_size: int = BLOCK_SIZE
     ) -> None:
         self.served = Served(model, "default", block_size, False, workers)
+        self.out: set[str] = set()  # base URLs
 
     def model(self, model_name: str, tenant_id: str) -> Served | None:
         served = self.served
@@ -51,6 +52,9 @@ class Workers:
 
     def models(self, tenant_id: str) -> Sequence[str]:
         return [self.served.model_name] if tenant_id == "default" else []
+
+    def ejected(self) -> set[str]:
+        return self.out
 
 
 @asynccontextmanager
@@ -240,6 +244,24 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
         routed = await prompts.of(CHAT, chat())
         late = Unknown(Why.TIMEOUT, f"POST {engine.url}/tokenize: no answer in 0.05 s")
         assert is_load_only(routed, late)
+
+
+@on_loop
+async def test_an_ejected_worker_is_not_asked_while_there_are_others() -> None:
+    async with talking_engine() as well, talking_engine() as out:
+        workers = Workers({1: out.url, 2: well.url})
+        workers.out.add(out.url)
+        settings = PromptSettings(mode=Mode.TOKENIZE)
+        prompts = Prompts(settings, workers, OutboundClient(Resolver().resolve))
+        try:
+            for number in range(4):
+                await prompts.of(TEXT, text(f"Which is number {number}?"))
+            assert [len(each.asked("/tokenize")) for each in (out, well)] == [0, 4]
+            workers.out.add(well.url)
+            await prompts.of(TEXT, text("And if all are?"))
+            assert sum(len(each.asked("/tokenize")) for each in (out, well)) == 5
+        finally:
+            await prompts.close()
 
 
 @on_loop
