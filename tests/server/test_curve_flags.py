@@ -19,23 +19,13 @@ from lean_selector.tools.keys import write_pair
 from tests.support.running_service import free_port
 
 OF_REPLICA = "--replica-sync-curve-secret-key-file"
-OF_PEERS = "--replica-sync-curve-peer-keys-file"
 OF_SERVERS = "--kv-events-curve-server-keys-file"
 OF_US = "--kv-events-curve-secret-key-file"
 PAIR = new_pair()
 
 
-class Complaint(Exception):
-    pass
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise Complaint(message)
-
-
 def configured(*flags: str) -> SelectorConfig:
-    parser = Parser(allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, SelectorConfig)
     return load(parser, SelectorConfig, flags, {})
 
@@ -50,20 +40,6 @@ def test_without_flags_nothing_is_encrypted() -> None:
     config = configured("--replica-sync-port", "9092")
     assert config.engine_keys == EngineKeys()
     assert config.replica_keys == ReplicaKeys()
-
-
-@pytest.mark.parametrize(
-    ("flags", "fault"),
-    [
-        ((OF_REPLICA, "a"), f"{OF_REPLICA} requires --replica-sync-bind or --replica-sync-port"),
-        (("--replica-sync-port", "9092", OF_PEERS, "a"), f"{OF_PEERS} requires {OF_REPLICA}"),
-        ((OF_US, "a"), f"{OF_US} requires {OF_SERVERS}"),
-    ],
-)
-def test_half_of_the_flags_is_refused(flags: tuple[str, ...], fault: str) -> None:
-    with pytest.raises(Complaint) as told:
-        configured(*flags)
-    assert str(told.value) == fault
 
 
 def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:

@@ -212,6 +212,19 @@ def test_a_file_that_cannot_be_read_ends_the_start(
     assert "it.toml: Invalid value" in refused(FILE, str(tmp_path / "it.toml"))
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [["--nope"], ["--size"], ["--siz", "1"], ["extra"], ["--name"]],
+    ids=["unknown", "no number", "abbreviated", "positional", "no text"],
+)
+def test_a_usage_error_is_one_line(argv: list[str], refused: Callable[..., str]) -> None:
+    refused(*argv)
+
+
+def test_a_negative_number_can_follow_its_flag() -> None:
+    assert told("--limit", "-1").group.limit == -1.0
+
+
 def test_what_does_not_go_together_ends_the_start(refused: Callable[..., str]) -> None:
     assert refused("--on", MODE="slow") == "--on excludes --mode slow"
 

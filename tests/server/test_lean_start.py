@@ -37,6 +37,7 @@ OFF = (
 def test_what_is_off_is_not_imported(module: str) -> None:
     with RunningService(module=module, env={"PYTHONPROFILEIMPORTTIME": "1"}) as service:
         assert service.get("/health")[0] == 200
+        assert service.post("/route/v1/completions", {"model": "m", "prompt": "a"})[0] == 404
         _, log = service.stop()
     imported = set(re.findall(r"\| +(lean_selector[\w.]*)$", log, re.M))
     assert len(imported) > 40

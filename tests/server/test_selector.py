@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tests.support.running_service import DEADLINE_S, RunningService, free_port,
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 PROMPT = {"block_hashes": [1], "sequence_hashes": [2], "isl_tokens": 32}
-STOPS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
 def worker(**changes: Any) -> dict[str, Any]:
@@ -29,14 +28,45 @@ def worker(**changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
-class Raw:
-    """A connection that sends what it is told to, when it is told to."""
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
-    def __init__(self, service: RunningService) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
 
-    def send(self, text: str) -> None:
-        self.socket.sendall(text.encode())
+class Connection:
+    """Sends what it is told to, when it is told to; to a port of this host, or a UNIX socket."""
+
+    def __init__(self, to: int | Path) -> None:
+        self.socket = socket.socket(socket.AF_INET if isinstance(to, int) else socket.AF_UNIX)
+        self.socket.settimeout(DEADLINE_S)
+        try:
+            self.socket.connect(("127.0.0.1", to) if isinstance(to, int) else str(to))
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def post(self, path: str, body: object, sent: int | None = None) -> bytes:
+        """Sends a request, or the first `sent` bytes of its body; returns the others."""
+        content = json.dumps(body).encode()
+        self.send(
+            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (path.encode(), len(content), content[:sent])
+        )
+        return b"" if sent is None else content[sent:]
+
+    def read(self) -> bytes:
+        """One answer, of which only the end says that it is whole: `{"status":"ok"}`."""
+        text = b""
+        while not text.endswith(b"}") and (piece := self.socket.recv(65536)):
+            text += piece
+        return text
 
     def read_all(self) -> str:
         """Everything until the server closes."""
@@ -45,30 +75,14 @@ class Raw:
             text += chunk
         return text.decode()
 
-    def close(self) -> None:
-        self.socket.close()
+    def exchange(self, request: bytes = GET) -> bytes:
+        self.send(request)
+        return self.read()
 
 
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-def connect_to(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), DEADLINE_S)
-
-
-def connect_tcp(service: RunningService) -> socket.socket:
-    return connect_to(service.port)
-
-
-def connect_unix(path: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(DEADLINE_S)
-        connection.connect(str(path))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def serves(path: Path) -> bool:
+    with Connection(path) as connection:
+        return connection.exchange().endswith(b'{"status":"ok"}')
 
 
 def refuses_connections(service: RunningService) -> bool:
@@ -81,149 +95,96 @@ def refuses_connections(service: RunningService) -> bool:
     return False
 
 
-def stop_accepting(service: RunningService, number: int) -> None:
-    service.process.send_signal(number)
+def stop_accepting(service: RunningService) -> None:
+    service.process.send_signal(signal.SIGTERM)
     wait_until(lambda: refuses_connections(service), "the service takes no more connections")
+
+
+def pending(service: RunningService) -> int:
+    count: int = service.get("/loads")[1][0]["pending_count"]
+    return count
 
 
 # -- stopping (D14) -------------------------------------------------------------------------------
 
 
-@STOPS
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_service_ends_at_once_with_status_0(number: int) -> None:
-    with RunningService("--drain-secs", "3600") as service:
-        idle = Raw(service)
+    with RunningService("--drain-secs", "3600") as service, Connection(service.port) as idle:
         assert service.stop(number)[0] == 0
         assert idle.read_all() == ""
-        idle.close()
 
 
-@STOPS
-def test_what_is_in_flight_is_answered_and_readiness_is_gone(number: int) -> None:
+def test_what_is_in_flight_is_answered_and_readiness_is_gone() -> None:
     with RunningService("--drain-secs", "3600", env=NO_EVENTS) as service:
         assert service.post("/workers", worker())[0] == 201
-        half = Raw(service)
-        half.send("GET /ready HTTP/1.1\r\nhost: ")
-        body = json.dumps(PROMPT)
-        posting = Raw(service)
-        posting.send(
-            "POST /select HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n{body[:10]}"
-        )
-        wait_until(lambda: service.get("/health")[0] == 200, "both connections are open")
-        stop_accepting(service, number)
-        half.send("x\r\n\r\n")
-        posting.send(body[10:])
-        ready = half.read_all()
+        with Connection(service.port) as half, Connection(service.port) as posting:
+            half.send(b"GET /ready HTTP/1.1\r\nhost: ")
+            rest = posting.post("/select", PROMPT, sent=10)
+            wait_until(lambda: service.get("/health")[0] == 200, "both connections are open")
+            stop_accepting(service)
+            half.send(b"x\r\n\r\n")
+            posting.send(rest)
+            ready, selected = half.read_all(), posting.read_all()
         assert ready.startswith("HTTP/1.1 503 ")
         assert '"ready":false,"schedulable_workers":1' in ready
         assert "connection: close" in ready
-        selected = posting.read_all()
         assert selected.startswith("HTTP/1.1 200 ")
         assert '"worker_id":1' in selected
         assert service.stop()[0] == 0
-        half.close()
-        posting.close()
 
 
-@STOPS
-def test_parked_requests_are_told_that_the_service_stops(number: int) -> None:
+def test_parked_requests_are_told_that_the_service_stops() -> None:
     flags = ("--drain-secs", "3600", "--queue-threshold", "1")
     with RunningService(*flags, env=NO_EVENTS) as service:
         service.post("/workers", worker())
         assert service.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
-        answers: list[tuple[int, Any]] = []
-        waiting = threading.Thread(
-            target=lambda: answers.append(service.post("/select_and_reserve", PROMPT))
-        )
-        waiting.start()
-        # A client that has pipelined a second request behind its parked one.
-        body = json.dumps(PROMPT)
-        post = (
-            "POST /select HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n{body}"
-        )
-        pipelining = Raw(service)
-        pipelining.send(post + post)
-
-        def pending() -> Any:
-            return service.get("/loads")[1][0]["pending_count"]
-
-        wait_until(lambda: bool(pending() == 2), "two requests are parked")
-        assert service.stop(number)[0] == 0
-        waiting.join(DEADLINE_S)
-        assert answers == [(503, {"error": "endpoint subscriber shutdown"})]
-        both = pipelining.read_all()
-        assert both.count("HTTP/1.1 503 ") == both.count("endpoint subscriber shutdown") == 2
-        pipelining.close()
+        with Connection(service.port) as gone:
+            gone.post("/select", PROMPT)
+            wait_until(lambda: pending(service) == 1, "a request is parked")
+        wait_until(lambda: pending(service) == 0, "who hangs up has left the queue")
+        with Connection(service.port) as waiting, Connection(service.port) as pipelining:
+            waiting.post("/select_and_reserve", PROMPT)
+            for _ in range(2):  # the second stands behind the first, which is parked
+                pipelining.post("/select", PROMPT)
+            wait_until(lambda: pending(service) == 2, "two requests are parked")
+            assert service.stop()[0] == 0
+            for connection, count in ((waiting, 1), (pipelining, 2)):
+                told = connection.read_all()
+                assert told.count("HTTP/1.1 503 ") == count
+                assert told.count('{"error":"endpoint subscriber shutdown"}') == count
 
 
-def exchange(connection: socket.socket, request: bytes = GET) -> bytes:
-    """One answer, of which only the end says that it is whole: `{"status":"ok"}`."""
-    connection.sendall(request)
-    return answer_to(connection)
-
-
-def answer_to(connection: socket.socket) -> bytes:
-    text = b""
-    while not text.endswith(b"}"):
-        piece = connection.recv(65536)
-        if not piece:
-            break
-        text += piece
-    return text
-
-
-@STOPS
-def test_a_request_that_crosses_the_signal_is_answered(number: int, tmp_path: Path) -> None:
+def test_a_request_that_crosses_the_signal_is_answered(tmp_path: Path) -> None:
     """The process is stopped while it comes, on connections old and new: nothing is by chance."""
     path = tmp_path / "s"
     with RunningService("--drain-secs", "3600", "--uds", str(path), env=NO_EVENTS) as service:
-        kept = [connect_tcp(service) for _ in range(32)] + [connect_unix(path) for _ in range(32)]
+        places: list[int | Path] = [service.port, path] * 32
+        kept = [Connection(to) for to in places]
         for connection in kept:
-            assert exchange(connection).startswith(b"HTTP/1.1 200 ")
+            assert connection.exchange().startswith(b"HTTP/1.1 200 ")
         service.process.send_signal(signal.SIGSTOP)
-        new = [connect_tcp(service) for _ in range(32)] + [connect_unix(path) for _ in range(32)]
-        for connection in kept + new:
-            connection.sendall(GET)
-        service.process.send_signal(number)
-        service.process.send_signal(signal.SIGCONT)
-        for connection in kept + new:
-            assert answer_to(connection).startswith(b"HTTP/1.1 200 OK\r\n")
-            assert connection.recv(1) == b"", "then it ends without a reset"
-            connection.close()
-        assert service.stop()[0] == 0
-
-
-def test_a_connection_that_goes_quiet_is_closed_without_a_word() -> None:
-    with RunningService("--drain-secs", "3600") as service:
-        used = connect_tcp(service)
-        assert exchange(used).startswith(b"HTTP/1.1 200 ")
+        crossing = kept + [Connection(to) for to in places]
+        for connection in crossing:
+            connection.send(GET)
         service.process.send_signal(signal.SIGTERM)
-        assert used.recv(1) == b""
-        used.close()
+        service.process.send_signal(signal.SIGCONT)
+        for connection in crossing:
+            with connection:
+                assert connection.read().startswith(b"HTTP/1.1 200 OK\r\n")
+                assert connection.read_all() == "", "then it ends without a reset"
         assert service.stop()[0] == 0
 
 
-@STOPS
-def test_a_second_signal_ends_it_at_once(number: int) -> None:
-    with RunningService("--drain-secs", "3600") as service:
-        half = Raw(service)
-        half.send("GET /health HTTP/1.1\r\nhost: x\r\n")
+@pytest.mark.parametrize("drain_s", ["3600", "0.1"], ids=["a second signal", "its time"])
+def test_a_request_that_never_ends_is_not_waited_for_beyond(drain_s: str) -> None:
+    with RunningService("--drain-secs", drain_s) as service, Connection(service.port) as half:
+        half.send(b"GET /health HTTP/1.1\r\nhost: x\r\n")
         wait_until(lambda: service.get("/health")[0] == 200, "the half request was read")
-        stop_accepting(service, number)
-        assert service.process.poll() is None
-        assert service.stop(number)[0] == 0
-        half.close()
-
-
-def test_draining_takes_no_longer_than_it_may() -> None:
-    with RunningService("--drain-secs", "0.1") as service:
-        half = Raw(service)
-        half.send("GET /health HTTP/1.1\r\nhost: x\r\n")
-        wait_until(lambda: service.get("/health")[0] == 200, "the half request was read")
+        if drain_s == "3600":
+            stop_accepting(service)
+            assert service.process.poll() is None
         assert service.stop()[0] == 0
-        half.close()
 
 
 # -- the UNIX socket (D19) ------------------------------------------------------------------------
@@ -231,19 +192,19 @@ def test_draining_takes_no_longer_than_it_may() -> None:
 
 def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with RunningService("--uds", str(path), "--drain-secs", "3600") as old:
-        half = connect_unix(path)
-        half.sendall(GET[:10])
-        assert '{"status":"ok"}' in ask_unix(path)
+    flags = ("--uds", str(path), "--drain-secs", "3600")
+    with RunningService(*flags) as old, Connection(path) as half:
+        half.send(GET[:10])
+        assert serves(path)
+        assert old.get("/health")[0] == 200  # beside TCP
         old.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not path.exists(), "the old process lets go of the path")
-        with RunningService("--uds", str(path)) as new:
-            assert '{"status":"ok"}' in ask_unix(path)
+        with RunningService(*flags) as new:
+            assert serves(path)
             assert old.process.poll() is None, "the old process still drains"
-            assert exchange(half, GET[10:]).startswith(b"HTTP/1.1 200 ")
-            half.close()
+            assert half.exchange(GET[10:]).startswith(b"HTTP/1.1 200 ")
             assert old.stop()[0] == 0
-            assert '{"status":"ok"}' in ask_unix(path)
+            assert serves(path)
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
             assert new.stop()[0] == 0
     assert not path.exists()
@@ -256,8 +217,8 @@ class KeepAliveClients:
     request that was sent and is not answered 200 is lost.
     """
 
-    def __init__(self, count: int, connect: Callable[[], socket.socket]) -> None:
-        self._connect = connect
+    def __init__(self, count: int, to: int | Path) -> None:
+        self._to = to
         self._ends = threading.Event()
         self.answered = [0] * count
         self.lost: list[str] = []
@@ -278,12 +239,12 @@ class KeepAliveClients:
         while not self._ends.is_set():
             if connection is None:
                 try:
-                    connection = self._connect()
+                    connection = Connection(self._to)
                 except (ConnectionRefusedError, FileNotFoundError):
                     self._ends.wait(0.01)
                     continue
             try:
-                answer = exchange(connection)
+                answer = connection.exchange()
             except OSError as error:
                 answer = repr(error).encode()
             if not answer.startswith(b"HTTP/1.1 200 ") or not answer.endswith(b"}"):
@@ -291,10 +252,10 @@ class KeepAliveClients:
                 return
             self.answered[index] += 1
             if b"\r\nconnection: close\r\n" in answer:
-                connection.close()
+                connection.socket.close()
                 connection = None
         if connection is not None:
-            connection.close()
+            connection.socket.close()
 
     def go_on(self, rounds: int = 20) -> None:
         """Every client is answered `rounds` times from now on, or one has lost a request."""
@@ -314,7 +275,7 @@ def test_restarts_on_one_path_lose_no_request(tmp_path: Path) -> None:
     flags = ("--uds", str(path), "--drain-secs", "20")
     with contextlib.ExitStack() as services:
         serving = services.enter_context(RunningService(*flags))
-        with KeepAliveClients(16, lambda: connect_unix(path)) as clients:
+        with KeepAliveClients(16, path) as clients:
             for _ in range(3):
                 clients.go_on()
                 serving.process.send_signal(signal.SIGTERM)
@@ -363,8 +324,8 @@ def gateway(folder: Path, services: list[RunningService]) -> Iterator[int]:
             nonlocal port, process
             if process.poll() == 1:
                 port, process = start()  # somebody was faster, and has the port
-            with contextlib.suppress(OSError), connect_to(port) as connection:
-                return exchange(connection).startswith(b"HTTP/1.1 200 ")
+            with contextlib.suppress(OSError), Connection(port) as connection:
+                return connection.exchange().startswith(b"HTTP/1.1 200 ")
             return False
 
         wait_until(is_up, "the gateway is up")
@@ -378,32 +339,11 @@ def test_services_that_stop_behind_a_gateway_lose_no_request(tmp_path: Path) -> 
     with contextlib.ExitStack() as started:
         services = [started.enter_context(RunningService("--drain-secs", "20")) for _ in range(3)]
         port = started.enter_context(gateway(tmp_path, services))
-        with KeepAliveClients(16, lambda: connect_to(port)) as clients:
+        with KeepAliveClients(16, port) as clients:
             clients.go_on()
             for stopping in services[:2]:
                 assert stopping.stop()[0] == 0
                 clients.go_on()
-
-
-def ask_unix(path: Path) -> str:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(DEADLINE_S)
-        connection.connect(str(path))
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        text = b""
-        while chunk := connection.recv(65536):
-            text += chunk
-        return text.decode()
-
-
-def test_the_unix_socket_serves_beside_tcp_and_goes_with_the_service(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with RunningService("--uds", str(path)) as service:
-        assert '{"status":"ok"}' in ask_unix(path)
-        assert service.get("/health")[0] == 200
-        assert stat.S_IMODE(path.stat().st_mode) == 0o660
-        assert service.stop()[0] == 0
-    assert not path.exists()
 
 
 def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
@@ -411,7 +351,7 @@ def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
     with RunningService("--uds", str(path)):
-        assert '{"status":"ok"}' in ask_unix(path)
+        assert serves(path)
 
 
 def refused_start(*flags: str) -> tuple[int, str]:
@@ -433,7 +373,7 @@ def test_a_unix_socket_that_somebody_serves_is_left_to_them(tmp_path: Path) -> N
             1,
             f"lean-selector: error: Address already in use (os error 98): {path}\n",
         )
-        assert '{"status":"ok"}' in ask_unix(path)
+        assert serves(path)
 
 
 @pytest.mark.parametrize("kind", ["file", "nowhere", "long"])
@@ -470,98 +410,61 @@ def test_an_empty_path_is_no_path() -> None:
 def test_connections_beyond_the_most_are_refused_and_counted() -> None:
     with RunningService("--max-connections", "2", env=NO_EVENTS) as service:
 
-        def admitted() -> socket.socket:
+        def admitted() -> Connection:
             """A connection that is let in: one closed before may not be given up yet."""
-            tried: list[socket.socket] = []
+            tried: list[Connection] = []
 
             def is_let_in() -> bool:
-                tried.append(connect_tcp(service))
-                if exchange(tried[-1]).startswith(b"HTTP/1.1 200 "):
+                tried.append(Connection(service.port))
+                if tried[-1].exchange().startswith(b"HTTP/1.1 200 "):
                     return True
-                tried[-1].close()
+                tried[-1].socket.close()
                 return False
 
             wait_until(is_let_in, "a place is free")
             return tried[-1]
 
-        first, second = admitted(), admitted()
-        third = connect_tcp(service)
-        answer = exchange(third)
-        assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-        assert answer.endswith(b'{"error":"too many connections"}')
-        assert third.recv(1) == b""
-        third.close()
-        second.close()
-        with admitted() as again:
-            again.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            text = b""
-            while piece := again.recv(65536):
-                text += piece
-        assert b"\nlean_selector_http_connections 2\n" in text
-        assert re.search(rb"\nlean_selector_http_connections_refused_total [1-9]", text)
-        first.close()
+        with admitted():
+            with admitted(), Connection(service.port) as third:
+                answer = third.exchange()
+                assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+                assert answer.endswith(b'{"error":"too many connections"}')
+                assert third.read_all() == ""
+            with admitted() as again:
+                again.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                metrics = again.read_all()
+    assert "\nlean_selector_http_connections 2\n" in metrics
+    assert re.search(r"\nlean_selector_http_connections_refused_total [1-9]", metrics)
 
 
-# -- half a hang-up -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/loads", "/dump"])
-def test_a_client_that_closes_its_sending_side_gets_its_answer(path: str) -> None:
+def test_a_client_that_closes_its_sending_side_gets_its_answer() -> None:
     with RunningService(env=NO_EVENTS) as service:
-        for _ in range(5):
-            asking = Raw(service)
-            asking.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n")
-            asking.socket.shutdown(socket.SHUT_WR)
-            assert asking.read_all().startswith("HTTP/1.1 200 ")
-            asking.close()
+        for path in ("/metrics", "/loads", "/dump") * 5:
+            with Connection(service.port) as asking:
+                asking.send(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+                asking.socket.shutdown(socket.SHUT_WR)
+                assert asking.read_all().startswith("HTTP/1.1 200 ")
 
 
 # -- what the clock does --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hasty() -> Iterator[RunningService]:
-    flags = ("--reservation-expiry-secs", "0.5", "--queue-threshold", "1")
-    with RunningService(*flags, "--queue-max-wait-secs", "0.05", env=NO_EVENTS) as service:
+def test_reservations_expire_and_those_who_wait_too_long_are_told_so() -> None:
+    flags = ("--queue-threshold", "1", "--queue-max-wait-secs", "0.05")
+    with RunningService("--reservation-expiry-secs", "0.5", *flags, env=NO_EVENTS) as service:
         service.post("/workers", worker())
-        yield service
+        assert service.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
+        status, body = service.post("/select", PROMPT)
+        if status == 503:  # or else the first has expired, and made room
+            assert body == {"error": "no worker became free within 0.05 seconds"}
+        assert pending(service) == 0
 
+        def active() -> int:
+            count: int = service.get("/loads")[1][0]["loads"][0]["active_requests"]
+            return count
 
-def test_reservations_expire_by_themselves(hasty: RunningService) -> None:
-    assert hasty.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
-
-    def requests() -> Any:
-        return hasty.get("/loads")[1][0]["loads"][0]["active_requests"]
-
-    wait_until(lambda: bool(requests() == 0), "the reservation is gone")
-    assert hasty.request("DELETE", "/reservations/a")[0] == 404
-
-
-def test_who_waits_too_long_is_told_so(hasty: RunningService) -> None:
-    assert hasty.post("/select_and_reserve", PROMPT)[0] == 200
-    status, body = hasty.post("/select_and_reserve", PROMPT)
-    if status == 503:  # or else the first has expired, and made room
-        assert body == {"error": "no worker became free within 0.05 seconds"}
-    assert hasty.get("/loads")[1][0]["pending_count"] == 0
-
-
-def test_a_client_that_hangs_up_is_counted_no_more() -> None:
-    with RunningService("--queue-threshold", "1", env=NO_EVENTS) as service:
-        service.post("/workers", worker())
-        assert service.post("/select_and_reserve", PROMPT)[0] == 200
-        body = json.dumps(PROMPT)
-        gone = Raw(service)
-        gone.send(
-            "POST /select HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n{body}"
-        )
-
-        def pending() -> Any:
-            return service.get("/loads")[1][0]["pending_count"]
-
-        wait_until(lambda: bool(pending() == 1), "the request is parked")
-        gone.close()
-        wait_until(lambda: bool(pending() == 0), "the request has left the queue")
+        wait_until(lambda: active() == 0, "the reservation is gone")
+        assert service.request("DELETE", "/reservations/a")[0] == 404
 
 
 def test_ports_are_chosen_and_named_when_0_is_asked_for() -> None:

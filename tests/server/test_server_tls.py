@@ -3,14 +3,13 @@
 import datetime
 import http.client
 import os
+import re
 import signal
 import socket
 import ssl
 import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC
 from pathlib import Path
@@ -38,78 +37,47 @@ def files(tmp_path: Path) -> Files:
 # -- files that are refused ------------------------------------------------------------------------
 
 
-def _other_key(files: Files) -> str:
-    files.key.write_bytes(OURS.issue(HOST).private_key_pem.bytes())
+def other_key() -> bytes:
+    return bytes(OURS.issue(HOST).private_key_pem.bytes())
+
+
+def not_its_key(files: Files) -> str:
+    files.key.write_bytes(other_key())
     return f"--tls-key: {files.key} is not the key of the certificate in {files.cert}"
 
 
-def _no_cert(files: Files) -> str:
-    files.cert.unlink()
-    return f"--tls-cert: {files.cert}: No such file or directory"
-
-
-def _no_key(files: Files) -> str:
-    files.key.unlink()
-    return f"--tls-key: {files.key}: No such file or directory"
-
-
-def _cert_is_text(files: Files) -> str:
-    files.cert.write_text("hello")
-    return f"--tls-cert: {files.cert} holds no certificates in PEM"
-
-
-def _key_is_text(files: Files) -> str:
-    files.key.write_text("hello")
-    return f"--tls-key: {files.key} holds no private key in PEM"
-
-
-def _locked_key(files: Files) -> str:
-    files.key.write_text(LOCKED_KEY)
-    return f"--tls-key: {files.key}: a key with a passphrase is not supported"
-
-
-def _ca_is_text(files: Files) -> str:
-    files.ca.write_text("hello")
-    return f"--tls-client-ca: {files.ca} holds no certificates in PEM"
-
-
 @pytest.mark.parametrize(
-    "spoil",
-    [_other_key, _no_cert, _no_key, _cert_is_text, _key_is_text, _locked_key, _ca_is_text],
+    ("name", "content", "said"),
+    [
+        ("key", other_key(), "--tls-key: {} is not the key of the certificate in "),
+        ("cert", None, "--tls-cert: {}: No such file or directory"),
+        ("key", None, "--tls-key: {}: No such file or directory"),
+        ("cert", b"hello", "--tls-cert: {} holds no certificates in PEM"),
+        ("key", b"hello", "--tls-key: {} holds no private key in PEM"),
+        ("key", LOCKED_KEY.encode(), "--tls-key: {}: a key with a passphrase is not supported"),
+        ("ca", b"hello", "--tls-client-ca: {} holds no certificates in PEM"),
+    ],
+    ids=lambda given: None if isinstance(given, str) else "content",  # keys are new in each process
 )
 def test_files_that_do_not_fit_are_named_with_their_flag(
-    files: Files, spoil: Callable[[Files], str]
+    files: Files, name: str, content: bytes | None, said: str
 ) -> None:
-    said = spoil(files)
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - compared as a whole
+    path: Path = getattr(files, name)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(said.format(path))):
         server_context(TlsFiles(cert=str(files.cert), key=str(files.key), client_ca=str(files.ca)))
-    assert str(refused.value) == said
 
 
-@pytest.mark.parametrize("module", ["lean_selector", "lean_selector.slot_tracker"])
-def test_a_wrong_pair_is_no_start(files: Files, module: str) -> None:
-    said = _other_key(files)
+def test_a_wrong_pair_is_no_start(files: Files) -> None:
+    said = not_its_key(files)
     flags = ["--port", "0", "--tls-cert", str(files.cert), "--tls-key", str(files.key)]
     done = subprocess.run(
-        [sys.executable, "-m", module, *flags], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "lean_selector", *flags], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(f"error: {said}")
-
-
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [("--tls-cert", "--tls-key"), ("--tls-key", "--tls-cert"), ("--tls-client-ca", "--tls-cert")],
-)
-def test_a_flag_that_needs_another_says_so(given: str, missing: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lean_selector", given, "x.pem"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr == f"lean-selector: error: {given} requires {missing}\n"
 
 
 # -- what the services do over it ------------------------------------------------------------------
@@ -186,33 +154,6 @@ class _Gateway(TlsService):
             self.port = port
 
 
-def test_a_stop_answers_what_is_parked_and_what_still_comes(files: Files) -> None:
-    with TlsService(files, OURS, "--queue-threshold", "0.1") as service:
-        kept, parked = service.connection(), service.connection()
-        worker = {**WORKER, "max_num_batched_tokens": 16, "total_kv_blocks": 100}
-        assert (
-            ask(kept, "POST", "/workers", {**worker, "kv_events_endpoint": "tcp://127.0.0.1:9"})[0]
-            == 201
-        )
-        assert ask(kept, "POST", "/select_and_reserve", {"reservation_id": "a", **PROMPT})[0] == 200
-        answers: list[tuple[int, object]] = []
-        waiting = threading.Thread(
-            target=lambda: answers.append(ask(parked, "POST", "/select", PROMPT))
-        )
-        waiting.start()
-        wait_until(
-            lambda: _sample(ask(kept, "GET", "/metrics")[1], "dynamo_queued_requests") == 1,
-            "a request waits",
-        )
-        service.process.send_signal(signal.SIGTERM)
-        waiting.join(20.0)
-        assert [status for status, _ in answers] == [503]
-        kept.request("GET", "/health")
-        last = kept.getresponse()
-        assert (last.status, last.headers["connection"]) == (200, "close")
-        assert service.stop()[0] == 0
-
-
 def _sample(metrics: str, name: str) -> float:
     return sum(
         float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(name)
@@ -270,40 +211,6 @@ def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(
-    ("issuer", "name", "expired"),
-    [(STRANGERS, HOST, False), (OURS, "elsewhere.test", False), (OURS, HOST, True)],
-    ids=["another authority's", "another name", "expired"],
-)
-def test_a_client_refuses_a_service_with_a_wrong_certificate(
-    tmp_path: Path, issuer: Authority, name: str, expired: bool
-) -> None:
-    files = Files(tmp_path, issuer, issuer.issue(name, expired=expired))
-    path = str(tmp_path / "s")
-    flags = ("--tls-cert", str(files.cert), "--tls-key", str(files.key), "--uds", path)
-    with _BesideTls(path, *flags) as service:
-        connection = http.client.HTTPSConnection(
-            HOST, service.port, timeout=20.0, context=OURS.client()
-        )
-        with closing(connection), pytest.raises(ssl.SSLCertVerificationError):
-            connection.request("GET", "/health")
-
-
-class _BesideTls(RunningService):
-    """Whether it is up is seen on its UNIX socket."""
-
-    def __init__(self, path: str, *flags: str) -> None:
-        super().__init__(*flags, module="lean_selector.slot_tracker")
-        self._path = path
-
-    def is_healthy(self) -> bool:
-        try:
-            with closing(_UnixConnection(self._path)) as beside:
-                return ask(beside, "GET", "/health")[0] == 200
-        except OSError:
-            return False
-
-
 # -- files that change -----------------------------------------------------------------------------
 
 
@@ -345,7 +252,7 @@ def test_the_last_second_of_the_certificate_is_told_and_follows_the_files(files:
         files.write(OURS.issue(HOST, not_after=second))
         wait_until(lambda: _last_second(service) == second.timestamp(), "it is the new one's")
         files.write(OURS.issue(HOST, not_after=first))
-        said = _other_key(files)
+        said = not_its_key(files)
         wait_until(lambda: said in service.log(), "the log says why")
         assert _last_second(service) == second.timestamp(), "what is shown is still the last one"
 
@@ -358,7 +265,7 @@ def test_nothing_is_told_of_a_certificate_where_there_is_none() -> None:
 def test_a_broken_pair_leaves_the_old_one_and_says_why(files: Files) -> None:
     with TlsService(files, OURS) as service:
         right = files.key.read_bytes()
-        said = _other_key(files)
+        said = not_its_key(files)
         wait_until(lambda: said in service.log(), "the log says why")
         assert service.get("/health")[0] == 200
         metrics = str(service.get("/metrics")[1])

@@ -1,0 +1,165 @@
+"""Flags that need or exclude each other, and values that mean more than they say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lean_selector.events.names import Resolver
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.server.flags import OneLineParser, add_flags, load
+from lean_selector.server.gateway_flags import GatewayConfig
+from lean_selector.server.gateway_routes import prompts_of
+from lean_selector.server.host import StartError
+from lean_selector.server.selector_flags import SelectorConfig
+from tests.gateway.test_prompts import Workers
+
+
+def gateway(words: str) -> GatewayConfig:
+    parser = OneLineParser(prog="lean-selector gateway", allow_abbrev=False)
+    add_flags(parser, GatewayConfig)
+    return load(parser, GatewayConfig, words.split(), {})
+
+
+def selector(words: str) -> SelectorConfig:
+    parser = OneLineParser(prog="lean-selector", allow_abbrev=False)
+    add_flags(parser, SelectorConfig)
+    return load(parser, SelectorConfig, words.split(), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--prompts guess", "--prompts: invalid value `guess`: expected one of tokenize"),
+        ("--prompts learn", "--prompts: invalid value `learn`: learning needs the engines'"),
+        ("--prompts local", "--prompts local needs --prompts-tokenizer"),
+        ("--prompts-memory-mb 0", "expected 1 to"),
+        ("--prompts-tokenize-from -1", "expected 0 to"),
+        ("--prompts-tokenize-timeout-secs 0", "expected at least"),
+        ("--lifecycle-from tcp:127.0.0.1:1", "--lifecycle-from: invalid value"),
+        ("--lifecycle-allow 10.0.0.0/8", "--lifecycle-allow requires --lifecycle-from"),
+        (
+            "--lifecycle-from syslog:127.0.0.1:1 --lifecycle-allow 10.0.0.1/8",
+            "--lifecycle-allow: invalid value `10.0.0.1/8`",
+        ),
+        ("--tls-cert x", "--tls-cert requires --tls-key"),
+        ("--tls-key x", "--tls-key requires --tls-cert"),
+        ("--tls-client-ca x", "--tls-client-ca requires --tls-cert"),
+        ("--peer-cert-file x", "--peer-cert-file requires --peer-key-file"),
+        ("--worker-key-file x", "--worker-key-file requires --worker-cert-file"),
+        (
+            "--replica-sync-curve-secret-key-file a",
+            "--replica-sync-curve-secret-key-file requires"
+            " --replica-sync-bind or --replica-sync-port",
+        ),
+        (
+            "--replica-sync-port 9092 --replica-sync-curve-peer-keys-file a",
+            "--replica-sync-curve-peer-keys-file requires --replica-sync-curve-secret-key-file",
+        ),
+        (
+            "--kv-events-curve-secret-key-file a",
+            "--kv-events-curve-secret-key-file requires --kv-events-curve-server-keys-file",
+        ),
+        ("--replica-sync-peers tcp://a:1", "--replica-sync-port"),
+        (
+            "--replica-sync-port 9092 --replica-sync-peers tcp://a:1,foo",
+            "invalid replica peer endpoint `foo`",  # as the reference has it
+        ),
+        ("--no-router-assume-kv-reuse --router-assume-kv-reuse on", "exclude each other"),
+        ("--router-predicted-ttl-secs 5 --use-kv-events off", "use_kv_events=true"),
+        ("--router-approximate-cache-policy lru", "lru"),
+    ],
+)
+def test_what_cannot_go_together_ends_the_start(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        selector(words)
+    line = capsys.readouterr().err
+    assert (ended.value.code, line.count("\n")) == (2, 1)
+    assert said in line
+
+
+# -- the gateway's workers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        ("http://a:8000/v1 http://b:8000/v1/", ["http://a:8000", "http://b:8000"]),
+        ("http://A:8000 http://a:8000/v1 http://a:8000/", ["http://a:8000"]),
+        ("https://a", ["https://a:443"]),
+    ],
+)
+def test_a_worker_s_url_may_be_the_one_that_openai_s_clients_have(
+    words: str, workers: list[str]
+) -> None:
+    config = gateway(words)
+    assert config.gateway.workers == workers
+    assert config.selector.discover.targets == [f"url:{each}" for each in workers]
+
+
+@pytest.mark.parametrize(
+    "rest", ["?x", "/llama", "/llama/v1", "/v2", "/v1/models", "/?x", "/v1?x=1", "/#x"]
+)
+def test_a_path_that_would_be_left_out_ends_the_start(
+    rest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gateway(f"http://a{rest}")
+    assert f"`http://a{rest}`: expected http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_the_selector_in_it_is_told_what_the_gateway_is_but_has_a_port_of_its_own() -> None:
+    config = gateway("http://a --reservation-expiry-secs 90 --port 1 --uds /x --selector-port 2")
+    inner = config.selector
+    assert (config.listen.port, config.listen.uds, config.touch_after_s) == (1, "/x", 30.0)
+    assert (inner.listen.port, inner.listen.uds) == (2, None)
+    assert inner.settings.reservation_expiry_s == 90.0
+    assert (inner.prompts.settings, inner.settings.needs_kv_events) == (None, False)
+    assert gateway("http://a").selector.discover.defaults == '{"block_size": 16}'
+    assert gateway("http://a --discover-defaults {}").selector.discover.defaults == "{}"
+
+
+# -- how prompts become blocks ---------------------------------------------------------------------
+
+
+def settings_of(config: SelectorConfig) -> PromptSettings:
+    settings = config.prompts.settings
+    assert settings is not None
+    return settings
+
+
+def test_each_way_in_has_its_default() -> None:
+    learning = settings_of(gateway("http://a"))
+    assert (learning.mode, learning.ask_from_bytes) == (Mode.LEARN, 16_384)
+    assert learning.memory_bytes == 128 << 20
+    assert selector("").prompts.settings is None
+    tokenizing = settings_of(selector("--prompts tokenize"))
+    assert (tokenizing.mode, tokenizing.ask_from_bytes) == (Mode.TOKENIZE, 0)
+    given = settings_of(
+        gateway(
+            "http://a --prompts tokenize --prompts-memory-mb 2 --prompts-tokenize-from none"
+            " --prompts-tokenize-timeout-secs 0.5"
+        )
+    )
+    assert (given.memory_bytes, given.ask_timeout_s) == (2 << 20, 0.5)
+    assert given.ask_from_bytes > 1 << 30
+
+
+def started_with(tokenizer: str) -> object:
+    settings = PromptSettings(mode=Mode.LOCAL, tokenizer=tokenizer)
+    return prompts_of(settings, Workers({}), OutboundClient(Resolver().resolve))
+
+
+def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    with pytest.raises(StartError, match=r"--prompts-tokenizer: .*tokenizer\.json"):
+        started_with(str(tmp_path))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(StartError, match=r"lean-selector\[tokenizers\]"):
+        started_with("/nowhere")
