@@ -1,6 +1,14 @@
-"""Stories of one source, told to the cursor; the last one tells random ones."""
+"""What a source tells its cursor, story by story; the last one tells random ones.
+
+A story is steps, with `;` between them. `live 0 5` are batches of these numbers, `replay 2-4` such
+as come out of a replay, `other 2` is a replayed batch with another content; behind a colon stand
+the verdicts (Apply, Ignore, Hold, Restart), where they are not to apply each. `end` and `fail` end
+a replay and name the kept batches that are then applied, `held` such that still are. `lost=4` is
+what the cursor says by then.
+"""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -11,286 +19,299 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lean_selector.core.index import kv_cursor
 from lean_selector.core.index.kv_cursor import UNSET_SEQ, BatchVerdict, KvCursor, SourceState
 
-APPLY, IGNORE, HOLD, RESTART = (
-    BatchVerdict.APPLY,
-    BatchVerdict.IGNORE,
-    BatchVerdict.HOLD,
-    BatchVerdict.RESTART,
-)
-
-
-def live(cursor: KvCursor, *seqs: int) -> list[BatchVerdict]:
-    return [cursor.live(seq, b"%d" % seq) for seq in seqs]
-
-
-def replayed(cursor: KvCursor, *seqs: int) -> list[BatchVerdict]:
-    return [cursor.replayed(seq, b"%d" % seq) for seq in seqs]
+VERDICTS = {verdict.name[0]: verdict for verdict in BatchVerdict}
+APPLY, IGNORE, RESTART = VERDICTS["A"], VERDICTS["I"], VERDICTS["R"]
 
 
 def held(cursor: KvCursor) -> list[int]:
     return [int(payload) for payload in iter(cursor.next_held, None)]
 
 
-def after_gap() -> KvCursor:
-    """0 and 1 applied, 2 and 3 missing, 4 applied; the replay requested, from 1 on."""
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0, 1, 4)
-    assert cursor.replay_from == 1
-    cursor.replay_started()
-    assert replayed(cursor, 1) == [IGNORE]
-    return cursor
+def numbers_of(words: list[str]) -> Iterator[int]:
+    for word in words:
+        first, _, last = word.replace("LARGEST", str(UNSET_SEQ)).partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
-def before_answer() -> KvCursor:
-    """The same, but nothing of the replay has come."""
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0, 1, 4)
-    cursor.replay_started()
-    return cursor
+def judge(cursor: KvCursor, verb: str, numbers: list[int]) -> list[BatchVerdict]:
+    if verb == "live":
+        return [cursor.live(seq, b"%d" % seq) for seq in numbers]
+    if verb == "replay":
+        return [cursor.replayed(seq, b"%d" % seq) for seq in numbers]
+    return [cursor.replayed(seq, b"of another") for seq in numbers]
 
 
-def test_a_source_is_connecting_until_its_first_batch() -> None:
-    cursor = KvCursor(can_replay=False)
-    assert (cursor.state, cursor.watermark) == (SourceState.CONNECTING, None)
-    assert live(cursor, 0, 1, 2) == [APPLY] * 3
-    assert (cursor.state, cursor.watermark, cursor.last_live) == (SourceState.LIVE, 2, 2)
+def said(cursor: KvCursor, name: str) -> object:
+    value = getattr(cursor, name)
+    return value.value if isinstance(value, SourceState) else value
 
 
-def test_a_gap_without_replay_is_lost_and_the_batch_applied() -> None:
-    cursor = KvCursor(can_replay=False)
-    assert live(cursor, 0, 5) == [APPLY, APPLY]
-    assert (cursor.lost, cursor.gaps, cursor.state) == (4, 1, SourceState.DEGRADED)
-    assert cursor.replay_from is None
-
-
-def test_a_first_batch_beyond_zero_is_a_gap_from_zero() -> None:
-    cursor = KvCursor(can_replay=True)
-    assert live(cursor, 7) == [APPLY]
-    assert (cursor.replay_from, cursor.lag, cursor.state) == (0, 7, SourceState.REPLAYING)
-
-
-def test_a_full_replay_brings_the_source_back() -> None:
-    cursor = after_gap()
-    assert cursor.replay_from is None
-    assert replayed(cursor, 2, 3, 4) == [APPLY] * 3
-    assert cursor.state is SourceState.REPLAYING
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.watermark, cursor.replayed_batches) == (SourceState.LIVE, 4, 3)
-    assert live(cursor, 5) == [APPLY]
-
-
-def test_live_batches_are_applied_while_nobody_answers_the_replay() -> None:
-    cursor = before_answer()
-    assert live(cursor, 5, 6) == [APPLY, APPLY]
-    cursor.replay_failed()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.replay_from, cursor.watermark) == (SourceState.DEGRADED, 1, 6)
-    assert live(cursor, 7) == [APPLY]
-
-
-def test_what_a_replay_does_not_carry_is_applied_again_after_it() -> None:
-    cursor = before_answer()
-    assert live(cursor, 5, 6) == [APPLY, APPLY]
-    assert replayed(cursor, 1, 2, 3, 4, 5) == [IGNORE] + [APPLY] * 4
-    assert live(cursor, 7) == [HOLD]
-    assert cursor.lag == 2 + 3
-    cursor.replay_finished()
-    assert held(cursor) == [6, 7]
-    assert (cursor.state, cursor.watermark, cursor.lag) == (SourceState.LIVE, 7, 0)
-
-
-def test_live_duplicates_of_replayed_batches_are_ignored() -> None:
-    cursor = after_gap()
-    replayed(cursor, 2, 3, 4, 5, 6)
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert live(cursor, 5, 6, 7) == [IGNORE, IGNORE, APPLY]
-    assert cursor.restarts == 0
-
-
-def test_a_replay_that_repeats_itself_is_applied_once() -> None:
-    cursor = after_gap()
-    assert replayed(cursor, 2, 2, 3, UNSET_SEQ, 4) == [APPLY, IGNORE, APPLY, IGNORE, APPLY]
-
-
-def test_batches_that_the_engine_has_forgotten_are_lost() -> None:
-    cursor = after_gap()
-    assert replayed(cursor, 3) == [APPLY]
-    replayed(cursor, 4)
-    cursor.replay_finished()
-    held(cursor)
-    assert (cursor.lost, cursor.state, cursor.replay_from) == (1, SourceState.DEGRADED, None)
-
-
-def test_an_empty_replay_loses_the_gap_and_is_not_repeated() -> None:
-    cursor = before_answer()
-    cursor.replay_finished()
-    held(cursor)
-    assert (cursor.lost, cursor.lag, cursor.replay_from, cursor.watermark) == (2, 0, None, 4)
-
-
-def test_a_replay_that_stops_midway_is_asked_for_again_from_there() -> None:
-    cursor = before_answer()
-    live(cursor, 5)
-    replayed(cursor, 1, 2)
-    cursor.replay_failed()
-    assert held(cursor) == [5]
-    assert (cursor.replay_from, cursor.state, cursor.watermark) == (2, SourceState.DEGRADED, 5)
-    cursor.replay_started()
-    replayed(cursor, 2, 3, 4, 5)
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert cursor.state is SourceState.LIVE
-
-
-def test_a_replay_short_of_nothing_but_its_end_marker_is_complete() -> None:
-    cursor = after_gap()
-    replayed(cursor, 2, 3, 4)
-    cursor.replay_failed()
-    assert held(cursor) == []
-    assert cursor.state is SourceState.LIVE
-
-
-def test_a_second_gap_during_a_replay_is_asked_for_after_it() -> None:
-    cursor = after_gap()
-    replayed(cursor, 2, 3, 4)
-    assert live(cursor, 7) == [HOLD]
-    cursor.replay_finished()
-    assert held(cursor) == [7]
-    assert (cursor.replay_from, cursor.gaps) == (4, 2)
-
-
-def test_a_second_gap_before_the_replay_answers_is_part_of_it() -> None:
-    cursor = before_answer()
-    assert live(cursor, 6) == [APPLY]
-    assert cursor.lag == 3
-    replayed(cursor, 1, 2, 3, 4, 5, 6)
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert cursor.state is SourceState.LIVE
-
-
-def test_an_empty_replay_says_nothing_of_gaps_that_came_after_it_was_asked_for() -> None:
-    """Its answer may be older than they are."""
-    cursor = connected(KvCursor(can_replay=True))
-    assert live(cursor, 0, 1, 2, 9, 10) == [APPLY] * 5
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert (cursor.lost, cursor.unknown, cursor.lag, cursor.replay_from) == (0, 0, 6, 0)
-    cursor.replay_started()
-    replayed(cursor, *range(11))
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.watermark) == (SourceState.LIVE, 10)
-
-
-def test_a_first_batch_that_nobody_answers_for_any_more_is_not_known_of() -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    live(cursor, 9)
-    for lag in (9, 0):
-        cursor.replay_finished()
-        assert held(cursor) == []
-        assert (cursor.lost, cursor.unknown, cursor.lag) == (0, 9 - lag, lag)
-        if lag:
-            assert cursor.state is SourceState.REPLAYING
+def tell(cursor: KvCursor, step: str) -> None:
+    head, _, expected = step.partition(":")
+    verb, *words = head.split()
+    if "=" in verb:
+        names = [word.partition("=")[0] for word in (verb, *words)]
+        assert " ".join(f"{name}={said(cursor, name)}" for name in names) == head.strip()
+        return
+    numbers = list(numbers_of(words))
+    match verb:
+        case "live" | "replay" | "other":
+            verdicts = [VERDICTS[name] for name in expected.split()] or [APPLY] * len(numbers)
+            assert judge(cursor, verb, numbers) == verdicts
+        case "ask":
             cursor.replay_started()
-    assert (cursor.state, cursor.replay_from) == (SourceState.PARTIAL, None)
+        case "end":
+            verdict = cursor.replay_finished()
+            assert verdict is (RESTART if expected else IGNORE)
+            assert expected or held(cursor) == numbers
+        case "fail":
+            cursor.replay_failed()
+            assert held(cursor) == numbers
+        case "interrupt":
+            assert cursor.replay_interrupted()
+            assert held(cursor) == numbers
+        case "held":
+            assert held(cursor) == numbers
+        case "resume":
+            cursor.resume_at(*numbers)
+        case _:
+            {"connect": cursor.connected, "clear": cursor.cleared, "lose": cursor.lose}[verb]()
 
 
-def test_an_empty_replay_loses_what_was_missing_and_not_what_has_been_since() -> None:
-    cursor = before_answer()
-    live(cursor, 5, 8)
-    cursor.replay_finished()
-    held(cursor)
-    assert (cursor.lost, cursor.lag, cursor.replay_from) == (2, 2, 4)
-    cursor.replay_started()
-    cursor.replay_finished()
-    held(cursor)
-    assert (cursor.lost, cursor.lag, cursor.replay_from) == (4, 0, None)
+def play(cursor: KvCursor, story: str) -> KvCursor:
+    for step in filter(str.strip, story.replace("\n", " ").split(";")):
+        tell(cursor, step)
+    return cursor
 
 
-def test_a_number_that_does_not_grow_is_a_new_publisher() -> None:
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0, 1, 2)
-    assert live(cursor, 2) == [RESTART]
-    assert (cursor.replay_from, cursor.restarts) == (0, 1)
-    cursor.replay_started()
-    replayed(cursor, 0)
-    assert live(cursor, 0) == [RESTART]
-    assert (cursor.is_settled, cursor.state, cursor.watermark) == (True, SourceState.LIVE, 0)
-    assert replayed(cursor, 1) == [IGNORE]
+# 0 and 1 applied, 2 and 3 missing, 4 applied; the replay requested, from 1 on.
+ASKED = "live 0 1 4; replay_from=1; ask;"
+ANSWERED = ASKED + "replay 1: I;"
+NEW = "connect; ask;"
+# 0 to 2 heard live, 3 and 4 out of a replay after the connection was lost.
+FOLLOWED = "live 0-2; connect; replay_from=2; ask; replay 2-4: I A A; end;"
+
+WITHOUT_REPLAY = {
+    "a source is connecting until its first batch": (
+        "state=connecting watermark=None; live 0-2; state=live watermark=2 last_live=2"
+    ),
+    "a gap is lost, and what is lost adds up until a restart": (
+        "live 0 5; lost=4 gaps=1 state=degraded replay_from=None; live 8; lost=6 gaps=2;"
+        "lose; lose; lost=8; live 0 0: R R; lost=0 restarts=2 state=live"
+    ),
+    "a clear makes what was missing before it irrelevant": "live 0 3; clear; state=live",
+    "the largest number is applied and leaves a fresh cursor": (
+        "live 0 1 LARGEST; watermark=None last_live=None; live 0 1"
+    ),
+    "an engine that counts from one has lost nothing": (
+        "live 1 2; state=live gaps=0; live 1: R; state=live"
+    ),
+    "what came before a first number beyond one is unknown": (
+        "live 2; unknown=2 lost=0 state=no_replay"
+    ),
+    "nobody is asked": "connect; replay_from=None state=connecting; live 0; state=live",
+}
+
+WITH_REPLAY = {
+    # A gap, and its replay
+    "a first batch beyond zero is a gap from zero": "live 7; replay_from=0 lag=7 state=replaying",
+    "a full replay brings the source back": (
+        f"{ANSWERED} replay_from=None; replay 2-4; state=replaying; end;"
+        "state=live watermark=4 replayed_batches=3 restarts=0; live 5"
+    ),
+    "live batches are applied while nobody answers": (
+        f"{ASKED} live 5 6; fail; state=degraded replay_from=1 watermark=6; live 7"
+    ),
+    "what a replay does not carry is applied again after it": (
+        f"{ASKED} live 5 6; replay 1-5: I A A A A; live 7: H; lag=5; end 6 7;"
+        "state=live watermark=7 lag=0"
+    ),
+    "live duplicates of replayed batches are ignored": (
+        f"{ANSWERED} replay 2-6; end; live 5 6 7: I I A; restarts=0"
+    ),
+    "a replay that repeats itself is applied once": f"{ANSWERED} replay 2 2 3 LARGEST 4: A I A I A",
+    "batches that the engine has forgotten are lost": (
+        f"{ANSWERED} replay 3 4; end; lost=1 state=degraded replay_from=None"
+    ),
+    "an empty replay loses the gap and is not repeated": (
+        f"{ASKED} end; lost=2 lag=0 replay_from=None watermark=4"
+    ),
+    "a replay that stops midway is asked for again from there": (
+        f"{ASKED} live 5; replay 1 2: I A; fail 5; replay_from=2 state=degraded watermark=5;"
+        "ask; replay 2-5: I A A A; end; state=live"
+    ),
+    "a replay short of nothing but its end marker is complete": (
+        f"{ANSWERED} replay 2-4; fail; state=live"
+    ),
+    "a second gap during a replay is asked for after it": (
+        f"{ANSWERED} replay 2-4; live 7: H; end 7; replay_from=4 gaps=2"
+    ),
+    "a second gap before the replay answers is part of it": (
+        f"{ASKED} live 6; lag=3; replay 1-6: I A A A A A; end; state=live"
+    ),
+    "an empty replay says nothing of gaps that came after it was asked for": (
+        f"{NEW} live 0-2 9 10; end; lost=0 unknown=0 lag=6 replay_from=0;"
+        "ask; replay 0-10; end; state=live watermark=10"
+    ),
+    "a gap that came after an empty replay was asked for degrades once nobody answers": (
+        f"{FOLLOWED} {NEW} live 6; end; lost=0 lag=1; ask; fail; state=degraded"
+    ),
+    "but not one before the first batch": f"{NEW} live 9; end; ask; fail; state=no_replay lag=9",
+    "a first batch that nobody answers for any more is not known of": (
+        f"{NEW} live 9; end; lost=0 unknown=0 lag=9 state=replaying;"
+        "ask; end; lost=0 unknown=9 lag=0 state=partial replay_from=None"
+    ),
+    "an empty replay loses what was missing and not what has been since": (
+        f"{ASKED} live 5 8; end; lost=2 lag=2 replay_from=4; ask; end;lost=4 lag=0 replay_from=None"
+    ),
+    "what was applied live is not lost though the engine has forgotten it": (
+        f"{ASKED} live 5; replay 1: I; live 6: H; replay 6; lost=2"  # 2 to 5 rolled out
+    ),
+    "after a replay that stops only what it did not bring is missing": (
+        f"{ASKED} replay 1-3: I A A; fail; lag=1 replay_from=3 state=degraded"
+    ),
+    "a single batch that no replay brought degrades": ("live 0 2; ask; fail; lag=1 state=degraded"),
+    "a replay that ends before what was heard leaves batches out of order": (
+        f"{ASKED} live 5; replay 1-3: I A A; end 5; lost=1 state=degraded watermark=5"
+    ),
+    "a replay that begins at one is whole": (
+        "live 1; replay_from=0; ask; replay 1; end; state=live lost=0"
+    ),
+    "a replay that begins beyond one is not": (
+        "live 2; ask; replay 2; end; unknown=2 lost=0 state=partial"
+    ),
+    # What is lost
+    "an undecodable batch degrades the source": "live 0; lose; state=degraded; live 1",
+    "forgotten batches add to what was lost before": f"{ANSWERED} lose; replay 3 4; lost=2",
+    "a batch that cannot be compared adds to it": f"{ASKED} lose; replay 2; lost=2",
+    "an empty replay adds to it": f"{ASKED} lose; end; lost=3",
+    "a replay that ends early adds to it": f"{ASKED} lose; replay 1-3: I A A; end; lost=2",
+    # Whoever asked has failed
+    "a replay whose asker has failed is one that failed": (
+        f"{ASKED} interrupt; replay_from=1 state=degraded"
+    ),
+    "also one that had begun": (
+        f"{ASKED} replay 1 2: I A; interrupt; replay_from=2 state=degraded"
+    ),
+    # Another publisher
+    "a number that does not grow is a new publisher": (
+        "live 0-2; live 2: R; replay_from=0 restarts=1; ask; replay 0; live 0: R;"
+        "is_settled=True state=live watermark=0; replay 1: I"
+    ),
+    "another batch under a number that we have is a new publisher": (
+        f"{ASKED} live 5; other 1: R; restarts=1 lost=0 lag=6 replay_from=0 state=replaying;"
+        "live 6; ask; replay 0-6; end; state=live watermark=6 lag=0"
+    ),
+    "an engine that replays more than was asked for is compared too": (
+        f"{ASKED} replay 0: I; other 1: R"
+    ),
+    "a batch is compared once": f"{ANSWERED} other 1: I; replay 2; other 2: I; restarts=0",
+    "a replay that fails leaves the batch to compare": (
+        f"{ANSWERED} replay 2; fail; replay_from=2; ask; other 2: R"
+    ),
+    "a buffer that has rolled past what we have vouches for nothing": (
+        f"{ASKED} replay 2-4; end; lost=1 state=degraded"
+    ),
+    # A clear
+    "a clear makes what was missing before it irrelevant": (
+        "live 0 3; clear; is_settled=True state=live lag=0"
+    ),
+    "a clear ends a replay that nobody has answered": (
+        f"{ASKED} live 5; clear; is_settled=True; held"
+    ),
+    "a clear within a replay leaves it running": (
+        f"{ANSWERED} replay 3; lost=1; clear; lost=0 is_settled=False"
+    ),
+    "a clear leaves nothing to be asked for though the connection is new": (
+        f"{ASKED} connect; live 5 6; held_bytes=2; clear; held;"
+        "held_bytes=0 replay_from=None is_settled=True"
+    ),
+    # A recovered index
+    "a recovered source goes on behind its watermark": "resume 41; live 42; state=live",
+    "a recovered source asks for what is missing and has nothing to compare": (
+        "resume 41; live 45; replay_from=41; ask; other 41: I; replay 42-45; end; state=live"
+    ),
+    "a recovered source notices that its engine is a new one": (
+        "resume 41; live 41: R; replay_from=0"
+    ),
+    "a recovered source asks from its watermark on": (
+        f"resume 41; {NEW} replay 41-43: I A A; end; state=live watermark=43 unknown=0"
+    ),
+    "a recovered source whose engine began again meanwhile starts over": (
+        f"resume 41; {NEW} end: R; replay_from=0"
+    ),
+    # A new connection
+    "a new source asks for everything without having heard anything": (
+        "is_settled=True; connect; state=replaying lag=0 replay_from=0; ask; replay 0-2; end;"
+        "state=live watermark=2 complete_to=2 last_live=None gaps=0 has_told=True"
+    ),
+    "what the replay brought too is ignored live and what follows is not": (
+        f"{NEW} replay 0-2; live 1: H; end; live 2 3: I A; restarts=0 watermark=3"
+    ),
+    "an engine with nothing to tell is silent until it does": (
+        f"{NEW} end; state=silent has_told=False is_settled=True; live 0; state=live"
+    ),
+    "a replay that begins at one is not partial": (
+        f"{NEW} replay 1 2; end; unknown=0 lost=0 state=live; live 3; state=live complete_to=3"
+    ),
+    "a replay that begins late is partial until a clear": (
+        f"{NEW} replay 2 3; end; unknown=2 lost=0 state=partial; live 4;"
+        "state=partial complete_to=4; clear; unknown=0 state=live"
+    ),
+    "a live batch that is faster than the replay changes nothing": (
+        f"{NEW} live 500; replay 400-500; end; unknown=400 lost=0 watermark=500 state=partial"
+    ),
+    "a replay that nobody answers is asked for until it is of no matter": (
+        f"{NEW} fail; state=no_replay is_settled=False; live 0; state=live is_settled=True"
+    ),
+    "without an answer what came before is unknown and gaps degrade": (
+        f"{NEW} fail; live 500 501; state=no_replay replay_from=0 complete_to=None;"
+        "live 503; state=degraded"
+    ),
+    "a replay that stops is taken up there though nothing beyond was heard of": (
+        f"{NEW} replay 0-2; fail; replay_from=2; ask; replay 2-4: I A A; end;state=live watermark=4"
+    ),
+    "a connection that came back is asked for what it missed": (
+        f"{FOLLOWED} state=live watermark=4 gaps=0; live 5"
+    ),
+    "an engine that has not even our last batch is another": (
+        f"{FOLLOWED} {NEW} end: R; restarts=1 replay_from=0 watermark=None;"
+        "ask; replay 0; end; state=live watermark=0"
+    ),
+    "an engine with another batch under our number is another": (
+        f"{FOLLOWED} {NEW} other 4: R; restarts=1 replay_from=0 lag=0"
+    ),
+    "a number that we have is a new publisher's once the connection is new": (
+        f"{FOLLOWED} connect; live 4: R; replay_from=0"
+    ),
+    "what rolled out of the buffer while the connection was lost degrades": (
+        f"{FOLLOWED} {NEW} replay 8 9; end; lost=3 state=degraded watermark=9"
+    ),
+    "a connection that is new while a replay runs is asked after it": (
+        f"{ANSWERED} replay 2-4; connect; end; replay_from=4; ask; replay 4 5: I A; end;"
+        "state=live is_settled=True"
+    ),
+    "what is only asked for does not keep an index from being recovered": (
+        f"{FOLLOWED} {NEW} complete_to=4; fail; complete_to=4 state=no_replay"
+    ),
+}
 
 
-def test_a_restart_forgets_what_was_lost() -> None:
-    cursor = KvCursor(can_replay=False)
-    live(cursor, 0, 5)
-    assert live(cursor, 0) == [RESTART]
-    assert (cursor.lost, cursor.state) == (0, SourceState.LIVE)
+@pytest.mark.parametrize("story", WITHOUT_REPLAY.values(), ids=WITHOUT_REPLAY)
+def test_without_a_replay_endpoint(story: str) -> None:
+    play(KvCursor(can_replay=False), story)
 
 
-def test_the_largest_number_is_applied_and_leaves_a_fresh_cursor() -> None:
-    cursor = KvCursor(can_replay=False)
-    live(cursor, 0, 1)
-    assert live(cursor, UNSET_SEQ) == [APPLY]
-    assert (cursor.watermark, cursor.last_live) == (None, None)
-    assert live(cursor, 0, 1) == [APPLY, APPLY]
+@pytest.mark.parametrize("story", WITH_REPLAY.values(), ids=WITH_REPLAY)
+def test_with_a_replay_endpoint(story: str) -> None:
+    play(KvCursor(can_replay=True), story)
 
 
-def test_a_recovered_source_goes_on_behind_its_watermark_without_replay() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.resume_at(41)
-    assert live(cursor, 42) == [APPLY]
-    assert cursor.state is SourceState.LIVE
+# -- live batches that are kept during a replay ---------------------------------------------------
 
 
-def test_a_recovered_source_asks_only_for_what_is_missing() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.resume_at(41)
-    assert live(cursor, 45) == [APPLY]
-    assert cursor.replay_from == 41  # which it has, too
-
-
-def test_a_recovered_source_notices_that_its_engine_is_a_new_one() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.resume_at(41)
-    assert live(cursor, 41) == [RESTART]
-    assert cursor.replay_from == 0
-
-
-def test_a_clear_makes_what_was_missing_before_it_irrelevant() -> None:
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0, 3)
-    cursor.cleared()
-    assert (cursor.is_settled, cursor.state, cursor.lag) == (True, SourceState.LIVE, 0)
-    lossy = KvCursor(can_replay=False)
-    live(lossy, 0, 3)
-    lossy.cleared()
-    assert lossy.state is SourceState.LIVE
-
-
-def test_a_clear_ends_a_replay_that_nobody_has_answered() -> None:
-    cursor = before_answer()
-    live(cursor, 5)
-    cursor.cleared()
-    assert cursor.is_settled
-    assert held(cursor) == []
-
-
-def test_a_clear_within_a_replay_leaves_it_running() -> None:
-    cursor = after_gap()
-    replayed(cursor, 3)
-    assert cursor.lost == 1
-    cursor.cleared()
-    assert (cursor.lost, cursor.is_settled) == (0, False)
-
-
-def test_an_undecodable_batch_degrades_the_source() -> None:
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0)
-    cursor.lose()
-    assert cursor.state is SourceState.DEGRADED
-    assert live(cursor, 1) == [APPLY]
+def answered() -> KvCursor:
+    return play(KvCursor(can_replay=True), ANSWERED)
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_HELD", 2), ("MAX_HELD_BYTES", 2)])
@@ -298,37 +319,22 @@ def test_batches_kept_beyond_the_limit_leave_a_gap_to_ask_for_again(
     monkeypatch: pytest.MonkeyPatch, limit: Literal["MAX_HELD", "MAX_HELD_BYTES"], value: int
 ) -> None:
     monkeypatch.setattr(kv_cursor, limit, value)
-    cursor = after_gap()
-    replayed(cursor, 2, 3, 4)
-    live(cursor, 5, 6, 7, 8)
-    assert (cursor.held_bytes, cursor.dropped) == (2, 2)
-    cursor.replay_finished()
-    assert held(cursor) == [7, 8]
-    assert (cursor.replay_from, cursor.held_bytes) == (4, 0)
+    cursor = play(answered(), "replay 2-4; live 5-8: H H H H; held_bytes=2 dropped=2")
+    play(cursor, "end 7 8; replay_from=4 held_bytes=0")
 
 
 def test_what_is_kept_is_given_up_from_the_oldest_but_for_the_newest() -> None:
-    cursor = after_gap()
+    cursor = answered()
     for seq, size in ((5, 10), (6, 20), (7, 30), (8, 40)):
         cursor.live(seq, b"%0*d" % (size, seq))
-    cursor.shed(10)
-    assert (cursor.held_bytes, cursor.dropped) == (90, 1)
-    cursor.shed(11)
-    assert (cursor.held_bytes, cursor.dropped) == (70, 2)
-    cursor.shed(30)
-    assert (cursor.held_bytes, cursor.dropped) == (40, 3)
-    cursor.shed(1_000)
-    assert (cursor.held_bytes, cursor.dropped) == (40, 3)
-    replayed(cursor, 2, 3, 4)
-    cursor.replay_finished()
-    assert held(cursor) == [8]
-    assert (cursor.gaps, cursor.replay_from) == (2, 4)
+    for size, held_bytes, dropped in ((10, 90, 1), (11, 70, 2), (30, 40, 3), (1_000, 40, 3)):
+        cursor.shed(size)
+        assert (cursor.held_bytes, cursor.dropped) == (held_bytes, dropped)
+    play(cursor, "replay 2-4; end 8; gaps=2 replay_from=4")
 
 
 def test_what_is_kept_is_counted_until_it_is_applied() -> None:
-    cursor = after_gap()
-    live(cursor, 10, 11, 12)
-    replayed(cursor, *range(2, 10))
+    cursor = play(answered(), "live 10-12: H H H; replay 2-9")
     cursor.replay_finished()
     left = []
     while cursor.next_held() is not None:
@@ -336,402 +342,15 @@ def test_what_is_kept_is_counted_until_it_is_applied() -> None:
     assert left == [4, 2, 0]
 
 
-def test_what_is_lost_adds_up_until_a_restart() -> None:
-    cursor = KvCursor(can_replay=False)
-    live(cursor, 0, 5, 8)
-    assert (cursor.lost, cursor.gaps) == (4 + 2, 2)
-    cursor.lose()
-    cursor.lose()
-    assert cursor.lost == 8
-    assert live(cursor, 0, 0) == [RESTART] * 2
-    assert (cursor.lost, cursor.restarts) == (0, 2)
-
-
-def test_a_replay_adds_to_what_was_lost_before_it() -> None:
-    forgotten = after_gap()
-    forgotten.lose()
-    replayed(forgotten, 3, 4)
-    assert forgotten.lost == 1 + 1
-
-    rolled = before_answer()
-    rolled.lose()
-    replayed(rolled, 2)
-    assert rolled.lost == 1 + 1
-
-    empty = before_answer()
-    empty.lose()
-    empty.replay_finished()
-    assert empty.lost == 1 + 2
-
-    short = before_answer()
-    short.lose()
-    replayed(short, 1, 2, 3)
-    short.replay_finished()
-    assert short.lost == 1 + 1
-
-
-def test_what_was_applied_live_is_not_lost_though_the_engine_has_forgotten_it() -> None:
-    cursor = before_answer()
-    live(cursor, 5)
-    assert replayed(cursor, 1) == [IGNORE]
-    assert live(cursor, 6) == [HOLD]
-    assert replayed(cursor, 6) == [APPLY]  # 2 to 5 have rolled out, of which 4 and 5 were heard
-    assert cursor.lost == 2
-
-
-def test_after_a_replay_that_stops_only_what_it_did_not_bring_is_missing() -> None:
-    cursor = before_answer()
-    replayed(cursor, 1, 2, 3)
-    cursor.replay_failed()
-    assert held(cursor) == []
-    assert (cursor.lag, cursor.replay_from, cursor.state) == (1, 3, SourceState.DEGRADED)
-
-
-def test_a_single_batch_that_no_replay_brought_degrades() -> None:
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0, 2)
-    cursor.replay_started()
-    cursor.replay_failed()
-    assert held(cursor) == []
-    assert (cursor.lag, cursor.state) == (1, SourceState.DEGRADED)
-
-
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_replay_whose_asker_has_failed_is_one_that_failed(answered: bool) -> None:
-    cursor = before_answer()
-    if answered:
-        replayed(cursor, 1, 2)
-    assert cursor.replay_interrupted()
-    assert held(cursor) == []
-    assert (cursor.replay_from, cursor.state) == (2 if answered else 1, SourceState.DEGRADED)
-
-
 def test_a_replay_that_has_ended_leaves_what_was_kept_to_whoever_finds_its_asker_gone() -> None:
-    cursor = after_gap()
-    replayed(cursor, 2, 3, 4)
-    live(cursor, 5)
+    cursor = play(answered(), "replay 2-4; live 5: H")
     cursor.replay_finished()
-    assert cursor.replay_interrupted()
-    assert held(cursor) == [5]
+    play(cursor, "interrupt 5")
     assert not cursor.replay_interrupted()
     assert cursor.state is SourceState.LIVE
 
 
-def test_a_clear_leaves_nothing_to_be_asked_for_though_the_connection_is_new() -> None:
-    cursor = before_answer()
-    cursor.connected()
-    live(cursor, 5, 6)
-    assert cursor.held_bytes == 2
-    cursor.cleared()
-    assert held(cursor) == []
-    assert (cursor.held_bytes, cursor.replay_from, cursor.is_settled) == (0, None, True)
-
-
-def test_a_replay_is_asked_for_from_a_batch_that_we_have() -> None:
-    cursor = after_gap()
-    assert replayed(cursor, 2, 3, 4) == [APPLY] * 3
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.restarts) == (SourceState.LIVE, 0)
-
-
-def test_another_batch_under_a_number_that_we_have_is_a_new_publisher() -> None:
-    cursor = before_answer()
-    live(cursor, 5)
-    assert cursor.replayed(1, b"of another") is RESTART
-    assert (cursor.restarts, cursor.lost, cursor.lag) == (1, 0, 6)
-    assert (cursor.replay_from, cursor.state) == (0, SourceState.REPLAYING)
-    assert live(cursor, 6) == [APPLY]
-    cursor.replay_started()
-    assert replayed(cursor, 0, 1, 2, 3, 4, 5, 6) == [APPLY] * 7
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.watermark, cursor.lag) == (SourceState.LIVE, 6, 0)
-
-
-def test_an_engine_that_replays_more_than_was_asked_for_is_compared_too() -> None:
-    cursor = before_answer()
-    assert replayed(cursor, 0) == [IGNORE]
-    assert cursor.replayed(1, b"of another") is RESTART
-
-
-def test_a_batch_is_compared_once() -> None:
-    cursor = after_gap()
-    assert cursor.replayed(1, b"again, and odd") is IGNORE
-    replayed(cursor, 2)
-    assert cursor.replayed(2, b"again, and odd") is IGNORE
-    assert cursor.restarts == 0
-
-
-def test_a_replay_that_fails_leaves_the_batch_to_compare() -> None:
-    cursor = after_gap()
-    replayed(cursor, 2)
-    cursor.replay_failed()
-    held(cursor)
-    assert cursor.replay_from == 2
-    cursor.replay_started()
-    assert cursor.replayed(2, b"of another") is RESTART
-
-
-def test_a_buffer_that_has_rolled_past_what_we_have_vouches_for_nothing() -> None:
-    cursor = before_answer()
-    assert replayed(cursor, 2, 3, 4) == [APPLY] * 3
-    cursor.replay_finished()
-    held(cursor)
-    assert (cursor.lost, cursor.state) == (1, SourceState.DEGRADED)
-
-
-def test_a_replay_that_ends_before_what_was_heard_leaves_batches_out_of_order() -> None:
-    cursor = before_answer()
-    live(cursor, 5)
-    assert replayed(cursor, 1, 2, 3) == [IGNORE, APPLY, APPLY]
-    cursor.replay_finished()
-    assert held(cursor) == [5]
-    assert (cursor.lost, cursor.state, cursor.watermark) == (1, SourceState.DEGRADED, 5)
-
-
-def test_a_recovered_source_has_nothing_to_compare() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.resume_at(41)
-    live(cursor, 45)
-    cursor.replay_started()
-    assert cursor.replayed(41, b"whatever it was") == IGNORE
-    assert replayed(cursor, 42, 43, 44, 45) == [APPLY] * 4
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert cursor.state is SourceState.LIVE
-
-
-def test_an_engine_that_counts_from_one_has_lost_nothing() -> None:
-    cursor = KvCursor(can_replay=False)
-    assert live(cursor, 1, 2) == [APPLY, APPLY]
-    assert (cursor.state, cursor.gaps) == (SourceState.LIVE, 0)
-    assert live(cursor, 1) == [RESTART]
-    assert cursor.state is SourceState.LIVE
-
-
-def test_a_replay_that_begins_at_one_is_whole() -> None:
-    cursor = KvCursor(can_replay=True)
-    assert live(cursor, 1) == [APPLY]
-    assert cursor.replay_from == 0
-    cursor.replay_started()
-    assert replayed(cursor, 1) == [APPLY]
-    cursor.replay_finished()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.lost) == (SourceState.LIVE, 0)
-
-
-@pytest.mark.parametrize("first", [2, 3, 1000])
-def test_what_came_before_a_first_number_beyond_one_is_unknown(first: int) -> None:
-    cursor = KvCursor(can_replay=False)
-    live(cursor, first)
-    assert (cursor.unknown, cursor.lost, cursor.state) == (first, 0, SourceState.NO_REPLAY)
-    asking = KvCursor(can_replay=True)
-    live(asking, first)
-    asking.replay_started()
-    replayed(asking, first)
-    ended(asking)
-    assert (asking.unknown, asking.lost, asking.state) == (first, 0, SourceState.PARTIAL)
-
-
-# -- asked at once --------------------------------------------------------------------------------
-
-
-def connected(cursor: KvCursor) -> KvCursor:
-    """Connected anew, and the replay requested."""
-    cursor.connected()
-    cursor.replay_started()
-    return cursor
-
-
-def ended(cursor: KvCursor) -> KvCursor:
-    """Its replay has ended, and what was kept is applied."""
-    assert cursor.replay_finished() is IGNORE
-    held(cursor)
-    return cursor
-
-
-def test_a_new_source_asks_for_everything_without_having_heard_anything() -> None:
-    cursor = KvCursor(can_replay=True)
-    assert cursor.is_settled  # before somebody could be heard
-    cursor.connected()
-    assert (cursor.state, cursor.lag) == (SourceState.REPLAYING, 0)
-    assert cursor.replay_from == 0
-    cursor.replay_started()
-    assert replayed(cursor, 0, 1, 2) == [APPLY] * 3
-    ended(cursor)
-    assert (cursor.state, cursor.watermark, cursor.complete_to) == (SourceState.LIVE, 2, 2)
-    assert (cursor.last_live, cursor.gaps, cursor.has_told) == (None, 0, True)
-
-
-def test_what_the_replay_brought_too_is_ignored_live_and_what_follows_is_not() -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    assert replayed(cursor, 0, 1, 2) == [APPLY] * 3
-    assert live(cursor, 1) == [HOLD]
-    ended(cursor)
-    assert live(cursor, 2, 3) == [IGNORE, APPLY]
-    assert (cursor.restarts, cursor.watermark) == (0, 3)
-
-
-def test_an_engine_with_nothing_to_tell_is_silent_until_it_does() -> None:
-    cursor = ended(connected(KvCursor(can_replay=True)))
-    assert (cursor.state, cursor.has_told, cursor.is_settled) == (SourceState.SILENT, False, True)
-    assert live(cursor, 0) == [APPLY]
-    assert cursor.state is SourceState.LIVE
-
-
-def test_without_a_replay_endpoint_nobody_is_asked() -> None:
-    cursor = KvCursor(can_replay=False)
-    cursor.connected()
-    assert (cursor.replay_from, cursor.state) == (None, SourceState.CONNECTING)
-    assert live(cursor, 0) == [APPLY]
-    assert cursor.state is SourceState.LIVE
-
-
-@pytest.mark.parametrize(("first", "unknown"), [(0, 0), (1, 0), (2, 2), (400, 400)])
-def test_a_replay_that_begins_late_is_partial(first: int, unknown: int) -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    replayed(cursor, first, first + 1)
-    ended(cursor)
-    state = SourceState.PARTIAL if unknown else SourceState.LIVE
-    assert (cursor.unknown, cursor.lost, cursor.state) == (unknown, 0, state)
-    assert live(cursor, first + 2) == [APPLY]
-    assert (cursor.state, cursor.complete_to) == (state, first + 2)
-    cursor.cleared()
-    assert (cursor.unknown, cursor.state) == (0, SourceState.LIVE)
-
-
-def test_a_live_batch_that_is_faster_than_the_replay_changes_nothing() -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    assert live(cursor, 500) == [APPLY]
-    assert replayed(cursor, *range(400, 501)) == [APPLY] * 101
-    ended(cursor)
-    assert (cursor.unknown, cursor.lost, cursor.watermark) == (400, 0, 500)
-    assert cursor.state is SourceState.PARTIAL
-
-
-def test_a_replay_that_nobody_answers_is_asked_for_until_it_is_of_no_matter() -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    cursor.replay_failed()
-    assert held(cursor) == []
-    assert (cursor.state, cursor.is_settled) == (SourceState.NO_REPLAY, False)
-    assert live(cursor, 0) == [APPLY]  # so nothing was missed
-    assert (cursor.state, cursor.is_settled) == (SourceState.LIVE, True)
-
-
-def test_without_an_answer_what_came_before_is_unknown_and_gaps_degrade() -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    cursor.replay_failed()
-    held(cursor)
-    assert live(cursor, 500, 501) == [APPLY, APPLY]
-    assert (cursor.state, cursor.replay_from, cursor.complete_to) == (
-        SourceState.NO_REPLAY,
-        0,
-        None,
-    )
-    assert live(cursor, 503) == [APPLY]
-    assert cursor.state is SourceState.DEGRADED
-
-
-def test_a_replay_that_stops_is_taken_up_there_though_nothing_beyond_was_heard_of() -> None:
-    cursor = connected(KvCursor(can_replay=True))
-    replayed(cursor, 0, 1, 2)
-    cursor.replay_failed()
-    assert held(cursor) == []
-    assert cursor.replay_from == 2
-    cursor.replay_started()
-    assert replayed(cursor, 2, 3, 4) == [IGNORE, APPLY, APPLY]
-    ended(cursor)
-    assert (cursor.state, cursor.watermark) == (SourceState.LIVE, 4)
-
-
-def followed() -> KvCursor:
-    """0 to 2 heard live, 3 and 4 out of a replay after the connection was lost."""
-    cursor = KvCursor(can_replay=True)
-    live(cursor, 0, 1, 2)
-    cursor.connected()
-    assert cursor.replay_from == 2
-    cursor.replay_started()
-    assert replayed(cursor, 2, 3, 4) == [IGNORE, APPLY, APPLY]
-    return ended(cursor)
-
-
-def test_a_connection_that_came_back_is_asked_for_what_it_missed() -> None:
-    cursor = followed()
-    assert (cursor.state, cursor.watermark, cursor.gaps) == (SourceState.LIVE, 4, 0)
-    assert live(cursor, 5) == [APPLY]
-
-
-def test_an_engine_that_has_not_even_our_last_batch_is_another() -> None:
-    cursor = followed()
-    connected(cursor)
-    assert cursor.replay_finished() is RESTART
-    assert (cursor.restarts, cursor.replay_from, cursor.watermark) == (1, 0, None)
-    cursor.replay_started()
-    assert replayed(cursor, 0) == [APPLY]
-    ended(cursor)
-    assert (cursor.state, cursor.watermark) == (SourceState.LIVE, 0)
-
-
-def test_an_engine_with_another_batch_under_our_number_is_another() -> None:
-    cursor = followed()
-    connected(cursor)
-    assert cursor.replayed(4, b"of another") is RESTART
-    assert (cursor.restarts, cursor.replay_from, cursor.lag) == (1, 0, 0)
-
-
-def test_a_number_that_we_have_is_a_new_publishers_once_the_connection_is_new() -> None:
-    cursor = followed()
-    cursor.connected()
-    assert live(cursor, 4) == [RESTART]
-    assert cursor.replay_from == 0
-
-
-def test_what_rolled_out_of_the_buffer_while_the_connection_was_lost_degrades() -> None:
-    cursor = followed()
-    connected(cursor)
-    assert replayed(cursor, 8, 9) == [APPLY, APPLY]
-    ended(cursor)
-    assert (cursor.lost, cursor.state, cursor.watermark) == (3, SourceState.DEGRADED, 9)
-
-
-def test_a_connection_that_is_new_while_a_replay_runs_is_asked_after_it() -> None:
-    cursor = after_gap()
-    replayed(cursor, 2, 3, 4)
-    cursor.connected()
-    ended(cursor)
-    assert cursor.replay_from == 4
-    cursor.replay_started()
-    assert replayed(cursor, 4, 5) == [IGNORE, APPLY]
-    ended(cursor)
-    assert (cursor.state, cursor.is_settled) == (SourceState.LIVE, True)
-
-
-def test_a_recovered_source_asks_from_its_watermark_on() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.resume_at(41)
-    connected(cursor)
-    assert replayed(cursor, 41, 42, 43) == [IGNORE, APPLY, APPLY]
-    ended(cursor)
-    assert (cursor.state, cursor.watermark, cursor.unknown) == (SourceState.LIVE, 43, 0)
-
-
-def test_a_recovered_source_whose_engine_began_again_meanwhile_starts_over() -> None:
-    cursor = KvCursor(can_replay=True)
-    cursor.resume_at(41)
-    connected(cursor)
-    assert cursor.replay_finished() is RESTART
-    assert cursor.replay_from == 0
-
-
-def test_what_is_only_asked_for_does_not_keep_an_index_from_being_recovered() -> None:
-    cursor = followed()
-    connected(cursor)
-    assert cursor.complete_to == 4
-    cursor.replay_failed()
-    held(cursor)
-    assert (cursor.complete_to, cursor.state) == (4, SourceState.NO_REPLAY)
-
+# -- random stories -------------------------------------------------------------------------------
 
 Operation = tuple[str, int]
 BUFFER = 4  # batches that the engine below can replay
