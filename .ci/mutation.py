@@ -24,6 +24,7 @@ PYTHON = ROOT / ".venv-mutation" / "bin" / "python"
 MUTMUT = "mutmut==3.8.1"
 
 CORE = "lean_selector/core"
+INDEX_MODEL = "tests/properties/test_kv_index_model.py"
 # Left out: seconds each, which every change that nobody notices would take.
 LONG_STORY = (
     "tests/core/index/test_kv_index.py::"
@@ -65,8 +66,8 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     "lower": (
         [f"{CORE}/index/lower_tiers.py"],
         [
-            *(f"tests/core/index/test_{name}.py" for name in ("lower_tiers", "kv_index")),
-            f"--deselect={LONG_STORY}",
+            "tests/core/index/test_lower_tiers.py",
+            *("tests/properties/test_lower_tiers_model.py", INDEX_MODEL),
         ],
     ),
     "names": (
@@ -89,15 +90,14 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{CORE}/index/device_tier.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("device_tier", "kv_index")),
-            f"--deselect={LONG_STORY}",
+            *(INDEX_MODEL, f"--deselect={LONG_STORY}"),
         ],
     ),
     "index": (
         [f"{CORE}/index/kv_index.py"],
         [
-            *(f"tests/core/index/test_kv_index{part}.py" for part in ("", "_steps")),
-            *(f"tests/core/index/test_{name}.py" for name in ("holes", "lower_tiers")),
-            *(f"--deselect={LONG_STORY}", f"--deselect={REVIEWED_BY_MANY}"),
+            *(f"tests/core/index/test_{name}.py" for name in ("kv_index", "holes", "lower_tiers")),
+            *(INDEX_MODEL, f"--deselect={LONG_STORY}", f"--deselect={REVIEWED_BY_MANY}"),
         ],
     ),
 }

@@ -5,7 +5,7 @@ The model keeps, per rank, the held paths with their names, and the lower tiers 
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from struct import pack, unpack
+from struct import unpack
 from typing import Any
 
 import pytest
@@ -19,15 +19,12 @@ from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, StoreResult, Tier
 from lean_selector.core.rank_bits import bits_of
+from tests.support.driven_selector import pack
 
 Path = tuple[int, ...]
 # Both forms of a rank's names, whatever form of the package runs; one with segments that fill soon.
 NEW_NAMES = st.sampled_from([HashesInDicts, HashesPacked, partial(HashesPacked, 4)])
 RANKS = [(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)]
-
-
-def as_bytes(hashes: Path | list[int]) -> bytes:
-    return pack(f"<{len(hashes)}Q", *hashes)
 
 
 class RankModel:
@@ -196,8 +193,8 @@ def check_matches(
 ) -> None:
     for prompt in prompts:
         expected = {key: hit for key, model in models.items() if (hit := model.match(prompt))}
-        assert index.match(as_bytes(prompt)) == expected, prompt
-        sets, extended = index.match_sets(as_bytes(prompt))
+        assert index.match(pack(prompt)) == expected, prompt
+        sets, extended = index.match_sets(pack(prompt))
         keys = index.bits.keys
         going_on = [(keys[bit], hit) for hit, mask in extended for bit in bits_of(mask)]
         beyond = {key: hit for key, hit in expected.items() if hit.host or hit.disk}
@@ -349,7 +346,7 @@ def run_against_model(
             key, tier, parent, names, local = arguments
             blocks = min(len(names), len(local))
             prompts.add(local)
-            got = index.store(key[0], key[1], tier, parent, names, as_bytes(local))
+            got = index.store(key[0], key[1], tier, parent, names, pack(local))
             if not blocks:
                 assert got is StoreResult.EMPTY
             elif parent in names or len(set(names)) < len(names):
@@ -458,9 +455,9 @@ def check_dump(
                 run.tier,
                 run.parent_hash,
                 run.block_hashes,
-                as_bytes(run.tokens_hashes),
+                pack(run.tokens_hashes),
             )
             assert (run.worker_id, run.dp_rank) not in keys or result is StoreResult.STORED
     for prompt in prompts:
-        ours, theirs = index.match(as_bytes(prompt)), other.match(as_bytes(prompt))
+        ours, theirs = index.match(pack(prompt)), other.match(pack(prompt))
         assert {key: ours.get(key) for key in keys} == {key: theirs.get(key) for key in keys}

@@ -16,11 +16,11 @@ from lean_selector.core.index.shapes import Tier
 from tests.properties.test_kv_index_model import (
     Path,
     RankModel,
-    as_bytes,
     chained_name,
     check_matches,
     is_pristine,
 )
+from tests.support.driven_selector import pack
 
 PATHS = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 7, 8, 9), (1, 2, 1, 2, 1, 2)]
 LOWER = [Tier.HOST_PINNED, Tier.DISK, Tier.EXTERNAL]
@@ -58,7 +58,7 @@ class Fleet:
         names = [chained_name(path[: at + 1], seed) for at in range(start, start + len(local))]
         assert None not in names
         told: list[int] = [name for name in names if name is not None]
-        self.index.store(*key, tier, parent, told, as_bytes(local))
+        self.index.store(*key, tier, parent, told, pack(local))
         if tier == Tier.DEVICE:
             self.models[key].store(parent, told, local)
         else:

@@ -1,7 +1,7 @@
 """A Selector without sockets, under a clock that only the test moves."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lean_selector.core.load.shapes import Reservation
@@ -24,7 +24,8 @@ from lean_selector.core.sessions.table import SessionTables
 BLOCK_SIZE = 4
 
 
-def pack(hashes: list[int]) -> bytes:
+def pack(hashes: Iterable[int]) -> bytes:
+    """Hashes, signed or not, as they travel."""
     return b"".join((value % 2**64).to_bytes(8, "little") for value in hashes)
 
 

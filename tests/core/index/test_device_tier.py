@@ -1,7 +1,6 @@
 """The device tier against a model that keeps, for each rank, the set of paths that it holds."""
 
 from collections.abc import Iterator
-from struct import pack
 
 import pytest
 from hypothesis import settings
@@ -22,16 +21,13 @@ from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import RankBits, RankKey
+from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
 Path = tuple[int, ...]
 KEYS: list[RankKey] = [(1, 0), (1, 1), (2, 0)]
 DEPTH = 6
 PROMPTS = [tuple(1 + (bits >> at & 1) for at in range(DEPTH)) for bits in range(1 << DEPTH)]
-
-
-def as_bytes(hashes: list[int] | Path) -> bytes:
-    return pack(f"<{len(hashes)}Q", *hashes)
 
 
 def name_of(seed: int, path: Path) -> int:
@@ -66,8 +62,8 @@ class DeviceTierMachine(RuleBasedStateMachine):
         place = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
         paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
         names = [name_of(seed, path) for path in paths]
-        local = as_bytes(prompt[start : start + blocks])
-        self.tier.store(rank, place, as_bytes(names), local)
+        local = pack(prompt[start : start + blocks])
+        self.tier.store(rank, place, pack(names), local)
         for path, name in zip(paths, names, strict=True):
             self.held[key].setdefault(path, name)
 
@@ -77,7 +73,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
             held = sorted(self.held[key])
             gone = data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True))
             names = [self.held[key].pop(path) for path in gone]
-            assert self.tier.remove(self.ranks[key], as_bytes([*names, 7])) == len(gone)
+            assert self.tier.remove(self.ranks[key], pack([*names, 7])) == len(gone)
             self.release_if_empty(key)
 
     @rule(key=st.sampled_from(KEYS), blocks=st.integers(1, 5))
@@ -140,7 +136,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
                 ends = (at for at in range(DEPTH) if prompt[: at + 1] not in held)
                 if leading := next(ends, DEPTH):
                     expected[key] = Matched(leading)
-            sets, path = self.tier.match_sets(as_bytes(prompt))
+            sets, path = self.tier.match_sets(pack(prompt))
             keys_of = self.tier.ranks.keys_of
             found = {key: Matched(blocks) for blocks, mask in sets for key in keys_of(mask)}
             assert found == expected
@@ -150,7 +146,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
                 alike: dict[bytes, int] = {}
                 for key in expected:
                     if mine := ranks & 1 << self.ranks[key].bit:
-                        name = as_bytes([self.held[key][prompt[:blocks]]])
+                        name = pack([self.held[key][prompt[:blocks]]])
                         alike[name] = alike.get(name, 0) | mine
                 assert dict(self.tier.last_names(ranks, path, blocks)) == alike
 
@@ -162,10 +158,10 @@ class DeviceTierMachine(RuleBasedStateMachine):
             assert rows == rank.blocks
             for path, name in self.held[key].items():
                 place = rank.names.find(name)
-                assert rank.names.name_at(place) == as_bytes([name])
+                assert rank.names.name_at(place) == pack([name])
                 run, at = self.tier.trie.resolve(place)
                 assert run.held_by(rank.bit) >> at & 1
-                assert run.label[at << 3 : (at + 1) << 3] == as_bytes(path[-1:])
+                assert run.label[at << 3 : (at + 1) << 3] == pack(path[-1:])
 
     def teardown(self) -> None:
         for sweep in self.sweeps:
@@ -206,11 +202,11 @@ class Fleet:
 
     def store(self, number: int, end: int, seed: int = 1) -> None:
         names = [name_of(seed, SIX[: at + 1]) for at in range(end)]
-        self.tier.store(self.ranks[number], NOWHERE, as_bytes(names), as_bytes(SIX[:end]))
+        self.tier.store(self.ranks[number], NOWHERE, pack(names), pack(SIX[:end]))
 
     def remove(self, number: int, start: int, seed: int = 1) -> None:
         names = [name_of(seed, SIX[: at + 1]) for at in range(start, 6)]
-        self.tier.remove(self.ranks[number], as_bytes(names))
+        self.tier.remove(self.ranks[number], pack(names))
 
     def come_back(self, number: int) -> Iterator[None]:
         """A rank is retired and admitted again; what it held is not swept."""
@@ -224,13 +220,13 @@ class Fleet:
         return self.tier._odd.of(run.strand)
 
     def names(self, blocks: int) -> dict[bytes, int]:
-        sets, path = self.tier.match_sets(as_bytes(SIX[:blocks]))
+        sets, path = self.tier.match_sets(pack(SIX[:blocks]))
         ranks = sum(mask for there, mask in sets if there == blocks)
         return dict(self.tier.last_names(ranks, path, blocks))
 
 
 def called(blocks: int, seed: int = 1) -> bytes:
-    return as_bytes([name_of(seed, SIX[:blocks])])
+    return pack([name_of(seed, SIX[:blocks])])
 
 
 def test_ranks_whose_engines_hash_alike_are_asked_once_for_a_name() -> None:
@@ -241,7 +237,7 @@ def test_ranks_whose_engines_hash_alike_are_asked_once_for_a_name() -> None:
             fleet.store(number, 6)
         assert fleet.odd == 0
         assert fleet.names(6) == {called(6): (1 << ranks) - 1}
-        sets, path = fleet.tier.match_sets(as_bytes(SIX))
+        sets, path = fleet.tier.match_sets(pack(SIX))
         lines[ranks] = lines_run(fleet.tier.last_names, sets[0][1], path, 6)
     assert lines[400] == lines[40]
 
@@ -265,29 +261,6 @@ def test_ranks_that_call_a_block_otherwise_are_odd_until_they_hold_nothing_there
     assert not len(fleet.tier._odd)
 
 
-def test_who_holds_a_part_is_compared_with_too() -> None:
-    fleet = Fleet(7)
-    fleet.store(0, 6, 2)
-    fleet.remove(0, 4, 2)
-    fleet.store(1, 3, 2)  # one that holds all of these speaks for it
-    fleet.store(2, 2)
-    fleet.store(3, 6, 2)  # more than anybody holds, and alike as far as that goes
-    assert fleet.odd == 0b100
-    fleet.remove(3, 4, 2)
-    fleet.store(4, 6)
-    fleet.store(5, 6, 2)
-    assert fleet.odd == 0b10100
-    assert fleet.names(2) == {called(2, 2): 0b101011, called(2): 0b10100}
-    # The same blocks again, by whom nobody has to be compared with.
-    fleet.remove(5, 5, 2)
-    fleet.store(5, 6, 2)
-    for number, seed in ((0, 2), (1, 2), (2, 1), (3, 2), (4, 1)):
-        fleet.remove(number, 0, seed)
-    fleet.remove(5, 2, 2)
-    fleet.store(5, 6)
-    assert fleet.odd == 0
-
-
 @pytest.mark.parametrize("most", [2, 64])
 def test_who_holds_blocks_behind_a_hole_is_told_by_who_holds_more_before_it(
     most: int, monkeypatch: pytest.MonkeyPatch
@@ -308,39 +281,6 @@ def test_who_holds_blocks_behind_a_hole_is_told_by_who_holds_more_before_it(
     fleet.store(3, 6)  # and some of these
     assert fleet.odd == 0b1000
     assert fleet.names(3) == {called(3): 0b1111}
-
-
-def test_blocks_from_before_a_rank_was_retired_are_compared_with_nothing() -> None:
-    fleet = Fleet(3)
-    fleet.store(0, 6)
-    fleet.store(1, 6)
-    fleet.store(2, 6)
-    fleet.remove(2, 3)
-    sweeps = [fleet.come_back(number) for number in (0, 1, 2)]
-    fleet.store(2, 6, 2)
-    fleet.store(0, 6, 2)
-    assert fleet.odd == 0
-    assert fleet.names(6) == {called(6, 2): 0b101}
-    fleet.store(1, 6)
-    assert fleet.odd == 0b10
-    for sweep in sweeps:
-        list(sweep)
-    assert fleet.names(6) == {called(6, 2): 0b101, called(6): 0b10}
-
-
-def test_a_part_from_before_a_rank_was_retired_speaks_for_nobody() -> None:
-    fleet = Fleet(4)
-    for number in range(4):
-        fleet.store(number, 6)
-    for number, left in enumerate((2, 0, 0, 4)):
-        fleet.remove(number, left)
-    sweep = fleet.come_back(3)
-    fleet.store(1, 6)
-    assert fleet.odd == 0
-    fleet.store(2, 6, 2)
-    assert fleet.odd == 0b100
-    list(sweep)
-    assert fleet.names(2) == {called(2): 0b11, called(2, 2): 0b100}
 
 
 def test_a_rank_is_taken_for_odd_where_it_cannot_soon_be_told() -> None:

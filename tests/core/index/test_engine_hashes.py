@@ -13,15 +13,12 @@ from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, Hashes
 from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, STRAND_BLOCKS
+from tests.support.driven_selector import pack
 
 # 0 stands in a row as nothing does; the others share shards, bytes and low bits.
 NAMES = [0, 1, 2, 3, 33, 65, 256, 1 << 56, 2**64 - 1, *range(100, 110)]
 names = st.sampled_from(NAMES)
 strands = st.integers(0, 3)
-
-
-def packed(of: list[int]) -> bytes:
-    return b"".join(name.to_bytes(8, "little") for name in of)
 
 
 class Names(RuleBasedStateMachine):
@@ -52,7 +49,7 @@ class Names(RuleBasedStateMachine):
         return self.places[name][-1] if self.places.get(name) else NOWHERE
 
     def name(self, place: int, given: list[int]) -> None:
-        self.hashes.add(place, packed(given))
+        self.hashes.add(place, pack(given))
         for at, name in enumerate(given):
             self.second.pop(name, None)
             self.held[place + at] = name
@@ -106,7 +103,7 @@ class Names(RuleBasedStateMachine):
                 self.forget(place)
                 strand = place >> POSITION_BITS
                 gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
-        assert self.hashes.take(packed(given)) == gone
+        assert self.hashes.take(pack(given)) == gone
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -211,7 +208,7 @@ def test_names_that_stand_once_are_removed_in_any_order(
         patched.setattr(hashes_in_dicts, "_FRONT_BLOCKS", front_blocks)
         hashes = form()
         for first, row in ROWS.items():
-            hashes.add(first, packed(row))
+            hashes.add(first, pack(row))
     left = dict(PLACES)
     for removed in removals:
         gone: dict[int, int] = {}
@@ -219,11 +216,11 @@ def test_names_that_stand_once_are_removed_in_any_order(
             if (place := left.pop(name, NOWHERE)) != NOWHERE:
                 strand = place >> POSITION_BITS
                 gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
-        assert hashes.take(packed(removed)) == gone
+        assert hashes.take(pack(removed)) == gone
         assert {name: hashes.find(name) for name in PLACES if name in left} == left
         assert all(hashes.find(name) == NOWHERE for name in PLACES if name not in left)
         assert {place: hashes.name_at(place) for place in left.values()} == {
-            place: packed([name]) for name, place in left.items()
+            place: pack([name]) for name, place in left.items()
         }
         for first in ROWS:
             strand = first >> POSITION_BITS
@@ -232,24 +229,12 @@ def test_names_that_stand_once_are_removed_in_any_order(
 
 
 @pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
-def test_neighbours_that_are_removed_together_are_found_in_either_direction(
-    form: Callable[[], EngineHashes],
-) -> None:
-    hashes = form()
-    given = list(range(1, 101))
-    hashes.add(0, packed(given))
-    assert hashes.take(packed(given[59::-1])) == {0: (1 << 60) - 1}
-    assert hashes.take(packed(given[60:])) == {0: ((1 << 100) - 1) ^ ((1 << 60) - 1)}
-    assert hashes.named_end(0) == 0
-
-
-@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
 def test_neighbours_in_different_strands_are_told_apart(form: Callable[[], EngineHashes]) -> None:
     hashes = form()
     first, second = list(range(1, STRAND_BLOCKS + 1)), [5_000, 5_001]
-    hashes.add(0, packed(first))
-    hashes.add(STRAND_BLOCKS, packed(second))
-    assert hashes.take(packed([*first[-2:], *second])) == {0: 3 << STRAND_BLOCKS - 2, 1: 3}
+    hashes.add(0, pack(first))
+    hashes.add(STRAND_BLOCKS, pack(second))
+    assert hashes.take(pack([*first[-2:], *second])) == {0: 3 << STRAND_BLOCKS - 2, 1: 3}
 
 
 @pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
@@ -257,7 +242,7 @@ def test_what_is_dropped_is_taken_apart_in_steps(form: Callable[[], EngineHashes
     hashes = form()
     for strand in range(20):
         first = strand * STRAND_BLOCKS
-        hashes.add(first, packed(list(range(first + 1, first + STRAND_BLOCKS + 1))))
+        hashes.add(first, pack(list(range(first + 1, first + STRAND_BLOCKS + 1))))
     assert sum(1 for _ in hashes.dismantled()) >= 20
 
 

@@ -1,20 +1,15 @@
 """Memory kept for blocks that are gone: bounded by what is held, and only what lies behind holes is
 given up for it."""
 
-from struct import pack
-
 import pytest
 
 from lean_selector.core.index import holes, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
+from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
 LENGTH = 64
-
-
-def as_bytes(local: list[int]) -> bytes:
-    return pack(f"<{len(local)}Q", *local)
 
 
 def positions_kept(index: KvIndex) -> int:
@@ -26,7 +21,7 @@ def positions_kept(index: KvIndex) -> int:
 
 
 def store(index: KvIndex, worker: int, local: list[int], parent: int | None = None) -> None:
-    index.store(worker, 0, Tier.DEVICE, parent, local, as_bytes(local))
+    index.store(worker, 0, Tier.DEVICE, parent, local, pack(local))
 
 
 def prompt(number: int, blocks: int = LENGTH) -> list[int]:
@@ -34,7 +29,7 @@ def prompt(number: int, blocks: int = LENGTH) -> list[int]:
 
 
 def matched(index: KvIndex, local: list[int]) -> dict[int, int]:
-    return {worker: hit.device for (worker, _), hit in index.match(as_bytes(local)).items()}
+    return {worker: hit.device for (worker, _), hit in index.match(pack(local)).items()}
 
 
 def review(index: KvIndex) -> None:

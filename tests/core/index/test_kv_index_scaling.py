@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
-from struct import pack
 
 import pytest
 
@@ -14,15 +13,10 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     EventBatch,
     Matched,
-    StoredRun,
-    StoreResult,
     Tier,
 )
+from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
-
-
-def as_bytes(local: list[int]) -> bytes:
-    return pack(f"<{len(local)}Q", *local)
 
 
 class Watched(dict[int, int]):
@@ -50,10 +44,10 @@ def shared_run(ranks: int) -> tuple[KvIndex, Run, Watched]:
     """A prompt of 256 blocks: rank 0 keeps 200 of them, the others 100."""
     index = KvIndex(16)
     for worker_id in range(ranks):
-        index.store(worker_id, 0, Tier.DEVICE, None, SHARED, as_bytes(SHARED))
+        index.store(worker_id, 0, Tier.DEVICE, None, SHARED, pack(SHARED))
         index.remove(worker_id, 0, Tier.DEVICE, SHARED[100 if worker_id else 200 :])
     (run,) = index._device.trie.strands.values()
-    index.match_sets(as_bytes(SHARED))
+    index.match_sets(pack(SHARED))
     index.remove(1, 0, Tier.DEVICE, [100])
     run.partial = Watched(run.partial or {})
     return index, run, run.partial
@@ -73,7 +67,7 @@ def test_a_match_after_a_change_does_not_look_at_every_holder_of_a_part() -> Non
     for ranks in (40, 400):
         index, _, holders = shared_run(ranks)
         index.remove(2, 0, Tier.DEVICE, [100, 99])
-        prompt = as_bytes(SHARED)
+        prompt = pack(SHARED)
         lines[ranks] = lines_run(index.match_sets, prompt)
         assert holders.seen == 0
         sets, _ = index.match_sets(prompt)
@@ -92,7 +86,7 @@ def test_a_shared_run_loses_its_end_when_the_last_rank_lets_go_of_half() -> None
     for worker_id in (0, 5):
         row = index._ranks[worker_id, 0].device.names.rows[run.strand]
         assert len(row) >> 3 <= 120
-    assert {key: hit.device for key, hit in index.match(as_bytes(SHARED)).items()} == {
+    assert {key: hit.device for key, hit in index.match(pack(SHARED)).items()} == {
         (0, 0): 120, (1, 0): 99, **{(worker, 0): 100 for worker in range(2, 10)}
     }  # fmt: skip
 
@@ -100,9 +94,9 @@ def test_a_shared_run_loses_its_end_when_the_last_rank_lets_go_of_half() -> None
 def split_at_every_block(blocks: int) -> KvIndex:
     """A prompt that another one leaves after each of its blocks."""
     index, names = KvIndex(16), list(range(1, blocks + 1))
-    index.store(1, 0, Tier.DEVICE, None, names, as_bytes(names))
+    index.store(1, 0, Tier.DEVICE, None, names, pack(names))
     for name in names[:-1]:
-        index.store(1, 0, Tier.DEVICE, name, [10_000 + name], as_bytes([10_000 + name]))
+        index.store(1, 0, Tier.DEVICE, name, [10_000 + name], pack([10_000 + name]))
     return index
 
 
@@ -112,7 +106,7 @@ def test_a_block_of_a_strand_in_many_runs_is_found_and_removed_at_once(order: st
     for blocks in (100, 1000):
         index = split_at_every_block(blocks)
         name = blocks if order == "from the end" else blocks // 2
-        below = 1, 0, Tier.DEVICE, name - 2, [7_777], as_bytes([7_777])
+        below = 1, 0, Tier.DEVICE, name - 2, [7_777], pack([7_777])
         lines[blocks] = lines_run(index.store, *below)
         for gone in (name, name - 1):
             lines[blocks] += lines_run(index.remove, 1, 0, Tier.DEVICE, [gone])
@@ -124,7 +118,7 @@ def test_eviction_from_a_strand_in_many_runs_does_not_look_at_all_of_them() -> N
     for blocks in (100, 1000):
         index = split_at_every_block(blocks)
         index.set_bound(1, 2 * blocks - 2, None)
-        one_more = 1, 0, Tier.DEVICE, None, [7_777], as_bytes([7_777])
+        one_more = 1, 0, Tier.DEVICE, None, [7_777], pack([7_777])
         lines[blocks] = lines_run(index.store, *one_more)
         assert index.blocks(1, 0, Tier.DEVICE) == 2 * blocks - 2
     assert lines[1000] <= lines[100] + 20
@@ -135,22 +129,22 @@ def with_lower_tiers(ranks: int) -> KvIndex:
     index = KvIndex(16)
     for worker_id in range(ranks):
         own = 10_000 + worker_id
-        index.store(worker_id, 0, Tier.DEVICE, None, [own], as_bytes([own]))
+        index.store(worker_id, 0, Tier.DEVICE, None, [own], pack([own]))
         for tier in (Tier.HOST_PINNED, Tier.DISK, Tier.EXTERNAL):
-            index.store(worker_id, 0, tier, own, [own + 10_000], as_bytes([own + 10_000]))
+            index.store(worker_id, 0, tier, own, [own + 10_000], pack([own + 10_000]))
     return index
 
 
 def test_a_match_does_not_ask_ranks_whose_lower_tiers_cannot_go_on() -> None:
-    prompt = as_bytes([1, 2, 3, 4])
+    prompt = pack([1, 2, 3, 4])
     lines: dict[int, list[int]] = {}
     for ranks in (40, 4_000):
         index = with_lower_tiers(ranks)
         for worker_id in (7, 8, 9):
-            index.store(worker_id, 0, Tier.DEVICE, None, [1, 2], as_bytes([1, 2]))
-        index.store(7, 0, Tier.HOST_PINNED, 2, [3], as_bytes([3]))
-        index.store(8, 0, Tier.DISK, 555, [3], as_bytes([3]))  # below another block
-        index.store(11, 0, Tier.EXTERNAL, None, [1], as_bytes([1]))
+            index.store(worker_id, 0, Tier.DEVICE, None, [1, 2], pack([1, 2]))
+        index.store(7, 0, Tier.HOST_PINNED, 2, [3], pack([3]))
+        index.store(8, 0, Tier.DISK, 555, [3], pack([3]))  # below another block
+        index.store(11, 0, Tier.EXTERNAL, None, [1], pack([1]))
         extended = {(7, 0): Matched(2, 1, 0), (11, 0): Matched(0, 0, 1)}
         assert index.match(prompt) == {**extended, (8, 0): Matched(2), (9, 0): Matched(2)}
         bits = [1 << index.bits.acquire((worker_id, 0)) for worker_id in (7, 8, 9, 11)]
@@ -170,7 +164,7 @@ def test_what_all_ranks_share_of_lower_tiers_is_in_many_dicts_none_of_which_grow
     local = [(block * 0x9E3779B97F4A7C15 + 0xB5) % 2**64 for block in range(4_000)]
     for worker_id in range(5):  # each calls them otherwise
         names = [block + 1 + worker_id for block in local]
-        index.store(worker_id, 0, Tier.HOST_PINNED, None, names, as_bytes(local))
+        index.store(worker_id, 0, Tier.HOST_PINNED, None, names, pack(local))
     for shared, entries in (
         (lower._tiers[0]._edges, 5 * 4_000 - 4),  # the first block of a prompt has one for all
         (lower._continuations._ranks, 4_000),
@@ -187,7 +181,7 @@ def test_what_goes_oldest_first_is_kept_where_the_oldest_is_at_hand() -> None:
     ingest = KvIngest(index, 1, 0)
     stored = BlockStored([1], None, [5, 6, 7, 8], 4, Tier.DEVICE, cache_salt="s")
     ingest.apply(EventBatch(None, [stored], []))
-    index.store(1, 0, Tier.DISK, None, [2], as_bytes([2]))
+    index.store(1, 0, Tier.DISK, None, [2], pack([2]))
     rank = index._ranks[1, 0]
     assert isinstance(rank.device.names.rows, OrderedDict)
     assert isinstance(rank.lower[1]._edge, OrderedDict)
@@ -202,8 +196,8 @@ def filled(prompts: int, blocks: int = 4) -> KvIndex:
     index = KvIndex(16)
     for at in range(prompts):
         names = list(range(at * blocks, (at + 1) * blocks))
-        index.store(1, 0, Tier.DEVICE, None, names, as_bytes(names))
-        index.store(1, 0, Tier.DISK, None, names, as_bytes(names))
+        index.store(1, 0, Tier.DEVICE, None, names, pack(names))
+        index.store(1, 0, Tier.DISK, None, names, pack(names))
     return index
 
 
@@ -247,55 +241,13 @@ def test_dropping_is_done_in_steps_that_do_not_grow_with_what_is_dropped(
     assert worst[2_000] <= worst[200] + 20
 
 
-def test_what_was_dropped_is_not_seen_while_it_is_taken_apart() -> None:
-    index = filled(500)
-    prompt = as_bytes([0, 1, 2, 3])
-    index.store(2, 0, Tier.DEVICE, None, [1, 2], prompt[:16])
-    index.clear(1, 0)
-    assert index.match(prompt) == {(2, 0): Matched(2)}
-    assert index.ranks() == [(2, 0)]
-    assert index.total_blocks == 2
-    assert len(list(index.dump())) == 1
-    # It comes back with some of its blocks, under names of their own, while the rest is still old.
-    assert index.store(1, 0, Tier.DEVICE, 1, [2], prompt[16:24]) is StoreResult.UNKNOWN_PARENT
-    index.store(1, 0, Tier.DEVICE, None, [71, 72, 73], prompt[:24])
-    index.store(1, 0, Tier.DISK, 73, [74], prompt[24:])
-    assert index.sweep(0)
-    assert index.match(prompt) == {(1, 0): Matched(3, 0, 1), (2, 0): Matched(2)}
-    assert index.match(as_bytes([4, 5])) == {}
-    assert [run for runs in index.dump(1) for run in runs] == [
-        StoredRun(1, 0, Tier.DEVICE, None, (71, 72, 73), (0, 1, 2)),
-        StoredRun(1, 0, Tier.DISK, 73, (74,), (3,)),
-    ]
-    swept(index)
-    assert index.match(prompt) == {(1, 0): Matched(3, 0, 1), (2, 0): Matched(2)}
-    index.clear(1, 0)
-    index.clear(2, 0)
-    swept(index)
-    assert not index._device.trie.strands
-    assert not index.bits.keys
-
-
 def test_an_engine_that_clears_again_and_again_does_not_pile_up_what_it_dropped() -> None:
     index = KvIndex(16)
     names = list(range(1, 65))
     for _ in range(2_000):
-        index.store(1, 0, Tier.DEVICE, None, names, as_bytes(names))
+        index.store(1, 0, Tier.DEVICE, None, names, pack(names))
         index.clear(1, 0)
         assert len(index._sweeps) <= 2
-
-
-def test_a_drop_tells_once_that_there_is_something_to_sweep() -> None:
-    told: list[KvIndex] = []
-    index = filled(500)
-    index.on_sweep = told.append
-    index.clear(1, 0)
-    index.store(2, 0, Tier.DEVICE, None, [1], as_bytes([1]))
-    index.clear(2, 0)
-    assert told == [index]
-    swept(index)
-    index.do_in_steps(sweeping.emptied(dict.fromkeys(range(10_000), "salt")))
-    assert told == [index, index]
 
 
 def test_a_part_that_was_dropped_is_neither_matched_nor_in_the_way(
@@ -305,16 +257,16 @@ def test_a_part_that_was_dropped_is_neither_matched_nor_in_the_way(
     monkeypatch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
     index, names = KvIndex(16), list(range(1, 101))
     for worker_id in (1, 2):
-        index.store(worker_id, 0, Tier.DEVICE, None, names, as_bytes(names))
+        index.store(worker_id, 0, Tier.DEVICE, None, names, pack(names))
     index.remove(1, 0, Tier.DEVICE, names[5:])
     index.clear(1, 0)
-    index.store(1, 0, Tier.DEVICE, None, [900], as_bytes([900]))
+    index.store(1, 0, Tier.DEVICE, None, [900], pack([900]))
     # The other lets its half go, so that the run's end is cut off while the old part is in it.
     index.remove(2, 0, Tier.DEVICE, names[10:])
     (run, _) = index._device.trie.strands.values()
     assert len(run.label) >> 3 == 10
-    assert index.match(as_bytes(names)) == {(2, 0): Matched(10)}
-    assert index.match(as_bytes([900])) == {(1, 0): Matched(1)}
+    assert index.match(pack(names)) == {(2, 0): Matched(10)}
+    assert index.match(pack([900])) == {(1, 0): Matched(1)}
     swept(index)
-    assert index.match(as_bytes(names)) == {(2, 0): Matched(10)}
-    assert index.match(as_bytes([900])) == {(1, 0): Matched(1)}
+    assert index.match(pack(names)) == {(2, 0): Matched(10)}
+    assert index.match(pack([900])) == {(1, 0): Matched(1)}

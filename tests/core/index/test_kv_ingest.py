@@ -160,17 +160,6 @@ def local(first: int, salt: str | None = None, lora_name: str | None = None) -> 
     return int.from_bytes(local_hashes(tokens, 2, hash_seed(lora_name, salt)), "little")
 
 
-def test_events_count_as_applied(source: Source) -> None:
-    source.send(store(1, blocks=3), BlockRemoved([2, 9], Tier.DEVICE), AllBlocksCleared())
-    counts = source.ingest.counts
-    assert (counts.blocks_stored, counts.blocks_removed) == (3, 1)
-    assert list(counts.results()) == [
-        ("stored", "applied", 1),
-        ("removed", "applied", 1),
-        ("cleared", "applied", 1),
-    ]
-
-
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
@@ -228,27 +217,9 @@ def test_events_that_the_wire_skipped_are_counted(source: Source) -> None:
     assert source.device() == 1
 
 
-def test_missing_tokens_leave_out_the_last_blocks(source: Source) -> None:
-    source.send(store(1, blocks=3, token_ids=[10, 11, 20, 21, 30]))
-    assert source.tokens_hashes() == {1: local(1), 2: local(2)}
-    assert source.ingest.counts.blocks_stored == 2
-
-
 def test_surplus_tokens_are_ignored_even_bad_ones(source: Source) -> None:
     source.send(store(1, token_ids=[10, 11, -5, 2**40]))
     assert source.tokens_hashes() == {1: local(1)}
-
-
-def test_eagle_blocks_are_hashed_with_one_token_more(source: Source) -> None:
-    source.send(store(1, blocks=2, token_ids=[1, 2, 3, 4, 5], is_eagle=True))
-    expected = local_hashes([1, 2, 3, 4, 5], 2, is_eagle=True)
-    first, second = (int.from_bytes(expected[at : at + 8], "little") for at in (0, 8))
-    assert source.tokens_hashes() == {1: first, 2: second}
-
-
-def test_the_adapter_and_the_salt_change_the_hash(source: Source) -> None:
-    source.send(store(1, lora_name="ad", cache_salt="s"), store(2, lora_name="ad"))
-    assert source.tokens_hashes() == {1: local(1, "s", "ad"), 2: local(2, None, "ad")}
 
 
 @pytest.mark.parametrize(
@@ -269,13 +240,6 @@ def test_a_kind_learned_for_a_group_decides_for_events_without_one(
     assert source.device() == (2 if counts else 0)
     source.send(BlockRemoved([2], Tier.DEVICE, group_idx=1))
     assert source.device() == (1 if counts else 0)
-
-
-def test_the_first_group_counts_until_something_else_is_learned(source: Source) -> None:
-    source.send(store(1, group_idx=0))
-    assert source.device() == 1
-    source.send(store(2, group_idx=0, kind="mamba"), store(2, group_idx=0))
-    assert source.device() == 1
 
 
 def test_dropped_events_teach_too_and_later_ones_correct_them(source: Source) -> None:
