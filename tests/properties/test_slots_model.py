@@ -13,6 +13,7 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import ActiveRun, Reservation
 from lean_selector.core.load.slots import Slots
 from tests.support.bookings import book
+from tests.support.driven_selector import pack
 
 RankKey = tuple[int, int]
 Position = tuple[int, ...]  # a block is the path that leads to it
@@ -28,10 +29,6 @@ long_prompts = st.builds(
 )
 prompts = odd_prompts | long_prompts
 fractions = st.sampled_from([0.0, 0.1, 0.5, 0.85, 1.0]) | st.floats(0.0, 1.0)
-
-
-def packed(prompt: Position) -> bytes:
-    return b"".join(block.to_bytes(8, "little") for block in prompt)
 
 
 @dataclass
@@ -174,7 +171,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
                 self.slots,
                 request_id,
                 *key,
-                packed(prompt),
+                pack(prompt),
                 tokens,
                 self.now,
                 router_id=router_id,
@@ -300,7 +297,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert got.touched_at == r.touched_at
             assert got.is_replica is r.is_replica
             assert got.block_count == len(r.prompt)
-            assert self.slots.sequence_hashes_of(got) == packed(r.prompt)
+            assert self.slots.sequence_hashes_of(got) == pack(r.prompt)
 
     @invariant()
     def every_active_prompt_is_found(self) -> None:
@@ -314,11 +311,11 @@ class SlotsAgainstModel(RuleBasedStateMachine):
                     depth += 1
                 if depth:
                     expected[key] = depth
-            assert self.slots.active_prefix(packed(query)) == expected
+            assert self.slots.active_prefix(pack(query)) == expected
             if query:
                 starts_none = not expected
                 assert self.slots.starts_no_prompt(query[0]) is starts_none
-                assert self.slots.starts_no_prompt(packed(query)) is starts_none
+                assert self.slots.starts_no_prompt(pack(query)) is starts_none
 
     @invariant()
     def the_trie_is_as_small_as_can_be(self) -> None:

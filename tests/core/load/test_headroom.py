@@ -49,13 +49,6 @@ def test_an_infinite_threshold_of_no_capacity_is_never_exceeded() -> None:
     assert ranks.room.free == 1
 
 
-def test_every_rank_has_the_threshold_of_its_worker() -> None:
-    ranks = Ranks(1.0, 10, 100)
-    for worker_id in (0, 1):
-        ranks.book(f"r{worker_id}", worker_id, 50)
-    assert ranks.room.below == 0b10
-
-
 def test_a_rank_comes_free_when_it_comes_below_and_not_while_it_is() -> None:
     ranks = Ranks(1.0, 10, 10)
     assert ranks.taken() == 0b11  # new
@@ -86,15 +79,6 @@ def test_a_rank_that_is_gone_is_in_no_set() -> None:
     assert (ranks.room.below, ranks.room.idle, ranks.room.came_free) == (0, 0, 0)
 
 
-def test_busy_limits_make_a_rank_not_free_whatever_the_queue() -> None:
-    ranks = Ranks(1.0, 100, busy=RankLimits(prefill_tokens=10))
-    ranks.book("r", 0, 11)
-    assert (ranks.room.below, ranks.room.idle, ranks.room.free) == (1, 0, 0)
-    ranks.taken()
-    ranks.slots.free("r")
-    assert (ranks.room.free, ranks.taken()) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("untimed", "at"),
     [pytest.param(0, 0.75, id="the anchor alone"), pytest.param(4, 0.875, id="and one untimed")],
@@ -110,34 +94,6 @@ def test_load_falls_below_when_it_has_worn_off_and_not_before(untimed: int, at: 
         assert (ranks.room.below, ranks.taken()) == (0, 0)
     ranks.room.advance(at)
     assert (ranks.room.below, ranks.taken()) == (1, 1)
-
-
-def test_load_without_a_duration_does_not_fall_with_time() -> None:
-    ranks = Ranks(1.0, 8)
-    ranks.book("untimed", 0, 32)
-    ranks.book("timed", 0, 4, lasts=1.0)  # behind one that nobody knows the end of
-    ranks.room.advance(1e9)
-    assert ranks.room.below == 0
-
-
-def test_a_booking_puts_the_fall_off() -> None:
-    ranks = Ranks(1.0, 8)
-    ranks.book("first", 0, 32, lasts=1.0)
-    ranks.book("second", 0, 16, now=0.5, lasts=1.0)
-    ranks.room.advance(0.75)
-    assert ranks.room.below == 0
-    ranks.room.advance(1.25)  # the first took as much off as it is late
-    assert ranks.room.below == 1
-
-
-def test_what_is_busy_and_over_comes_free_in_two_steps() -> None:
-    ranks = Ranks(1.0, 8, busy=RankLimits(prefill_tokens=16))
-    ranks.book("r", 0, 32, lasts=1.0)
-    ranks.taken()
-    for now, below, idle in ((0.25, 0, 0), (0.5, 0, 1), (0.75, 1, 1)):
-        ranks.room.advance(now)
-        assert (ranks.room.below, ranks.room.idle) == (below, idle)
-        assert ranks.taken() == (now > 0.25)
 
 
 def test_a_rank_that_blocks_keep_busy_is_not_looked_at_in_vain() -> None:

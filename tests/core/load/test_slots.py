@@ -1,17 +1,16 @@
-"""What the recorded cases and the decisions say about active requests, without HTTP."""
+"""Active requests as recorded and as the specification has them, and what a model does not look at.
+
+Loads, expiry and the trie of prompts under any calls are in tests/properties/test_slots_model.py.
+"""
 
 import gc
 
 import pytest
 
-from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.slots import Slots, check_decay_fraction
+from lean_selector.core.load.slots import Slots
 from tests.support.bookings import book
-
-
-def packed(*hashes: int) -> bytes:
-    return b"".join((h % 2**64).to_bytes(8, "little") for h in hashes)
+from tests.support.driven_selector import pack
 
 
 @pytest.fixture
@@ -31,134 +30,12 @@ def load(rank: RankLoad) -> tuple[int, int, int]:
     return rank.active_prefill_tokens, rank.active_decode_blocks, rank.active_requests
 
 
-def test_sharing_prefill_and_free_as_in_the_examples_of_the_specification(
-    slots: Slots, rank: RankLoad
-) -> None:
-    book(slots, "a", 1, 0, packed(1, 2, 3), 48, 0.0)
-    assert load(rank) == (48, 3, 1)
-    book(slots, "b", 1, 0, packed(1, 2, 4), 16, 0.0)
-    assert load(rank) == (64, 4, 2)
-    slots.prefill_complete("a", 0.0)
-    assert load(rank) == (16, 4, 2)
-    slots.free("a", 0.0)
-    assert load(rank) == (16, 3, 1)
-    slots.free("b", 0.0)
-    assert load(rank) == (0, 0, 0)
-    assert load(slots.ranks[1, 1]) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("query", "depth"), [((1, 2, 3, 4), 3), ((2, 3), 0), ((9, 1, 2), 0), ((), 0), ((1, 5), 1)]
-)
-def test_active_prefix_starts_at_the_first_block(
-    slots: Slots, query: tuple[int, ...], depth: int
-) -> None:
-    book(slots, "a", 1, 0, packed(1, 2, 3), 48, 0.0)
-    assert slots.active_prefix(packed(*query)).get((1, 0), 0) == depth
-
-
-def test_lists_that_are_not_chains_count_path_positions(slots: Slots, rank: RankLoad) -> None:
-    """D20; recorded otherwise in odd_hash_sequences and projection."""
-    book(slots, "dup", 1, 0, packed(5, 5, 5), 3, 0.0)
-    assert rank.active_decode_blocks == 3
-    assert slots.active_prefix(packed(5, 5, 5, 5)) == {(1, 0): 3}
-    slots.free("dup", 0.0)
-    book(slots, "p", 1, 0, packed(1, 2, 3), 0, 0.0)
-    book(slots, "q", 1, 0, packed(3, 2, 1), 0, 0.0)
-    assert rank.active_decode_blocks == 6
-    assert slots.active_prefix(packed(3, 2)) == {(1, 0): 2}
-    assert slots.active_prefix(packed(2)) == {}
-    book(slots, "s", 1, 0, packed(9, 2), 0, 0.0)
-    slots.free("p", 0.0)
-    assert rank.active_decode_blocks == 5
-
-
 def test_output_blocks_as_recorded_in_output_block_validation(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
+    book(slots, "a", 1, 0, pack([1, 2, 3, 4]), 0, 0.0)
     for fraction in (None, None, 0.5, 1.0, 0.0, -0.0, None):
         assert slots.output_block("a", 0.0, fraction) is slots.reservations["a"]
     assert rank.active_decode_blocks == 1
     assert rank.distinct_blocks == 11
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, 1.0000001, 1e308, float("nan")])
-def test_a_fraction_out_of_range_is_refused_whether_the_request_lives_or_not(
-    slots: Slots, rank: RankLoad, fraction: float
-) -> None:
-    book(slots, "a", 1, 0, packed(1), 5, 0.0)
-    for request_id in ("a", "unknown"):
-        with pytest.raises(BadRequest, match=r"^decay_fraction must be between 0\.0 and 1\.0$"):
-            slots.output_block(request_id, 9.0, fraction)
-    assert load(rank) == (5, 1, 1)
-    assert slots.reservations["a"].touched_at == 0.0
-    check_decay_fraction(None)
-
-
-def test_shared_blocks_keep_their_weight(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
-    book(slots, "b", 1, 0, packed(1, 2, 8), 0, 0.0)
-    slots.output_block("a", 0.0, 0.0)  # 3, 4 and the new one vanish; 1 and 2 are shared
-    assert rank.active_decode_blocks == 3
-    slots.free("b", 0.0)
-    assert rank.active_decode_blocks == 2
-    slots.output_block("a", 0.0, 0.5)  # all six are its own now
-    assert rank.active_decode_blocks == 3
-    book(slots, "c", 1, 0, packed(1, 2, 3, 4), 0, 0.0)
-    slots.output_block("c", 0.0, 1.0)  # what a left fractional is shared, and stays so
-    assert rank.active_decode_blocks == 4
-    slots.free("a", 0.0)
-    assert rank.active_decode_blocks == 3
-    slots.free("c", 0.0)
-    assert load(rank) == (0, 0, 0)
-
-
-def test_a_ranks_weights_are_its_own(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, packed(1, 2), 0, 0.0)
-    book(slots, "b", 1, 1, packed(1, 2), 0, 0.0)
-    slots.output_block("a", 0.0, 0.0)
-    assert rank.active_decode_blocks == 0
-    assert slots.ranks[1, 1].active_decode_blocks == 2
-
-
-def test_booking_on_an_unknown_rank_is_refused_before_a_duplicate_id(slots: Slots) -> None:
-    book(slots, "a", 1, 1, packed(1), 5, 0.0)
-    with pytest.raises(
-        NotFound, match=r"^Worker WorkerWithDpRank \{ worker_id: 9, dp_rank: 4 \} not found$"
-    ):
-        book(slots, "a", 9, 4, packed(1), 5, 0.0)
-    with pytest.raises(
-        DuplicateRequest,
-        match=r"^Request a already exists "
-        r"\(assigned to worker WorkerWithDpRank \{ worker_id: 1, dp_rank: 1 \}\)$",
-    ):
-        book(slots, "a", 1, 0, packed(2), 5, 0.0)
-    assert load(slots.ranks[1, 0]) == (0, 0, 0)
-    assert slots.starts_no_prompt(2)
-
-
-def test_sums_do_not_wrap(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, b"", 2**64 - 1, 0.0)
-    book(slots, "b", 1, 0, b"", 2**64 - 1, 0.0)
-    assert rank.active_prefill_tokens == 2**65 - 2
-    slots.free("a", 0.0)
-    slots.free("b", 0.0)
-    assert load(rank) == (0, 0, 0)
-
-
-def test_only_the_first_prefill_complete_counts_as_such(slots: Slots) -> None:
-    booked = book(slots, "a", 1, 0, packed(1), 0, 0.0)
-    assert slots.prefill_complete("a", 1.0) == (booked, True)
-    assert slots.prefill_complete("a", 2.0) == (booked, False)
-    assert booked.touched_at == 2.0
-
-
-def test_unknown_requests_are_none_and_leave_no_trace(slots: Slots, rank: RankLoad) -> None:
-    assert slots.prefill_complete("x", 0.0) is None
-    assert slots.output_block("x", 0.0) is None
-    assert slots.free("x", 0.0) is None
-    assert slots.touch("x", 0.0) is None
-    book(slots, "x", 1, 0, packed(1), 7, 0.0)
-    assert load(rank) == (7, 1, 1)
 
 
 def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
@@ -167,7 +44,7 @@ def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
         "a",
         1,
         0,
-        packed(1, -22),
+        pack([1, -22]),
         48,
         3.0,
         router_id=5,
@@ -179,60 +56,10 @@ def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
     assert (booked.booking.lora_name, booked.booking.expected_output_tokens) == ("l", 9)
     assert (booked.touched_at, booked.published_at) == (3.0, 3.0)
     assert (booked.block_count, booked.prefill_tokens) == (2, 48)
-    book(slots, "b", 1, 1, packed(1), 0, 0.0)
-    assert slots.sequence_hashes_of(booked) == packed(1, -22)
+    book(slots, "b", 1, 1, pack([1]), 0, 0.0)
+    assert slots.sequence_hashes_of(booked) == pack([1, -22])
     slots.free("a", 4.0)
     assert slots.sequence_hashes_of(booked) == b""
-
-
-def test_removing_a_rank_forgets_only_its_requests(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, packed(1, 2), 5, 0.0)
-    book(slots, "b", 1, 1, packed(1, 2, 3), 6, 0.0)
-    slots.output_block("a", 0.0, 0.3)
-    assert [r.request_id for r in slots.remove_rank(1, 0)] == ["a"]
-    assert load(rank) == (0, 0, 0)
-    assert load(slots.ranks[1, 1]) == (6, 3, 1)
-    assert slots.remove_rank(1, 0) == []
-    assert slots.reservations.keys() == {"b"}
-    assert slots.active_prefix(packed(1)) == {(1, 1): 1}
-    assert slots.add_rank(1, 0) is not rank
-    book(slots, "a", 1, 1, packed(1, 2), 5, 0.0)
-
-
-def test_adding_a_known_rank_keeps_its_load(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, packed(1), 5, 0.0)
-    assert slots.add_rank(1, 0) is rank
-    assert load(rank) == (5, 1, 1)
-
-
-def test_expiry_counts_from_the_last_touch_and_is_strict(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "touched", 1, 0, packed(1), 5, 0.0)
-    book(slots, "quiet", 1, 0, packed(2), 6, 1.0)
-    book(slots, "copy", 1, 0, packed(3), 7, 0.0, router_id=9)
-    slots.output_block("touched", 200.0)
-    assert slots.expire(301.0, 300.0, 360.0, 10) == []
-    assert [r.request_id for r in slots.expire(301.5, 300.0, 360.0, 10)] == ["quiet"]
-    assert load(rank) == (12, 3, 2)
-    assert [r.request_id for r in slots.expire(360.5, 300.0, 360.0, 10)] == ["copy"]
-    assert [r.request_id for r in slots.expire(501.0, 300.0, 360.0, 10)] == ["touched"]
-    assert load(rank) == (0, 0, 0)
-
-
-def test_expiry_takes_bounded_steps_oldest_touch_first(slots: Slots) -> None:
-    for n in range(5):
-        book(slots, f"r{n}", 1, 0, packed(n), 1, float(n), router_id=8 if n == 4 else None)
-    slots.touch("r0", 5.0)
-    steps = [[r.request_id for r in slots.expire(1000.0, 300.0, 360.0, 2)] for _ in range(4)]
-    assert steps == [["r1", "r2"], ["r3", "r0"], ["r4"], []]
-
-
-def test_copies_expire_however_many_local_ones_are_overdue(slots: Slots) -> None:
-    for n in range(3):
-        book(slots, f"copy{n}", 1, 0, packed(), 1, float(n), router_id=9)
-    for n in range(9):
-        book(slots, f"local{n}", 1, 0, packed(), 1, 60.0 + n)
-    steps = [[r.request_id for r in slots.expire(1000.0, 300.0, 360.0, 2)] for _ in range(3)]
-    assert steps == [["local0", "copy0"], ["local1", "copy1"], ["local2", "copy2"]]
 
 
 def backdated(slots: Slots, **touched_at: float) -> None:
@@ -281,17 +108,17 @@ def test_what_is_live_is_listed_but_for_what_ends_meanwhile(slots: Slots) -> Non
 
 
 def test_what_arrived_is_counted_whoever_admitted_it(slots: Slots) -> None:
-    book(slots, "own", 1, 0, packed(), 1, 0.0)
-    book(slots, "copy", 1, 0, packed(), 1, 0.0, router_id=9)
+    book(slots, "own", 1, 0, pack([]), 1, 0.0)
+    book(slots, "copy", 1, 0, pack([]), 1, 0.0, router_id=9)
     slots.free("own")
     assert (slots.arrived, slots.booked) == (2, 1)
 
 
 def test_starts_no_prompt_takes_hashes_of_either_form(slots: Slots) -> None:
-    book(slots, "a", 1, 0, packed(-22, 7), 1, 0.0)
-    for known in (-22, 2**64 - 22, packed(-22), packed(-22, 99)):
+    book(slots, "a", 1, 0, pack([-22, 7]), 1, 0.0)
+    for known in (-22, 2**64 - 22, pack([-22]), pack([-22, 99])):
         assert not slots.starts_no_prompt(known)
-    for unknown in (7, packed(7)):
+    for unknown in (7, pack([7])):
         assert slots.starts_no_prompt(unknown)
 
 
@@ -299,13 +126,13 @@ def test_every_change_of_a_load_is_told_once_it_is_done() -> None:
     heard: list[tuple[int, int, int]] = []
     slots = Slots(lambda rank: heard.append(load(rank)))
     slots.add_rank(1, 0)
-    book(slots, "a", 1, 0, packed(1, 2), 5, 0.0)
+    book(slots, "a", 1, 0, pack([1, 2]), 5, 0.0)
     slots.output_block("a", 0.0, 0.0)
     slots.prefill_complete("a", 0.0)
     slots.prefill_complete("a", 0.0)
     slots.free("a", 0.0)
     assert heard == [(5, 2, 1), (5, 0, 1), (0, 0, 1), (0, 0, 0)]
-    book(slots, "b", 1, 0, packed(1, 2), 5, 0.0)
+    book(slots, "b", 1, 0, pack([1, 2]), 5, 0.0)
     slots.remove_rank(1, 0)
     assert len(heard) == 5
 
@@ -314,8 +141,38 @@ def test_live_requests_are_nothing_to_the_collector(slots: Slots) -> None:
     gc.collect()  # tuples of ints, the keys of ranks, are untracked when first seen
     before = len(gc.get_objects())
     for n in range(200):
-        book(slots, f"r{n}", 1, 0, packed(1, n, n + 1), 1, 0.0)
+        book(slots, f"r{n}", 1, 0, pack([1, n, n + 1]), 1, 0.0)
     gc.collect()
     assert len(gc.get_objects()) - before < 50
     for n in range(200):
         slots.free(f"r{n}")
+
+
+def timed(slots: Slots, name: str, tokens: int, lasts: float | None, now: float) -> None:
+    book(slots, name, 1, 0, b"", tokens, now, router_id=5, prefill_duration_s=lasts)
+
+
+def test_load_wears_off_as_in_the_example_of_the_specification(
+    slots: Slots, rank: RankLoad
+) -> None:
+    """slot_tracker.md 2.2; the recorded reads came a few milliseconds late."""
+    timed(slots, "a", 1000, 4.0, 0.0)
+    reads = [rank.prefill_tokens_at(t) for t in (0.1, 0.6, 1.104, 1.608, 2.112)]
+    assert reads == [975, 850, 724, 598, 472]
+    timed(slots, "b", 100, 2.0, 2.6)
+    assert rank.prefill_tokens_at(2.717) == 421
+    timed(slots, "c", 50, None, 2.75)
+    assert rank.prefill_tokens_at(2.8205) == 445
+    assert rank.prefill_tokens_at(3.8205) == 195
+    slots.prefill_complete("a", 4.0)
+    assert rank.prefill_tokens_at(4.105) == 145
+    assert rank.prefill_tokens_at(4.605) == 120
+    assert rank.active_prefill_tokens == 150
+
+
+def test_free_without_a_time_uses_the_last_one_heard(slots: Slots, rank: RankLoad) -> None:
+    timed(slots, "a", 100, 10.0, 0.0)
+    timed(slots, "b", 100, 10.0, 0.0)
+    slots.expire(4.0, 300.0, 360.0, 10)
+    slots.free("a")
+    assert rank.prefill_tokens_at(9.0) == 50
