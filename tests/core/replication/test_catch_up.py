@@ -1,7 +1,6 @@
 """A replica that starts takes over what is live elsewhere, each id once, whatever comes between."""
 
 import random
-import struct
 from collections import OrderedDict
 from typing import Any
 
@@ -9,87 +8,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication import catch_up as module
 from lean_selector.core.replication.catch_up import (
     HOLD_S,
     CatchUp,
     Fate,
     ended_meanwhile,
-    live_booking,
 )
 from lean_selector.core.replication.events import (
-    ReplicaApplier,
-    ReplicaEvents,
-    ReplicaTarget,
     Verdict,
 )
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
-from tests.support.bookings import book, changed, replica_event
-
-HERE, PEER, THIRD = 11, 22, 33
-PROMPT = struct.pack("<3Q", 1, 2, 3)
-COPIES_EXPIRE_S = 360.0
-
-
-class Replica:
-    """One partition of one replica; catches up from the start if it is told to."""
-
-    model_name, tenant_id, block_size = "m", "t", 16
-
-    def __init__(self, router_id: int, ranks: int = 2, *, catches_up: bool = False) -> None:
-        self.slots = Slots()
-        self.now = 0.0
-        self.established = ranks > 0
-        self.published: list[ReplicaEvent] = []
-        self.catch_up = (
-            CatchUp(router_id, self.lookup, COPIES_EXPIRE_S, self.now) if catches_up else None
-        )
-        self.router_id = router_id
-        self.applier = ReplicaApplier(router_id, self.lookup)
-        self.events = ReplicaEvents(router_id, self.publish)
-        self.register(ranks)
-
-    def register(self, ranks: int) -> None:
-        self.established = self.established or ranks > 0
-        for dp_rank in range(ranks):
-            self.slots.add_rank(7, dp_rank)
-
-    def lookup(self, model_name: str, tenant_id: str) -> ReplicaTarget | None:
-        return self if self.established and (model_name, tenant_id) == ("m", "t") else None
-
-    def publish(self, event: ReplicaEvent) -> None:
-        if self.catch_up is not None:
-            self.catch_up.note(event, None, self.now)
-        self.published.append(event)
-
-    def hear(self, event: ReplicaEvent) -> Verdict:
-        verdict = self.applier.apply(event, self.now)
-        if self.catch_up is not None and verdict is not Verdict.OWN:
-            self.catch_up.note(event, verdict, self.now)
-        return verdict
-
-    def add(self, request_id: str, dp_rank: int = 0, tokens: int = 48) -> None:
-        reservation = book(self.slots, request_id, 7, dp_rank, PROMPT, tokens, self.now)
-        self.events.booked(self, reservation, PROMPT)
-
-    def complete(self, request_id: str) -> None:
-        completed = self.slots.prefill_complete(request_id, self.now)
-        if completed is not None and completed[1]:
-            self.events.prefill_completed(self, completed[0])
-
-    def free(self, request_id: str) -> None:
-        if (reservation := self.slots.free(request_id, self.now)) is not None:
-            self.events.freed(self, reservation)
-
-    def snapshot(self) -> list[LiveBooking]:
-        return [live_booking(self, held, self.router_id) for held in self.slots.by_touch()]
-
-    def loads(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        return {
-            key: (rank.active_prefill_tokens, rank.active_decode_blocks, rank.active_requests)
-            for key, rank in self.slots.ranks.items()
-        }
+from tests.support.bookings import book, changed
+from tests.support.one_partition import (
+    ADD,
+    COMPLETE,
+    COPIES_EXPIRE_S,
+    FREE,
+    HERE,
+    IDLE,
+    PEER,
+    PROMPT,
+    THIRD,
+    Load,
+    Replica,
+    event,
+)
 
 
 def starting(ranks: int = 2) -> tuple[Replica, CatchUp]:
@@ -103,11 +47,6 @@ def booking(request_id: str = "r", **changes: object) -> LiveBooking:
     owner.add(request_id)
     (taken,) = owner.snapshot()
     return changed(taken, **changes)
-
-
-def event(kind: EventKind, request_id: str = "r", **changes: object) -> ReplicaEvent:
-    fields: dict[str, object] = {"worker_id": 7, "dp_rank": 0, "router_id": PEER, **changes}
-    return replica_event(kind, "m", "t", 16, request_id, **fields)  # type: ignore[arg-type] # test
 
 
 def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
@@ -154,18 +93,7 @@ def test_output_blocks_stay_where_they_are() -> None:
     owner.slots.output_block("r", 1.0)
     here, catch_up = starting()
     catch_up.take(owner.snapshot()[0], 1.0)
-    assert here.loads()[7, 0] == (48, 3, 1)
-
-
-def test_a_completed_prefill_stays_completed() -> None:
-    owner = Replica(PEER)
-    owner.add("r")
-    owner.complete("r")
-    here, catch_up = starting()
-    catch_up.take(owner.snapshot()[0], 0.0)
-    assert here.loads()[7, 0] == (0, 3, 1)
-    here.complete("r")
-    assert here.published == []  # it was no first time
+    assert here.load() == (48, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -189,45 +117,36 @@ def test_an_id_that_is_held_already_stays_as_it_is() -> None:
     here, catch_up = starting()
     here.add("r", dp_rank=1, tokens=7)
     assert catch_up.take(booking("r"), 0.0) is Fate.HELD
-    assert here.loads() == {(7, 0): (0, 0, 0), (7, 1): (7, 3, 1)}
+    assert here.loads() == {0: IDLE, 1: (7, 3, 1)}
 
 
-@pytest.mark.parametrize("live_before", [False, True])
-def test_an_end_heard_before_the_booking_came_counts(live_before: bool) -> None:
+@pytest.mark.parametrize(
+    ("heard", "fate", "load"),
+    [
+        pytest.param([FREE], Fate.ENDED, IDLE, id="its end"),
+        pytest.param([ADD, FREE], Fate.ENDED, IDLE, id="all of it"),
+        pytest.param([COMPLETE], Fate.BOOKED, (0, 3, 1), id="its completion"),
+        pytest.param([FREE, COMPLETE], Fate.ENDED, IDLE, id="an end outweighs the rest"),
+        pytest.param(
+            [event(EventKind.FREE, dp_rank=1)], Fate.BOOKED, (48, 3, 1), id="of another rank"
+        ),
+    ],
+)
+def test_what_was_heard_before_the_booking_came_counts(
+    heard: list[ReplicaEvent], fate: Fate, load: Load
+) -> None:
     here, catch_up = starting()
-    if live_before:
-        here.hear(event(EventKind.ADD, sequence_hashes=PROMPT))
-    here.hear(event(EventKind.FREE))
-    assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
-    assert not here.slots.reservations
+    for each in heard:
+        here.hear(each)
+    assert catch_up.take(booking("r"), 0.0) is fate
+    assert here.load() == load
 
 
 def test_an_end_called_for_here_counts_too() -> None:
     here, catch_up = starting()
-    here.hear(event(EventKind.ADD, sequence_hashes=PROMPT))
+    here.hear(ADD)
     here.free("r")
     assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
-
-
-def test_a_prefill_completed_before_the_booking_came_counts() -> None:
-    here, catch_up = starting()
-    here.now = 3.0
-    here.hear(event(EventKind.PREFILL_COMPLETE))
-    assert catch_up.take(booking("r"), here.now) is Fate.BOOKED
-    assert here.loads()[7, 0] == (0, 3, 1)
-
-
-def test_an_end_outweighs_a_prefill_completion_heard_later() -> None:
-    here, catch_up = starting()
-    here.hear(event(EventKind.FREE))
-    here.hear(event(EventKind.PREFILL_COMPLETE))
-    assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
-
-
-def test_what_is_heard_of_another_rank_does_not_count() -> None:
-    here, catch_up = starting()
-    here.hear(event(EventKind.FREE, dp_rank=1))
-    assert catch_up.take(booking("r"), 0.0) is Fate.BOOKED
 
 
 def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
@@ -247,7 +166,7 @@ def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
     here.register(1)
     assert not catch_up.admit_waiting(2.0, 100)
     assert set(here.slots.reservations) == {"kept", "completed", "new"}
-    assert here.loads()[7, 0] == (58, 3, 3)
+    assert here.load() == (58, 3, 3)
     assert Fate.WAITING not in dict(catch_up.fates())
 
 
@@ -358,7 +277,7 @@ def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
     here.hear(event(EventKind.ADD, "heard since"))
     owner.complete("past its prefill")
     owner.free("ended")
-    told_now = list(ended_meanwhile([here], PEER, owner.snapshot(), asked_at=5.0))
+    told_now = list(ended_meanwhile([here.ledger], PEER, owner.snapshot(), asked_at=5.0))
     events = [said for said in told_now if said is not None]
     assert len(told_now) == len(here.slots.reservations) == 6
     assert [(said.kind, said.booking.request_id) for said in events] == [
@@ -471,7 +390,7 @@ def test_a_replica_that_missed_events_agrees_after_it_asked(seed: int, steps: in
         here.now = owner.now = owner.now + 1.0
         asked_at, snapshot = here.now, owner.snapshot()
         go_on(loss)
-        for said in ended_meanwhile([here], PEER, snapshot, asked_at):
+        for said in ended_meanwhile([here.ledger], PEER, snapshot, asked_at):
             if said is not None:
                 here.hear(said)
             if rng.random() < 0.2:
@@ -506,9 +425,9 @@ def test_a_booking_that_was_ended_and_booked_elsewhere_unheard_moves() -> None:
     owner.add("r", 1)
     here.now = 5.0
     catch_up.begin_again(here.now)
-    for said in ended_meanwhile([here], PEER, owner.snapshot(), asked_at=5.0):
+    for said in ended_meanwhile([here.ledger], PEER, owner.snapshot(), asked_at=5.0):
         assert said is not None
         here.hear(said)
     for taken in owner.snapshot():
         catch_up.take(taken, here.now)
-    assert here.loads() == owner.loads() == {(7, 0): (0, 0, 0), (7, 1): (48, 3, 1)}
+    assert here.loads() == owner.loads() == {0: IDLE, 1: (48, 3, 1)}

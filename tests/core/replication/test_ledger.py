@@ -1,6 +1,5 @@
 """A partition's ledger: what of its changes is told to the peers, and what is given up when."""
 
-import struct
 from collections.abc import Callable
 
 import pytest
@@ -20,9 +19,10 @@ from lean_selector.core.replication.ledger import (
 )
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from tests.support.bookings import replica_event
+from tests.support.driven_selector import pack
 
 OURS, PEER = 1, 2
-PROMPT = struct.pack("<3Q", 101, 202, 303)
+PROMPT = pack([101, 202, 303])
 BOOKING = Booking("ours", 7, 0, prefill_tokens=48, expected_output_tokens=9)
 ADD, COMPLETE, FREE = EventKind.ADD, EventKind.PREFILL_COMPLETE, EventKind.FREE
 
@@ -187,6 +187,7 @@ def test_nobody_is_told_where_there_are_no_peers() -> None:
 def test_a_request_is_said_to_live_twice_before_its_copies_could_expire() -> None:
     for expiry_s in (10.0, RESERVATION_EXPIRY_S):
         assert 2 * republish_after_s(expiry_s) < expiry_s
+    assert republish_after_s(3600.0) == REPUBLISH_AFTER_S == 120.0
 
 
 @pytest.mark.parametrize(
