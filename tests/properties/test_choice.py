@@ -207,6 +207,7 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
     scale=st.none() | scales,
     isl_tokens=st.integers(0, 400),
     looks=st.sampled_from([0, overlap._LOOKS_PER_RANK]),
+    few=st.sampled_from([0, choice._FEW_RANKS]),
 )
 def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
     fleet: Fleet,
@@ -215,10 +216,13 @@ def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
     scale: float | None,
     isl_tokens: int,
     looks: int,
+    few: int,
 ) -> None:
-    """Also as if the sets were many, so that it is looked up which of them a rank is in."""
+    """Also as if the sets were many, so that it is looked up which of them a rank is in, and as if
+    none were so small that each of its ranks is looked at."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(overlap, "_LOOKS_PER_RANK", looks)
+        patched.setattr(choice, "_FEW_RANKS", few)
         hold_each_rank_to_the_model(fleet, router, changes, scale, isl_tokens)
 
 

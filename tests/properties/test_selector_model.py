@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.partition import Parked, Partition
-from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import SelectionRequest, Source, WorkerSpec
+from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
+from tests.support.driven_selector import Sources, prompt_of
 
 BLOCK_SIZE = 4
 Key = tuple[str, str]
@@ -29,25 +29,6 @@ tenants = st.sampled_from(["default", "t"])
 request_ids = st.sampled_from([f"r{n}" for n in range(8)])
 # Few values and short lists, so that prompts share prefixes, repeat hashes and diverge.
 prompts = st.lists(st.integers(0, 2), max_size=4)
-
-
-class Sources:
-    """Stands where the sockets would: remembers who is subscribed."""
-
-    def __init__(self) -> None:
-        self.subscribed: dict[tuple[int, int], Source] = {}
-
-    def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
-        assert (worker_id, dp_rank) not in self.subscribed
-        self.subscribed[worker_id, dp_rank] = source
-
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
-        del self.subscribed[worker_id, dp_rank]
-
-
-def prompt(hashes: list[int], isl_tokens: int) -> Prompt:
-    packed = b"".join(value.to_bytes(8, "little") for value in hashes)
-    return Prompt(isl_tokens, packed, len(hashes), packed[:8], lambda: packed)
 
 
 class ModelWorker:
@@ -220,7 +201,7 @@ class SelectorMachine(RuleBasedStateMachine):
         def call() -> None:
             partition = self.selector.ready_partition(model, tenant)
             self.selector.bookings.reserve(
-                partition, name, worker_id, dp_rank, prompt(hashes, 16), prefill, self.now
+                partition, name, worker_id, dp_rank, prompt_of(hashes, 16), prefill, self.now
             )
 
         assert self.refused(call) is not possible
@@ -253,7 +234,7 @@ class SelectorMachine(RuleBasedStateMachine):
 
         def call() -> None:
             partition = self.selector.ready_partition(model, tenant)
-            request = SelectionRequest(prompt(hashes, 16), self.selector.terms)
+            request = SelectionRequest(prompt_of(hashes, 16), self.selector.terms)
             request.books, request.reservation_id = True, name
             request.allowed_worker_ids = allowed
             outcome = self.selector.select(partition, request, self.now, lambda *_: None)

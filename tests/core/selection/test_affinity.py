@@ -68,28 +68,6 @@ def test_a_booking_binds_and_selects_and_bookings_follow(driven: DrivenSelector)
     assert select(driven, "another") == select(driven, None) == (2, 0)
 
 
-def test_the_binding_ends_after_its_time_when_its_reservations_have(driven: DrivenSelector) -> None:
-    book(driven, "a", allowed={1})
-    driven.now = 100.0
-    driven.selector.prefill_complete("a", driven.now)
-    assert select(driven) == (1, 1)
-    driven.selector.free("a", driven.now)
-    driven.now += TTL_S - 0.1
-    assert select(driven) == (1, 1)
-    driven.now += 0.1
-    assert select(driven) == (2, 0)
-
-
-def test_a_reservation_that_expires_lets_go_of_its_session(driven: DrivenSelector) -> None:
-    book(driven, "a", allowed={1})
-    driven.now = 301.0
-    driven.selector.expire(driven.now, 100)
-    assert sessions_of(driven).held == 0
-    assert sessions_of(driven).bound("s", driven.now) is not None
-    driven.now += TTL_S
-    assert sessions_of(driven).bound("s", driven.now) is None
-
-
 def test_a_select_whose_session_is_elsewhere_goes_where_it_may(driven: DrivenSelector) -> None:
     book(driven, "a", allowed={1})
     assert select(driven, allowed={2}) == (2, 0)

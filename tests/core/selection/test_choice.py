@@ -182,22 +182,6 @@ def test_loads_that_are_equal_but_for_rounding_tie_as_they_do_one_by_one(
         assert cell.found_in(partition) == cell.one_by_one(partition)
 
 
-def test_a_set_of_equal_ranks_ties_as_one_and_only_those_that_were_asked_for() -> None:
-    held = [(16, 2) if bit % 2 else (32, 1) for bit in range(20)]  # 3 blocks each
-    partition = loaded(16, 1.0, held)
-    everyone = Asked(terms_of(1.0), partition.candidates, 16, 1, 0)
-    assert everyone.found_in(partition) == (3.0, set(range(20)), 3.0)
-    some = Asked(terms_of(1.0), 0xFF << 8, 16, 1, 0)
-    assert some.found_in(partition) == (3.0, set(range(8, 16)), 3.0)
-
-
-def test_loads_that_wear_off_are_looked_at_one_by_one_and_only_those_asked_for() -> None:
-    held = [(160 * (bit + 1), 1) for bit in range(40)]
-    partition = loaded(16, 1.0, held, frozenset(range(0, 40, 3)))
-    asked = Asked(terms_of(1.0), sum(1 << bit for bit in range(1, 40)) & ~(1 << 3), 16, 1, 0)
-    assert asked.found_in(partition) == asked.one_by_one(partition)
-
-
 # -- the draw -------------------------------------------------------------------------------------
 
 
@@ -215,31 +199,6 @@ def shares_of(costs: list[float], temperature: float, draws: int) -> list[float]
         drawn(partition.order, pricing, cells, temperature, 0.0, rng) for _ in range(draws)
     )
     return [counts[bit] / draws for bit in range(len(costs))]
-
-
-def test_without_temperature_only_the_cheapest_are_drawn_and_evenly() -> None:
-    assert shares_of([3.0, 1.0, 2.0], 0.0, 100) == [0.0, 1.0, 0.0]
-    shares = shares_of([1.0, 5.0, 1.0, 1.0], 0.0, 6000)
-    assert shares[1] == 0.0
-    assert max(abs(share - 1 / 3) for share in (shares[0], shares[2], shares[3])) < 0.03
-
-
-@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 2.0, 100.0])
-@pytest.mark.parametrize("costs", [[10.0, 12.0, 20.0, 11.0], [0.0, 1e-9, 1e-9, 5e-10]])
-def test_with_temperature_the_draw_is_a_softmax_of_the_scaled_range(
-    temperature: float, costs: list[float]
-) -> None:
-    least, most = min(costs), max(costs)
-    weights = [math.exp(-(value - least) / (most - least) / temperature) for value in costs]
-    draws = 20_000
-    for share, weight in zip(shares_of(costs, temperature, draws), weights, strict=True):
-        expected = weight / sum(weights)
-        # Four standard deviations of a binomial share.
-        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / draws) + 1e-9
-
-
-def test_with_temperature_equal_costs_are_drawn_evenly() -> None:
-    assert max(abs(share - 0.25) for share in shares_of([7.0] * 4, 1.0, 8000)) < 0.02
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])

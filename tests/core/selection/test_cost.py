@@ -1,11 +1,17 @@
-"""The lines of the cost, each by example: selection.md 3.2 and 3.3."""
+"""The lines of the cost, each by example, and the whole against a plain restatement: selection.md
+3.2 and 3.3.
+"""
 
 import math
 
+import hypothesis.strategies as st
 import msgspec
 import pytest
+from hypothesis import given, settings
 
 from lean_selector.core.index.shapes import Matched
+from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.choice import Pricing, all_costs, cells
 from lean_selector.core.selection.cost import (
     cached_tokens,
     credit_blocks,
@@ -18,29 +24,46 @@ from lean_selector.core.selection.cost import (
     taint_factor,
     terms,
 )
+from lean_selector.core.selection.overlap import Matches, as_sets
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterOverride, RouterSettings, Terms
+from lean_selector.core.selection.scheduler import eligible
 from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
 from lean_selector.core.settings import API_1_3, API_1_6
+from tests.support.bookings import book
+from tests.support.driven_selector import DrivenSelector, pack
 
 PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "disk", "tokens"),
+    ("match", "block_size", "tokens"),
     [
-        (0, 0, 0, 0),
-        (3, 0, 0, 15),
-        (3, 1, 0, 19),  # 3.75 blocks: 18.75
-        (3, 0, 1, 16),  # 3.25 blocks: 16.25
-        (1, 2, 2, 15),  # 1 + 1.5 + 0.5 blocks: 15
-        (0, 0, 2, 3),  # half a block: 2.5, away from 0
+        (Matched(0), 5, 0),
+        (Matched(3), 5, 15),
+        (Matched(3, 1), 5, 19),  # 3.75 blocks: 18.75
+        (Matched(3, 0, 1), 5, 16),  # 3.25 blocks: 16.25
+        (Matched(1, 2, 2), 5, 15),  # 1 + 1.5 + 0.5 blocks: 15
+        (Matched(0, 0, 2), 5, 3),  # half a block: 2.5, away from 0
+        (Matched(0, 0, 1), 2, 1),  # and so is 0.5
+        (Matched(0, 0, 1), 1, 0),  # 0.25
+        (Matched(0, 1), 1, 1),  # 0.75
+        (Matched(2**40, 1, 1), 2**31, 2**71 + 2**31),
     ],
 )
 def test_what_is_cached_counts_by_tier_and_is_rounded_once(
-    device: int, host: int, disk: int, tokens: int
+    match: Matched, block_size: int, tokens: int
 ) -> None:
-    assert cached_tokens(PLAIN, Matched(device, host, disk), 5) == tokens
+    assert cached_tokens(PLAIN, match, block_size) == tokens
+
+
+def test_lower_tiers_are_worth_what_the_router_was_told() -> None:
+    weighed = msgspec.structs.replace(PLAIN, host_weight=0.5, disk_weight=0.1)
+    assert cached_tokens(weighed, Matched(2, 1, 2), 10) == 20 + 5 + 2
+    # The next number below a half is not rounded up, though a half more makes it 1.
+    almost = msgspec.structs.replace(PLAIN, disk_weight=math.nextafter(0.5, 0.0))
+    assert cached_tokens(almost, Matched(0, 0, 1), 1) == 0
 
 
 def test_a_credit_decays_with_what_waits_beyond_the_least_loaded() -> None:
@@ -147,3 +170,98 @@ def test_preferred_taints_count_where_a_rank_is_to_be_chosen() -> None:
     assert preferences(request) == {"spot": 0.5}
     request.pinned = PinnedWorker(1, 0)
     assert preferences(request) == {}
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def half_away(value: float) -> int:
+    whole = math.floor(value)
+    return whole + 1 if value - whole >= 0.5 else whole
+
+
+def costs_of(partition: Partition, request: SelectionRequest, matches: Matches) -> list[float]:
+    """Of every eligible rank, in the order in which they came."""
+    ranks = eligible(partition, request)
+    pricing = Pricing(partition, request, ranks, 0.0)
+    found = cells(partition, request, pricing, ranks, as_sets(partition, matches))
+    costed = all_costs(partition.order, pricing, found, 0.0)
+    costs = {bit: cost for cost, alike in costed for bit in bits_of(alike)}
+    return [costs[bit] for bit in sorted(costs)]
+
+
+class Rank:
+    """What the restatement knows of one rank."""
+
+    def __init__(self, prefill: int, blocks: int, tiers: tuple[int, int, int], shared: int) -> None:
+        self.prefill, self.blocks, self.tiers, self.shared = prefill, blocks, tiers, shared
+
+
+def cost(
+    rank: Rank, ranks: list[Rank], terms: Terms, block_size: int, isl: int, new: int, taint: float
+) -> float:
+    """Spec selection.md 3.2, line by line."""
+    device, host, disk = rank.tiers
+    cached = half_away((device + 0.75 * host + 0.25 * disk) * block_size)
+    uncached = isl - min(isl, cached)
+    raw = rank.prefill + uncached + cached if terms.track_prefill else 0
+    decay = 1.0
+    if terms.track_prefill and terms.decay > 0:
+        least = min(other.prefill for other in ranks)
+        blocks_of_prompt = -(-isl // block_size)
+        waiting = (rank.prefill - least) / block_size
+        decay = 1 / (1 + terms.decay * waiting / blocks_of_prompt)
+    credit = terms.credit * decay * device + 0.75 * host + 0.25 * disk
+    prefill = terms.scale * max(0.0, raw / block_size - credit)
+    return (prefill + rank.blocks + new - rank.shared) * math.exp(-math.tanh(taint))
+
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+ranks_of = st.lists(
+    st.builds(
+        Rank,
+        st.integers(0, 200),
+        st.integers(0, 5),
+        st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 3)),
+        st.integers(0, 6),
+    ),
+    min_size=1,
+    max_size=4,
+)
+unit = st.floats(0, 1)
+terms_of = st.builds(Terms, unit, st.floats(0, 3), st.floats(0, 4), st.just(0.0), st.booleans())
+
+
+@given(
+    ranks=ranks_of,
+    terms=terms_of,
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    isl=st.integers(1, 120),
+    taints=st.lists(st.floats(-3, 3, width=32), min_size=4, max_size=4) | st.none(),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_cost_is_the_documented_formula(
+    ranks: list[Rank], terms: Terms, block_size: int, isl: int, taints: list[float] | None
+) -> None:
+    driven = DrivenSelector()
+    matches = {}
+    for worker_id, rank in enumerate(ranks):
+        driven.register(worker_id, block_size=block_size, taints=frozenset({f"t{worker_id}"}))
+        if any(rank.tiers):
+            matches[worker_id, 0] = Matched(*rank.tiers)
+        shared = PROMPT[: rank.shared]
+        own = list(range(100, 100 + rank.blocks))
+        partition = driven.partition
+        book(partition.slots, f"s{worker_id}", worker_id, 0, pack(shared), rank.prefill, 0.0)
+        book(partition.slots, f"o{worker_id}", worker_id, 0, pack(own), 0, 0.0)
+        rank.blocks += rank.shared  # what is shared is active already
+    request = driven.request(PROMPT, isl)
+    request.terms = terms
+    if taints is not None:
+        request.preferred_taints = {f"t{n}": taint for n, taint in enumerate(taints)}
+    found = costs_of(driven.partition, request, matches)
+    expected = [
+        cost(rank, ranks, terms, block_size, isl, len(PROMPT), taints[n] if taints else 0.0)
+        for n, rank in enumerate(ranks)
+    ]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)

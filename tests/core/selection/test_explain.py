@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -121,19 +120,3 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
 
     chosen = place(partition, request, ranks, sets, now, draws)[0].key
     assert next(r for r in why.ranks if (r.worker_id, r.dp_rank) == chosen).probability > 0.0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_the_chances_are_those_with_which_ranks_are_drawn(temperature: float) -> None:
-    draws = random.Random(7)
-    partition = partition_of(draws, 3)
-    prompt = Prompt(10, HASHES, 3, HASHES[:8], lambda: HASHES)
-    request = SelectionRequest(prompt, Terms(1.0, 0.0, 1.0, temperature, True))
-    ranks = eligible(partition, request)
-    why = explained(partition, request, ranks, [], 3.0)
-    count = 20_000
-    drawn = Counter(place(partition, request, ranks, [], 3.0, draws)[0].key for _ in range(count))
-    for row in why.ranks:
-        share = drawn[row.worker_id, row.dp_rank] / count
-        error = math.sqrt(row.probability * (1 - row.probability) / count)
-        assert abs(share - row.probability) <= 6 * error

@@ -31,31 +31,12 @@ def test_what_was_selected_is_found_under_its_partition_and_id_and_stays() -> No
     assert kept.get(KEY, "b", 1.0) is None
 
 
-def test_a_later_selection_takes_the_place_and_the_age_of_an_earlier_one() -> None:
-    kept = cache(ttl_s=10.0)
-    kept.put(KEY, "a", selection(worker_id=1), 0.0)
-    kept.put(KEY, "a", selection(worker_id=2), 6.0)
-    found = kept.get(KEY, "a", 15.9)
-    assert found is not None
-    assert found.worker_id == 2
-    assert len(kept) == 1
-    assert kept.get(KEY, "a", 16.0) is None
-
-
 def test_looking_renews_nothing() -> None:
     kept = cache(ttl_s=10.0)
     kept.put(KEY, "a", selection(), 0.0)
     assert kept.get(KEY, "a", 9.0) is not None
     assert kept.get(KEY, "a", 10.0) is None
     assert (len(kept), kept.size_bytes, kept.expired) == (0, 0, 1)
-
-
-def test_the_oldest_goes_when_there_are_too_many() -> None:
-    kept = cache(entries=2)
-    for name in "abc":
-        kept.put(KEY, name, selection(), 0.0)
-    assert [kept.get(KEY, name, 0.0) is not None for name in "abc"] == [False, True, True]
-    assert kept.evicted == 1
 
 
 def test_an_entry_counts_its_hashes_and_the_bytes_of_its_names() -> None:
@@ -69,12 +50,6 @@ def test_what_is_larger_than_all_that_may_be_kept_drives_out_everything_and_goes
     kept.put(KEY, "a", selection(1), 0.0)
     kept.put(KEY, "b", selection(20), 0.0)
     assert (len(kept), kept.size_bytes, kept.evicted) == (0, 0, 2)
-
-
-def test_without_room_for_any_nothing_is_kept() -> None:
-    for kept in (cache(entries=0), cache(size=0)):
-        kept.put(KEY, "a", selection(), 0.0)
-        assert (len(kept), kept.stored) == (0, 0)
 
 
 def test_what_was_booked_is_used_up() -> None:

@@ -1,4 +1,8 @@
-"""The selector as its callers see it: the queue, ids, expiry, and what peers are told."""
+"""The selector as its callers see it: ids, refusals, what waits, and what is shown.
+
+Who waits, who goes where and when, whatever happens, is in tests/properties/test_queue_model.py;
+what is booked, for whom peers hear of it, in tests/core/replication/test_ledger.py.
+"""
 
 import functools
 from typing import Any
@@ -10,11 +14,9 @@ from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorEr
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.core.replication.ledger import REPLICA_GRACE_S, REPUBLISH_AFTER_S
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.selector import RECHECK_AFTER_S
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
 from tests.support.bookings import book
@@ -48,81 +50,6 @@ def error_of(driven: DrivenSelector, name: str) -> tuple[int, str]:
 # -- entering the queue ---------------------------------------------------------------------------
 
 
-def test_without_a_threshold_nothing_is_parked_however_busy() -> None:
-    driven = DrivenSelector()
-    driven.register(1, max_num_batched_tokens=0)
-    fill(driven, 1)
-    assert isinstance(driven.book("r"), Placement)
-
-
-def test_a_rank_at_the_threshold_is_not_busy_and_above_it_is(queueing: DrivenSelector) -> None:
-    queueing.remove(2)
-    queueing.reserve("at", prefill=16)
-    assert isinstance(queueing.book("above", isl_tokens=1), Placement)
-    assert isinstance(queueing.book("parked"), Parked)
-
-
-def test_a_worker_that_states_no_capacity_is_busy_above_the_default() -> None:
-    driven = DrivenSelector(queue_threshold=1e-7)  # of ten million: one token
-    driven.register(1, max_num_batched_tokens=None)
-    assert driven.selector.catalog.workers[1].reasons == [
-        "max_num_batched_tokens is required while queueing is enabled"
-    ]
-
-
-def test_an_infinite_threshold_never_parks_even_with_no_capacity_at_all() -> None:
-    driven = DrivenSelector(queue_threshold=float("inf"))
-    driven.register(1, max_num_batched_tokens=0)
-    fill(driven, 1)
-    assert isinstance(driven.book("r"), Placement)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="any rank"),
-        pytest.param({"pin": (1, 0)}, id="pinned"),
-        pytest.param({"allowed": {1, 2}}, id="allowed workers"),
-    ],
-)
-@pytest.mark.parametrize("books", [False, True])
-def test_a_request_is_parked_while_all_its_ranks_are_busy(
-    queueing: DrivenSelector, books: bool, changes: dict[str, Any]
-) -> None:
-    fill(queueing, 1, 2)
-    request = queueing.request([], 16, **changes)
-    request.books, request.reservation_id = books, "r"
-    assert isinstance(queueing.submit("r", request), Parked)
-    assert queueing.pending() == (1, 16)
-    assert not queueing.answers
-
-
-def test_a_request_with_a_free_rank_among_its_own_is_not_parked(queueing: DrivenSelector) -> None:
-    fill(queueing, 1)
-    placement = queueing.book("r")
-    assert isinstance(placement, Placement)
-    assert placement.worker_id == 2
-
-
-def test_a_request_that_nobody_can_serve_fails_at_once_while_nobody_waits(
-    queueing: DrivenSelector,
-) -> None:
-    fill(queueing, 1, 2)
-    with pytest.raises(Unavailable, match=NO_ENDPOINTS):
-        queueing.book("r", allowed={9})
-
-
-def test_a_request_that_nobody_can_serve_waits_while_others_wait(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    queueing.book("head")
-    assert isinstance(queueing.book("r", allowed={9}), Parked)
-    assert queueing.pending() == (2, 32)
-    queueing.selector.prefill_complete("fill1", queueing.now)
-    assert queueing.placed("head") == (1, 0)
-    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
-    assert queueing.pending() == (0, 0)
-
-
 def test_a_pin_outside_the_allowed_workers_is_refused_before_the_queue(
     queueing: DrivenSelector,
 ) -> None:
@@ -154,165 +81,6 @@ def test_pending_tokens_are_printed_saturated(queueing: DrivenSelector) -> None:
 # -- leaving the queue ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("requests", "order"),
-    [
-        pytest.param([("a", {}), ("b", {})], ["a", "b"], id="arrival"),
-        pytest.param(
-            [("a", {}), ("b", {"strict_priority": 1})], ["b", "a"], id="strict priority first"
-        ),
-        pytest.param(
-            [("a", {"priority_jump": 100.0}), ("b", {"strict_priority": 1})],
-            ["b", "a"],
-            id="no jump reaches a strict priority",
-        ),
-        pytest.param(
-            [("a", {}), ("b", {"priority_jump": 1.5})], ["b", "a"], id="a jump beyond the wait"
-        ),
-        pytest.param(
-            [("a", {}), ("b", {"priority_jump": 0.5})], ["a", "b"], id="a jump short of the wait"
-        ),
-        pytest.param(
-            [("a", {}), ("b", {"priority_jump": 1.0})], ["a", "b"], id="equal scores by arrival"
-        ),
-        pytest.param(
-            [("a", {"priority_jump": -9.0}), ("b", {})], ["a", "b"], id="a negative jump is none"
-        ),
-        pytest.param(
-            [("a", {}), ("b", {"priority_jump": 9.0}), ("c", {"strict_priority": 2})],
-            ["c", "b", "a"],
-            id="all at once",
-        ),
-    ],
-)
-def test_parked_requests_leave_in_order(
-    queueing: DrivenSelector, requests: list[tuple[str, dict[str, Any]]], order: list[str]
-) -> None:
-    queueing.remove(2)
-    fill(queueing, 1)
-    for name, changes in requests:
-        queueing.book(name, isl_tokens=17, **changes)
-        queueing.now += 1.0
-    assert drained(queueing) == order
-
-
-def drained(driven: DrivenSelector) -> list[str]:
-    """Who goes, one after another, when worker 1 that is full comes free."""
-    left: list[str] = []
-    driven.selector.free("fill1", driven.now)
-    while driven.answers.keys() - set(left):
-        (name,) = driven.answers.keys() - set(left)
-        left.append(name)
-        driven.selector.prefill_complete(name, driven.now)
-    return left
-
-
-def test_with_lcfs_the_last_that_came_leaves_first() -> None:
-    driven = DrivenSelector(queue_threshold=16.0, queue_policy="lcfs")
-    driven.register(1)
-    fill(driven, 1)
-    for name, changes in (
-        ("first", {}),
-        ("raised", {"priority_jump": 5.0}),
-        ("last", {}),
-        ("strict", {"strict_priority": 1}),
-    ):
-        driven.book(name, isl_tokens=17, **changes)
-        driven.now += 1.0
-    assert drained(driven) == ["strict", "raised", "last", "first"]
-
-
-def test_with_wspt_who_has_least_left_to_prefill_leaves_first() -> None:
-    driven = DrivenSelector(queue_threshold=16.0, queue_policy="wspt")
-    driven.register(1)
-    fill(driven, 1)
-    driven.register(2)
-    fill(driven, 2)
-    index = driven.partition.index
-    index.store(1, 0, Tier.DEVICE, None, [91], pack([1]))
-    index.store(1, 0, Tier.HOST_PINNED, 91, [92, 93], pack([2, 3]))
-    index.store(2, 0, Tier.DEVICE, None, list(range(80, 88)), pack(list(range(30, 38))))
-    for name, hashes, isl_tokens, changes in (
-        ("long", [], 60, {"allowed": {1}}),
-        ("raised", [], 60, {"allowed": {1}, "priority_jump": 1.0}),  # half as long, so to say
-        ("cached", [1, 2, 3], 40, {"allowed": {1}}),  # less one block, and two at three quarters
-        ("short", [], 29, {"allowed": {1}}),
-        ("cached elsewhere", list(range(30, 38)), 50, {"allowed": {1}}),
-    ):
-        driven.book(name, hashes=hashes, isl_tokens=isl_tokens, **changes)
-    assert drained(driven) == ["short", "raised", "cached", "cached elsewhere", "long"]
-
-
-def test_each_admitted_booking_counts_at_once(queueing: DrivenSelector) -> None:
-    queueing.remove(2)
-    fill(queueing, 1)
-    for name in "abc":
-        queueing.book(name, isl_tokens=10)
-    queueing.selector.free("fill1", queueing.now)
-    assert list(queueing.answers) == ["a", "b"]  # 10 tokens leave room, 20 do not
-    assert queueing.pending() == (1, 10)
-
-
-def test_an_admitted_select_books_nothing(queueing: DrivenSelector) -> None:
-    queueing.remove(2)
-    fill(queueing, 1)
-    for name in "ab":
-        queueing.submit(name, queueing.request([], 100))
-    queueing.selector.free("fill1", queueing.now)
-    assert list(queueing.answers) == ["a", "b"]
-    assert queueing.loads()["default", "default"] == {(1, 0): (0, 0, 0)}
-
-
-def test_a_blocked_head_does_not_hold_those_behind_it(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    queueing.book("head", pin=(1, 0))
-    queueing.book("behind")
-    queueing.selector.prefill_complete("fill2", queueing.now)
-    assert list(queueing.answers) == ["behind"]
-    assert queueing.placed("behind") == (2, 0)
-    assert queueing.pending() == (1, 16)
-
-
-def test_nobody_overtakes_into_what_an_earlier_one_took(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    queueing.book("head", isl_tokens=17, pin=(2, 0))
-    queueing.book("behind")
-    queueing.selector.prefill_complete("fill2", queueing.now)
-    assert list(queueing.answers) == ["head"]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        pytest.param(lambda d: d.selector.prefill_complete("fill1", d.now), id="prefill_complete"),
-        pytest.param(lambda d: d.selector.free("fill1", d.now), id="free"),
-        pytest.param(lambda d: d.register(3), id="a new worker"),
-        pytest.param(lambda d: d.register(1, data_parallel_size=2), id="a new rank"),
-        pytest.param(
-            lambda d: d.selector.patch_worker(1, {"max_num_batched_tokens": 1000}, d.now),
-            id="more capacity",
-        ),
-        pytest.param(lambda d: d.register(1, endpoint=""), id="a worker taken out"),
-    ],
-)
-def test_parked_requests_are_looked_at_again_after(queueing: DrivenSelector, event: Any) -> None:
-    fill(queueing, 1, 2)
-    queueing.book("r")
-    queueing.book("only1", allowed={1})
-    event(queueing)
-    assert "r" in queueing.answers or "only1" in queueing.answers
-    assert len(queueing.answers) + queueing.pending()[0] == 2
-
-
-def test_expiry_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    queueing.now = 299.0
-    queueing.book("r")
-    queueing.now = 300.5
-    queueing.selector.expire(queueing.now, 100)
-    assert "r" in queueing.answers
-
-
 def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
     fill(queueing, 1, 2)
     queueing.book("r")
@@ -323,15 +91,6 @@ def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector)
 
 def test_a_peers_event_about_an_unknown_partition_changes_nothing(queueing: DrivenSelector) -> None:
     queueing.selector.load_changed("other", "default", "r", queueing.now)
-
-
-def test_deleting_the_last_worker_answers_those_parked(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    queueing.book("r")
-    queueing.remove(1)
-    assert not queueing.answers
-    queueing.remove(2)
-    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
 
 
 def test_a_client_that_hangs_up_leaves_the_queue_and_its_count(queueing: DrivenSelector) -> None:
@@ -348,107 +107,6 @@ def test_a_client_that_hangs_up_leaves_the_queue_and_its_count(queueing: DrivenS
     assert "gone" not in partition.slots.reservations
 
 
-def test_a_newcomer_is_placed_at_once_whoever_waits_for_something_else(
-    queueing: DrivenSelector,
-) -> None:
-    fill(queueing, 1)
-    assert isinstance(queueing.book("head", pin=(1, 0)), Parked)
-    for newcomer in ({}, {"pin": (2, 0)}, {"allowed": {1, 2}}, {"strict_priority": -1}):
-        request = queueing.request([], 16, **newcomer)
-        placement = queueing.submit("newcomer", request)
-        assert isinstance(placement, Placement)
-        assert placement.worker_id == 2
-    assert isinstance(queueing.submit("behind", queueing.request([], 16, allowed={1})), Parked)
-    assert queueing.pending() == (2, 32)
-
-
-def test_a_newcomer_finds_no_rank_that_who_waits_could_have(queueing: DrivenSelector) -> None:
-    """Also where load wears off, which is no event."""
-    slots = queueing.partition.slots
-    for worker_id in (1, 2):
-        book(
-            slots,
-            f"copy{worker_id}",
-            worker_id,
-            0,
-            b"",
-            32,
-            0.0,
-            router_id=9,
-            prefill_duration_s=1.0,
-        )
-    queueing.book("waits", isl_tokens=40, pin=(1, 0))
-    queueing.now = 0.5  # both are down to 16 tokens
-    placement = queueing.book("newcomer", strict_priority=9)
-    assert queueing.placed("waits") == (1, 0)
-    assert isinstance(placement, Placement)
-    assert placement.worker_id == 2
-
-
-def test_who_passes_others_gives_no_more_load_to_what_they_wait_for(
-    queueing: DrivenSelector,
-) -> None:
-    """However much of its prompt is cached there."""
-    index = queueing.partition.index
-    path = list(range(1, 101))
-    index.store(1, 0, Tier.DEVICE, None, path, pack(path))
-    fill(queueing, 1)
-    unhindered = queueing.submit("free", queueing.request(path, 400))
-    assert isinstance(unhindered, Placement)
-    assert unhindered.worker_id == 1  # as long as nobody waits
-    queueing.book("head", pin=(1, 0))
-    newcomer = queueing.book("newcomer", hashes=path, isl_tokens=400)
-    assert isinstance(newcomer, Placement)
-    assert newcomer.worker_id == 2
-    queueing.book("parked", hashes=path, isl_tokens=400)
-    assert queueing.pending()[0] == 2
-    queueing.selector.prefill_complete("newcomer", queueing.now)
-    assert queueing.placed("parked") == (2, 0)
-    assert "head" not in queueing.answers
-
-
-def test_whom_nobody_can_serve_is_told_when_the_others_hang_up(queueing: DrivenSelector) -> None:
-    fill(queueing, 1)
-    head = queueing.book("head", pin=(1, 0))
-    assert isinstance(head, Parked)
-    queueing.book("r", allowed={9})
-    queueing.selector.hung_up(queueing.partition, head, queueing.now)
-    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
-
-
-def test_whom_nobody_can_serve_is_told_by_the_clock(queueing: DrivenSelector) -> None:
-    fill(queueing, 1)
-    queueing.book("head", pin=(1, 0))
-    queueing.book("r", allowed={9})
-    queueing.now = RECHECK_AFTER_S - 0.1
-    queueing.selector.admit_waiting(queueing.now)
-    assert not queueing.answers
-    queueing.now = RECHECK_AFTER_S
-    queueing.selector.admit_waiting(queueing.now)
-    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
-    assert queueing.pending() == (1, 16)
-
-
-def test_a_worker_that_registers_meanwhile_serves_whom_nobody_could(
-    queueing: DrivenSelector,
-) -> None:
-    fill(queueing, 1)
-    queueing.book("head", pin=(1, 0))
-    queueing.book("r", allowed={9})
-    queueing.register(9)
-    assert queueing.placed("r") == (9, 0)
-
-
-def test_load_that_wore_off_lets_the_parked_go_by_the_clock(queueing: DrivenSelector) -> None:
-    queueing.remove(2)
-    book(queueing.partition.slots, "copy", 1, 0, b"", 32, 0.0, router_id=9, prefill_duration_s=1.0)
-    queueing.book("r")
-    for now, answered in ((0.4, False), (0.5, True)):
-        queueing.now = now
-        queueing.selector.admit_waiting(now)
-        assert ("r" in queueing.answers) is answered
-
-
 def test_a_busy_rank_takes_who_insists_on_it_once_its_worker_has_another_that_is_not() -> None:
     driven = DrivenSelector(queue_threshold=16.0)
     driven.register(1, data_parallel_size=2, total_kv_blocks=4)
@@ -461,33 +119,6 @@ def test_a_busy_rank_takes_who_insists_on_it_once_its_worker_has_another_that_is
     assert not driven.answers  # below the queue's threshold, but its worker is busy as a whole
     driven.selector.output_block("r1", driven.now, 0.0)  # idle, and above the queue's threshold
     assert driven.placed("parked") == (1, 0)
-
-
-def test_a_busy_worker_that_turns_out_to_be_larger_is_busy_no_more() -> None:
-    """And is forgotten as such: a threshold that is switched off leaves nothing behind."""
-    driven = DrivenSelector()
-    key = ("default", "default")
-    driven.register(1, total_kv_blocks=4)
-    driven.reserve("r", hashes=[1, 2, 3, 4])
-    driven.selector.change_threshold(key, BusyThreshold(active_decode_blocks=0.5), 0.0)
-    assert driven.partition.busy == driven.partition.workers[1].mask
-    driven.register(1, total_kv_blocks=400)
-    assert not driven.partition.busy
-    driven.selector.switch_threshold_off(key, 0.0)
-    assert isinstance(driven.submit("s", driven.request([], 4, allowed={1})), Placement)
-
-
-def test_blocks_that_weigh_less_let_the_parked_go(queueing: DrivenSelector) -> None:
-    queueing.remove(2)
-    queueing.register(1, total_kv_blocks=4)
-    key = ("default", "default")
-    queueing.reserve("r", hashes=[1, 2, 3, 4], isl_tokens=17, prefill=17)
-    queueing.book("parked")
-    queueing.selector.change_threshold(key, BusyThreshold(active_decode_blocks=0.5), 0.0)
-    queueing.selector.prefill_complete("r", 0.0)
-    assert not queueing.answers  # its blocks keep the rank busy
-    queueing.selector.output_block("r", 0.0, 0.0)
-    assert queueing.placed("parked") == (1, 0)
 
 
 def test_a_pipelined_request_does_not_overtake_who_is_about_to_be_let_go(
@@ -721,12 +352,6 @@ def test_an_id_is_unique_in_the_process(two_models: DrivenSelector) -> None:
     assert two_models.loads()["m", "default"] == {(2, 0): (0, 0, 0)}
 
 
-def test_a_freed_id_can_be_used_at_once_anywhere(two_models: DrivenSelector) -> None:
-    two_models.reserve("r")
-    two_models.selector.free("r", 0.0)
-    two_models.reserve("r", (2, 0), key=("m", "default"))
-
-
 def test_an_id_whose_reservation_a_peer_freed_can_be_used_elsewhere(
     two_models: DrivenSelector,
 ) -> None:
@@ -775,12 +400,6 @@ def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
         two_models.selector.free("r", 0.0)
 
 
-@pytest.mark.parametrize("call", ["prefill_complete", "free"])
-def test_an_unknown_id_is_not_found(two_models: DrivenSelector, call: str) -> None:
-    with pytest.raises(NotFound, match="reservation zz not found"):
-        getattr(two_models.selector, call)("zz", 0.0)
-
-
 def test_a_bad_fraction_is_refused_before_the_id_is_looked_for(two_models: DrivenSelector) -> None:
     for fraction in (-0.1, 1.0000001):
         with pytest.raises(BadRequest, match=r"decay_fraction must be between 0.0 and 1.0"):
@@ -825,12 +444,21 @@ def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> N
     assert two_models.loads()["default", "default"] == {(1, 0): (16, 0, 1)}  # D5: no ghost rank
 
 
-@pytest.mark.parametrize(("prefill", "booked"), [(None, 0), (0, 0), (1, 1), (16, 16)])
-def test_reserve_books_exactly_the_prefill_that_is_stated(
-    two_models: DrivenSelector, prefill: int | None, booked: int
-) -> None:
-    two_models.reserve("r", hashes=[1, 2], prefill=prefill)
-    assert two_models.loads()["default", "default"] == {(1, 0): (booked, 2, 1)}
+@pytest.mark.parametrize(
+    ("isl", "booked"), [(24, 24 - 13), (12, 0)], ids=["part of it", "all cached"]
+)
+def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked: int) -> None:
+    driven = DrivenSelector(overlap_score_credit=0.0)
+    driven.register(1)
+    index = driven.partition.index
+    index.store(1, 0, Tier.DEVICE, None, [1, 2], pack([1, 2]))
+    index.store(1, 0, Tier.HOST_PINNED, 2, [3], pack([3]))
+    index.store(1, 0, Tier.DISK, 3, [4, 5], pack([4, 5]))
+    placement = driven.book("r", hashes=[1, 2, 3, 4, 5, 6], isl_tokens=isl)
+    assert isinstance(placement, Placement)
+    assert placement.effective_prefill_tokens == booked
+    assert driven.loads()["default", "default"][1, 0] == (booked, 6, 1)
+    assert driven.selector.arrived() == 1
 
 
 def test_select_and_reserve_books_no_prefill_when_it_is_not_tracked() -> None:
@@ -849,128 +477,6 @@ def test_no_worker_at_all_and_none_of_the_partition_are_told_apart() -> None:
     driven.register(1, model_name="m", tenant_id="t")
     with pytest.raises(Unavailable, match=r"^no schedulable workers for model=m tenant=default$"):
         driven.selector.ready_partition("m", "default")
-
-
-# -- expiry (D12) ---------------------------------------------------------------------------------
-
-
-def touches() -> list[Any]:
-    return [
-        pytest.param(lambda d: None, False, id="nothing"),
-        pytest.param(lambda d: d.selector.prefill_complete("r", d.now), True, id="prefill"),
-        pytest.param(lambda d: d.selector.output_block("r", None, d.now), True, id="output"),
-    ]
-
-
-@pytest.mark.parametrize(("touch", "lives"), touches())
-def test_a_reservation_expires_after_its_last_touch(touch: Any, lives: bool) -> None:
-    driven = DrivenSelector(reservation_expiry_s=10.0)
-    driven.register(1)
-    driven.reserve("r")
-    driven.now = 9.0
-    touch(driven)
-    driven.now = 10.5
-    gone = driven.selector.expire(driven.now, 100)
-    assert [reservation.request_id for _, reservation in gone] == ([] if lives else ["r"])
-    driven.now = 19.5
-    driven.selector.expire(driven.now, 100)
-    assert driven.loads()["default", "default"] == {(1, 0): (0, 0, 0)}
-    assert driven.told[-1] == ("freed", "r")
-    assert not driven.selector.bookings
-
-
-def test_expiry_is_done_in_bounded_steps() -> None:
-    driven = DrivenSelector(reservation_expiry_s=10.0)
-    driven.register(1)
-    for number in range(5):
-        driven.reserve(f"r{number}")
-    driven.now = 20.0
-    assert [len(driven.selector.expire(driven.now, 2)) for _ in range(4)] == [2, 2, 1, 0]
-
-
-def test_the_steps_of_expiry_are_shared_by_all_partitions(two_models: DrivenSelector) -> None:
-    for number in range(9):
-        two_models.reserve(f"r{number}")
-    two_models.reserve("quiet", (2, 0), key=("m", "default"))
-    two_models.now = 301.0
-    gone = [
-        {held.request_id for _, held in two_models.selector.expire(two_models.now, 4)}
-        for _ in range(4)
-    ]
-    assert [len(step) for step in gone] == [4, 4, 2, 0]
-    assert "quiet" in gone[0] | gone[1]
-    assert two_models.selector.arrived() == 10
-
-
-def test_copies_outlive_the_limit_and_expire_without_a_word() -> None:
-    driven = DrivenSelector(reservation_expiry_s=10.0)
-    driven.register(1)
-    copy(driven, "r", ("default", "default"), (1, 0))
-    driven.now = 10.0 + REPLICA_GRACE_S
-    assert not driven.selector.expire(driven.now, 100)
-    driven.now += 0.1
-    assert len(driven.selector.expire(driven.now, 100)) == 1
-    assert driven.told == []
-
-
-# -- what peers are told --------------------------------------------------------------------------
-
-
-def test_peers_hear_of_every_step_once() -> None:
-    driven = DrivenSelector()
-    driven.register(1)
-    driven.book("r", hashes=[1])
-    driven.selector.prefill_complete("r", 0.0)
-    driven.selector.prefill_complete("r", 0.0)
-    driven.selector.output_block("r", 0.5, 0.0)
-    driven.selector.free("r", 0.0)
-    driven.reserve("s")
-    with pytest.raises(Conflict):
-        driven.reserve("s")
-    assert driven.told == [
-        ("booked", "r"),
-        ("prefill_completed", "r"),
-        ("freed", "r"),
-        ("booked", "s"),
-    ]
-
-
-def test_peers_hear_of_what_a_worker_took_along_if_it_was_booked_here() -> None:
-    driven = DrivenSelector()
-    driven.register(1, data_parallel_size=2)
-    driven.reserve("on0", (1, 0))
-    driven.reserve("on1", (1, 1))
-    copy(driven, "copy", ("default", "default"), (1, 1))
-    driven.told.clear()
-    driven.register(1, data_parallel_size=1)
-    assert driven.told == [("freed", "on1")]
-    driven.remove(1)
-    assert driven.told == [("freed", "on1"), ("freed", "on0")]
-    assert not driven.selector.bookings
-
-
-def test_an_owner_kept_by_output_blocks_alone_says_so_now_and_then() -> None:
-    driven = DrivenSelector()
-    driven.register(1)
-    driven.reserve("r")
-    copy(driven, "copy", ("default", "default"), (1, 0))
-    driven.told.clear()
-    for driven.now in (60.0, REPUBLISH_AFTER_S, 150.0, 2 * REPUBLISH_AFTER_S - 1):
-        driven.selector.output_block("r", None, driven.now)
-        driven.selector.output_block("copy", None, driven.now)
-    assert driven.told == [("kept_alive", "r")]
-    driven.now = 2 * REPUBLISH_AFTER_S
-    driven.selector.output_block("r", None, driven.now)
-    assert driven.told == [("kept_alive", "r")] * 2
-
-
-def test_a_prefill_completion_counts_as_having_told_peers() -> None:
-    driven = DrivenSelector()
-    driven.register(1)
-    driven.reserve("r")
-    driven.selector.prefill_complete("r", 100.0)
-    driven.selector.output_block("r", None, 150.0)
-    assert driven.told[1:] == [("prefill_completed", "r")]
 
 
 # -- inspection -----------------------------------------------------------------------------------

@@ -6,13 +6,10 @@ The numbers of 1.6 are those that 1.6.1 logs of the same bookings (`logit=`).
 from typing import Any
 
 import msgspec
-import pytest
 
-from lean_selector.core.selection.choice import Pricing, cells, dearest
-from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.shapes import EXPLANATION, Explanation, Placement
 from lean_selector.core.settings import API_1_3, API_1_6, SessionSettings
-from tests.support.driven_selector import DrivenSelector, pack
+from tests.support.driven_selector import DrivenSelector
 
 PROMPT = list(range(1, 13))
 
@@ -87,41 +84,3 @@ def test_a_soft_session_takes_its_bonus_off_what_is_left() -> None:
     driven = three_workers(sessions=sessions)
     driven.book("mine", hashes=[61], allowed=[1], session_id="s")
     assert costs(driven, session_id="s") == {1: 4.5 - 64.0, 2: 15.5, 3: 3.3000000000000007}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_large_fleet_that_holds_all_of_a_prompt_is_told_apart_by_its_requests(
-    temperature: float,
-) -> None:
-    """More ranks than are looked at one by one."""
-    driven = untracked(temperature=temperature)
-    for worker_id in range(1, 33):
-        driven.register(worker_id)
-        driven.book(f"p{worker_id}", hashes=PROMPT, pin=(worker_id, 0))
-        driven.selector.free(f"p{worker_id}", driven.now)
-        for number in range(1 + worker_id % 3):
-            driven.book(f"{worker_id}/{number}", hashes=[1000 + number], pin=(worker_id, 0))
-    why = explained(driven)
-    assert {row.worker_id: row.cost for row in why.ranks} == {
-        worker_id: 1.5 * (1 + worker_id % 3) for worker_id in range(1, 33)
-    }
-    if not temperature:
-        assert (why.tied_ranks, why.drawn) == (10, "uniform_tie")
-
-
-def test_the_dearest_of_them_is_found_where_nothing_but_the_requests_weight_is_left() -> None:
-    """It costs more than the others although its load, less what is cached, is below theirs."""
-    driven = untracked()
-    for worker_id in range(1, 21):
-        driven.register(worker_id)
-        driven.book(f"p{worker_id}", hashes=PROMPT, pin=(worker_id, 0))
-        driven.selector.free(f"p{worker_id}", driven.now)
-        for number in range(1 + worker_id % 2):
-            driven.book(f"{worker_id}/{number}", hashes=[1000 + number], pin=(worker_id, 0))
-    partition = driven.partition
-    request = driven.request(PROMPT, 4 * len(PROMPT))
-    ranks = partition.everyone
-    pricing = Pricing(partition, request, ranks, driven.now)
-    found = cells(partition, request, pricing, ranks, match_sets(partition, pack(PROMPT)))
-    for each in (found, found[::-1]):
-        assert dearest(partition.order, pricing, each, driven.now) == 3.0

@@ -61,22 +61,6 @@ def test_when_all_are_ejected_all_are_tried() -> None:
     assert chosen(driven) == {2}
 
 
-def test_who_is_tied_to_an_ejected_worker_alone_goes_there() -> None:
-    driven = fleet(1, 2, 3)
-    fail(driven, 2)
-    assert chosen(driven, pin=(2, 0)) == {2}
-    assert chosen(driven, allowed=[2]) == {2}
-    assert chosen(driven, allowed=[1, 2]) == {1}
-
-
-def test_one_rank_of_a_worker_is_ejected_by_itself() -> None:
-    driven = DrivenSelector(ejection=EJECTION)
-    driven.register(1, data_parallel_size=2)
-    fail(driven, 1, 1)
-    placed = [driven.submit(f"s{n}", driven.request([], 16)) for n in range(40)]
-    assert {each.dp_rank for each in placed if isinstance(each, Placement)} == {0}
-
-
 def test_a_worker_with_another_endpoint_is_another_and_the_same_record_changes_nothing() -> None:
     driven = fleet(1, 2)
     fail(driven, 1)
@@ -93,33 +77,6 @@ def test_a_worker_that_is_removed_leaves_no_ejection_behind() -> None:
     driven.register(4)  # takes its number
     driven.register(2)
     assert chosen(driven) == {1, 2, 3, 4}
-
-
-def test_when_the_last_that_is_not_ejected_leaves_the_others_are_tried() -> None:
-    driven = fleet(1, 2)
-    fail(driven, 2)
-    driven.remove(1)
-    assert chosen(driven) == {2}
-
-
-def test_who_waits_goes_to_a_worker_that_comes_back() -> None:
-    driven = fleet(1, 2, queue_threshold=1.0)
-    fail(driven, 2)
-    driven.book("a")
-    driven.book("b")
-    driven.now = 10.0
-    assert driven.answers == {}
-    driven.selector.admit_waiting(driven.now)
-    assert driven.placed("b") == (2, 0)
-
-
-def test_who_waits_for_the_last_candidate_is_let_go_when_that_is_ejected_too() -> None:
-    driven = fleet(1, 2, queue_threshold=1.0)
-    fail(driven, 2)
-    driven.book("a")
-    driven.book("b")
-    fail(driven, 1)
-    assert driven.placed("b") == (2, 0)
 
 
 def test_a_report_on_who_is_not_there_is_not_found_and_one_on_an_incomplete_worker_is_taken() -> (
