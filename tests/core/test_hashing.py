@@ -53,13 +53,6 @@ def test_a_long_prompt_hashes_block_by_block() -> None:
     assert block_hashes(tokens, 4) == alone
 
 
-def test_eagle_blocks_reach_one_token_further() -> None:
-    expected = [1914873892905420881, 1929047464662796003]
-    assert block_hashes(range(1, 10), 4, is_eagle=True) == expected
-    assert block_hashes(range(1, 9), 4, is_eagle=True) == expected[:1]
-    assert block_hashes([], 4, is_eagle=True) == []
-
-
 def test_multimodal_hashes_are_appended_in_ascending_order() -> None:
     expected = [13948190333068975462, 16777012769546811212]
     assert block_hashes(range(1, 9), 4, mm_hashes=[[99], None]) == expected

@@ -4,6 +4,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.health.ejections import (
@@ -14,6 +15,7 @@ from lean_selector.core.health.ejections import (
     PROBATION,
     REFUSED,
     Ejections,
+    outcome_of_status,
 )
 from lean_selector.core.settings import EjectionSettings
 
@@ -41,44 +43,6 @@ def test_so_many_failures_in_a_row_eject_a_rank_and_one_success_between_them_doe
     assert some.ranks[A].reason == "3 requests in a row failed, the last: it failed"
 
 
-def test_it_comes_back_after_its_time_and_one_failure_ejects_it_again_for_longer() -> None:
-    some = ejections()
-    fail(some, A)
-    assert not some.settle(9.9)
-    assert some.settle(10.0)
-    assert (some.out, some.ranks[A].state) == (set(), PROBATION)
-    fail(some, A, times=1, now=10.0)
-    assert some.out == {A}
-    some.settle(29.9)
-    assert some.out == {A}
-    some.settle(30.0)
-    assert some.out == set()
-
-
-def test_the_time_does_not_grow_beyond_the_longest() -> None:
-    some, now = ejections(longest_s=25.0), 0.0
-    fail(some, A)
-    for expected in (10.0, 20.0, 25.0, 25.0):
-        assert some.ranks[A].returns_at == now + expected
-        now += expected
-        some.settle(now)
-        fail(some, A, times=1, now=now)
-
-
-def test_a_success_on_probation_heals_and_rest_makes_the_next_ejection_shorter() -> None:
-    some = ejections()
-    fail(some, A)
-    some.settle(10.0)
-    fail(some, A, times=1, now=10.0)  # 20 s
-    some.settle(30.0)
-    some.report([A], OK, FOUR, 30.0)
-    assert some.ranks[A].state == IN_SERVICE
-    fail(some, A, times=2, now=49.0)
-    assert some.out == set()
-    fail(some, A, times=1, now=49.0)
-    assert some.ranks[A].returns_at == 49.0 + 20.0  # one of two is forgotten after 10 s of service
-
-
 def test_no_more_than_the_share_is_out_but_one_worker_always_may_be_with_all_its_ranks() -> None:
     some = ejections(most_percent=10.0)
     fail(some, (1, 0), (1, 1), (1, 2))
@@ -89,23 +53,6 @@ def test_no_more_than_the_share_is_out_but_one_worker_always_may_be_with_all_its
     some.forget([(1, 0), (1, 1), (1, 2)])
     fail(some, B, times=1)
     assert some.out == {B}, "it is asked again at the next failure"
-
-
-def test_a_late_success_of_one_that_is_out_is_no_reason_to_take_it_back_while_others_serve() -> (
-    None
-):
-    some = ejections()
-    fail(some, A)
-    some.report([A], OK, FOUR, 1.0)
-    assert some.out == {A}
-
-
-def test_when_all_are_out_a_success_puts_that_rank_back_at_once() -> None:
-    some = ejections(most_percent=100.0)
-    for each in (A, B, C, D):
-        fail(some, each)
-    assert some.report([C], OK, FOUR, 1.0)
-    assert some.out == {A, B, D}
 
 
 def test_failed_polls_eject_until_one_succeeds_however_long_it_takes() -> None:
@@ -121,24 +68,6 @@ def test_failed_polls_eject_until_one_succeeds_however_long_it_takes() -> None:
     assert some.ranks[A].state == PROBATION
 
 
-def test_a_poll_that_succeeds_brings_back_who_refused_connections_and_nobody_else() -> None:
-    some = ejections(most_percent=100.0)
-    for _ in range(3):
-        some.report([A], REFUSED, FOUR, 0.0)
-        some.report([B], FAILED, FOUR, 0.0)
-    some.poll([A], None, FOUR, 1.0)
-    some.poll([B], None, FOUR, 1.0)
-    assert some.out == {B}
-
-
-def test_a_time_that_is_over_does_not_bring_back_who_is_down() -> None:
-    some = ejections(failed_polls=1)
-    fail(some, A)
-    some.poll([A], "no answer", FOUR, 1.0)
-    some.settle(100.0)
-    assert some.out == {A}
-
-
 def test_without_a_limit_reports_eject_nobody() -> None:
     some = ejections(failures=0)
     fail(some, A, times=100)
@@ -152,6 +81,20 @@ def test_a_fleet_that_works_is_nothing_to_remember() -> None:
     fail(some, A, times=1)
     some.report([A], OK, FOUR, 0.0)
     assert some.ranks == {}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "outcome"),
+    [
+        ((200, 204, 302, 400, 401, 404, 413, 422, 499), "ok"),
+        ((429, 503, 529), None),
+        ((500, 501, 502, 504, 528, 530, 599), "failed"),
+    ],
+)
+def test_who_answers_is_well_unless_it_says_that_it_failed_or_is_full(
+    statuses: tuple[int, ...], outcome: str | None
+) -> None:
+    assert {outcome_of_status(each) for each in statuses} == {outcome}
 
 
 # -- the naive model ------------------------------------------------------------------------------

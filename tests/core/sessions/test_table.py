@@ -62,59 +62,6 @@ def test_a_booking_binds_its_session_and_one_that_follows_changes_nothing(
     assert (table.counts.bound, table.counts.followed, table.held) == (1, 1, 1)
 
 
-def test_every_new_binding_has_the_next_sequence(table: SessionTable, told: Told) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    table.book("t", "b", 1, 0, 0.0)
-    table.book("s", "c", 2, 0, 0.0)  # it moves
-    assert told.versions() == [("s", 100), ("t", 101), ("s", 102)]
-    assert where(table, "s", 0.0) == (2, 0)
-    assert table.counts.moved == 1
-
-
-def test_a_binding_lives_while_a_reservation_does_and_then_its_time(table: SessionTable) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    table.book("s", "b", 1, 0, 0.0)
-    table.release("a", 1.0)
-    assert where(table, "s", 1000.0) == (1, 0)
-    table.release("b", 1000.0)
-    assert where(table, "s", 1000.0 + TTL_S - 0.01) == (1, 0)
-    assert where(table, "s", 1000.0 + TTL_S) is None
-
-
-def test_a_release_tells_peers_only_while_its_own_binding_is_in_force(
-    table: SessionTable, told: Told
-) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    table.book("s", "b", 2, 0, 0.0)
-    told.clear()
-    table.release("a", 1.0)
-    assert told == []
-    table.release("b", 1.0)
-    assert told.versions() == [("s", 101)]
-
-
-def test_what_went_with_its_rank_is_released_in_silence(table: SessionTable, told: Told) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    told.clear()
-    table.release("a", 1.0, tells=False)
-    assert told == []
-    assert where(table, "s", 1.0 + TTL_S) is None
-
-
-def test_a_refused_booking_drops_the_binding_whatever_else_holds_it(
-    table: SessionTable, told: Told
-) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    table.refuse("s")
-    assert where(table, "s", 0.0) is None
-    table.book("s", "b", 2, 0, 0.0)
-    told.clear()
-    table.release("a", 1.0)  # holds nothing any more
-    assert told == []
-    assert where(table, "s", 1.0) == (2, 0)
-    assert table.held == 1
-
-
 def test_ending_what_holds_no_session_does_nothing(table: SessionTable, told: Told) -> None:
     table.release("a", 0.0)
     assert (told, len(table)) == ([], 0)
@@ -129,67 +76,6 @@ def test_an_id_is_measured_in_bytes() -> None:
 
 
 # -- peers ----------------------------------------------------------------------------------------
-
-
-def test_what_a_peer_tells_binds_and_is_told_to_nobody(table: SessionTable, told: Told) -> None:
-    assert table.hear(heard(), 0.0) is SessionVerdict.BOUND
-    assert where(table, "s", TTL_S - 0.01) == (2, 0)
-    assert where(table, "s", TTL_S) is None
-    assert told == []
-
-
-def test_the_higher_of_two_versions_counts(table: SessionTable) -> None:
-    told_in_turn = [
-        (heard(dp_rank=0, sequence=5), SessionVerdict.BOUND, 0),
-        (heard(dp_rank=1, sequence=5), SessionVerdict.OUTDATED, 0),
-        (heard(dp_rank=1, sequence=5, writer_id=PEER + 1), SessionVerdict.REPLACED, 1),
-        (heard(dp_rank=0, sequence=6), SessionVerdict.REPLACED, 0),
-        (heard(dp_rank=1, sequence=4, writer_id=99), SessionVerdict.OUTDATED, 0),
-        (heard(dp_rank=0, sequence=6), SessionVerdict.RENEWED, 0),
-        (heard(dp_rank=0, sequence=8), SessionVerdict.RENEWED, 0),
-        (heard(dp_rank=1, sequence=7), SessionVerdict.OUTDATED, 0),
-    ]
-    for event, verdict, dp_rank in told_in_turn:
-        assert table.hear(event, 0.0) is verdict
-        assert where(table, "s", 0.0) == (2, dp_rank)
-
-
-def test_an_older_version_of_the_same_binding_does_not_renew_it(table: SessionTable) -> None:
-    table.hear(heard(sequence=5), 0.0)
-    assert table.hear(heard(sequence=4), 5.0) is SessionVerdict.OUTDATED
-    assert where(table, "s", TTL_S) is None
-    assert table.hear(heard(sequence=1), TTL_S) is SessionVerdict.BOUND  # expired: any will do
-    assert table.hear(heard(sequence=1), TTL_S + 5.0) is SessionVerdict.RENEWED
-    assert where(table, "s", 2 * TTL_S + 4.0) == (2, 0)
-
-
-def test_a_newer_binding_replaces_ours_under_a_live_reservation(
-    table: SessionTable, told: Told
-) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    assert table.hear(heard(sequence=99), 0.0) is SessionVerdict.OUTDATED
-    assert table.hear(heard(sequence=101), 0.0) is SessionVerdict.REPLACED
-    told.clear()
-    assert where(table, "s", 3 * TTL_S) == (2, 0)  # held, by whatever
-    table.release("a", 3 * TTL_S)
-    assert told == []
-    assert where(table, "s", 3 * TTL_S) is None  # by then the peer has said nothing for long
-
-
-def test_our_next_binding_is_above_whatever_was_heard(table: SessionTable, told: Told) -> None:
-    table.hear(heard(sequence=500), 0.0)
-    table.book("mine", "a", 1, 0, 0.0)
-    table.hear(heard(sequence=20), 0.0)
-    table.book("mine too", "b", 1, 0, 0.0)
-    assert told.versions() == [("mine", 501), ("mine too", 502)]
-
-
-def test_a_sequence_that_nobody_counts_to_changes_nothing(table: SessionTable, told: Told) -> None:
-    assert table.hear(heard(sequence=2**64 - 1), 0.0) is SessionVerdict.SEQUENCE
-    assert table.hear(heard(sequence=MAX_SEQUENCE + 1), 0.0) is SessionVerdict.SEQUENCE
-    table.book("mine", "a", 1, 0, 0.0)
-    assert told.versions() == [("mine", 100)]
-    assert where(table, "s", 0.0) is None
 
 
 def test_a_sequence_far_above_the_clock_does_not_raise_ours_to_what_nobody_takes() -> None:
