@@ -230,6 +230,8 @@ def asked(
     )
 
 
-def selector(**settings: Any) -> InProcess:
+def selector(
+    call_later: Callable[[float, Callable[[], None]], Timer] | None = None, **settings: Any
+) -> InProcess:
     """A selection service without workers."""
-    return InProcess(selection_gate(service=selection_service(**settings)))
+    return InProcess(selection_gate(service=selection_service(call_later, **settings)))
