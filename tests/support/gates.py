@@ -207,7 +207,10 @@ class InProcess:
         answer = self.gate(asked(method, path, content))
         assert not isinstance(answer, PendingReply)
         head, _, text = bytes(answer).decode().partition("\r\n\r\n")
-        lines = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+        lines: dict[str, str] = {}
+        for line in head.split("\r\n")[1:]:
+            name, _, value = line.partition(": ")
+            lines[name] = f"{lines[name]}; {value}" if name in lines else value
         return int(head[9:12]), lines, json.loads(text)
 
 
