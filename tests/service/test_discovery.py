@@ -1,4 +1,7 @@
-"""Workers and peers that a running service finds by itself, while it is used."""
+"""Workers and peers that a running service finds by itself, while it is used.
+
+What each kind of discovery reads, what engines answer and who is registered when is in `workers/`.
+"""
 
 import json
 import os
@@ -37,27 +40,19 @@ class Directory(Protocol):
 
 
 class File:
-    """Replaced in one step, in one of the forms."""
+    """Replaced in one step."""
 
-    def __init__(self, folder: Path, form: str) -> None:
-        self._form = form
-        self._path = folder / ("workers.json" if form == "json" else "workers.yaml")
-        self.flags: tuple[str, ...] = ("--discover", f"file:{self._path}")
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "workers.json"
+        self.flags: tuple[str, ...] = ("--discover", f"file:{self.path}")
 
     def name(self, engines: list[FakeEngine]) -> None:
-        if self._form == "llm-d":
-            rows = [f'  - {{address: 127.0.0.1, port: "{each.port}"}}' for each in engines]
-            text = "endpoints:\n" + "\n".join(rows)
-        elif self._form == "yaml":
-            text = "workers:\n" + "\n".join(f"  - endpoint: {each.url}" for each in engines)
-        else:
-            text = json.dumps([{"endpoint": each.url} for each in engines])
-        self.write(text)
+        self.write(json.dumps([{"endpoint": each.url} for each in engines]))
 
     def write(self, text: str) -> None:
-        later = self._path.with_suffix(".new")
+        later = self.path.with_suffix(".new")
         later.write_text(text)
-        os.replace(later, self._path)
+        os.replace(later, self.path)
 
 
 class Slices:
@@ -85,10 +80,10 @@ class Slices:
         self._named = set(wanted)
 
 
-@pytest.fixture(params=["json", "yaml", "llm-d", "kubernetes"])
+@pytest.fixture(params=["file", "kubernetes"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Directory]:
-    if request.param != "kubernetes":
-        yield File(tmp_path, request.param)
+    if request.param == "file":
+        yield File(tmp_path)
         return
     authority = Authority()
     with KubeApi(authority.server("127.0.0.1")) as api:
@@ -187,122 +182,53 @@ def test_workers_come_change_and_go_while_selects_run(directory: Directory) -> N
             each.close()
 
 
-# -- one engine -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    with FakeEngine() as running:
-        yield running
-
-
-def test_a_url_is_all_that_a_selector_needs_to_know(engine: FakeEngine) -> None:
-    with RunningService(*QUICK, "--discover", f"url:{engine.url}") as service:
-        wait_for_workers(service, [engine])
-        row = workers(service)[worker_id_of(engine.url)]
-        assert (row["model_name"], row["total_kv_blocks"]) == ("m", 1000)
-
-        def is_known() -> bool:
-            engine.store(TOKENS, 1)
-            scores = service.post("/overlap_scores", {"model_name": "m", "token_ids": TOKENS})[1]
-            return bool(scores["workers"][0]["device_blocks"] == 4)
-
-        wait_until(is_known, "its events are heard")
-
-
-def test_the_url_may_be_the_one_that_openai_s_clients_have(
-    tmp_path: Path, engine: FakeEngine
+def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to_know(
+    tmp_path: Path,
 ) -> None:
-    """In a flag or in a file, and it is one worker that they name."""
-    (tmp_path / "workers.json").write_text(json.dumps([{"endpoint": f"{engine.url}/v1/"}]))
-    urls = ("--discover", f"url:{engine.url}/v1", "--discover", f"url:{engine.url}")
-    listed = ("--discover", f"file:{tmp_path / 'workers.json'}")
-    for flags in (urls, listed):
-        with RunningService(*QUICK, *flags) as service:
-            wait_for_workers(service, [engine])
-            (found,) = service.get("/discovery")[1]["workers"]
-            assert found["endpoint"] == engine.url
-
-
-def test_an_engine_that_starts_late_is_registered_when_it_is_up(engine: FakeEngine) -> None:
-    engine.is_up = False
-    local = ("--host", "127.0.0.1")  # whoever listens everywhere is warned
-    with RunningService(*QUICK, *local, "--discover", f"url:{engine.url}") as service:
-
-        def is_asked() -> bool:
-            (row,) = service.get("/discovery")[1]["workers"]
-            return "status 503: starting" in (row["last_error"] or "")
-
-        wait_until(is_asked, "what it answers is shown")
-        assert workers(service) == {}
-        assert service.get("/ready")[0] == 503
-        engine.is_up = True
-        wait_for_workers(service, [engine])
-        warnings = [line for line in service.log().splitlines() if " WARNING " in line]
-        assert ["status 503" in line for line in warnings] == [True]
-
-
-def test_an_engine_that_restarts_with_other_blocks_is_registered_anew(engine: FakeEngine) -> None:
-    with RunningService(*QUICK, "--discover", f"url:{engine.url}") as service:
-        wait_for_workers(service, [engine])
-        engine.block_size = 32
-
-        def is_changed() -> bool:
-            (row,) = workers(service).values()
-            return bool(row["block_size"] == 32)
-
-        wait_until(is_changed, "the new block size is registered")
-
-
-def test_what_an_engine_does_not_tell_comes_from_the_defaults(tmp_path: Path) -> None:
-    with FakeEngine(tells_sources=False) as engine:
-        defaults = {"events_port": engine.events_port, "tenant_id": "t", "taints": ["spot"]}
-        flags = ("--discover-defaults", json.dumps(defaults), "--discover", f"url:{engine.url}")
-        with RunningService(*QUICK, *flags) as service:
-            wait_for_workers(service, [engine])
-            row = workers(service)[worker_id_of(engine.url)]
-            assert (row["tenant_id"], row["taints"]) == ("t", ["spot"])
-            assert sources(service) == events_of([engine])
-
-
-def test_engines_over_tls_are_asked_with_their_token(tmp_path: Path) -> None:
     authority = Authority()
     (tmp_path / "ca").write_bytes(authority.pem)
     token = tmp_path / "token"
     token.write_text("old")
-    flags = ("--worker-token-file", str(token), "--worker-ca-file", str(tmp_path / "ca"))
-    with (
-        FakeEngine(token="new", context=authority.server("127.0.0.1")) as engine,
-        RunningService(*QUICK, *flags, "--discover", f"url:{engine.url}") as service,
-    ):
+    context = authority.server("127.0.0.1")
+    with FakeEngine(token="new", context=context, tells_sources=False) as engine:
+        defaults = {"events_port": engine.events_port, "tenant_id": "t", "taints": ["spot"]}
+        flags = (
+            *("--worker-token-file", str(token), "--worker-ca-file", str(tmp_path / "ca")),
+            *("--discover-defaults", json.dumps(defaults), "--discover", f"url:{engine.url}/v1"),
+        )
+        with RunningService(*QUICK, *flags) as service:
 
-        def is_refused() -> bool:
-            (row,) = service.get("/discovery")[1]["workers"]
-            return "status 401" in (row["last_error"] or "")
+            def is_refused() -> bool:
+                (row,) = service.get("/discovery")[1]["workers"]
+                return row["endpoint"] == engine.url and "status 401" in (row["last_error"] or "")
 
-        wait_until(is_refused, "the old token is refused")
-        token.write_text("new")
-        wait_for_workers(service, [engine])
+            wait_until(is_refused, "the old token is refused")
+            assert service.get("/ready")[0] == 503
+            token.write_text("new")
+            wait_for_workers(service, [engine])
+            told = [line for line in service.log().splitlines() if "status 401" in line]
+            assert [" WARNING " in line for line in told] == [True], "once"
+            row = workers(service)[worker_id_of(engine.url)]
+            assert (row["model_name"], row["total_kv_blocks"]) == ("m", 1000)
+            assert (row["tenant_id"], row["taints"]) == ("t", ["spot"])
+            assert sources(service) == events_of([engine])
 
+            def is_known() -> bool:
+                engine.store(TOKENS, 1)
+                asked = {"model_name": "m", "tenant_id": "t", "token_ids": TOKENS}
+                scores = service.post("/overlap_scores", asked)[1]
+                return bool(scores["workers"][0]["device_blocks"] == 4)
 
-def test_sglang_is_found_as_vllm_is() -> None:
-    with (
-        FakeEngine(kind="sglang") as engine,
-        RunningService(*QUICK, "--discover", f"url:{engine.url}") as service,
-    ):
-        wait_for_workers(service, [engine])
-        assert sources(service) == events_of([engine])
+            wait_until(is_known, "its events are heard")
 
 
 # -- what fails changes nothing -------------------------------------------------------------------
 
 
-def test_a_discovery_that_fails_changes_nothing_and_is_seen(
-    tmp_path: Path, engine: FakeEngine
-) -> None:
-    file = File(tmp_path, "yaml")
-    file.name([engine])
-    with RunningService(*QUICK, *file.flags) as service:
+def test_a_discovery_that_fails_changes_nothing_and_is_seen(tmp_path: Path) -> None:
+    file = File(tmp_path)
+    with FakeEngine() as engine, RunningService(*QUICK, *file.flags) as service:
+        file.name([engine])
         wait_for_workers(service, [engine])
         name = file.flags[1]
 
@@ -322,63 +248,15 @@ def test_a_discovery_that_fails_changes_nothing_and_is_seen(
             return value
 
         assert failing() == "0"
-        file.write("workers: [{endpoint: 'http://a:1', modle_name: x}]")
+        file.write('[{"endpoint": "http://a:1", "modle_name": "x"}]')
         wait_until(fails_with("modle_name"), "the typo is named")
         assert failing() == "1"
-        (tmp_path / "workers.yaml").unlink()
+        file.path.unlink()
         wait_until(fails_with("No such file or directory"), "the loss is named")
         wait_for_workers(service, [engine])
         assert f"discovery {name} fails, what it found before holds" in service.log()
         file.name([engine])
         wait_until(lambda: failing() == "0", "it has recovered")
-
-
-def test_who_is_registered_over_http_is_not_touched(tmp_path: Path, engine: FakeEngine) -> None:
-    file = File(tmp_path, "json")
-    file.write("[]")
-    mine = {
-        "worker_id": worker_id_of(engine.url),
-        "model_name": "mine",
-        "endpoint": engine.url,
-        "block_size": 4,
-        "kv_events_endpoint": "tcp://127.0.0.1:1",
-    }
-    with RunningService(*QUICK, *file.flags) as service:
-        assert service.post("/workers", mine)[0] == 201
-        file.name([engine])
-
-        def is_seen() -> bool:
-            return [row["state"] for row in service.get("/discovery")[1]["workers"]] == ["by_http"]
-
-        wait_until(is_seen, "it is known to be HTTP's")
-        file.write("[]")
-        wait_until(lambda: service.get("/discovery")[1]["workers"] == [], "it is let go")
-        assert workers(service)[worker_id_of(engine.url)]["model_name"] == "mine"
-
-
-def test_what_a_registration_would_be_warned_of_is_in_the_log(tmp_path: Path) -> None:
-    file = File(tmp_path, "json")
-    entry = {"model_name": "m", "block_size": 16}
-    rows = [
-        {**entry, "endpoint": "127.0.0.1:1", "kv_events_endpoint": "tcp://*:5557"},
-        {**entry, "endpoint": "http://127.0.0.1:2", "kv_events_endpoint": "tcp://127.0.0.1:1"},
-    ]
-    file.write(json.dumps(rows))
-    with RunningService(*QUICK, *file.flags) as service:
-
-        def of(at: int) -> list[str]:
-            start = f"discovered worker http://127.0.0.1:{at}: "
-            return [line for line in service.log().splitlines() if start in line]
-
-        wait_until(lambda: bool(of(1) and of(2)), "both are warned of")
-        found = service.get("/discovery")[1]["workers"]
-        (first,), (second,) = of(1), of(2)
-    assert [row["endpoint"] for row in found] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    assert "WARNING" in first
-    assert "endpoint 127.0.0.1:1 has no scheme: http://127.0.0.1:1 is probably meant" in first
-    assert "tcp://*:5557 is where an engine listens, not where it is reached" in first
-    ours = worker_id_of("http://127.0.0.1:1")
-    assert f"is the address of the HTTP endpoint of worker {ours}" in second
 
 
 # -- peers ----------------------------------------------------------------------------------------
@@ -456,24 +334,6 @@ def test_slot_trackers_find_each_other_too() -> None:
 
 
 # -- what it costs when it is off -----------------------------------------------------------------
-
-
-def test_without_a_flag_nothing_that_discovers_is_imported() -> None:
-
-    script = """
-import sys
-from lean_selector.server import selector_process, slot_tracker_process
-from lean_selector.server import selector_flags
-found = [n for n in sys.modules if n.startswith(("lean_selector.workers", "yaml", "dns."))]
-sys.exit(" ".join(found) or 0)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    with RunningService() as service:
-        nothing: dict[str, object] = {"discoveries": [], "workers": [], "peers": []}
-        assert service.get("/discovery") == (200, nothing)
 
 
 def test_what_cannot_be_begun_ends_the_start_in_one_line(tmp_path: Path) -> None:

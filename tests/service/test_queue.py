@@ -52,6 +52,18 @@ def test_what_breaks_is_500_there_200_for_the_call_that_let_it_go_and_the_next_o
     assert service.post("/select_and_reserve", asked)[0] == 200
 
 
+def test_what_a_request_holds_while_it_waits_is_told() -> None:
+    service = selector(queue_threshold=0.5)
+    fill(service, 1)
+
+    def held(blocks: int) -> int:
+        hashes = list(range(1, blocks + 1))
+        prompt = {"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": 16 * blocks}
+        return service.later("/select", prompt).held_bytes
+
+    assert held(1001) - held(1) == 16 * 1000
+
+
 # -- `--queue-max-wait-secs` ----------------------------------------------------------------------
 
 
