@@ -193,21 +193,3 @@ def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_a
     finally:
         plain.close()
         context.term()
-
-
-def test_a_mesh_without_losses_misses_nothing() -> None:
-    with Member("tracker") as owner:
-        owner.register()
-        with wire(owner) as whole, listener("selector", whole, owner) as member:
-            member.hears(owner)
-            for n in range(50):
-                owner.add(f"r{n}", n % 2)
-            for n in range(50):
-                owner.free(f"r{n}")
-            owner.add("last")
-            sequence = owner.detail()["sequence"]
-            wait_until(lambda: publisher_of(member)["sequence"] == sequence, "all have come")
-            member.shows([BOOKED, IDLE_RANK])
-            publisher = publisher_of(member)
-            assert (publisher["missed"], publisher["is_behind"]) == (0, False)
-            assert member.detail()["missed"] == 0

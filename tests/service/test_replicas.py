@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,19 @@ import pytest
 import zmq
 
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.wire.replica_frames import TOPIC, encode_event
-from tests.support.bookings import replica_event
+from lean_selector.wire.replica_frames import TOPIC
 from tests.support.replica_frames import decode_event
-from tests.support.replica_member import BOOKED, HASHES, MODEL, SCOPE, Loads, Member, mesh
+from tests.support.replica_member import (
+    BOOKED,
+    HASHES,
+    IDLE,
+    MODEL,
+    SCOPE,
+    TOKENS,
+    Loads,
+    Member,
+    mesh,
+)
 from tests.support.running_service import free_port, wait_until
 
 
@@ -48,17 +58,6 @@ def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> N
                     shown_everywhere(members, [(0, 0), (0, 0)])
 
 
-def test_unregistering_ends_what_was_admitted_there_on_every_replica() -> None:
-    with ours("tracker", "selector") as members:
-        tracker, selector = members
-        tracker.add("of the tracker")
-        selector.add("of the selector", 1)
-        shown_everywhere(members, [BOOKED, BOOKED])
-        body = {**SCOPE, "worker_id": 7}
-        assert tracker.post("/unregister", body)[0] == 200
-        wait_until(lambda: selector.loads() == [(0, 0), BOOKED], "the tracker's request is gone")
-
-
 def test_details_of_peers_tell_connections_and_what_was_dropped_why() -> None:
     with ours("tracker", "selector") as members:
         tracker, selector = members
@@ -82,44 +81,6 @@ def test_details_of_peers_tell_connections_and_what_was_dropped_why() -> None:
             lambda: selector.detail()["peers"][0]["state"] == "disconnected",
             "it is seen to be gone",
         )
-
-
-def test_replicated_prefill_hints_wear_off_in_the_loads() -> None:
-    context = zmq.Context()
-    pub = context.socket(zmq.PUB)
-    pub.linger = 0
-    endpoint = f"tcp://127.0.0.1:{pub.bind_to_random_port('tcp://127.0.0.1')}"
-    try:
-        with Member("tracker", peers=(endpoint,)) as tracker:
-            tracker.register()
-
-            def tell(request_id: str, kind: EventKind, duration_s: float | None = None) -> None:
-                event = replica_event(
-                    *(kind, MODEL, "t1", 16, request_id, 7, 0, 99),
-                    prefill_tokens=1_000_000 if kind is EventKind.ADD else None,
-                    prefill_duration_s=duration_s,
-                )
-                pub.send_multipart([TOPIC, encode_event(event)])
-
-            def booked() -> bool:
-                tell("slow", EventKind.ADD, 3600.0)
-                return tracker.loads()[0][0] > 0
-
-            wait_until(booked, "the hint arrived")
-            first = tracker.loads()[0][0]
-            assert 0 < first <= 1_000_000  # 278 tokens a second
-            wait_until(lambda: tracker.loads()[0][0] < first, "it wears off")
-            projection = {**SCOPE, "sequence_hashes": [], "new_isl_tokens": 5}
-            status, rows = tracker.post("/potential_loads", projection)
-            assert status == 200
-            assert 5 < rows[0]["potential_prefill_tokens"] < first + 5
-            tell("quick", EventKind.ADD, 0.0)
-            wait_until(lambda: tracker.loads()[0][0] > 1_000_000, "the second waits for the first")
-            tell("slow", EventKind.PREFILL_COMPLETE)
-            wait_until(lambda: tracker.loads()[0][0] == 0, "one without a duration is over at once")
-    finally:
-        pub.close()
-        context.term()
 
 
 @pytest.mark.parametrize(
@@ -174,8 +135,7 @@ def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
 # -- catch-up -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tracker", "selector"])
-def test_a_restarted_replica_catches_up_fully(kind: str) -> None:
+def test_a_restarted_replica_catches_up_fully() -> None:
     with ours("selector", "tracker") as members:
         selector, tracker = members
         for number in range(150):  # more than are answered at once
@@ -188,7 +148,7 @@ def test_a_restarted_replica_catches_up_fully(kind: str) -> None:
         urls = [f"http://127.0.0.1:{member.port}" for member in (selector, tracker)]
         catch_up = ["--replica-sync-catch-up", ",".join(urls)]
         peers = (selector.endpoint, tracker.endpoint)
-        with Member(kind, *catch_up, peers=peers, sync_port=port) as late:
+        with Member("tracker", *catch_up, peers=peers, sync_port=port) as late:
             wait_until(lambda: late.detail()["catch_up"] == {"waiting": 151}, "all of them wait")
             selector.free("r2")  # ends while it waits
             wait_until(lambda: late.detail()["catch_up"].get("ended") == 1, "its end was heard")
@@ -269,17 +229,6 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
     assert f"a reservation of {usable} skipped" in log
 
 
-def test_a_replica_starts_and_serves_though_no_peer_answers() -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    with Member("selector", "--replica-sync-catch-up", nobody) as late:
-        late.register()
-        late.add("r")
-        assert late.loads() == [BOOKED, (0, 0)]
-        status, log = late.stop()
-        assert status == 0
-    assert "Traceback" not in log
-
-
 def test_a_replica_that_was_cut_off_catches_up_again() -> None:
     """What was admitted, completed or ended meanwhile shows here, though none of it was heard."""
     with ours("tracker", "selector") as (first, second):
@@ -312,3 +261,79 @@ def test_a_replica_that_was_cut_off_catches_up_again() -> None:
                 member.free(f"kept-{member.kind}")
                 member.free(f"new-{member.kind}")
             shown_everywhere([first, second, late], [(0, 0), (0, 0)])
+
+
+# -- a replica that stops or dies: the others go on, and agree with it afterwards -----------------
+
+LIFECYCLES = 100
+
+
+def live_through(members: list[Member], name: str) -> None:
+    """Lifecycles through each, and one request that stays: (2 * TOKENS, 3) on rank 0."""
+    for at, member in enumerate(members):
+        for n in range(LIFECYCLES):
+            member.add(f"{name}-{at}-{n}", n % 2)
+            member.complete(f"{name}-{at}-{n}")
+            member.free(f"{name}-{at}-{n}")
+        member.add(f"{name}-{at}-stays")
+
+
+STAYS = [(2 * TOKENS, BOOKED[1]), (0, 0)]
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    """The last is the one that fails."""
+    with ours("tracker", "selector", "tracker") as running:
+        yield running
+
+
+def test_a_stopped_replica_holds_up_nobody_and_agrees_when_it_goes_on(
+    members: list[Member],
+) -> None:
+    *others, failing = members
+    failing.process.send_signal(signal.SIGSTOP)
+    try:
+        live_through(others, "stopped")
+        for member in others:
+            member.shows(STAYS)
+    finally:
+        failing.process.send_signal(signal.SIGCONT)
+    failing.shows(STAYS)
+    for member in others:
+        member.hears(failing, STAYS)  # a long stop may have cost a connection
+    failing.free("stopped-0-stays")
+    failing.free("stopped-1-stays")
+    for member in members:
+        member.shows(IDLE)
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_a_killed_replica_agrees_again_fully_only_by_catching_up(
+    members: list[Member], catches_up: bool
+) -> None:
+    *others, failing = members
+    failing.add("of the dead", 1)  # known to the others
+    for member in others:
+        member.shows([(0, 0), BOOKED])
+    failing.stop(signal.SIGKILL)
+    live_through(others, "killed")
+    urls = ",".join(f"http://127.0.0.1:{member.port}" for member in others)
+    flags = ["--replica-sync-catch-up", urls] if catches_up else []
+    sync_port = int(failing.endpoint.rpartition(":")[2])
+    peers = [member.endpoint for member in others]
+    with Member("tracker", *flags, peers=peers, sync_port=sync_port) as again:
+        again.register()
+        if catches_up:
+            loads = [STAYS[0], BOOKED]
+            again.hears(others[0], loads)
+            for member in others:
+                member.hears(again, loads)
+            again.free("of the dead")
+        else:
+            again.hears(others[0], IDLE)  # best effort: history is gone until it ends
+            others[0].free("of the dead")
+        others[0].free("killed-0-stays")
+        others[1].free("killed-1-stays")
+        for member in (*others, again):
+            member.shows(IDLE)
