@@ -1,19 +1,24 @@
-"""Every route is described, and nothing else: what to do about one that is not stands in the
-message."""
+"""What /openapi.json is made of: every route is described, and the document is made in a thread."""
 
 import ast
+import asyncio
 import re
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 import lean_selector
+from lean_selector.service.application import OpenApiRoutes
+from lean_selector.service.gate import Gate
+from lean_selector.service.openapi import document as services
 from lean_selector.service.openapi.document import CONNECTION_ERRORS
 from lean_selector.service.openapi.document import DESCRIBED as SERVICES
-from tests.support.gates import routes_of
+from lean_selector.service.replies import LaterReply
+from tests.support.gates import request, routes_of
+from tests.support.on_loop import until
 
 PACKAGE = Path(lean_selector.__file__).parent
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
@@ -40,27 +45,13 @@ def written(node: ast.expr) -> str:
     return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
 
 
-ROUTES = list(declared())
-
-
-def test_the_routes_are_found() -> None:
-    found = {(method, path) for method, path, _ in ROUTES}
-    assert {("POST", "/select"), ("POST", "/add"), ("GET", "/openapi.json")} <= found
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "where"), ROUTES, ids=[f"{method} {path}" for method, path, _ in ROUTES]
-)
-def test_a_route_is_described(method: str, path: str, where: str) -> None:
-    assert (method, path) in DESCRIBED, (
-        f"{where} declares {method} {path}, and nothing describes it in /openapi.json: add a "
-        f"RouteDescription to lean_selector/service/openapi/routes.py "
+def test_every_route_is_described_and_nothing_else() -> None:
+    routes = {(method, path): where for method, path, where in declared()}
+    assert {route: routes[route] for route in routes.keys() - DESCRIBED} == {}, (
+        "add a RouteDescription to lean_selector/service/openapi/routes.py "
         "(CONTRIBUTING.md, How to add a route)"
     )
-
-
-def test_nothing_is_described_that_is_no_route() -> None:
-    assert set(DESCRIBED) == {(method, path) for method, path, _ in ROUTES}
+    assert DESCRIBED.keys() - routes == set()
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -78,13 +69,39 @@ def test_what_a_connection_may_answer_by_itself_is_what_http1_refuses_with() -> 
     assert refused == set(CONNECTION_ERRORS)
 
 
-def test_nothing_of_it_is_imported_before_it_is_asked_for() -> None:
-    script = (
-        "import sys, lean_selector.cli, lean_selector.server.selector_process,"
-        " lean_selector.server.slot_tracker_process;"
-        "print([name for name in sys.modules if 'openapi' in name])"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert said.stdout.strip() == "[]"
+def test_the_loop_goes_on_while_the_document_is_made_for_all_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_go_on = threading.Event()
+    made: list[str] = []
+
+    def slow(name: str, *_: object, **__: object) -> bytes:
+        made.append(name)
+        assert may_go_on.wait(60)
+        if len(made) == 1:
+            raise RuntimeError("a bug")
+        return b"{}"
+
+    monkeypatch.setattr(services, "service_document", slow)
+    gate = Gate(OpenApiRoutes("selector", ()).routes())
+
+    def ask() -> LaterReply:
+        answer = gate(request("GET", "/openapi.json"))
+        assert isinstance(answer, LaterReply)
+        return answer
+
+    async def answered(count: int) -> list[bytes]:
+        pending = [ask() for _ in range(count)]
+        gone = ask()
+        gone.hang_up()
+        await until(lambda: all(each.response is not None for each in pending))
+        return [bytes(each.response or b"")[9:12] for each in pending]
+
+    async def story() -> None:
+        asyncio.get_running_loop().call_later(0, may_go_on.set)  # the loop runs, or nothing would
+        assert await answered(3) == [b"500"] * 3
+        assert await answered(2) == [b"200"] * 2
+        assert made == ["selector"] * 2
+        assert isinstance(gate(request("GET", "/openapi.json")), bytes)
+
+    uvloop.run(story())

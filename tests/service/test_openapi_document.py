@@ -20,7 +20,6 @@ from lean_selector.service.openapi.routes import GATEWAY_ROUTES
 from lean_selector.service.openapi.schemas import components
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
-from tests.documents.pages import OURS
 from tests.support.gates import (
     answered,
     request,
@@ -215,25 +214,6 @@ def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_field_that_an_answer_may_lack_says_when(name: str) -> None:
-    schemas = DOCUMENTS[name]["components"]["schemas"]
-    asked = {
-        media["schema"]["$ref"].rpartition("/")[2]
-        for _, _, operation in operations(DOCUMENTS[name])
-        for media in operation.get("requestBody", {}).get("content", {}).values()
-    }
-    silent = [
-        f"{name}.{field}"
-        for name, schema in schemas.items()
-        if name not in asked  # what stands in bodies has defaults
-        for field, shown in schema["properties"].items()
-        if field not in schema.get("required", ()) and "default" not in shown
-        if not re.search("absent|only", shown["description"])
-    ]
-    assert silent == []
-
-
 def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = {name: f"{name} everywhere" for name in meanings.GLOSSARY}
     own = {name: f"{name} alone" for name in meanings.OWN}
@@ -355,34 +335,3 @@ def test_every_answer_to_the_recorded_requests_is_described(name: str) -> None:
             else:
                 assert body == b"", at
     assert looked_at > 100
-
-
-# -- the documents --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schema", "heading"),
-    [
-        ("WorkerRequest", "## The fields of a worker"),
-        ("SelectAndReserveRequest", "## The fields of a selection"),
-        ("WorkerReport", "## How workers do"),
-        ("KvSource", "## What a source says"),
-    ],
-)
-def test_the_page_of_the_selector_names_every_field(schema: str, heading: str) -> None:
-    page = OURS["docs/reference/http-api.md"]
-    assert heading in page
-    section = page.split(heading)[1].split("\n## ")[0]
-    before = page.split("## The fields of a worker")[0]  # says what a prompt is
-    fields = DOCUMENTS["selector"]["components"]["schemas"][schema]["properties"]
-    assert [f for f in fields if f"`{f}`" not in section and f"`{f}`" not in before] == []
-
-
-@pytest.mark.parametrize("schema", ["WorkerRequest", "SelectRequest", "Selection"])
-def test_the_page_of_the_dialect_names_every_field_that_it_has_more(schema: str) -> None:
-    ours, theirs = (
-        DOCUMENTS[name]["components"]["schemas"][shape]["properties"].keys()
-        for name, shape in (("selector", schema), ("selector_16", f"{schema}16"))
-    )
-    page = OURS["docs/reference/http-api-16.md"]
-    assert [field for field in theirs - ours if f"`{field}`" not in page] == []
