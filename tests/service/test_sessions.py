@@ -84,14 +84,6 @@ def test_a_session_stays_where_it_was_booked(fleet: Fleet) -> None:
     assert fleet.select("s") == there
 
 
-def test_a_booking_elsewhere_is_refused_and_then_is_not(fleet: Fleet) -> None:
-    assert fleet.book("b", "r", allowed_worker_ids=[1])[0] == 200
-    refused = 400, {"error": "session r is bound to worker 1, not 2"}
-    assert fleet.book("c", "r", allowed_worker_ids=[2]) == refused
-    assert fleet.request("DELETE", "/reservations/c")[0] == 404
-    assert fleet.book("c", "r", allowed_worker_ids=[2])[0] == 200
-
-
 def test_booking_by_its_id_what_a_select_chose_binds_its_session(fleet: Fleet) -> None:
     def book_chosen(selection_id: str) -> tuple[int, Any]:
         body = {"model_name": "m", "selection_id": selection_id}
@@ -116,15 +108,14 @@ def test_an_id_that_is_too_long_is_refused_before_all_else_that_is_wrong(
     fleet: Fleet, route: str
 ) -> None:
     refused = 400, {"error": "session affinity ID must not exceed 256 bytes"}
-    for too_long in ("x" * 257, "é" * 129):
-        body = {"model_name": "m", "token_ids": [], "session_id": too_long}
-        assert fleet.request("POST", route, body) == refused
-        context = {"session_id": "short", "session_context": {"session_id": too_long}}
-        assert fleet.request("POST", route, {**body, **context}) == refused
-    assert fleet.select("é" * 128) == (2, 0)
-    pin = {"worker_id": 2, "dp_rank": 0}
-    assert fleet.select("x" * 257, pinned_worker=pin) == (2, 0)  # the session is left alone
-    assert fleet.select("x" * 257, affinity_target={"worker_id": 2}) == (2, 0)
+    too_long = "é" * 129
+    body = {"model_name": "m", "token_ids": [], "session_id": too_long}
+    assert fleet.request("POST", route, body) == refused
+    context = {"session_id": "short", "session_context": {"session_id": too_long}}
+    assert fleet.request("POST", route, {**body, **context}) == refused
+    # With a pin or a target the session is left alone.
+    assert fleet.select(too_long, pinned_worker={"worker_id": 2, "dp_rank": 0}) == (2, 0)
+    assert fleet.select(too_long, affinity_target={"worker_id": 2}) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -163,28 +154,6 @@ def test_the_explanation_and_the_metrics_tell_of_a_session(fleet: Fleet) -> None
     scope = 'model="m",tenant_id="default"'
     assert f'lean_selector_session_bookings_total{{{scope},result="followed"}} 0' in text
     assert f'lean_selector_sessions{{{scope},state="held"}}' in text
-
-
-def test_switched_off_sessions_are_read_and_count_for_nothing() -> None:
-    with Fleet("--use-kv-events", "false") as service:
-        assert service.book("a", "x" * 300, allowed_worker_ids=[1])[0] == 200
-        assert service.select("x" * 300) == (2, 0)
-        assert "lean_selector_session" not in scrape(service.port)
-
-
-def test_a_soft_session_leaves_its_worker_when_that_is_too_much_dearer() -> None:
-    soft = ("--session-affinity", "soft", "--session-affinity-bonus-blocks", "40")
-    with Fleet(*ON, *soft) as service:
-        assert service.book("a", "s", allowed_worker_ids=[1])[0] == 200
-        there = service.select("s")
-        assert there[0] == 1
-        load = {"model_name": "m", "worker_id": 1, "sequence_hashes": [], "isl_tokens": 200}
-        for dp_rank in (0, 1):
-            more = {"dp_rank": dp_rank, "effective_prefill_tokens": 200}
-            name = {"reservation_id": f"more {dp_rank}"}
-            service.done("POST", "/reservations", {**load, **more, **name})
-        assert service.book("b", "s")[1]["worker_id"] == 2
-        assert service.select("s") == (2, 0)
 
 
 # -- peers ----------------------------------------------------------------------------------------
