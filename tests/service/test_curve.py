@@ -109,17 +109,6 @@ def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_
         wait_until(lambda: tells(service, 4, words), "the fourth is plain")
 
 
-def test_an_engine_that_asks_for_keys_is_not_heard_without_and_that_is_told(tmp_path: Path) -> None:
-    keys = KeyFiles(tmp_path, "engine")
-    with (
-        RunningService("--kv-source-grace-secs", "0") as service,
-        engine(keys.secret("engine")) as encrypting,
-    ):
-        register(service, 1, encrypting.endpoint, encrypting.replay_endpoint)
-        words = "it asks for keys (CURVE), and none are given for it"
-        wait_until(lambda: tells(service, 1, words), "it is told why")
-
-
 @pytest.mark.parametrize("is_encrypted", [True, False], ids=["encrypted", "plain"])
 def test_events_and_replays_can_be_read_on_the_wire_without_keys_alone(
     tmp_path: Path, is_encrypted: bool

@@ -1,23 +1,27 @@
-"""What is booked is believed cached: instead of KV events, and beside them."""
+"""What is booked is believed cached: instead of KV events, and beside them.
 
-from collections.abc import Iterator
+How long, how much of it, and when it goes: `core/index/test_routed.py`, `server/`.
+"""
+
 from typing import Any
 
 import pytest
 
 from lean_selector.publisher import KvEventPublisher
+from tests.support.gates import InProcess, selector
 from tests.support.running_service import RunningService, free_port, wait_until
 
+Service = InProcess | RunningService
 BLOCK_SIZE = 4
 TOKENS = list(range(12))
 
 
-def register(service: RunningService, worker_id: int, **fields: object) -> None:
+def register(service: Service, worker_id: int, **fields: object) -> None:
     body = {"worker_id": worker_id, "endpoint": "http://w", "block_size": BLOCK_SIZE, **fields}
     assert service.post("/workers", body)[1]["lifecycle"] == "schedulable"
 
 
-def blocks(service: RunningService, **prompt: object) -> dict[tuple[int, int], int]:
+def blocks(service: Service, **prompt: object) -> dict[tuple[int, int], int]:
     """Device blocks by rank, of those that have some."""
     status, answer = service.post("/overlap_scores", prompt or {"token_ids": TOKENS})
     assert status == 200, answer
@@ -25,7 +29,7 @@ def blocks(service: RunningService, **prompt: object) -> dict[tuple[int, int], i
     return {key: count for key, count in found.items() if count}
 
 
-def booked(service: RunningService, reservation_id: str, **fields: object) -> dict[str, Any]:
+def booked(service: Service, reservation_id: str, **fields: object) -> dict[str, Any]:
     body = {"reservation_id": reservation_id, "token_ids": TOKENS, **fields}
     status, answer = service.post("/select_and_reserve", body)
     assert status == 200, answer
@@ -33,15 +37,15 @@ def booked(service: RunningService, reservation_id: str, **fields: object) -> di
 
 
 @pytest.fixture
-def service() -> Iterator[RunningService]:
-    with RunningService("--use-kv-events", "false", "--router-ttl-secs", "3600") as running:
-        register(running, 1, data_parallel_size=2)
-        register(running, 2)
-        yield running
+def service() -> InProcess:
+    service = selector(ttl_s=3600.0)
+    register(service, 1, data_parallel_size=2)
+    register(service, 2)
+    return service
 
 
 def test_a_second_prompt_goes_where_the_first_went_and_is_booked_for_what_is_left(
-    service: RunningService,
+    service: Service,
 ) -> None:
     first = booked(service, "a", pinned_worker={"worker_id": 1, "dp_rank": 1})
     assert (first["overlap"]["gpu"], first["effective_prefill_tokens"]) == (0, 12)
@@ -59,7 +63,7 @@ def test_a_second_prompt_goes_where_the_first_went_and_is_booked_for_what_is_lef
     assert second["effective_prefill_tokens"] == 1
 
 
-def test_only_a_booking_teaches_and_only_of_complete_blocks(service: RunningService) -> None:
+def test_only_a_booking_teaches_and_only_of_complete_blocks(service: Service) -> None:
     assert service.post("/select", {"token_ids": TOKENS})[0] == 200
     assert blocks(service) == {}
     taken = {"reservation_id": "a", "token_ids": TOKENS[:10], "worker_id": 2}
@@ -70,7 +74,7 @@ def test_only_a_booking_teaches_and_only_of_complete_blocks(service: RunningServ
     assert blocks(service, token_ids=list(range(100, 108))) == {}
 
 
-def test_a_reservation_by_hashes_teaches_if_it_has_block_hashes(service: RunningService) -> None:
+def test_a_reservation_by_hashes_teaches_if_it_has_block_hashes(service: Service) -> None:
     def reserve(name: str, **fields: object) -> tuple[int, Any]:
         body = {"reservation_id": name, "worker_id": 2, "isl_tokens": 8, **fields}
         return service.post("/reservations", body)
@@ -86,7 +90,7 @@ def test_a_reservation_by_hashes_teaches_if_it_has_block_hashes(service: Running
     assert reserve("bad", sequence_hashes=[7], block_hashes=[77], isl_tokens=0)[0] == 400
 
 
-def test_adapters_and_salts_are_told_apart(service: RunningService) -> None:
+def test_adapters_and_salts_are_told_apart(service: Service) -> None:
     booked(service, "l", lora_name="l", pinned_worker={"worker_id": 2, "dp_rank": 0})
     booked(service, "s", cache_salt="s", pinned_worker={"worker_id": 1, "dp_rank": 0})
     assert blocks(service) == {}
@@ -94,54 +98,18 @@ def test_adapters_and_salts_are_told_apart(service: RunningService) -> None:
     assert blocks(service, token_ids=TOKENS, cache_salt="s") == {(1, 0): 3}
 
 
-def test_a_dump_tells_what_is_believed(service: RunningService) -> None:
-    booked(service, "a", pinned_worker={"worker_id": 2, "dp_rank": 0})
-    (partition,) = service.get("/dump")[1].values()
+def test_a_dump_tells_what_is_believed() -> None:
+    env = {"DYN_ROUTER_TTL_SECS": "3600"}
+    with RunningService("--use-kv-events", "false", env=env) as running:
+        register(running, 2)
+        booked(running, "a")
+        (partition,) = running.get("/dump")[1].values()
     (event,) = partition["events"]
     assert (event["worker_id"], event["event"]["dp_rank"]) == (2, 0)
     stored = event["event"]["data"]["stored"]["blocks"]
     # The block hash is the sequence hash, and the first of a chain is the hash of its tokens.
     assert stored[0]["block_hash"] == stored[0]["tokens_hash"] != stored[1]["block_hash"]
     assert len(stored) == 3
-
-
-def test_it_goes_with_the_worker_or_the_rank_and_not_with_a_change(
-    service: RunningService,
-) -> None:
-    booked(service, "a", pinned_worker={"worker_id": 1, "dp_rank": 0})
-    booked(service, "b", pinned_worker={"worker_id": 1, "dp_rank": 1})
-    booked(service, "c", pinned_worker={"worker_id": 2, "dp_rank": 0})
-    service.request("PATCH", "/workers/2", {"max_num_batched_tokens": 5})
-    assert blocks(service) == {(1, 0): 3, (1, 1): 3, (2, 0): 3}
-    service.request("PATCH", "/workers/1", {"data_parallel_size": 1})
-    assert blocks(service) == {(1, 0): 3, (2, 0): 3}
-    service.request("DELETE", "/workers/2")
-    register(service, 2)
-    assert blocks(service) == {(1, 0): 3}
-
-
-def test_no_more_is_believed_of_a_rank_than_its_engine_can_hold(service: RunningService) -> None:
-    register(service, 2, total_kv_blocks=4)
-    for name, first in (("a", 0), ("b", 100)):
-        pin = {"worker_id": 2, "dp_rank": 0}
-        booked(service, name, token_ids=list(range(first, first + 12)), pinned_worker=pin)
-    assert blocks(service) == {}
-    assert blocks(service, token_ids=list(range(100, 112))) == {(2, 0): 3}
-
-
-def test_it_is_forgotten_after_its_time() -> None:
-    with RunningService("--use-kv-events", "false", env={"DYN_ROUTER_TTL_SECS": "1"}) as service:
-        register(service, 1)
-        booked(service, "a")
-        wait_until(lambda: not blocks(service), "the prompt is forgotten")
-        assert service.get("/dump")[1]["default:default"]["events"] == []
-
-
-def test_without_the_flag_nothing_is_believed() -> None:
-    with RunningService("--use-kv-events", "false") as service:
-        register(service, 1)
-        booked(service, "a")
-        assert blocks(service) == {}
 
 
 def test_beside_events_the_larger_of_both_counts_and_a_dump_tells_the_events_alone() -> None:
