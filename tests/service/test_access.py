@@ -239,13 +239,6 @@ def test_a_body_that_is_still_to_come_is_not_waited_for(
         assert (answer.status, answer.getheader("connection")) == (status, "close")
 
 
-def test_head_asks_for_what_get_asks_for(client: Client) -> None:
-    assert client.ask("HEAD", "/health")[0] == 200
-    status, challenge, text = client.ask("HEAD", "/workers")
-    assert (status, challenge, text) == (401, 'Bearer realm="lean-selector"', b"")
-    assert client.ask("HEAD", "/workers", TOKENS["read"])[0] == 200
-
-
 def test_refusals_are_counted_by_their_route(service: tuple[RunningService, Path]) -> None:
     running, _ = service
     with closing(Client(running.port)) as client:

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,27 +16,9 @@ from lean_selector.http.response import PendingReply
 from lean_selector.service.replies import SLICE_S
 from lean_selector.service.selection import DumpAnswers
 from tests.support.driven_selector import Sources
+from tests.support.gates import Turns
 
 LARGE = 5000  # blocks: not answered at once
-
-
-class Loop:
-    """What was asked to be called soon."""
-
-    def __init__(self) -> None:
-        self.soon: deque[Callable[[], None]] = deque()
-
-    def turn(self) -> bool:
-        """One turn; False when there was nothing to do."""
-        for call in [self.soon.popleft() for _ in range(len(self.soon))]:
-            call()
-        return bool(self.soon)
-
-    def run(self) -> int:
-        turns = 1
-        while self.turn():
-            turns += 1
-        return turns
 
 
 class Broken(dict[RankKey, int]):
@@ -58,12 +38,12 @@ class Dumps:
             new_partition=lambda key, size, eagle: Partition(*key, size, eagle, KvIndex(size)),
             on_dropped=lambda partition, dropped: None,
         )
-        self.loop = Loop()
+        self.loop = Turns()
         self.watermarks: dict[RankKey, int] = {}
         self.is_broken = False
         # Three parts take a slice of the loop's turn, on whatever machine.
         clock = itertools.count(step=SLICE_S / 3).__next__
-        self.answers = DumpAnswers(self.catalog, self._watermarks, self.loop.soon.append, clock)
+        self.answers = DumpAnswers(self.catalog, self._watermarks, self.loop.call_soon, clock)
 
     def _watermarks(self, partition: Partition) -> dict[RankKey, int]:
         return Broken({(1, 0): 0}) if self.is_broken else dict(self.watermarks)

@@ -2,18 +2,16 @@
 `/kv_sources`, in `/workers?detail=true`, in the log, in `/metrics`, and as an alert."""
 
 import re
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from lean_selector.publisher import REPLAY_BATCHES, KvEventPublisher
 from tests.service.test_metrics import RULES
 from tests.support.prometheus_tools import Prometheus, parsed, running_prometheus, scrape, value
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 BLOCK = 16
 
@@ -94,23 +92,6 @@ def test_a_selector_that_restarts_beside_idle_engines_knows_all_that_they_hold()
                     assert (row["messages"], row["replayed_batches"]) == (0, count)
 
 
-def test_what_follows_a_replay_counts_once_and_nothing_is_missing() -> None:
-    with publisher() as engine, RunningService() as service:
-        store(engine, 100)
-        register_engine(service, 1, engine)
-        for block in range(101, 301):
-            engine.publish_stored(
-                token_ids=tokens(block), block_hashes=[block], parent_hash=block - 1
-            )
-        engine.publish_removed(block_hashes=[300])
-
-        def is_followed() -> bool:
-            return value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 299
-
-        wait_until(is_followed, "all blocks but the one that was removed are in")
-        wait_for_state(service, 1, "live")
-
-
 def test_an_idle_engine_that_starts_again_no_longer_looks_full_of_cache() -> None:
     endpoint, replay_endpoint = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
 
@@ -129,20 +110,6 @@ def test_an_idle_engine_that_starts_again_no_longer_looks_full_of_cache() -> Non
             row = wait_for_state(service, 1, "silent")
             assert row["restarts"] == 1
             assert value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 0
-
-
-def test_many_engines_that_are_idle_are_all_asked() -> None:
-    with ExitStack() as stack:
-        engines = [stack.enter_context(publisher()) for _ in range(80)]
-        service = stack.enter_context(RunningService())
-        for worker_id, engine in enumerate(engines):
-            store(engine, 3)
-            register_engine(service, worker_id, engine)
-
-        def is_followed() -> bool:
-            return value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 240
-
-        wait_until(is_followed, "each has told what it holds")
 
 
 # -- sources that lie -----------------------------------------------------------------------------
@@ -293,15 +260,6 @@ def test_the_plain_route_shows_the_records_alone(fleet: Fleet) -> None:
         assert record == more
     assert service.get("/workers?detail=perhaps")[0] == 400
     assert service.get("/workers?detail=true&model_name=other") == (200, [])
-
-
-def test_details_are_messagepack_for_those_who_accept_it(fleet: Fleet) -> None:
-    service, _ = fleet
-    url = f"http://127.0.0.1:{service.port}/workers?detail=true"
-    request = urllib.request.Request(url, headers={"accept": "application/msgpack"})
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-        rows = msgspec.msgpack.decode(answer.read())
-    assert [len(row["kv_sources"]) for row in rows] == [1] * len(rows)
 
 
 def test_a_lie_that_ends_is_told_of_once_more() -> None:

@@ -49,7 +49,7 @@ class NoEngines:
 
 
 class Turns:
-    """The loop's `call_soon`, run by hand: `run` returns how many turns the work took."""
+    """The loop's `call_soon`, run by hand."""
 
     def __init__(self) -> None:
         self._due: list[Callable[[], None]] = []
@@ -57,13 +57,18 @@ class Turns:
     def call_soon(self, callback: Callable[[], None]) -> None:
         self._due.append(callback)
 
+    def turn(self) -> None:
+        """What is due now."""
+        due, self._due = self._due, []
+        for callback in due:
+            callback()
+
     def run(self) -> int:
+        """All that is due, and what comes of it; returns how many turns that took."""
         turns = 0
         while self._due:
-            due, self._due = self._due, []
+            self.turn()
             turns += 1
-            for callback in due:
-                callback()
         return turns
 
 
