@@ -3,7 +3,6 @@
 What was recorded of 1.6.1 is played in `conformance/`; here is what no recording can show.
 """
 
-import json
 import random
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 from lean_selector.core.selection.router_settings import RouterSettings, SelectionCacheSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
-from lean_selector.http.response import PendingReply, encode_response
+from lean_selector.http.response import encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.worker_handlers import ServiceState
-from tests.support.gates import NOW, NoEngines, answered, request
+from tests.support.gates import NOW, InProcess, NoEngines, answer_of
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 # What the two dialects call a booking's id, and the second half of a partition's name.
@@ -28,52 +27,35 @@ NAMES = {
 }
 
 
-class Service:
-    """One dialect's routes over a selector with worker 1, asked in process."""
+class Service(InProcess):
+    """One dialect's routes over a selector with worker 1."""
 
     def __init__(self, dialect: Dialect = API_1_6, **settings: Any) -> None:
         settings.setdefault("use_kv_events", False)
-        self.selector = Selector(
-            RouterSettings(dialect=dialect, **settings), NoEngines(), random.Random(7)
-        )
         self.now = NOW
         kind = SelectionService16 if dialect == API_1_6 else SelectionService
-        self.service = kind(
-            self.selector,
+        service = kind(
+            Selector(RouterSettings(dialect=dialect, **settings), NoEngines(), random.Random(7)),
             dump=lambda: encode_response(200, b'{"all":1}'),
             bare_dump=lambda: encode_response(200, b'{"bare":1}'),
             sources=NoEngines(),
             state=ServiceState(),
             clock=lambda: self.now,
         )
-        self.gate = Gate(self.service.routes(), lines=refusal_lines)
+        super().__init__(Gate(service.routes(), lines=refusal_lines))
         self.register(1)
 
-    def register(self, worker_id: int, **fields: object) -> Any:
+    def register(self, worker_id: int, **fields: object) -> None:
         body = {"worker_id": worker_id, "endpoint": f"http://w{worker_id}", "block_size": 4}
-        return self.post("/workers", {**body, "max_num_batched_tokens": 10, **fields})[1]
-
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        status, text = answered(self.gate, request("POST", path, json.dumps(body).encode()))
-        return status, json.loads(text)
-
-    def later(self, path: str, body: object) -> PendingReply:
-        answer = self.gate(request("POST", path, json.dumps(body).encode()))
-        assert isinstance(answer, PendingReply)
-        return answer
-
-    def call(self, method: str, path: str, query: bytes | None = None) -> tuple[int, Any]:
-        status, text = answered(self.gate, request(method, path, query=query))
-        return status, json.loads(text)
+        more = {"max_num_batched_tokens": 10, **fields}
+        assert self.post("/workers", {**body, **more})[0] == 201
 
     def load(self) -> tuple[int, int, int]:
         """Prefill tokens, decode blocks and requests of worker 1."""
-        row = self.call("GET", "/loads")[1][0]["loads"][0]
-        return (
-            row["potential_prefill_tokens"],
-            row["potential_decode_blocks"],
-            row["active_requests"],
-        )
+        row = self.get("/loads")[1][0]["loads"][0]
+        names = "potential_prefill_tokens", "potential_decode_blocks", "active_requests"
+        prefill, decode, requests = (row[name] for name in names)
+        return prefill, decode, requests
 
 
 @pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
@@ -107,7 +89,7 @@ def test_in_the_1_3_dialect_a_cached_selection_may_be_booked_under_another_id() 
     service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
     body = {"selection_id": "a", "reservation_id": "b"}
     assert service.post("/reservations", body)[1]["reservation_id"] == "b"
-    assert service.call("DELETE", "/reservations/b")[0] == 200
+    assert service.request("DELETE", "/reservations/b")[0] == 200
 
 
 def test_in_the_1_3_dialect_an_id_that_is_taken_leaves_the_selection() -> None:
@@ -115,7 +97,7 @@ def test_in_the_1_3_dialect_an_id_that_is_taken_leaves_the_selection() -> None:
     service.post("/select_and_reserve", {"reservation_id": "a", "token_ids": TOKENS})
     service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
     assert service.post("/reservations", {"selection_id": "a"})[0] == 409
-    service.call("DELETE", "/reservations/a")
+    service.request("DELETE", "/reservations/a")
     assert service.post("/reservations", {"selection_id": "a"})[0] == 201
 
 
@@ -134,7 +116,7 @@ def test_a_selection_whose_rank_is_gone_waits_for_it() -> None:
         "/select",
         {"selection_id": "a", "token_ids": TOKENS, "pinned_worker": {"worker_id": 2, "dp_rank": 0}},
     )
-    service.call("DELETE", "/workers/2")
+    service.request("DELETE", "/workers/2")
     where = "model=default routing_group=default"
     assert service.post("/reservations", {"selection_id": "a"}) == (
         404,
@@ -149,7 +131,7 @@ def test_booking_anew_forgets_what_was_selected_under_the_id() -> None:
     service = Service()
     service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
     service.post("/select_and_reserve", {"selection_id": "a", "token_ids": [1]})
-    service.call("DELETE", "/reservations/a")
+    service.request("DELETE", "/reservations/a")
     assert service.post("/reservations", {"selection_id": "a"})[0] == 404
 
 
@@ -173,7 +155,7 @@ def test_an_id_is_taken_while_its_request_waits_and_free_when_its_client_is_gone
     again = {"selection_id": "a", "token_ids": TOKENS}
     assert service.post("/select_and_reserve", again)[0] == 409
     assert service.post("/reservations", {**again, "worker_id": 1})[0] == 409
-    assert service.call("DELETE", "/reservations/a")[0] == 404
+    assert service.request("DELETE", "/reservations/a")[0] == 404
     waiting.hang_up()
     assert service.post("/reservations", {**again, "worker_id": 1})[0] == 201
 
@@ -182,10 +164,11 @@ def test_an_id_that_waited_is_booked_when_its_turn_comes() -> None:
     service = Service(queue_threshold=0.5)
     service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
     waiting = service.later("/select_and_reserve", {"selection_id": "a", "token_ids": TOKENS})
-    service.call("DELETE", "/reservations/first")
-    assert waiting.response is not None
-    assert b'"selection_id":"a","sequence_hashes":[' in bytes(waiting.response)
-    assert service.call("DELETE", "/reservations/a")[0] == 200
+    service.request("DELETE", "/reservations/first")
+    status, answer = answer_of(waiting)
+    assert (status, answer["selection_id"]) == (200, "a")
+    assert answer["sequence_hashes"]
+    assert service.request("DELETE", "/reservations/a")[0] == 200
     assert (
         service.post("/reservations", {"selection_id": "a", "worker_id": 1, "token_ids": []})[0]
         == 201
@@ -197,8 +180,8 @@ def test_a_select_that_waited_is_remembered_as_it_was_answered() -> None:
     service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
     waiting = service.later("/select", {"selection_id": "a", "token_ids": TOKENS})
     assert service.post("/reservations", {"selection_id": "a"})[0] == 404
-    service.call("DELETE", "/reservations/first")
-    assert waiting.response is not None
+    service.request("DELETE", "/reservations/first")
+    assert answer_of(waiting)[0] == 200
     assert service.post("/reservations", {"selection_id": "a"})[0] == 201
 
 
@@ -260,15 +243,15 @@ def test_where_no_reuse_is_assumed_the_same_tokens_are_other_blocks_each_time(
 
 def test_the_dump_is_theirs_and_in_detail_ours() -> None:
     service = Service()
-    assert service.call("GET", "/dump") == (200, {"bare": 1})
-    assert service.call("GET", "/dump", b"detail=true") == (200, {"all": 1})
-    assert Service(API_1_3).call("GET", "/dump") == (200, {"all": 1})
+    assert service.request("GET", "/dump") == (200, {"bare": 1})
+    assert service.get("/dump?detail=true") == (200, {"all": 1})
+    assert Service(API_1_3).get("/dump") == (200, {"all": 1})
 
 
 def test_a_worker_in_detail_has_the_fields_of_its_record() -> None:
     service = Service()
     service.register(2, routing_group="g", router_hint_worker_type="decode")
-    (shown,) = service.call("GET", "/workers", b"routing_group=g&detail=true")[1]
+    (shown,) = service.get("/workers?routing_group=g&detail=true")[1]
     assert shown["routing_group"] == "g"
     assert shown["router_hint_worker_type"] == "decode"
     assert shown["health"] == {"state": "in_service", "ranks": []}
@@ -276,12 +259,10 @@ def test_a_worker_in_detail_has_the_fields_of_its_record() -> None:
 
 
 def test_who_sends_the_other_dialects_id_is_told() -> None:
-    service = Service()
-    body = json.dumps({"reservation_id": "a", "worker_id": 1, "token_ids": [1]}).encode()
-    answer = service.gate(request("POST", "/reservations", body))
-    assert isinstance(answer, bytes)
-    assert answer.startswith(b"HTTP/1.1 422 ")
-    assert b"x-warning: unknown field reservation_id is ignored: is selection_id meant?" in answer
+    body = {"reservation_id": "a", "worker_id": 1, "token_ids": [1]}
+    status, lines, _ = Service().with_headers("POST", "/reservations", body)
+    assert status == 422
+    assert "reservation_id is ignored: is selection_id meant?" in lines["x-warning"]
 
 
 def test_the_last_partial_block_is_told_and_costs_nothing() -> None:
