@@ -10,12 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from lean_selector.build_info import form
 from lean_selector.http.head import HeaderBlock, Request
@@ -57,16 +54,10 @@ def let_it_tick(service: RunningService) -> None:
 
     # The loop lag is sampled 20 times a second, the tick is every half second: 12 samples later.
     def samples() -> int:
-        text = text_of(service)
-        line = next(x for x in text if x.startswith("lean_selector_loop_lag_seconds_count"))
-        return int(line.split()[-1])
+        return int(value(parsed(scrape(service.port)), "lean_selector_loop_lag_seconds_count"))
 
     enough = samples() + 12
     wait_until(lambda: samples() >= enough, "the tick has run")
-
-
-def text_of(service: RunningService) -> list[str]:
-    return scrape(service.port).splitlines()
 
 
 def test_the_first_line_is_the_resolved_configuration() -> None:
@@ -82,8 +73,6 @@ def test_the_first_line_is_the_resolved_configuration() -> None:
     assert first["router.use_kv_events"] is False
     assert (second["event"], second["port"]) == ("listening", port)
     assert last["event"] == "stopped"
-    now = time.strftime("%Y-%m-%dT%H:", time.gmtime())
-    assert first["time"][:14] in (now, first["time"][:14])
     assert first["time"].endswith("Z")
 
 
@@ -100,8 +89,7 @@ def test_the_level_decides_what_is_written() -> None:
     with start("--log-level", "warning") as service:
         service.post("/workers", worker())
         let_it_tick(service)
-        _, log = service.stop()
-    assert log == ""
+        assert service.stop()[1] == ""
 
 
 def test_workers_come_change_and_go() -> None:
@@ -184,9 +172,9 @@ def test_sources_and_peers_have_a_life_too() -> None:
     assert peers == ["replica peer registered", "replica peer deregistered"]
 
 
-def test_the_slot_tracker_logs_its_workers_and_expiry() -> None:
+def test_the_slot_tracker_logs_its_workers_expiry_and_requests() -> None:
     module = "lean_selector.slot_tracker"
-    with start("--reservation-expiry-secs", "0.1", module=module) as service:
+    with start("--reservation-expiry-secs", "0.1", "--access-log", module=module) as service:
         scope = {"model_name": "m", "tenant_id": "default", "worker_id": 1}
         row = {**scope, "block_size": 16, "dp_start": 0, "dp_size": 1}
         assert service.post("/register", row)[0] == 201
@@ -196,14 +184,13 @@ def test_the_slot_tracker_logs_its_workers_and_expiry() -> None:
         assert service.post("/unregister", scope)[0] == 200
         let_it_tick(service)
         _, log = service.stop()
-    assert events(log) == [
-        "configuration",
-        "listening",
-        "worker registered",
-        "reservations expired",
-        "worker removed",
-        "stopped",
+    found = lines(log)
+    assert [line["event"] for line in found if line["logger"] != "lean_selector.access"] == [
+        *("configuration", "listening", "worker registered", "reservations expired"),
+        *("worker removed", "stopped"),
     ]
+    (added,) = [line for line in access(log) if line["route"] == "/add"]
+    assert (added["status"], added["request_id"]) == (201, "r")
 
 
 # -- the access log -------------------------------------------------------------------------------
@@ -216,9 +203,8 @@ def access(log: str) -> list[dict[str, Any]]:
     return [line for line in found if line["route"] != "/health"]
 
 
-@pytest.mark.parametrize("flag", [["--access-log"], ["--access-log", "true"]])
-def test_the_access_log_has_route_status_and_every_id(flag: list[str]) -> None:
-    with start(*flag) as service:
+def test_the_access_log_has_route_status_and_every_id() -> None:
+    with start("--access-log") as service:
         service.post("/workers", worker())
         service.request(
             "POST",
@@ -290,15 +276,6 @@ def test_a_parked_request_is_logged_when_it_is_answered_or_given_up() -> None:
     assert statuses == {"leaves": 499, "stays": 200}
 
 
-def test_the_access_log_of_the_slot_tracker_has_request_ids() -> None:
-    with start("--access-log", module="lean_selector.slot_tracker") as service:
-        free = {"model_name": "m", "tenant_id": "default", "request_id": "r"}
-        service.post("/free", free)
-        _, log = service.stop()
-    (line,) = access(log)
-    assert (line["route"], line["status"], line["request_id"]) == ("/free", 404, "r")
-
-
 def test_text_is_the_default_format() -> None:
     with RunningService() as service:
         _, log = service.stop()
@@ -351,8 +328,7 @@ def with_stderr(stderr: int | None, *flags: str) -> Iterator[tuple[subprocess.Po
         process.wait()
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_pipe_that_nobody_reads_holds_no_request_and_no_exit(signal_number: int) -> None:
+def test_a_pipe_that_nobody_reads_holds_no_request_and_no_exit() -> None:
     read, write = os.pipe()
     with with_stderr(write, "--access-log") as (process, port):
         os.close(write)
@@ -364,7 +340,7 @@ def test_a_pipe_that_nobody_reads_holds_no_request_and_no_exit(signal_number: in
         dropped = value(parsed(scrape(port)), "lean_selector_log_lines_dropped_total")
         connection.close()
         assert dropped > 0
-        process.send_signal(signal_number)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
     with os.fdopen(read, "rb") as pipe:
         assert b"listening" in pipe.read()
