@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from lean_selector.build_info import form
 from lean_selector.http.head import HeaderBlock, Request
 from lean_selector.http.response import PendingReply, encode_response
