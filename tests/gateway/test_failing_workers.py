@@ -20,7 +20,7 @@ class Fleet:
 
     def __init__(self, running: ExitStack, status: int) -> None:
         self.well = running.enter_context(OpenAiWorker())
-        self.failing = running.enter_context(OpenAiWorker("m", "--fails", str(status)))
+        self.failing = running.enter_context(OpenAiWorker(fails=status))
         urls = (self.well.url, self.failing.url)
         gateway = RunningGateway(*urls, "--pass-through", "all", knows=2)
         self.gateway = running.enter_context(gateway)

@@ -32,7 +32,7 @@ class Fleet:
     """Gateways in trouble, by its name, and a Prometheus that does not wait before it fires."""
 
     def __init__(self, running: ExitStack, home: Path) -> None:
-        failing = running.enter_context(OpenAiWorker("m", "--fails", "500"))
+        failing = running.enter_context(OpenAiWorker(fails=500))
         well = running.enter_context(OpenAiWorker())
         silent = running.enter_context(OpenAiWorker(tells_events=False))
         nobody = f"http://127.0.0.1:{free_port()}"

@@ -437,7 +437,7 @@ def test_each_model_goes_to_its_own_workers() -> None:
 
 def test_an_adapter_is_served_by_its_worker_and_when_that_fails_not_asked_of_others() -> None:
     with (
-        OpenAiWorker("m", "--adapters", "tuned") as tuned,
+        OpenAiWorker(adapters=["tuned"]) as tuned,
         OpenAiWorker() as plain,
         RunningGateway(tuned.url, plain.url, knows=2) as gateway,
     ):
@@ -485,7 +485,7 @@ def test_workers_over_https_with_a_token_of_a_file(tmp_path: Path) -> None:
     authority.cert_pem.write_to_path(trusted)
     token = tmp_path / "token"
     token.write_text("of-the-workers")
-    with OpenAiWorker("m", "--certificate", str(certificate)) as worker:
+    with OpenAiWorker(certificate=str(certificate)) as worker:
         flags = ("--worker-ca-file", str(trusted), "--worker-token-file", str(token))
         with RunningGateway(worker.url, *flags, knows=1) as gateway:
             for stream in (False, True):

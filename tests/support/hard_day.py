@@ -15,7 +15,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from tests.support.openai_worker import MODEL, rendered, said
 from tests.support.running_service import RunningService
@@ -24,6 +25,7 @@ REFUSED_SHARE = 0.01  # of those who stay
 SESSIONS = 8  # each has one request under way
 ANSWER_S = 60.0  # generous: an answer takes some tens of milliseconds
 LINGER_S = 0.3  # at most, of one who leaves and reads on where nothing comes any more
+CHAT, MAX_TOKENS = "/v1/chat/completions", 24
 TURNS = 20  # of a conversation, before another begins
 _GROUP = "You are a helpful assistant of team {0}. " * 4
 
@@ -98,25 +100,19 @@ async def hard_day(
     url: str,
     *,
     requests: int = 500,
-    sessions: int = SESSIONS,
     hang_ups: float = 0.3,
     at: Mapping[float, Callable[[], object]] | None = None,
-    max_tokens: int = 24,
     pause_s: float = 0.0,
     seed: int = 0,
-    headers: Mapping[str, str] | None = None,
-    model: str = MODEL,
     is_chosen: Callable[[], bool] = lambda: True,
 ) -> Outcome:
     """`at` has what is called, in a thread, when so large a part of the requests was begun.
 
-    `headers` go with every request; `pause_s` is what a user thinks, on average. `is_chosen` tells
-    whether somebody chooses workers now: other turns are asked, and do not count for stickiness.
+    `pause_s` is what a user thinks, on average. `is_chosen` tells whether workers are chosen now:
+    other turns are asked, and do not count for stickiness.
     """
-    day = _Day(
-        url, requests, hang_ups, at or {}, max_tokens, pause_s, headers or {}, model, is_chosen
-    )
-    await asyncio.gather(*(day.session(number, seed) for number in range(sessions)))
+    day = _Day(url, requests, hang_ups, at or {}, pause_s, is_chosen)
+    await asyncio.gather(*(day.session(number, seed) for number in range(SESSIONS)))
     await day.rest()
     return day.outcome
 
@@ -128,16 +124,12 @@ class _Day:
         requests: int,
         hang_ups: float,
         at: Mapping[float, Callable[[], object]],
-        max_tokens: int,
         pause_s: float,
-        headers: Mapping[str, str],
-        model: str,
         is_chosen: Callable[[], bool],
     ) -> None:
-        self.url = urlsplit(url)
+        self.url = httpx.URL(url)
         self.left = self.requests = requests
-        self.hang_ups, self.max_tokens, self.pause_s = hang_ups, max_tokens, pause_s
-        self.model, self.headers, self.is_chosen = model, headers, is_chosen
+        self.hang_ups, self.pause_s, self.is_chosen = hang_ups, pause_s, is_chosen
         self.due = sorted(at.items(), key=lambda item: item[0])
         self.under_way: list[asyncio.Task[object]] = []
         self.outcome = Outcome()
@@ -160,7 +152,7 @@ class _Day:
 
     async def session(self, number: int, seed: int) -> None:
         drawn = random.Random(1_000 * seed + number)
-        connection = _Connection(self.url.hostname or "", self.url.port or 80)
+        client = _Client(self.url)
         messages: list[dict[str, str]] = []
         conversation = 0
         worker = ""  # of the last turn of this conversation, if it was chosen
@@ -180,7 +172,7 @@ class _Day:
                     await self._hang_up(asked, drawn)
                     continue
                 was_chosen = self.is_chosen()
-                answer = await self._ask(connection, asked, drawn.random() < 0.7)
+                answer = await self._ask(client, asked, drawn.random() < 0.7)
                 if answer is None:
                     continue
                 text, served = answer
@@ -191,38 +183,30 @@ class _Day:
                 worker = served if was_chosen else ""
                 messages = [*asked, {"role": "assistant", "content": text}]
         finally:
-            connection.close()
+            await client.aclose()
 
-    def _request(self, messages: list[dict[str, str]], streams: bool) -> bytes:
-        body: dict[str, Any] = {"model": self.model, "messages": messages}
-        body["max_tokens"] = self.max_tokens
+    def _body(self, messages: list[dict[str, str]], streams: bool) -> bytes:
+        body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": MAX_TOKENS}
         if streams:
             body.update(stream=True, stream_options={"include_usage": True})
-        raw = json.dumps(body).encode()
-        path = self.url.path.rstrip("/") + "/v1/chat/completions"
-        lines = [f"POST {path} HTTP/1.1", f"host: {self.url.netloc}"]
-        lines += ["content-type: application/json", f"content-length: {len(raw)}"]
-        lines += [f"{name}: {value}" for name, value in self.headers.items()]
-        return "\r\n".join([*lines, "", ""]).encode() + raw
+        return json.dumps(body).encode()
 
     async def _ask(
-        self, connection: "_Connection", messages: list[dict[str, str]], streams: bool
+        self, client: "_Client", messages: list[dict[str, str]], streams: bool
     ) -> tuple[str, str] | None:
         """The answer, and who gave it; None where there is none, which is noted."""
         outcome = self.outcome
         try:
             async with asyncio.timeout(ANSWER_S):
-                status, body, is_whole = await connection.ask(self._request(messages, streams))
-        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                status, body = await client.ask(self._body(messages, streams))
+        except (httpx.TransportError, TimeoutError) as error:
             outcome.refused[type(error).__name__] += 1
-            connection.close()
             return None
         if status != 200:
             outcome.refused[str(status)] += 1
             return None
-        if not is_whole:
+        if body is None:
             outcome.broken += 1
-            connection.close()
             return None
         prompt_tokens = len(rendered(messages).encode())
         try:
@@ -230,7 +214,7 @@ class _Day:
         except (ValueError, LookupError):
             outcome.wrong.append(body[-200:].decode(errors="replace"))
             return None
-        if text != said(prompt_tokens, self.max_tokens):
+        if text != said(prompt_tokens, MAX_TOKENS):
             outcome.wrong.append(text)
             return None
         outcome.complete += 1
@@ -240,12 +224,14 @@ class _Day:
 
     async def _hang_up(self, messages: list[dict[str, str]], drawn: random.Random) -> None:
         """Ask, and leave: in the middle of the request, behind it, or somewhere in the answer."""
-        request = self._request(messages, drawn.random() < 0.8)
+        raw = self._body(messages, drawn.random() < 0.8)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        request = f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
         kind = drawn.random()
         sent = request[: drawn.randrange(len(request))] if kind < 0.15 else request
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                reader, writer = await asyncio.open_connection(self.url.hostname, self.url.port)
+                reader, writer = await asyncio.open_connection(self.url.host, self.url.port)
                 try:
                     writer.write(sent)
                     await writer.drain()
@@ -280,74 +266,28 @@ def _read(body: bytes, streams: bool) -> tuple[str, dict[str, Any], str]:
     return text, usage, chunks[0]["system_fingerprint"]
 
 
-class _Connection:
-    """Of one client: kept while the door keeps it, and made anew as a browser would."""
+class _Client(httpx.AsyncClient):
+    """One that keeps its connection while the door keeps it, as a browser does."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host, port
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    def __init__(self, url: httpx.URL) -> None:
+        super().__init__(base_url=url, timeout=None, trust_env=False)
+        self._is_kept = False
 
-    async def ask(self, request: bytes) -> tuple[int, bytes, bool]:
-        """Status, body, and whether all of it came. Raises OSError or IncompleteReadError when no
-        answer began, on a new connection if a kept one was closed meanwhile."""
-        kept, self._streams = self._streams, None
-        if kept is not None:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                return await self._on(kept, request)
-            kept[1].close()
-        return await self._on(await asyncio.open_connection(self._host, self._port), request)
+    async def ask(self, body: bytes) -> tuple[int, bytes | None]:
+        """Status, and the body if all of it came. Raises TransportError when no answer began, on
+        a new connection if a kept one was closed meanwhile."""
+        kept, self._is_kept = self._is_kept, False
+        if kept:
+            with contextlib.suppress(httpx.TransportError):
+                return await self._once(body)
+        return await self._once(body)
 
-    async def _on(
-        self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], request: bytes
-    ) -> tuple[int, bytes, bool]:
-        reader, writer = streams
-        try:
-            writer.write(request)
-            await writer.drain()
-            head = await reader.readuntil(b"\r\n\r\n")
-        except BaseException:
-            writer.close()
-            raise
-        status = int(head[9:12])
-        fields = dict(
-            line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:] if b":" in line
-        )
-        length = fields.get(b"content-length")
-        body = bytearray()
-        try:
-            if length is not None:
-                body += await reader.readexactly(int(length))
-            elif b"chunked" in fields.get(b"transfer-encoding", b""):
-                await _chunks(reader, body)
-            else:
-                body += await reader.read()
-                writer.close()
-                return status, bytes(body), True
-        except (OSError, asyncio.IncompleteReadError, ValueError):
-            writer.close()
-            return status, bytes(body), False
-        except BaseException:
-            writer.close()
-            raise
-        if b"close" in fields.get(b"connection", b""):
-            writer.close()
-        else:
-            self._streams = streams
-        return status, bytes(body), True
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
-
-
-async def _chunks(reader: asyncio.StreamReader, into: bytearray) -> None:
-    while True:
-        line = await reader.readuntil(b"\r\n")
-        size = int(line.split(b";")[0], 16)
-        if not size:
-            while await reader.readuntil(b"\r\n") != b"\r\n":
-                pass
-            return
-        into += await reader.readexactly(size)
-        await reader.readexactly(2)
+    async def _once(self, body: bytes) -> tuple[int, bytes | None]:
+        headers = {"content-type": "application/json"}
+        async with self.stream("POST", CHAT, content=body, headers=headers) as answer:
+            try:
+                whole = await answer.aread()
+            except httpx.TransportError:
+                return answer.status_code, None
+            self._is_kept = answer.headers.get("connection") != "close"
+            return answer.status_code, whole

@@ -14,7 +14,6 @@ In a request, the field `fake` asks for odd manners:
     close          no length and no chunks: the end of the connection is the end of the answer
 """
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -23,7 +22,8 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 from lean_selector.tools.simulated_engines import (
@@ -72,26 +72,35 @@ class OpenAiWorker:
     def __init__(
         self,
         model: str = MODEL,
-        *flags: str,
+        *,
+        adapters: Sequence[str] = (),
         block_size: int = BLOCK_SIZE,
         blocks: int = 2_000,
         tells_events: bool = True,
+        fails: int | None = None,
+        certificate: str | None = None,
         tokens_per_s: float = 2_000.0,
         prefill_tokens_per_s: float = 200_000.0,
     ) -> None:
-        """`flags` are further ones of the program below."""
-        self.model, self.block_size = model, block_size
+        """`fails`: the status of all answers but ASKED_FIRST. `certificate`: PEM of a chain and its
+        key, for HTTPS."""
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
-        self._command = [
-            *(sys.executable, "-m", "tests.support.openai_worker", "--model", model),
-            *("--port", str(self.port), "--block-size", str(block_size), "--blocks", str(blocks)),
-            *("--events-port", str(self.events_port), "--replay-port", str(self.replay_port)),
-            *("--tokens-per-s", str(tokens_per_s)),
-            *("--prefill-tokens-per-s", str(prefill_tokens_per_s)),
-            *(() if tells_events else ("--silent",)),
-            *flags,
-        ]
-        self._scheme = "https" if "--certificate" in flags else "http"
+        self._options = {
+            "model": model,
+            "adapters": list(adapters),
+            "block_size": block_size,
+            "blocks": blocks,
+            "tells_events": tells_events,
+            "fails": fails,
+            "certificate": certificate,
+            "tokens_per_s": tokens_per_s,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
+            "port": self.port,
+            "events_port": self.events_port,
+            "replay_port": self.replay_port,
+        }
+        self.model, self.block_size = model, block_size
+        self._scheme = "https" if certificate else "http"
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -110,7 +119,9 @@ class OpenAiWorker:
         }
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        options = json.dumps(self._options)
+        command = [sys.executable, "-m", "tests.support.openai_worker", options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "up\n"
 
@@ -153,7 +164,7 @@ class _Refused(Exception):
 
 
 class _Worker:
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         self.options = options
         self.engine = SimulatedEngine(
             1,
@@ -261,7 +272,7 @@ class _Worker:
                 f'num_gpu_blocks="{options.blocks}"}} 1.0\n'
             )
             return 200, "text/plain", text.encode()
-        if path == "/kv_event_sources" and not options.silent:
+        if path == "/kv_event_sources" and options.tells_events:
             source = {
                 "data_parallel_rank": 0,
                 "endpoint": f"tcp://*:{options.events_port}",
@@ -470,7 +481,7 @@ async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def _serve(options: argparse.Namespace) -> None:
+async def _serve(options: SimpleNamespace) -> None:
     context = None
     if options.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -486,22 +497,5 @@ async def _serve(options: argparse.Namespace) -> None:
     worker.engine.close()
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--adapters", nargs="*", default=[])
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--events-port", type=int, required=True)
-    parser.add_argument("--replay-port", type=int, required=True)
-    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE)
-    parser.add_argument("--blocks", type=int, default=2_000)
-    parser.add_argument("--tokens-per-s", type=float, default=2_000.0)
-    parser.add_argument("--prefill-tokens-per-s", type=float, default=200_000.0)
-    parser.add_argument("--silent", action="store_true", help="tells no event source")
-    parser.add_argument("--fails", type=int, default=None, help="status of all but ASKED_FIRST")
-    parser.add_argument("--certificate", default=None, help="PEM of a chain and its key: HTTPS")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    asyncio.run(_serve(_options()))
+    asyncio.run(_serve(SimpleNamespace(**json.loads(sys.argv[1]))))
