@@ -12,22 +12,13 @@ from lean_selector import build_info as form
 LIBRARY = "init_lean_selector___core___errors = init_lean_selector___core___numbers = None\n"
 
 
-def told(
-    *, path: Path, script: str = "from lean_selector.build_info import form; print(form())"
-) -> str:
+def test_sources_without_a_library_are_pure() -> None:
+    script = f"import sys; sys.modules[{form._LIBRARY!r}] = None; "
+    script += "from lean_selector.build_info import form; print(form())"
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(path)!r}); {script}"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    return done.stdout.strip()
-
-
-def test_sources_without_a_library_are_pure(tmp_path: Path) -> None:
-    without = f"import sys; sys.modules[{form._LIBRARY!r}] = None; "
-    script = without + "from lean_selector.build_info import form; print(form())"
-    assert told(path=tmp_path, script=script) == "pure"
+    assert done.stdout == "pure\n"
 
 
 def test_sources_over_a_compiled_installation_are_what_they_are(

@@ -7,8 +7,6 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 import lean_selector
 from lean_selector.build_info import compiled_modules
 from tests.test_imports import MODULES, TREES, WITH_SHAPES
@@ -30,34 +28,18 @@ SETUP = setup_script()
 COMPILED = [path.removesuffix(".py").replace("/", ".") for path in SETUP.compiled_modules(SOURCES)]
 
 
-def test_what_is_compiled_are_modules_of_the_rooms_where_time_goes() -> None:
+ON_THE_WAY_OF_A_REQUEST = {
+    *("core.hashing", "core.index.kv_index", "core.load.slots", "core.selection.selector"),
+    *("http.protocol", "service.gate", "service.selection", "wire.prompt_forms"),
+}
+
+
+def test_what_is_compiled_is_behaviour_of_the_rooms_where_time_goes() -> None:
     assert {module.split(".")[1] for module in COMPILED} == SETUP.ROOMS
-    assert set(COMPILED) <= set(MODULES)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "core.hashing",
-        "core.index.kv_index",
-        "core.load.slots",
-        "core.selection.selector",
-        "http.protocol",
-        "service.gate",
-        "service.selection",
-        "wire.prompt_forms",
-    ],
-)
-def test_a_module_of_the_way_of_a_request_is_compiled(module: str) -> None:
-    assert f"lean_selector.{module}" in COMPILED
-
-
-def test_a_compiled_installation_has_compiled_what_the_rule_says() -> None:
+    assert {f"lean_selector.{module}" for module in ON_THE_WAY_OF_A_REQUEST} <= set(COMPILED)
+    assert set(COMPILED) <= set(MODULES) - set(WITH_SHAPES)
+    # A compiled installation has compiled what the rule says.
     assert sorted(compiled_modules()) in ([], COMPILED)
-
-
-def test_no_module_with_a_struct_is_compiled() -> None:
-    assert set(COMPILED) & set(WITH_SHAPES) == set()
 
 
 def test_no_class_inherits_interpreted_from_a_compiled_one() -> None:
@@ -143,22 +125,22 @@ def test_what_is_compiled_inherits_no_attributes_of_interpreted_classes() -> Non
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", COMPILED)
-def test_what_is_compiled_walks_no_generator_expression_step_by_step(module: str) -> None:
+def test_what_is_compiled_walks_no_generator_expression_step_by_step() -> None:
     """Compiled, it is a list: what should be work in slices would be done at once."""
-    loops = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.For)]
-    assert [loop.lineno for loop in loops if isinstance(loop.iter, ast.GeneratorExp)] == []
+    wrong = [
+        f"{module}:{loop.lineno}"
+        for module in COMPILED
+        for loop in ast.walk(TREES[module])
+        if isinstance(loop, ast.For) and isinstance(loop.iter, ast.GeneratorExp)
+    ]
+    assert wrong == []
 
 
-def test_compiling_needs_mypy_and_whatever_the_sources_import() -> None:
-    needed = [requirement.split(">")[0] for requirement in SETUP.needed_to_compile(CHECKOUT)]
-    assert needed[0] == "mypy"
-    assert {"httptools", "msgspec", "pysimdjson", "pyzmq", "uvloop", "xxhash"} <= set(needed)
-
-
-def test_the_compiled_form_requires_what_it_alone_uses() -> None:
+def test_each_form_requires_what_it_needs_to_be_made_and_to_run() -> None:
+    to_compile = {each.split(">")[0] for each in SETUP.needed_to_compile(CHECKOUT)}
+    assert {"mypy", "httptools", "msgspec", "pysimdjson", "pyzmq", "uvloop", "xxhash"} <= to_compile
     distribution = SETUP.CompiledDistribution({"script_name": "setup.py"})
     distribution.parse_config_files([str(CHECKOUT / "setup.cfg")])
-    needed = {requirement.split(">")[0] for requirement in distribution.install_requires}
-    assert {"librt", "mypy-extensions", "msgspec"} <= needed
-    assert "mypy" not in needed
+    to_run = {requirement.split(">")[0] for requirement in distribution.install_requires}
+    assert {"librt", "mypy-extensions", "msgspec"} <= to_run
+    assert "mypy" not in to_run

@@ -236,12 +236,7 @@ def test_a_compiled_room_keeps_its_structs_apart_from_behaviour() -> None:
             if not is_helper and not bases_of(other) & kinds:
                 wrong.append(f"{module}: {other.name}")
     assert wrong == []
-
-
-def test_most_rooms_have_data_shapes() -> None:
-    """The search for structs finds them."""
-    assert {"core", "wire", "client"} <= set(map(room_of, WITH_SHAPES))
-    assert {"Reservation", "PromptFields", "SelectRequest", "KvSource"} <= STRUCTS
+    assert {"core", "wire", "client"} <= set(map(room_of, WITH_SHAPES)), "structs are found"
 
 
 # -- the pure parts -------------------------------------------------------------------------------
@@ -251,6 +246,7 @@ WAITING_OR_CLOCKED = {
     *("time", "datetime", "os", "sys", "logging", "threading", "subprocess", "multiprocessing"),
     *("pathlib", "tempfile", "secrets", "uuid", "http", "urllib.request", "prometheus_client"),
 }
+EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 PURE = [module for module in MODULES if room_of(module) == "core"]
 
 
@@ -260,30 +256,10 @@ def test_pure_modules_import_nothing_that_waits_reads_a_clock_or_draws() -> None
         roots = {name.split(".")[0] for name in IMPORTED[module]} | IMPORTED[module]
         wrong += [f"{module}: {name}" for name in roots & WAITING_OR_CLOCKED]
         # The only random source is the one that they are given: `Random` is its type.
-        used = {
-            node.attr
-            for node in ast.walk(TREES[module])
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "random"
-        }
-        wrong += [f"{module}: random.{name}" for name in used - {"Random"}]
-        wrong += [f"{module}: {name}" for name in IMPORTED[module] if name.startswith("random.")]
+        wrong += [f"{module}: {name}" for name in roots if name.startswith("random.")]
+        for node in ast.walk(TREES[module]):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random":
+                wrong += [f"{module}: random.{node.attr}"] * (node.attr != "Random")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in EFFECTS:
+                wrong.append(f"{module}: {ast.unparse(node.func)}")
     assert wrong == []
-
-
-def test_pure_modules_open_and_print_nothing() -> None:
-    effects = {"open", "print", "input", "exec", "eval", "__import__"}
-    wrong = [
-        f"{module}: {node.func.id}"
-        for module in PURE
-        for node in ast.walk(TREES[module])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if node.func.id in effects
-    ]
-    assert wrong == []
-
-
-def test_modules_are_named_for_what_they_are() -> None:
-    vague = {"utils", "helpers", "common", "constants", "types", "models", "base", "manager"}
-    assert [module for module in MODULES if vague & set(module.split("."))] == []

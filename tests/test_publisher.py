@@ -1,12 +1,10 @@
 """KvEventPublisher: golden frames, numbering, batches, replay, and that it never blocks."""
 
-import asyncio
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,51 +18,17 @@ from lean_selector.publisher import (
     rank_endpoint,
     signed_hashes,
 )
-from lean_selector.tools.service_process import (
-    HOST,
-    HttpClient,
-    check_port,
-    running_service,
-    service_command,
-    wait_until_healthy,
-)
+from loadtest.child_service import ChildService, free_port, plain_environment
+from tests.support.running_service import wait_until
 
 ANY_PORT = "tcp://127.0.0.1:0"
 DEADLINE_S = 20
 
 
-class MsgpackReader:
-    """A reader of MessagePack written from its specification, independent of the writer's."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
-
-    def take(self, layout: str) -> Any:
-        value = struct.unpack_from(">" + layout, self.data, self.at)[0]
-        self.at += struct.calcsize(layout)
-        return value
-
-    def read(self) -> Any:
-        tag = self.take("B")
-        if tag <= 0x7F or tag >= 0xE0:
-            return tag if tag <= 0x7F else tag - 256
-        if tag <= 0x8F:
-            return {self.read(): self.read() for _ in range(tag & 0x0F)}
-        if tag <= 0x9F:
-            return [self.read() for _ in range(tag & 0x0F)]
-        if tag <= 0xBF:
-            return self.take(f"{tag & 0x1F}s").decode()
-        fixed = {0xC0: None, 0xC2: False, 0xC3: True}
-        if tag in fixed:
-            return fixed[tag]
-        scalars = dict(zip(range(0xCA, 0xD4), "fdBHIQbhiq", strict=True))
-        if tag in scalars:
-            return self.take(scalars[tag])
-        if tag == 0xD9:
-            return self.take(f"{self.take('B')}s").decode()
-        if tag == 0xDC:
-            return [self.read() for _ in range(self.take("H"))]
-        raise AssertionError(f"unexpected tag {tag:#x}")
+def decoded(payload: bytes) -> tuple[list[Any], int]:
+    """The events of a batch, and its rank."""
+    _, events, rank = msgspec.msgpack.decode(payload)
+    return events, rank
 
 
 class Listener:
@@ -92,12 +56,7 @@ class Listener:
         _, number, payload = self.frames()
         assert int.from_bytes(number, "big") == self.next
         self.next += 1
-        reader = MsgpackReader(payload)
-        batch = reader.read()
-        assert reader.at == len(payload)
-        assert len(batch) == 3
-        events: list[Any] = batch[1]
-        return events
+        return decoded(payload)[0]
 
     def close(self) -> None:
         self.sub.close()
@@ -177,9 +136,7 @@ def test_frames_are_those_of_vllm_byte_for_byte(
     ]
 
 
-def test_an_independent_reader_understands_every_field(
-    publisher: KvEventPublisher, listener: Listener
-) -> None:
+def test_every_field_travels(publisher: KvEventPublisher, listener: Listener) -> None:
     publisher.publish_stored(
         token_ids=tuple(range(100_000, 100_040)),
         block_hashes=list(range(10)),
@@ -214,9 +171,9 @@ def test_the_printed_publisher_works_as_printed() -> None:
     publisher.publish_all_cleared()
     topic, number, payload = listener.frames()
     assert (topic, number) == (b"kv", (publisher.sequence - 3).to_bytes(8, "big"))
-    assert MsgpackReader(payload).read()[2] == 2
-    assert MsgpackReader(listener.frames()[2]).read()[1][0]["type"] == "BlockRemoved"
-    assert MsgpackReader(listener.frames()[2]).read()[1][0]["type"] == "AllBlocksCleared"
+    assert decoded(payload)[1] == 2
+    for kind in ("BlockRemoved", "AllBlocksCleared"):
+        assert decoded(listener.frames()[2])[0][0]["type"] == kind
     publisher.shutdown()
     publisher.shutdown()
     listener.close()
@@ -227,7 +184,7 @@ def test_numbers_start_at_zero_and_are_replayed_in_order(publisher: KvEventPubli
         publisher.publish_removed(block, [block])
     got = replay(publisher, *start_at(0))
     assert [frames[:2] for frames in got] == [[b"", n.to_bytes(8, "big")] for n in range(5)]
-    hashes = [MsgpackReader(frames[2]).read()[1][0]["block_hashes"] for frames in got]
+    hashes = [decoded(frames[2])[0][0]["block_hashes"] for frames in got]
     assert hashes == [[n] for n in range(5)]
     assert [frames[1][-1] for frames in replay(publisher, *start_at(3))] == [3, 4]
     assert replay(publisher, *start_at(5)) == []
@@ -287,30 +244,22 @@ def test_a_reader_that_stops_reading_does_not_hold_the_publisher_or_others(
         context.term()
 
 
-def test_events_of_a_batch_travel_in_one_message(
-    publisher: KvEventPublisher, listener: Listener
-) -> None:
-    with publisher.batch() as batch:
-        batch.publish_removed(block_hashes=[1])
-        batch.publish_stored(token_ids=[1, 2, 3, 4], block_hashes=[2])
-    with publisher.batch():
-        pass
-    publisher.publish_all_cleared()
-    assert [event["type"] for event in listener.events()] == ["BlockRemoved", "BlockStored"]
-    assert [event["type"] for event in listener.events()] == ["AllBlocksCleared"]
-
-
-def test_a_batch_is_published_also_when_its_block_raises(
+def test_events_of_a_batch_travel_in_one_message_also_when_its_block_raises(
     publisher: KvEventPublisher, listener: Listener
 ) -> None:
     def fail_halfway() -> None:
         with publisher.batch() as batch:
             batch.publish_removed(block_hashes=[1])
+            batch.publish_stored(token_ids=[1, 2, 3, 4], block_hashes=[2])
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail_halfway()
-    assert [event["type"] for event in listener.events()] == ["BlockRemoved"]
+    with publisher.batch():
+        pass
+    publisher.publish_all_cleared()
+    assert [event["type"] for event in listener.events()] == ["BlockRemoved", "BlockStored"]
+    assert [event["type"] for event in listener.events()] == ["AllBlocksCleared"]
 
 
 def test_blocks_from_the_first_partial_one_on_are_left_out(
@@ -323,13 +272,6 @@ def test_blocks_from_the_first_partial_one_on_are_left_out(
     assert event["extra_keys"] == ["a", "b"]
 
 
-def test_events_without_blocks_send_nothing(publisher: KvEventPublisher) -> None:
-    publisher.publish_stored(1, [], [], [])
-    publisher.publish_stored(1, [1], [1], [9])
-    publisher.publish_removed(2, [])
-    assert publisher.sequence == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -339,11 +281,14 @@ def test_events_without_blocks_send_nothing(publisher: KvEventPublisher) -> None
         pytest.param(([1] * 4, [4], [-(2**63) - 1]), "64 bits", id="hash too small"),
     ],
 )
-def test_bad_arguments_raise_and_send_nothing(
+def test_bad_arguments_raise_and_they_or_no_blocks_send_nothing(
     publisher: KvEventPublisher, arguments: tuple[list[int], list[int], list[int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         publisher.publish_stored(1, *arguments)
+    publisher.publish_stored(1, [], [], [])
+    publisher.publish_stored(1, [1], [1], [9])
+    publisher.publish_removed(2, [])
     assert publisher.sequence == 0
 
 
@@ -362,13 +307,8 @@ def test_threads_may_publish_at_once_without_losing_a_number(publisher: KvEventP
 
 
 def test_signed_hashes_keep_their_64_bits() -> None:
-    assert signed_hashes([0, 2**63 - 1, 2**63, 2**64 - 1, -1]) == [
-        0,
-        2**63 - 1,
-        -(2**63),
-        -1,
-        -1,
-    ]
+    whole = [0, 2**63 - 1, 2**63, 2**64 - 1, -1]
+    assert signed_hashes(whole) == [0, 2**63 - 1, -(2**63), -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -393,18 +333,17 @@ def test_rank_endpoint_refuses_what_has_no_such_port(endpoint: str) -> None:
         rank_endpoint(endpoint, 1)
 
 
-def test_a_taken_address_raises_and_leaves_nothing_bound(publisher: KvEventPublisher) -> None:
+def test_a_publisher_needs_a_block_size_and_an_address_that_is_free(
+    publisher: KvEventPublisher,
+) -> None:
+    with pytest.raises(ValueError, match="kv_block_size"):
+        KvEventPublisher(endpoint=ANY_PORT)
     with pytest.raises(zmq.ZMQError, match="in use"):
         KvEventPublisher(kv_block_size=4, endpoint=publisher.endpoint)
     with pytest.raises(zmq.ZMQError, match="in use"):
         KvEventPublisher(
             kv_block_size=4, endpoint=ANY_PORT, replay_endpoint=publisher.replay_endpoint
         )
-
-
-def test_a_block_size_is_required() -> None:
-    with pytest.raises(ValueError, match="kv_block_size"):
-        KvEventPublisher(endpoint=ANY_PORT)
 
 
 def test_an_engine_that_imports_it_gets_neither_uvloop_nor_httptools() -> None:
@@ -422,27 +361,12 @@ def test_an_engine_that_imports_it_gets_neither_uvloop_nor_httptools() -> None:
 def test_a_service_follows_what_is_published_also_what_it_missed(
     publisher: KvEventPublisher, service: str, request: pytest.FixtureRequest
 ) -> None:
-    port = check_port(0)
-    command = service_command(port)
+    port = free_port()
+    command = [sys.executable, "-m", "lean_selector", "--port", str(port)]
     if service != "ours":
         python = str(request.getfixturevalue("reference_131"))
         command = [python, "-m", "dynamo.select_service", "--port", str(port)]
     tokens = list(range(12))
-
-    async def main() -> None:
-        client = HttpClient(f"http://{HOST}:{port}")
-        async with running_service(command) as process:
-            await wait_until_healthy(client, process, lambda: False)
-            await client.call("POST", "/workers", worker)
-            await until_held(client, 3)
-            with publisher.batch() as batch:
-                batch.publish_removed(block_hashes=[2**64 - 3])
-                batch.publish_removed(block_hashes=[-4])  # unknown
-            await until_held(client, 2)
-            publisher.publish_all_cleared()
-            await until_held(client, 0)
-            client.close()
-
     worker = {
         "worker_id": 1,
         "endpoint": "http://engine:8000",
@@ -454,16 +378,22 @@ def test_a_service_follows_what_is_published_also_what_it_missed(
     # Before anyone listens: the first live message makes the service ask for these two.
     publisher.publish_stored(1, tokens[:8], [4, 4], [2**64 - 1, 2**64 - 2])
     publisher.publish_stored(2, tokens[8:], [4], [-3], parent_hash=2**64 - 2)
+    with ChildService(command, port, env=plain_environment()) as child:
 
-    async def until_held(client: HttpClient, blocks: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            body = await client.call("POST", "/overlap_scores", {"token_ids": tokens})
-            (row,) = msgspec.json.decode(body)["workers"]
-            if row["device_blocks"] == blocks:
-                return
-            assert time.monotonic() < deadline, f"{row} instead of {blocks} blocks"
-            publisher.publish_removed(block_hashes=[77])  # unknown; a sign of life
-            await asyncio.sleep(0.02)
+        def holds(blocks: int) -> Callable[[], bool]:
+            def asked() -> bool:
+                (row,) = child.call("POST", "/overlap_scores", {"token_ids": tokens})["workers"]
+                publisher.publish_removed(block_hashes=[77])  # unknown; a sign of life
+                return bool(row["device_blocks"] == blocks)
 
-    asyncio.run(main())
+            return asked
+
+        child.wait()
+        child.call("POST", "/workers", worker)
+        wait_until(holds(3), "three blocks are held")
+        with publisher.batch() as batch:
+            batch.publish_removed(block_hashes=[2**64 - 3])
+            batch.publish_removed(block_hashes=[-4])  # unknown
+        wait_until(holds(2), "two blocks are held")
+        publisher.publish_all_cleared()
+        wait_until(holds(0), "no block is held")

@@ -4,7 +4,7 @@ import ast
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,11 +45,7 @@ ALLOWED = {
     ("client/drivers.py", "Driver._spawn", "create_task"): (
         "in the user's process: their errors are handled, and the loop's own handler tells others"
     ),
-    (
-        "tools/demo.py",
-        "Demo._traffic",
-        "create_task",
-    ): "_watch waits for them, and raises for them",
+    ("tools/demo.py", "Demo._traffic", "create_task"): "_watch waits for and raises for them",
     # threads
     ("service/logs.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
@@ -104,109 +100,77 @@ def test_nothing_is_begun_that_can_end_unseen() -> None:
     assert ALLOWED.keys() - set(found) == set(), "these are no more"
 
 
+async def cancelled_by_another() -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+async def bug() -> None:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("fails", [bug, cancelled_by_another])
 def test_a_task_that_fails_is_logged_counted_and_begun_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fails: Callable[[], Awaitable[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A cancellation that nobody sent to the task is a failure too."""
     monkeypatch.setattr(tasks, "AGAIN_FIRST_S", 0.0)
-    runs = 0
+    runs, name = 0, f"a test of {fails.__name__}"
 
     async def work() -> None:
         nonlocal runs
         runs += 1
         if runs < 3:
-            raise RuntimeError("a bug")
+            await fails()
 
     async def story() -> None:
-        await supervise("a test", work)
+        await supervise(name, work)
 
-    before = failures["a test"]
     uvloop.run(story())
-    assert runs == 3
-    assert failures["a test"] == before + 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "task failed: a test; it is begun again"
-    ] * 2
+    assert (runs, failures[name]) == (3, 2)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"task failed: {name}; it is begun again"] * 2
     assert caplog.records[0].exc_info is not None
 
 
-def test_a_task_that_is_not_to_be_begun_again_ends_quietly_after_its_report(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    "begin",
+    [lambda: supervise("a last test", bug, again=False), lambda: watched("a last test", bug())],
+    ids=["supervised, not to be begun again", "watched"],
+)
+def test_a_task_that_has_ended_by_an_error_is_logged_and_counted(
+    begin: Callable[[], asyncio.Task[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> None:
-        raise RuntimeError("a bug")
-
     async def story() -> None:
-        await supervise("another test", work, again=False)
+        await asyncio.wait({begin()})
 
+    before = failures["a last test"]
     uvloop.run(story())
-    assert "task failed: another test; it has ended" in caplog.text
-
-
-def test_a_cancellation_that_nobody_sent_to_the_task_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tasks, "AGAIN_FIRST_S", 0.0)
-    runs = 0
-
-    async def work() -> None:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            future = asyncio.get_running_loop().create_future()
-            future.cancel()
-            await future
-
-    async def story() -> None:
-        await supervise("a third test", work)
-
-    uvloop.run(story())
-    assert (runs, failures["a third test"]) == (2, 1)
+    assert failures["a last test"] == before + 1
+    assert "task failed: a last test; it has ended" in caplog.text
+    assert "RuntimeError: a bug" in caplog.text
 
 
 def test_a_task_that_is_cancelled_ends_and_is_no_failure() -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 
-    async def cancelled() -> bool:
-        task = supervise("a fourth test", wait)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return task.cancelled()
-
-    assert uvloop.run(cancelled())
-    assert failures["a fourth test"] == 0
-
-
-def test_a_task_that_is_watched_is_logged_and_counted_when_it_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def work() -> None:
-        raise RuntimeError("a bug")
-
-    async def story() -> None:
-        task = watched("a fifth test", work())
-        await asyncio.wait({task})
-
-    uvloop.run(story())
-    assert failures["a fifth test"] == 1
-    assert "task failed: a fifth test; it has ended" in caplog.text
-    assert "RuntimeError: a bug" in caplog.text
-
-
-def test_a_task_that_is_watched_may_be_awaited_and_be_cancelled() -> None:
     async def answer() -> int:
         return 42
 
     async def story() -> int:
-        waiting = watched("a sixth test", asyncio.Event().wait())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        return await watched("a sixth test", answer())
+        for task in (supervise("a quiet test", wait), watched("a quiet test", wait())):
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled()
+        return await watched("a quiet test", answer())
 
     assert uvloop.run(story()) == 42
-    assert failures["a sixth test"] == 0
+    assert failures["a quiet test"] == 0
 
 
 WHAT_NOBODY_WATCHES = """

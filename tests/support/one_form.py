@@ -29,10 +29,7 @@ ONE_FORM = {
     ),
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
     " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_access_logs.py",
-    "test_ci_run.py": "a script of continuous integration",
-    "test_lowest_versions.py": "a script of continuous integration",
-    "test_property_runs.py": "how tests draw",
-    "test_side_by_side.py": "a script of continuous integration",
+    "test_continuous_integration.py": "scripts of continuous integration",
 }
 # These use compiled modules, so they run on both forms, wherever they stand.
 EXCEPT = {

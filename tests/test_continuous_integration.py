@@ -1,0 +1,186 @@
+"""The scripts of continuous integration: coverage, lowest versions, missing programs."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.programs import NOT_INSTALLED, program, python_program
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> Any:
+    """One of `.ci`, as a module."""
+    loader = SourceFileLoader(Path(name).stem, str(ROOT / ".ci" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+# -- the coverage that is promised ----------------------------------------------------------------
+
+
+def covered(missing_lines: list[int], missing_branches: list[list[int]]) -> dict[str, Any]:
+    """A file of ten lines and four branches, as coverage tells it."""
+    summary = {
+        "covered_lines": 10 - len(missing_lines),
+        "num_statements": 10,
+        "covered_branches": 4 - len(missing_branches),
+        "num_branches": 4,
+    }
+    missing = {"missing_lines": missing_lines, "missing_branches": missing_branches}
+    return {**missing, "summary": summary}
+
+
+WHOLE = covered([], [])
+MANY = {f"core{number}": WHOLE for number in range(99)}
+
+
+@pytest.mark.parametrize(
+    ("percent", "files", "broken", "lacks"),
+    [
+        (95.0, {"core": WHOLE, "gateway": covered([3], [])}, [], ""),
+        (94.99, {"core": WHOLE}, ["94.99 % of all is less than 95 %"], ""),
+        (
+            99.0,
+            {"core": covered([7], [[3, 5], [4, -1]])},
+            ["78.57 % of the pure rooms is less than 99.9 %"],
+            "lacks: core: lean_selector/core.py: 7, 3->5, 4->-1\n",
+        ),
+        pytest.param(
+            *(99.0, {"core": covered([7], []), **MANY}, []),
+            "lacks: core: lean_selector/core.py: 7\n",
+            id="what a killed process took along",
+        ),
+        (99.0, {"gateway": WHOLE}, ["core: lean_selector/core* is not in the data"], ""),
+    ],
+)
+def test_a_promise_of_coverage_that_is_broken_is_told_where(
+    percent: float,
+    files: dict[str, Any],
+    broken: list[str],
+    lacks: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = script("coverage")
+    module.PURE = {"core": ["lean_selector/core*"]}
+    told = {
+        "totals": {"percent_covered": percent},
+        "files": {f"lean_selector/{name}.py": each for name, each in files.items()},
+    }
+    assert module.judged(told, shows_missing=True)[: len(broken) or None] == broken
+    assert lacks in capsys.readouterr().out
+
+
+def test_every_pure_room_names_files_that_there_are() -> None:
+    if not (ROOT / "lean_selector").exists():
+        pytest.skip("the sources are not beside the tests: they are tested compiled")
+    patterns = [each for patterns in script("coverage").PURE.values() for each in patterns]
+    assert [each for each in patterns if not list(ROOT.glob(each))] == []
+
+
+# -- the lowest versions of the dependencies ------------------------------------------------------
+
+SETUP = """
+[options]
+install_requires =
+    alpha>=1.2
+    # a word on the next one
+    beta-two>=0.3.1
+    epsilon>=4.0; python_version < "3.14" and platform_machine in "x86_64 aarch64"
+
+[options.extras_require]
+#   gamma   with its reason
+client =
+    gamma>=2
+test =
+    gamma>=2
+    {last}
+"""
+
+
+def test_each_lower_bound_becomes_a_constraint_once(tmp_path: Path) -> None:
+    (tmp_path / "setup.cfg").write_text(SETUP.format(last="Delta>=6"))
+    found = script("lowest_versions.py").lowest(tmp_path / "setup.cfg")
+    versions = {"alpha": "1.2", "beta-two": "0.3.1", "epsilon": "4.0", "gamma": "2", "delta": "6"}
+    assert found == versions
+
+
+@pytest.mark.parametrize("last", ["delta", "delta~=1.0", "alpha>=1.3"])
+def test_a_dependency_without_one_lower_bound_is_named(tmp_path: Path, last: str) -> None:
+    (tmp_path / "setup.cfg").write_text(SETUP.format(last=last))
+    with pytest.raises(ValueError, match=last.partition(">")[0]):
+        script("lowest_versions.py").lowest(tmp_path / "setup.cfg")
+
+
+def test_every_dependency_of_the_project_states_its_lower_bound() -> None:
+    found = script("lowest_versions.py").lowest(ROOT / "setup.cfg")
+    assert {"uvloop", "httptools", "pyzmq", "msgspec", "xxhash", "httpx", "pysimdjson"} <= set(
+        found
+    )
+
+
+# -- programs that cannot be installed ------------------------------------------------------------
+
+TOOLS = ("bash", "dirname", "grep", "id", "ls", "wc")
+
+
+@pytest.mark.parametrize(
+    ("apt_get", "told"),
+    [("exit 0", ""), ("echo 'E: Unable to locate package nginx' >&2; exit 100", "1")],
+)
+def test_a_run_goes_on_without_programs_and_tells_the_tests(
+    apt_get: str, told: str, tmp_path: Path
+) -> None:
+    """`.ci/run` in a checkout whose steps do nothing but the last, which says what it was told."""
+
+    def executable(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    executable("bin/apt-get", apt_get)
+    executable("bin/sudo", 'exec "$@"')
+    for step in ("bin/python3.11", ".venv/bin/pip", ".ci/check", ".ci/size"):
+        executable(step, "")
+    executable(".ci/side_by_side.py", f'echo "{NOT_INSTALLED}=${NOT_INSTALLED}"')
+    for tool in TOOLS:
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    environment = {name: value for name, value in os.environ.items() if name != NOT_INSTALLED}
+    done = subprocess.run(
+        [tmp_path / ".ci/run"],
+        env={**environment, "PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{NOT_INSTALLED}={told}"
+    assert ("E: Unable to locate" in done.stderr) == bool(told)
+
+
+def test_a_program_that_is_missing_fails_in_ci_unless_it_could_not_be_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fails, skips = pytest.fail.Exception, pytest.skip.Exception
+    for ci, not_installed, of_apt, of_pip in (
+        ("true", "", fails, fails),
+        ("true", "1", skips, fails),  # what the extra [test] brings was installed all the same
+        ("", "", skips, skips),
+    ):
+        monkeypatch.setenv("CI", ci)
+        monkeypatch.setenv(NOT_INSTALLED, not_installed)
+        with pytest.raises(of_apt, match="no-such-program is missing: apt-get install nothing"):
+            program("no-such-program", "nothing")
+        with pytest.raises(of_pip, match="no-such-program is missing: pip install nothing"):
+            python_program("no-such-program", "nothing")
