@@ -1,17 +1,14 @@
-"""What prompts know of a real vLLM: its tokens, its answers, and what it has cached.
+"""What prompts know of a real vLLM: its tokens and its answers.
 
 By hand, as tests/client/test_vllm_engine.py says:
 
-    LEAN_SELECTOR_VLLM=/tmp/vllm/bin/python pytest -m engine --log-cli-level=WARNING \\
-        tests/gateway/test_vllm_prompts.py
+    LEAN_SELECTOR_VLLM=/tmp/vllm/bin/python pytest -m engine tests/gateway/test_vllm_prompts.py
 
-One engine with DeepSeek's tokenizer and a made-up model, and a selector that hears its events.
+One engine with DeepSeek's tokenizer and a made-up model.
 """
 
 import http.client
 import json
-import logging
-import random
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -27,7 +24,7 @@ from lean_selector.gateway.local_tokenizer import LocalTokenizer
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
-from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine, Selector
+from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine
 from tests.client.tiny_model import write_model
 from tests.gateway.test_local_tokenizer import SHIPPED, TEMPLATE
 from tests.gateway.test_prompts import CHAT, TEXT, Workers
@@ -37,8 +34,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not PYTHON, reason="LEAN_SELECTOR_VLLM names no interpreter with vLLM"),
 ]
-log = logging.getLogger(__name__)
-SESSIONS, TURNS = 20, 10
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
@@ -158,79 +153,6 @@ def test_the_client_gets_what_it_had_got_without_ids(
     sent = known.answer.feed(answer) + known.answer.end()
     assert b'"token_ids":[' in answer
     assert _shape(sent) == _shape(engine.asked(path, body))
-
-
-def test_conversations_are_predicted(engine: Vllm, folder: Path) -> None:
-    """200 chat requests of 20 sessions: predicted by the index, cached by the engine's own word."""
-    rng = random.Random(1)
-    words = (Path(__file__).parents[2] / "README.md").read_text().split(" ")
-
-    def text(count: int) -> str:
-        at = rng.randrange(len(words) - count)
-        return " ".join(words[at : at + count])
-
-    async def play(selector: Selector, mode: Mode) -> tuple[int, int, int]:
-        prompts = prompts_of(mode, engine, folder)
-        systems = [text(120) for _ in range(4)]
-        sessions = [[{"role": "system", "content": systems[n % 4]}] for n in range(SESSIONS)]
-        predicted = cached = wrong = 0
-        for _ in range(TURNS):
-            for messages in rng.sample(sessions, SESSIONS):
-                messages.append({"role": "user", "content": text(rng.randrange(5, 40))})
-                body = chat(messages, max_tokens=rng.randrange(8, 48), ignore_eos=True)
-                known = await prompts.of(CHAT, body, forwards=mode is Mode.LEARN)
-                told = _device_tokens(selector, known)
-                answer = engine.asked(CHAT, known.body)
-                if known.answer is not None:
-                    answer = known.answer.feed(answer) + known.answer.end()
-                said = json.loads(answer)
-                had = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-                # vLLM always computes a prompt's last token, and so its block.
-                told = min(told, (said["usage"]["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE)
-                predicted, cached, wrong = predicted + told, cached + had, wrong + abs(told - had)
-                answered = said["choices"][0]["message"]["content"]
-                messages.append({"role": "assistant", "content": answered})
-        await prompts.close()
-        return predicted, cached, wrong
-
-    selector = Selector()
-    with selector:
-        selector.listen_to([engine])
-        for mode in (Mode.LEARN, Mode.TOKENIZE, Mode.LOCAL):
-            engine.forget()
-            predicted, cached, wrong = uvloop.run(play(selector, mode))
-            said = f"{mode}: predicted {predicted}, cached {cached}, off by {wrong}"
-            log.warning(said)
-            assert cached > 10_000
-            assert wrong <= (0.05 if mode is Mode.LEARN else 0) * cached
-
-
-def _device_tokens(selector: Selector, known: Routed) -> int:
-    """What the index says of a prompt, when it has heard what the engine told last."""
-    hashes = known.prompt.local_hashes
-    body = {
-        "model_name": MODEL,
-        "block_hashes": _signed(hashes),
-        "sequence_hashes": _signed(known.prompt.sequence_hashes()),
-        "isl_tokens": known.prompt.isl_tokens,
-    }
-    seen: list[int] = []
-
-    def is_settled() -> bool:
-        status, answer = selector.post("/overlap_scores", body)
-        assert status == 200, answer
-        seen.append(answer["workers"][0]["device_blocks"])
-        return len(seen) > 3 and len(set(seen[-3:])) == 1
-
-    wait_until(is_settled, "the index has heard it")
-    return seen[-1] * BLOCK_SIZE
-
-
-def _signed(hashes: bytes) -> list[int]:
-    return [
-        int.from_bytes(hashes[at : at + 8], "little", signed=True)
-        for at in range(0, len(hashes), 8)
-    ]
 
 
 def _with(body: bytes, **fields: Any) -> bytes:

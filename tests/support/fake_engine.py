@@ -28,7 +28,9 @@ class FakeEngine:
         context: ssl.SSLContext | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        **publisher: Any,
     ) -> None:
+        """`publisher`: what its KvEventPublisher is given besides."""
         self.host = host
         self.model, self.block_size, self.kind = model, block_size, kind
         self.tells_sources = tells_sources
@@ -37,19 +39,24 @@ class FakeEngine:
         self.is_up = True
         self.events_port = free_port()
         self._publisher = KvEventPublisher(
-            kv_block_size=block_size, endpoint=f"tcp://{host}:{self.events_port}"
+            kv_block_size=block_size,
+            endpoint=f"tcp://{host}:{self.events_port}",
+            **publisher,
         )
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 engine.asked[self.path] += 1
-                status, body = engine.answer(self.path, self.headers.get("authorization"))
+                sent = self.rfile.read(int(self.headers.get("content-length", "0")))
+                status, body = engine.answer(self.path, self.headers.get("authorization"), sent)
                 with contextlib.suppress(OSError):  # who asked has gone
                     self.send_response(status)
                     self.send_header("content-length", str(len(body)))
                     self.end_headers()
                     self.wfile.write(body)
+
+            do_POST = do_GET
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -65,7 +72,7 @@ class FakeEngine:
         self.url = f"{scheme}://{host}:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def answer(self, path: str, authorization: str | None) -> tuple[int, bytes]:
+    def answer(self, path: str, authorization: str | None, sent: bytes) -> tuple[int, bytes]:
         if self.token is not None and authorization != f"Bearer {self.token}":
             return 401, b'{"error":"Unauthorized"}'
         if not self.is_up:

@@ -98,7 +98,7 @@ def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
     """An endpoint may end in /v1, as what OpenAI's clients are told does."""
     with ApiEngine(1) as one, ApiEngine(2) as two:
         follow(selector, one)
-        follow(selector, two, endpoint=f"{two.endpoint}/v1")
+        follow(selector, two, endpoint=f"{two.url}/v1")
         findings(selector, status=0)
         assert one.prompts == []  # without --probe no engine gets a prompt
         found = findings(selector, "--probe", status=0)
