@@ -42,7 +42,7 @@ def test_a_field_that_is_added_to_the_description_changes_the_page(
 
     monkeypatch.setattr(fields_page, "service_document", more)
     added = set(fields_page.page().splitlines()) - set(before.splitlines())
-    assert added == {"| `took_s` | integer, at least 1 |  |  | seconds |"}
+    assert added == {"- `took_s` (integer, at least 1): seconds"}
 
 
 def test_every_flag_is_on_its_page_and_has_a_help() -> None:
