@@ -6,7 +6,8 @@ environment, the TOML file, the help and the page of flags are made of these fie
 
 A flag on the command line goes before the environment, that before the file, that before the
 default; an empty variable counts as unset; a bad value ends the start with one line and status 2
-(D15).
+(D15). So does a flag that would do nothing without another, and an empty value where that would
+allow more than was meant.
 """
 
 import argparse
@@ -38,6 +39,9 @@ class Flag:
     le: float = math.inf
     infinite: bool = False  # inf is accepted
     none: bool = False  # the word none is accepted, and means that it is off
+    filled: bool = False  # given and empty is refused: it would allow more than was meant
+    # Without one of these flags it would do nothing, so given without them it is refused.
+    needs: tuple[str, ...] = ()
     each: Callable[[str], Any] | None = None  # reads the text, or each item of a list
     common: bool = False  # in --help; the others are in --help-all
 
@@ -78,6 +82,8 @@ class Field:
     def read(self, text: str) -> Any:
         """Raises ValueError, saying what was expected."""
         flag, kind = self.flag, self.kind
+        if flag.filled and not text.strip(", "):
+            raise ValueError("expected a value")
         if flag.none and text.lower() == "none":
             return None
         if get_origin(kind) is list:
@@ -98,11 +104,7 @@ class Field:
 
     def _number(self, text: str) -> int | float:
         flag, is_whole = self.flag, self.kind is int
-        try:
-            value: int | float = int(text) if is_whole else float(text)
-        except ValueError:
-            expected = "a whole number" if is_whole else "a number"
-            raise ValueError(f"expected {expected}") from None
+        value: int | float = whole_number(text) if is_whole else _decimal(text)
         if math.isnan(value) or (math.isinf(value) and not flag.infinite):
             raise ValueError("expected a finite number")
         if not flag.ge <= value <= flag.le:
@@ -154,6 +156,22 @@ def fields_of(config: Any) -> Iterator[Field]:
             meaning = " ".join(said.get(each.name, "").split())
             declared: Flag = each.metadata["flag"]
             yield Field(declared, meaning, title, part.name, each.name, kind, default)
+
+
+def whole_number(text: str) -> int:
+    """In ASCII digits alone: Python takes 1_0 and other scripts' digits, too."""
+    if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text, re.ASCII) is None:
+        raise ValueError("expected a whole number")
+    return int(text)
+
+
+def _decimal(text: str) -> float:
+    try:
+        if "_" in text or not text.isascii():
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -230,6 +248,13 @@ def load(
         except ValueError as error:
             is_flag = where.startswith("--") or source != FLAG
             parser.error(f"{where}: invalid value `{text}`: {error}" if is_flag else f"{error}")
+    told = {each.flag.name: values[each.group].get(each.name, each.default) for each in found}
+    for each in found:
+        name, needs = each.flag.name, [need for need in each.flag.needs if need in told]
+        if name not in given or given[name] not in (FLAG, file):
+            continue  # variables may be those of a whole fleet
+        if needs and all(told[need] in (None, []) for need in needs):
+            parser.error(f"{name} requires {' or '.join(needs)}")
     kinds: dict[str, Any] = {part.name: part.type for part in fields(cast(Any, config))}
     try:
         groups = {name: kinds[name](**those) for name, those in values.items()}

@@ -90,6 +90,8 @@ class GatewayConfig(SelectorConfig):
         self.endpoints.check("", self.gateway.workers)
         if not self.gateway.workers and not self.discover.targets:
             raise ValueError("name the workers: lean-selector gateway http://HOST:PORT ...")
+        if self.sessions.ttl_s is not None:
+            raise ValueError("--session-affinity-ttl-secs: requests to the gateway name no session")
 
     @property
     def prompt_settings(self) -> PromptSettings:

@@ -20,7 +20,7 @@ from lean_selector.core.settings import (
     EjectionSettings,
     SessionSettings,
 )
-from lean_selector.server.flags import FLAG, dyn_flag, flag, made_of
+from lean_selector.server.flags import FLAG, dyn_flag, flag, made_of, whole_number
 from lean_selector.server.service_flags import Access, ServiceConfig, lazy, path, url
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
 _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
 _MEGABYTE = 1 << 20
+_POLLS = ("--worker-health-interval-secs",)
+_FOUND = ("--discover", "workers")
 
 
 # -- reading one value ----------------------------------------------------------------------------
@@ -80,10 +82,7 @@ def _url_path(value: str) -> str:
 def _bytes(value: str) -> int:
     if value.lower() == "none":
         return _NEVER
-    try:
-        number = int(value)
-    except ValueError:
-        raise ValueError("expected a whole number") from None
+    number = whole_number(value)
     if not 0 <= number <= _NEVER:
         raise ValueError(f"expected 0 to {_NEVER}")
     return number
@@ -214,7 +213,9 @@ class Queue:
     queue_policy: Literal["fcfs", "lcfs", "wspt"] = flag(
         "fcfs", "--queue-policy", "DYN_ROUTER_QUEUE_POLICY"
     )
-    queue_max_wait_s: float | None = flag(None, "--queue-max-wait-secs", ge=0.001)
+    queue_max_wait_s: float | None = flag(
+        None, "--queue-max-wait-secs", ge=0.001, needs=("--queue-threshold",)
+    )
     overlap_refresh_after_s: float | None = dyn_flag(10.0, "--router-overlap-refresh-after-secs")
 
 
@@ -330,8 +331,8 @@ class Discover:
     """
 
     targets: list[str] = flag([], "--discover", each=where, common=True)
-    defaults: str = flag("{}", "--discover-defaults", each=_json)
-    refresh_s: float = flag(30.0, "--discover-refresh-secs", ge=0.01)
+    defaults: str = flag("{}", "--discover-defaults", each=_json, needs=_FOUND)
+    refresh_s: float = flag(30.0, "--discover-refresh-secs", ge=0.01, needs=_FOUND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,9 +376,11 @@ class Health:
         _EJECTION.most_percent, "--worker-ejection-max-percent", ge=0, le=100
     )
     interval_s: float | None = flag(None, "--worker-health-interval-secs", ge=0.01)
-    path: str = flag("/health", "--worker-health-path", each=_url_path)
-    timeout_s: float = flag(2.0, "--worker-health-timeout-secs", ge=0.001)
-    failed_polls: int = flag(_EJECTION.failed_polls, "--worker-health-failures", ge=1, le=2**31)
+    path: str = flag("/health", "--worker-health-path", each=_url_path, needs=_POLLS)
+    timeout_s: float = flag(2.0, "--worker-health-timeout-secs", ge=0.001, needs=_POLLS)
+    failed_polls: int = flag(
+        _EJECTION.failed_polls, "--worker-health-failures", ge=1, le=2**31, needs=_POLLS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,15 +397,21 @@ class Prompts:
 
     mode: str | None = flag(None, "--prompts", each=_mode)
     tokenizer: str | None = flag(None, "--prompts-tokenizer", each=path)
-    memory_mb: int = flag(128, "--prompts-memory-mb", ge=1, le=1 << 20)
-    ask_from_bytes: int | None = flag(None, "--prompts-tokenize-from", each=_bytes)
-    ask_timeout_s: float = flag(2.0, "--prompts-tokenize-timeout-secs", ge=0.001)
+    memory_mb: int = flag(128, "--prompts-memory-mb", ge=1, le=1 << 20, needs=("--prompts",))
+    ask_from_bytes: int | None = flag(
+        None, "--prompts-tokenize-from", each=_bytes, needs=("--prompts",)
+    )
+    ask_timeout_s: float = flag(
+        2.0, "--prompts-tokenize-timeout-secs", ge=0.001, needs=("--prompts",)
+    )
 
     def __post_init__(self) -> None:
         if self.mode == "local" and self.tokenizer is None:
             raise ValueError(
                 "--prompts local needs --prompts-tokenizer: a folder with tokenizer.json"
             )
+        if self.mode != "local" and self.tokenizer is not None:
+            raise ValueError("--prompts-tokenizer requires --prompts local")
 
     @property
     def settings(self) -> "PromptSettings | None":
@@ -433,7 +442,7 @@ class AccessLogs:
     """
 
     places: list[str] = flag([], "--lifecycle-from", each=_address)
-    allowed: list[str] = flag([], "--lifecycle-allow", each=_network)
+    allowed: list[str] = flag([], "--lifecycle-allow", each=_network, filled=True)
 
     def __post_init__(self) -> None:
         if self.allowed and not self.places:

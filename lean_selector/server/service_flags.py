@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.zmq_endpoints import check_endpoint
-from lean_selector.server.flags import Config, flag
+from lean_selector.server.flags import Config, flag, whole_number
 
 if TYPE_CHECKING:
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
@@ -39,10 +39,7 @@ def port(value: str) -> int:
     """Reads a port to bind; 0 is refused, since no free one is taken."""
     if value.strip() == "0":
         raise ValueError("port must be greater than zero")
-    try:
-        number = int(value)
-    except ValueError:
-        raise ValueError("expected a whole number") from None
+    number = whole_number(value)
     if not 1 <= number <= 65535:
         raise ValueError("expected 1 to 65535")
     return number
@@ -117,7 +114,7 @@ class Listen:
     """
 
     port: int = flag(8092, "--port", ge=0, le=65535, common=True)
-    host: str = flag("0.0.0.0", "--host", common=True)
+    host: str = flag("0.0.0.0", "--host", filled=True, common=True)
     uds: str | None = flag(None, "--uds", each=path)
     tls_cert: str | None = flag(None, "--tls-cert", each=path, common=True)
     tls_key: str | None = flag(None, "--tls-key", each=path, common=True)
@@ -163,7 +160,7 @@ class State:
     """
 
     path: str | None = flag(None, "--state-dir", each=path, common=True)
-    interval_s: float = flag(1.0, "--state-interval-secs", ge=0.05, le=3600)
+    interval_s: float = flag(1.0, "--state-interval-secs", ge=0.05, le=3600, needs=("--state-dir",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +184,13 @@ class Replica:
     peers: list[str] = flag([], "--replica-sync-peers", each=_peer, common=True)
     catch_up: list[str] = flag([], "--replica-sync-catch-up", each=url, common=True)
     discover: list[str] = flag([], "--replica-sync-discover", each=where)
-    discover_http_port: int | None = flag(None, "--replica-sync-discover-http-port", ge=1, le=65535)
+    discover_http_port: int | None = flag(
+        None,
+        "--replica-sync-discover-http-port",
+        ge=1,
+        le=65535,
+        needs=("--replica-sync-discover",),
+    )
 
     def __post_init__(self) -> None:
         if self.port is not None and self.bind is not None:
@@ -293,7 +296,7 @@ class Peers(Access):
     ca_file: str | None = flag(None, "--peer-ca-file", each=path)
     cert_file: str | None = flag(None, "--peer-cert-file", each=path)
     key_file: str | None = flag(None, "--peer-key-file", each=path)
-    tls_name: str | None = flag(None, "--peer-tls-name")
+    tls_name: str | None = flag(None, "--peer-tls-name", filled=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +308,7 @@ class Endpoints:
       repeated; unset: all
     """
 
-    allowed: list[str] = flag([], "--allow-endpoint", each=pattern, common=True)
+    allowed: list[str] = flag([], "--allow-endpoint", each=pattern, filled=True, common=True)
 
     @property
     def rules(self) -> "AllowedEndpoints | None":

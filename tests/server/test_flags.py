@@ -300,3 +300,42 @@ def test_the_short_help_is_one_screen(config: Any) -> None:
     parser = OneLineParser(prog="lean-selector", description="x" * 300)
     add_flags(parser, config, briefly=True)
     assert parser.format_help().count("\n") <= 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Careful:
+    """A careful group"""
+
+    only: list[str] = flag([], "--only", "ONLY", filled=True)
+    extra: int = flag(1, "--extra", "EXTRA", needs=("--only", "--other"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldCareful(Config):
+    careful: Careful
+
+
+def test_what_is_given_empty_is_refused_where_that_would_allow_everything(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "flags.toml"
+    for text in ('only = ""', "only = []", 'only = [""]'):
+        file.write_text(text)
+        assert "only" in refused(FILE, str(file), of=ToldCareful)
+    assert "--only" in refused("--only", "", of=ToldCareful)
+    assert told(of=ToldCareful, ONLY="").careful.only == []  # an empty variable is an unset one
+    assert told("--only", "a", of=ToldCareful).careful.only == ["a"]
+
+
+def test_a_flag_that_needs_another_is_refused_without_it(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text("extra = 2")
+    for argv in (("--extra", "2"), (FILE, str(file))):
+        line = refused(*argv, of=ToldCareful)
+        assert "--extra" in line
+        assert "--only" in line
+    assert told("--extra", "2", "--only", "a", of=ToldCareful).careful.extra == 2
+    assert told("--extra", "2", of=ToldCareful, ONLY="a").careful.extra == 2
+    assert told(of=ToldCareful, EXTRA="2").careful.extra == 2

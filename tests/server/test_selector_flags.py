@@ -89,7 +89,8 @@ FLAG_OF = {each.flag.name: each.flag for each in fields_of(SelectorConfig)}
 
 @pytest.mark.parametrize(("flag", "path", "text", "value"), FLAGS, ids=[row[0] for row in FLAGS])
 def test_a_flag_sets_what_it_names(flag: str, path: str, text: str, value: object) -> None:
-    assert seen(configured(flag, text), path) == value
+    needed = ("--queue-threshold", "1") if FLAG_OF[flag].needs else ()
+    assert seen(configured(flag, text, *needed), path) == value
 
 
 def test_the_documented_variables_are_all_there() -> None:
@@ -205,14 +206,15 @@ def test_what_the_reference_has_without_effect_is_taken() -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 BAD = {
-    "--port": ["65536", "-1", "x", "80.0"],
+    "--host": [""],
+    "--port": ["65536", "-1", "x", "80.0", "1_0", "\u0661\u0662"],
     "--threads": ["-1", "x"],
-    "--drain-secs": ["-1", "inf"],
+    "--drain-secs": ["-1", "inf", "1_0", "\u0661"],
     "--log-level": ["loud"],
     "--indexer-peers": ["tcp://a:1", "a:1", "http://name:word@a:1"],
     "--recovery-timeout-secs": ["0"],
     "--kv-source-grace-secs": ["-1"],
-    "--replica-sync-port": ["0", "65536"],
+    "--replica-sync-port": ["0", "65536", "9_092"],
     "--replica-sync-peers": ["foo", "tcp://a:1,http://b:1"],
     "--device-blocks-per-rank": ["0"],
     "--lower-tier-blocks-per-rank": ["1e3"],
@@ -241,6 +243,10 @@ BAD = {
     "--router-policy-config": ["/x.yaml"],
     "--router-predicted-ttl-secs": ["-1"],
     "--router-track-active-blocks": ["x"],
+    "--prompts-tokenize-from": ["1_0"],
+    "--allow-endpoint": ["", " , "],
+    "--lifecycle-allow": [""],
+    "--peer-tls-name": [""],
 }
 
 
@@ -252,6 +258,32 @@ def test_a_bad_value_is_refused_by_one_line_that_names_its_flag(
         line = complaint(capsys, f"{flag}={text}")
         assert line.startswith(f"lean-selector: error: {flag}")
         assert f"`{text}`" in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "needs"),
+    [
+        *(("--prompts-memory-mb", "9", "--prompts"), ("--prompts-tokenizer", "/x", "--prompts")),
+        *(
+            ("--prompts-tokenize-from", "9", "--prompts"),
+            ("--discover-defaults", "{}", "--discover"),
+        ),
+        ("--prompts-tokenize-timeout-secs", "9", "--prompts"),
+        ("--discover-refresh-secs", "9", "--discover"),
+        ("--queue-max-wait-secs", "9", "--queue-threshold"),
+        ("--state-interval-secs", "9", "--state-dir"),
+        ("--replica-sync-discover-http-port", "9", "--replica-sync-discover"),
+        ("--worker-health-path", "/x", "--worker-health-interval-secs"),
+        ("--worker-health-timeout-secs", "9", "--worker-health-interval-secs"),
+        ("--worker-health-failures", "9", "--worker-health-interval-secs"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_names_the_one_that_it_needs(
+    capsys: pytest.CaptureFixture[str], flag: str, text: str, needs: str
+) -> None:
+    line = complaint(capsys, flag, text)
+    assert flag in line
+    assert needs in line
 
 
 def test_peers_are_kept_once_each() -> None:
