@@ -60,8 +60,8 @@ def running(python: Path | None, *, sync: bool, peers: list[str]) -> Iterator[Me
     flags = [] if python else ["--log-level", "error"]
     member = Member("selector", *flags, python=python, peers=peers)
     if not sync:
-        at = member._command.index("--replica-sync-port")
-        del member._command[at : at + 2]
+        at = member.words.index("--replica-sync-port")
+        del member.words[at : at + 2]
     with member:
         member.register()
         yield member

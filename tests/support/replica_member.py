@@ -6,7 +6,6 @@ can say "add" and "loads" to any of them. All have worker 7 with ranks 0 and 1.
 
 import contextlib
 import itertools
-import json
 import signal
 import sys
 import time
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from loadtest.child_service import JSON, ChildService, free_port, plain_environment
-from tests.support.running_service import DEADLINE_S, wait_until
+from loadtest.child_service import free_port
+from tests.support.running_service import RunningService, wait_until
 
 OURS = {"selector": "lean_selector", "tracker": "lean_selector.slot_tracker"}
 THEIRS = {"selector": "dynamo.select_service", "tracker": "dynamo.slot_tracker"}
@@ -31,8 +30,10 @@ IDLE = [(0, 0), (0, 0)]
 Loads = list[tuple[int, int]]  # prefill tokens and decode blocks of each rank of worker 7
 
 
-class Member:
+class Member(RunningService):
     """One process; `python` is that of a reference, ours without. Starts on entering."""
+
+    shares_connection = True
 
     def __init__(
         self,
@@ -43,54 +44,26 @@ class Member:
         sync_port: int | None = None,
         port: int | None = None,
     ) -> None:
+        super().__init__(env={"DYN_LOG": "error"})
         self.kind = kind
         self.is_ours = python is None
-        self.port = port or free_port()
+        self.port = port or self.port
         sync_port = sync_port or free_port()
         self.endpoint = f"tcp://127.0.0.1:{sync_port}"
         module = OURS[kind] if python is None else THEIRS[kind]
         told = ["--replica-sync-peers", ",".join(peers)] if peers else []
-        self._command = [
+        self.words = [
             *(str(python or sys.executable), "-m", module, "--port", str(self.port)),
             *("--replica-sync-port", str(sync_port), *told, *flags),
         ]
 
-    def __enter__(self) -> "Member":
-        env = plain_environment(DYN_LOG="error")
-        self._child = ChildService(self._command, self.port, env=env, keep_alive=True)
-        self.process = self._child.process
-
-        def is_up() -> bool:
-            assert self.process.poll() is None, f"the service ended: {self._child.log()}"
-            return self._child.is_healthy()
-
-        try:
-            wait_until(is_up, f"{self._command[2]} is up")
-        except BaseException:
-            self._child.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def _command(self) -> list[str]:
+        return self.words
 
     def stop(self, signal_number: int = signal.SIGTERM) -> tuple[int, str]:
         """Exit status, and what it logged."""
-        if not self.is_ours:
-            signal_number = signal.SIGKILL  # it may wait for its connections
-        return self._child.stop(signal_number, DEADLINE_S), self._child.log()
-
-    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """One request on the member's connection, once more where that had been closed."""
-        content, headers = (None, {}) if body is None else (json.dumps(body).encode(), JSON)
-        status, text = self._child.request(method, path, content, headers)
-        return status, json.loads(text) if text else None
-
-    def get(self, path: str) -> tuple[int, Any]:
-        return self.request("GET", path)
-
-    def post(self, path: str, body: object = None) -> tuple[int, Any]:
-        return self.request("POST", path, body)
+        # A reference may wait for its connections.
+        return super().stop(signal_number if self.is_ours else signal.SIGKILL)
 
     def _done(self, method: str, path: str, body: object = None) -> None:
         status, answer = self.request(method, path, body)
@@ -145,7 +118,7 @@ class Member:
         try:
             wait_until(lambda: self.loads() == loads, f"{loads}")
         except AssertionError:
-            raise AssertionError(f"{self._command[2]}: {self.loads()}, not {loads}") from None
+            raise AssertionError(f"{self.words[2]}: {self.loads()}, not {loads}") from None
 
     def detail(self) -> dict[str, Any]:
         """Of one of ours: the state of its peers, and what was dropped why."""

@@ -27,6 +27,8 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
 class RunningService:
     """Starts on entering, answers requests, and is stopped on leaving; it may be entered again."""
 
+    shares_connection = False  # by all requests; else each has one of its own
+
     def __init__(
         self, *flags: str, module: str = "lean_selector", env: dict[str, str] | None = None
     ) -> None:
@@ -46,20 +48,15 @@ class RunningService:
         return self
 
     def _start(self) -> None:
-        self._child = ChildService(self._command(), self.port, env=self._env)
+        command, shares = self._command(), self.shares_connection
+        self._child = ChildService(command, self.port, env=self._env, keep_alive=shares)
         self.process = self._child.process
 
     def _command(self) -> list[str]:
         return [sys.executable, "-m", self._module, "--port", str(self.port), *self._flags]
 
     def _is_up(self) -> bool:
-        if self.process.poll() is not None:
-            log = self.log()
-            if f"Address already in use (os error 98): 0.0.0.0:{self.port}" not in log:
-                raise AssertionError(f"the service ended: {log}")
-            self._child.stop()
-            self.port = free_port()  # somebody was faster
-            self._start()
+        assert self.process.poll() is None, f"the service ended: {self.log()}"
         return self.is_healthy()
 
     def is_healthy(self) -> bool:
@@ -91,7 +88,7 @@ class RunningService:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """One request on a connection of its own; the body of the answer parsed as JSON."""
+        """One request; the body of the answer parsed as JSON."""
         content = raw if body is None else json.dumps(body).encode()
         if headers is None:
             headers = {} if content is None else dict(JSON)
@@ -100,7 +97,7 @@ class RunningService:
         status, text = self._child.request(method, path, content, headers)
         return status, json.loads(text) if text else None
 
-    def post(self, path: str, body: object) -> tuple[int, Any]:
+    def post(self, path: str, body: object = None) -> tuple[int, Any]:
         return self.request("POST", path, body)
 
     def get(self, path: str) -> tuple[int, Any]:

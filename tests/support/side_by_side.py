@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from lean_selector.publisher import KvEventPublisher
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
 from tests.support.recorded_cases import replay
-from tests.support.running_service import DEADLINE_S, wait_until
+from tests.support.running_service import DEADLINE_S
 
 BLOCK_SIZE = 4
 AGREES_WITHIN_S, HEARS_WITHIN_S = 0.3, 3.0  # while a shorter play is looked for
@@ -254,27 +254,12 @@ def shrunk(steps: list[Step], differs: Callable[[list[Step]], bool], attempts: i
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], *flags: str) -> Iterator[ChildService]:
     """A service that answers, in an environment that says nothing of it but `env`."""
-    child = _started(command, env, flags)
-    try:
-        wait_until(lambda: child.is_healthy() or _has_ended(child), "the service is up", 60.0)
-        if _has_ended(child):  # somebody was faster to take its port
-            child.stop()
-            child = _started(command, env, flags)
-            wait_until(child.is_healthy, "the service is up", 60.0)
-        yield child
-    finally:
-        child.stop()
-
-
-def _started(command: Sequence[str], env: Mapping[str, str], flags: Sequence[str]) -> ChildService:
     port = free_port()
-    environment = plain_environment(DYN_LOG="error", **env)
     arguments = [*command, "--port", str(port), *flags]
-    return ChildService(arguments, port, env=environment, keep_alive=True)
-
-
-def _has_ended(child: ChildService) -> bool:
-    return child.process.poll() is not None
+    environment = plain_environment(DYN_LOG="error", **env)
+    with ChildService(arguments, port, env=environment, keep_alive=True) as child:
+        child.wait()
+        yield child
 
 
 @contextlib.contextmanager
