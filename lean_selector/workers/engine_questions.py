@@ -53,11 +53,12 @@ class RankPublisher(msgspec.Struct):
 
 
 class KvEvents(msgspec.Struct):
-    """SGLang's `kv_events`: port `endpoint_port_base` + rank of the host."""
+    """SGLang's `kv_events`: the ports of each rank are those of the bases + the rank."""
 
     publisher: str = "zmq"
     endpoint_host: str = "*"
     endpoint_port_base: int | None = None
+    replay_endpoint_port_base: int | None = None
     block_size: int | None = None
     dp_size: int | None = None
     publishers: list[RankPublisher] | None = None
@@ -172,8 +173,6 @@ def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
     info = msgspec.json.decode(body, type=ServerInfo)
     into.block_size = info.page_size
     into.max_num_batched_tokens = info.max_prefill_tokens
-    if info.max_total_num_tokens and info.page_size:
-        into.total_kv_blocks = -(-info.max_total_num_tokens // info.page_size)
     if info.dp_size and info.dp_size > 1:
         into.data_parallel_size = info.dp_size
     if (info.speculative_algorithm or "").upper() in _EAGLES:
@@ -182,6 +181,8 @@ def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
         _read_kv_events(info.kv_events, host, into)
     elif info.kv_events_config:
         _read_events_config(info.kv_events_config, host, into)
+    if info.max_total_num_tokens and into.block_size:
+        into.total_kv_blocks = -(-info.max_total_num_tokens // into.block_size)
 
 
 def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
@@ -194,11 +195,17 @@ def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
             str(each.dp_rank): reachable(each.endpoint, host) for each in told.publishers
         }
     elif told.endpoint_port_base is not None:
-        endpoint_host = told.endpoint_host
-        if ":" in endpoint_host and not endpoint_host.startswith("["):
-            endpoint_host = f"[{endpoint_host}]"
-        endpoint = reachable(f"tcp://{endpoint_host}:{told.endpoint_port_base}", host)
-        into.kv_events_endpoints = _each_rank(endpoint, into.data_parallel_size or 1)
+        into.kv_events_endpoints = _from_base(told, told.endpoint_port_base, host, into)
+        if told.replay_endpoint_port_base is not None:
+            into.replay_endpoints = _from_base(told, told.replay_endpoint_port_base, host, into)
+
+
+def _from_base(told: KvEvents, port: int, host: str, into: Particulars) -> dict[str, str]:
+    bound = told.endpoint_host
+    if ":" in bound and not bound.startswith("["):
+        bound = f"[{bound}]"
+    endpoint = reachable(f"tcp://{bound}:{port}", host)
+    return _each_rank(endpoint, into.data_parallel_size or 1)
 
 
 def _read_events_config(text: str, host: str, into: Particulars) -> None:

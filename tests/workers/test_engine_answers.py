@@ -153,16 +153,20 @@ def test_sglang_tells_what_it_is_in_one_answer() -> None:
             "endpoint_host": "*",
             "endpoint_port_base": 5557,
             "topic": "",
-            "block_size": 64,
+            "block_size": 128,
             "dp_size": 2,
+            "load_endpoint_port_base": 5657,
+            "load_topic": "load",
+            "replay_endpoint_port_base": 5757,
         }
     )
     assert told == Particulars(
-        block_size=64,
-        total_kv_blocks=16,
+        block_size=128,
+        total_kv_blocks=8,
         max_num_batched_tokens=16384,
         data_parallel_size=2,
         kv_events_endpoints={"0": "tcp://10.0.0.7:5557", "1": "tcp://10.0.0.7:5558"},
+        replay_endpoints={"0": "tcp://10.0.0.7:5757", "1": "tcp://10.0.0.7:5758"},
     )
 
 
