@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 
 from lean_selector.publisher import KvEventPublisher
-from loadtest.child_service import JSON, ChildService, asked, plain_environment
-from tests.support.running_service import RunningService, free_port, wait_until
+from loadtest.child_service import JSON, asked
+from tests.support.running_service import RunningService, wait_until
+from tests.support.side_by_side import running
 
 BLOCK_SIZE = 4
 MODEL, TENANT = "org/m", "t"
 RANKS = [(1, 0), (1, 1), (2, 0)]
 TIERS = {"GPU": "device", "CPU_PINNED": "host_pinned", "DISK": "disk", "EXTERNAL": "external"}
 MEDIA = list(TIERS)
+SCOPE = {"model_name": MODEL, "tenant_id": TENANT, "routing_group": TENANT}
 PROMPTS = 200
 
 Chain = list[tuple[int, list[int]]]  # (engine hash, tokens) of each block
@@ -112,10 +114,8 @@ class Selector:
                 rank: p for (worker, rank), p in engines.publishers.items() if worker == worker_id
             }
             body = {
+                **SCOPE,
                 "worker_id": worker_id,
-                "model_name": MODEL,
-                "tenant_id": TENANT,
-                "routing_group": TENANT,
                 "endpoint": "http://worker:8000",
                 "block_size": BLOCK_SIZE,
                 "data_parallel_size": len(of),
@@ -128,12 +128,7 @@ class Selector:
             assert (status, answer["lifecycle"]) == (201, "schedulable"), answer
 
     def overlaps(self, tokens: list[int]) -> Overlaps:
-        body = {
-            "model_name": MODEL,
-            "tenant_id": TENANT,
-            "routing_group": TENANT,
-            "token_ids": tokens,
-        }
+        body = {**SCOPE, "token_ids": tokens}
         status, answer = ask(self.port, "POST", "/overlap_scores", body)
         assert status == 200, answer
         return {
@@ -156,26 +151,18 @@ class Indexer:
     def register(self, engines: Engines) -> None:
         for (worker_id, dp_rank), publisher in engines.publishers.items():
             body = {
+                **SCOPE,
                 "instance_id": worker_id,
                 "dp_rank": dp_rank,
                 "endpoint": publisher.endpoint,
                 "replay_endpoint": publisher.replay_endpoint,
-                "model_name": MODEL,
-                "tenant_id": TENANT,
-                "routing_group": TENANT,
                 "block_size": BLOCK_SIZE,
             }
             status, answer = ask(self.port, "POST", "/register", body)
             assert status == 201, answer
 
     def overlaps(self, tokens: list[int]) -> Overlaps:
-        body = {
-            "model_name": MODEL,
-            "tenant_id": TENANT,
-            "routing_group": TENANT,
-            "token_ids": tokens,
-        }
-        status, answer = ask(self.port, "POST", "/query", body)
+        status, answer = ask(self.port, "POST", "/query", {**SCOPE, "token_ids": tokens})
         assert status == 200, answer
         return {
             (int(instance), -1): tuple(of[tier] // BLOCK_SIZE for tier in ("gpu", "cpu", "disk"))
@@ -193,19 +180,8 @@ def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, An
 
 @contextlib.contextmanager
 def reference(python: Path, module: str, *flags: str) -> Iterator[Service]:
-    port = free_port()
-    command = [str(python), "-m", f"dynamo.{module}", "--port", str(port), *flags]
-    child = ChildService(command, port, env=plain_environment(DYN_LOG="error"))
-
-    def is_up() -> bool:
-        assert child.process.poll() is None, f"the reference ended: {child.log()}"
-        return child.is_healthy()
-
-    try:
-        wait_until(is_up, f"{module} is up")
-        yield (Indexer if module == "indexer" else Selector)(port)
-    finally:
-        child.stop()
+    with running([str(python), "-m", f"dynamo.{module}"], {}, *flags) as child:
+        yield (Indexer if module == "indexer" else Selector)(child.port)
 
 
 @contextlib.contextmanager

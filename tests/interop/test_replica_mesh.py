@@ -27,6 +27,7 @@ def members(reference_131: Path, reference_161: Path) -> Iterator[dict[str, Memb
         "1.3.1 selector": ("selector", reference_131),
         "1.3.1 tracker": ("tracker", reference_131),
         "1.6.1 selector": ("selector", reference_161),
+        "1.6.1 tracker": ("tracker", reference_161),
     }
     with mesh(*kinds.values()) as running:
         named = dict(zip(kinds, running, strict=True))
@@ -41,13 +42,13 @@ def members(reference_131: Path, reference_161: Path) -> Iterator[dict[str, Memb
 
 def hearers(speaker: str) -> list[str]:
     """Members that what one says or books shows on, itself among them."""
-    old, new = ["1.3.1 selector", "1.3.1 tracker"], ["1.6.1 selector"]
+    old, new = (["1.3.1 selector", "1.3.1 tracker"], ["1.6.1 selector", "1.6.1 tracker"])
     if speaker in OURS:
         return [*OURS, *old, *new]
     return [*OURS, *(old if speaker in old else new)]
 
 
-NAMES = (*OURS, "1.3.1 selector", "1.3.1 tracker", "1.6.1 selector")
+NAMES = (*OURS, "1.3.1 selector", "1.3.1 tracker", "1.6.1 selector", "1.6.1 tracker")
 
 
 @pytest.mark.parametrize("name", NAMES)

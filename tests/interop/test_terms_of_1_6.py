@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from loadtest.child_service import JSON, ChildService, asked, plain_environment
-from tests.support.running_service import RunningService, free_port, wait_until
+from loadtest.child_service import JSON, asked
+from tests.support.running_service import RunningService, wait_until
+from tests.support.side_by_side import running
 
 pytestmark = pytest.mark.reference
 
@@ -71,12 +72,10 @@ def both(python: Path, **environment: str) -> Iterator[tuple[Side, Side]]:
     """Ours and the reference, with the same workers."""
     with ExitStack() as stack:
         ours = stack.enter_context(RunningService(env=environment))
-        port = free_port()
-        command = [str(python), "-m", "dynamo.select_service", "--port", str(port)]
-        theirs = ChildService(command, port, env=plain_environment(**environment))
-        stack.callback(theirs.stop)
-        wait_until(theirs.is_healthy, "the reference is up")
-        sides = Side(ours.port, "reservation_id"), Side(port, "selection_id")
+        theirs = stack.enter_context(
+            running([str(python), "-m", "dynamo.select_service"], environment)
+        )
+        sides = Side(ours.port, "reservation_id"), Side(theirs.port, "selection_id")
         for side in sides:
             for worker_id in WORKERS:
                 side.register(worker_id)

@@ -1,5 +1,6 @@
 """A selector and the state directory that it is written to and read from, without a process."""
 
+import fcntl
 from pathlib import Path
 
 from lean_selector.core.replication.shapes import LiveBooking
@@ -50,3 +51,13 @@ class Kept:
 
     def _book(self, live: LiveBooking, router_id: int | None) -> bool:
         return restore_booking(self.selector, live, router_id)
+
+
+def is_free(path: Path) -> bool:
+    """Whether no process holds the directory."""
+    with open(path / "lock", "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

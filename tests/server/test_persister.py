@@ -1,7 +1,6 @@
 """When a state directory is written, who waits for it, and what a disk that hangs holds up."""
 
 import asyncio
-import fcntl
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,16 +20,8 @@ from lean_selector.server.state_persister import (
     LiveBookings,
     Persister,
 )
+from tests.server.kept_selector import is_free
 from tests.support.on_loop import on_loop, until
-
-
-def is_free(path: Path) -> bool:
-    with open(path / "lock", "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 class Target:
@@ -126,9 +117,6 @@ class Kept:
         self.persister.begin_with(None)
         self.persister.start()
 
-    async def at_rest(self) -> None:
-        await until(lambda: self.persister.writes[CATALOG] == 1, "the first catalog is written")
-
     def change(self, text: str) -> bool:
         """As a call that changes the catalog, and is to be answered."""
         self.catalog.now = text.encode()
@@ -138,14 +126,26 @@ class Kept:
     def on_disk(self, name: str) -> bytes:
         return opened(Path(self.disk.path, name).read_bytes())[0]
 
+    def book(self, request_id: str = "r") -> None:
+        self.target.slots.book(Booking(request_id, 1, 0), b"", 1.0)
+
+    async def hangs(self) -> None:
+        """A change waits for a disk that does not answer."""
+        self.disk.answers.clear()
+        assert self.change("second")
+        await until(lambda: len(self.disk.written) == 2, "it is being written")
+
+
+async def at_rest(path: Path, lives: type[LiveBookings] = LiveBookings) -> Kept:
+    kept = Kept(path, lives=lives)
+    await until(lambda: kept.persister.writes[CATALOG] == 1, "the first catalog is written")
+    return kept
+
 
 @on_loop
 async def test_an_answer_waits_until_its_change_is_on_disk(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    await kept.at_rest()
-    kept.disk.answers.clear()
-    assert kept.change("second")
-    await until(lambda: len(kept.disk.written) == 2, "it is being written")
+    kept = await at_rest(tmp_path)
+    await kept.hangs()
     assert kept.answered == []
     kept.disk.answers.set()
     await until(lambda: kept.answered == ["second"], "it is answered")
@@ -155,8 +155,7 @@ async def test_an_answer_waits_until_its_change_is_on_disk(tmp_path: Path) -> No
 
 @on_loop
 async def test_changes_that_come_together_are_written_together(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    await kept.at_rest()
+    kept = await at_rest(tmp_path)
     names = [f"change {number}" for number in range(100)]
     kept.disk.answers.clear()
     assert kept.change(names[0])
@@ -171,8 +170,7 @@ async def test_changes_that_come_together_are_written_together(tmp_path: Path) -
 
 @on_loop
 async def test_what_is_on_disk_already_is_not_written_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    await kept.at_rest()
+    kept = await at_rest(tmp_path)
     assert kept.change("first")
     await until(lambda: kept.answered == ["first"], "it is answered")
     assert len(kept.disk.written) == 1
@@ -182,8 +180,7 @@ async def test_what_is_on_disk_already_is_not_written_again(tmp_path: Path) -> N
 @on_loop
 async def test_a_change_that_nobody_noted_is_seen(tmp_path: Path) -> None:
     """As one of a discovery."""
-    kept = Kept(tmp_path)
-    await kept.at_rest()
+    kept = await at_rest(tmp_path)
     kept.catalog.now, kept.catalog.revision = b"found", 1
     kept.persister.look(time.monotonic())
     await until(lambda: kept.on_disk(CATALOG) == b"found", "it is written")
@@ -192,11 +189,8 @@ async def test_a_change_that_nobody_noted_is_seen(tmp_path: Path) -> None:
 
 @on_loop
 async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    await kept.at_rest()
-    kept.disk.answers.clear()
-    assert kept.change("second")
-    await until(lambda: len(kept.disk.written) == 2, "it is being written")
+    kept = await at_rest(tmp_path)
+    await kept.hangs()
     kept.persister.look(time.monotonic() + HANGS_AFTER_S / 2)
     assert kept.answered == []
     kept.persister.look(time.monotonic() + HANGS_AFTER_S + 1)
@@ -213,11 +207,8 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
 async def test_a_disk_that_hangs_keeps_nothing_from_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Kept(tmp_path)
-    await kept.at_rest()
-    kept.disk.answers.clear()
-    assert kept.change("second")
-    await until(lambda: len(kept.disk.written) == 2, "it is being written")
+    kept = await at_rest(tmp_path)
+    await kept.hangs()
     await kept.persister.close()
     assert kept.answered == ["second"]
     assert "state is not all written" in caplog.text
@@ -233,8 +224,7 @@ async def test_a_disk_that_hangs_keeps_nothing_from_its_end(
 async def test_a_disk_that_hangs_after_the_hand_over_keeps_nothing_from_its_end_either(
     tmp_path: Path,
 ) -> None:
-    kept = Kept(tmp_path)
-    await kept.at_rest()
+    kept = await at_rest(tmp_path)
     kept.persister.let_go()
     await until(lambda: is_free(tmp_path), "it has let go")
     kept.disk.answers.clear()
@@ -245,9 +235,8 @@ async def test_a_disk_that_hangs_after_the_hand_over_keeps_nothing_from_its_end_
 
 @on_loop
 async def test_a_hand_over_takes_as_long_as_the_disk_takes_something(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, lives=Long)
-    await kept.at_rest()
-    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    kept = await at_rest(tmp_path, Long)
+    kept.book()
     kept.persister.let_go()
     await until(lambda: is_free(tmp_path), "it has let go")
     assert kept.persister.writes[RESERVATIONS] == 1
@@ -262,7 +251,7 @@ async def test_what_lives_costs_no_more_than_its_share(tmp_path: Path) -> None:
 
     def times() -> list[float]:
         nonlocal number
-        kept.target.slots.book(Booking(f"r{number}", 1, 0), b"", 1.0)
+        kept.book(f"r{number}")
         number += 1
         return [at for name, at in kept.disk.written if name == RESERVATIONS]
 
@@ -281,7 +270,7 @@ async def test_what_lives_is_written_once_an_interval(tmp_path: Path) -> None:
         """What would take long is over at once, for the clock too."""
         if delay > 1.0:
             pauses.append(delay)
-            kept.target.slots.book(Booking(f"r{len(pauses)}", 1, 0), b"", 1.0)
+            kept.book(f"r{len(pauses)}")
         await real_sleep(0.0 if delay > 1.0 else delay)
 
     with pytest.MonkeyPatch.context() as patches:
@@ -299,12 +288,12 @@ async def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
     kept = Kept(tmp_path, interval_s=0.05)
     await until(lambda: kept.persister.writes[RESERVATIONS] == 1, "it is written once")
     assert kept.persister.age_s() == 0.0
-    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    kept.book()
     assert kept.persister.age_s() > 0.0
     await until(lambda: kept.persister.writes[RESERVATIONS] == 2, "it is written again")
     written = list(kept.disk.written)
-    for _ in range(4):
-        await asyncio.sleep(0.05)
+    checks = kept.disk.checks
+    await until(lambda: kept.disk.checks >= checks + 3, "it has looked several times")
     assert kept.disk.written == written
     await kept.persister.close()
 
@@ -313,10 +302,10 @@ async def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
 async def test_a_partition_that_takes_the_place_of_another_is_written(tmp_path: Path) -> None:
     """Also where as much has happened in it as in the other."""
     kept = Kept(tmp_path, interval_s=0.05)
-    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    kept.book()
     await until(lambda: kept.persister.writes[RESERVATIONS] == 1, "the first is written")
     kept.target.begin_anew()
-    kept.target.slots.book(Booking("s", 1, 0), b"", 1.0)
+    kept.book("s")
     await until(lambda: kept.persister.writes[RESERVATIONS] == 2, "and the second")
     assert b'"request_id":"s"' in kept.on_disk(RESERVATIONS)
     await kept.persister.close()
@@ -328,7 +317,7 @@ async def test_the_age_is_not_that_of_a_file_in_which_nothing_had_changed(tmp_pa
     await until(lambda: kept.persister.writes[RESERVATIONS] == 1, "it is written")
     later, checks = time.monotonic(), kept.disk.checks
     await until(lambda: kept.disk.checks >= checks + 2, "there was nothing to write")
-    kept.target.slots.book(Booking("r", 1, 0), b"", 1.0)
+    kept.book()
     assert kept.persister.age_s() <= time.monotonic() - later
     await kept.persister.close()
 

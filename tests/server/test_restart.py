@@ -1,8 +1,6 @@
 """Services that end, in every way, and start again from their state directory."""
 
 import contextlib
-import fcntl
-import http.client
 import json
 import os
 import signal
@@ -15,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from lean_selector.server.state_files import Checksum, opened
+from lean_selector.server.state_files import opened
+from tests.server.kept_selector import Kept, is_free
+from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
@@ -52,13 +52,8 @@ def active(service: RunningService) -> int:
     return sum(each["active_requests"] for each in model["loads"])
 
 
-def metric(service: RunningService, name: str) -> float:
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=DEADLINE_S)
-    with contextlib.closing(connection):
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    [line] = [line for line in text.splitlines() if line.startswith(name + " ")]
-    return float(line.split()[1])
+def metric(service: RunningService) -> float:
+    return value(parsed(scrape(service.port)), "lean_selector_state_failing")
 
 
 def kill(service: RunningService) -> None:
@@ -69,19 +64,30 @@ def kill(service: RunningService) -> None:
 
 
 def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
-    with selector(tmp_path, *QUICK) as service:
+    own, peer, dropped, added = (f"tcp://127.0.0.1:{free_port()}" for _ in range(4))
+    sync = ("--replica-sync-bind", own, "--replica-sync-peers", f"{peer},{dropped}")
+    with selector(tmp_path, *QUICK, *sync) as service:
         for worker_id in (1, 2, 3):
             assert service.post("/workers", worker(worker_id, taints=["b", "a"]))[0] == 201
+        assert service.post("/replica_sync/register_peer", {"endpoint": added})[0] == 201
+        assert service.post("/replica_sync/deregister_peer", {"endpoint": dropped})[0] == 200
         assert service.request("PATCH", "/workers/2", {"total_kv_blocks": 77})[0] == 200
         assert service.request("DELETE", "/workers/3")[0] == 200
         limits = {"model": "m", "active_prefill_tokens_threshold": 1000}
         assert service.post("/busy_threshold", limits)[0] == 200
         assert service.post("/select_and_reserve", booking("r"))[0] == 200
-        told = [service.get(path) for path in ("/workers", "/busy_threshold")]
+        paths = ("/workers", "/busy_threshold", "/replica_sync/peers")
+        told = [service.get(path) for path in paths]
         wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
+        second = start(tmp_path)
+        assert second.returncode == 1
+        assert (
+            f"--state-dir: {tmp_path} is in use by process {service.process.pid}" in second.stderr
+        )
         kill(service)
     with service:
-        assert [service.get(path) for path in ("/workers", "/busy_threshold")] == told
+        assert [service.get(path) for path in paths] == told
+        assert service.get("/replica_sync/peers") == (200, sorted([peer, added]))
         assert active(service) == 1
         assert service.get("/ready")[0] == 200
         assert service.post("/select_and_reserve", booking("r"))[0] == 409
@@ -106,18 +112,6 @@ def test_a_killed_slot_tracker_knows_what_it_answered(tmp_path: Path) -> None:
     with service:
         assert [service.get(path) for path in ("/workers", "/loads")] == told
         assert service.post("/free", {"model_name": "m", "request_id": "r"})[0] == 200
-
-
-def test_peers_are_those_that_http_left(tmp_path: Path) -> None:
-    kept, dropped, added = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
-    own = f"tcp://127.0.0.1:{free_port()}"
-    sync = ("--replica-sync-bind", own, "--replica-sync-peers", f"{kept},{dropped}")
-    with selector(tmp_path, *sync) as service:
-        assert service.post("/replica_sync/register_peer", {"endpoint": added})[0] == 201
-        assert service.post("/replica_sync/deregister_peer", {"endpoint": dropped})[0] == 200
-        kill(service)
-    with service:
-        assert service.get("/replica_sync/peers") == (200, sorted([kept, added]))
 
 
 def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live_again(
@@ -150,6 +144,44 @@ def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live
             wait_until(lambda: active(other) == 0, "its peer has heard of both ends")
 
 
+def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None:
+    """Not only the one that is asked first."""
+    ends = [f"tcp://127.0.0.1:{free_port()}" for _ in range(3)]
+
+    def mesh(own: str) -> tuple[str, ...]:
+        others = ",".join(end for end in ends if end != own)
+        return "--replica-sync-bind", own, "--replica-sync-peers", others
+
+    with (
+        RunningService(*mesh(ends[1]), env=NO_EVENTS) as second,
+        RunningService(*mesh(ends[2]), env=NO_EVENTS) as third,
+    ):
+        urls = ",".join(f"http://127.0.0.1:{each.port}" for each in (second, third))
+        flags = ("--state-dir", str(tmp_path), *QUICK, "--replica-sync-catch-up", urls)
+        with RunningService(*flags, *mesh(ends[0]), env=NO_EVENTS) as service:
+            for each in (service, second, third):
+                assert each.post("/workers", worker())[0] == 201
+            names = iter(f"r{number}" for number in range(1000))
+
+            def is_heard() -> bool:
+                """A booking, since what is published before they are connected is lost."""
+                assert third.post("/select_and_reserve", booking(next(names)))[0] == 200
+                return active(service) > 0 and active(second) > 0
+
+            wait_until(is_heard, "both hear the third")
+            wait_until(lambda: len(live(tmp_path)) > 0, "a copy is on disk")
+            kill(service)
+            ended = [
+                each["request_id"]
+                for each in third.get("/replica_sync/snapshot")[1]["reservations"]
+            ]
+            for reservation_id in ended:
+                assert third.request("DELETE", f"/reservations/{reservation_id}")[0] == 200
+            wait_until(lambda: active(second) == 0, "the second hears of it")
+            with service:
+                wait_until(lambda: active(service) == 0, "and the first, from the third")
+
+
 def hears(other: RunningService, service: RunningService) -> bool:
     """It has had a heartbeat of the process that runs now."""
     path = "/replica_sync/peers?detail=true"
@@ -157,56 +189,24 @@ def hears(other: RunningService, service: RunningService) -> bool:
     return own in [each["router_id"] for each in publishers]
 
 
-def test_expiry_goes_on_from_where_it_was(tmp_path: Path) -> None:
-    with selector(tmp_path, *QUICK, "--reservation-expiry-secs", "3") as service:
-        assert service.post("/workers", worker())[0] == 201
-        assert service.post("/select_and_reserve", booking("r"))[0] == 200
-        wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
-        kill(service)
-        wait_until(lambda: b'"age_s":0.' in (tmp_path / "reservations").read_bytes(), "it is young")
-    with service:
-        wait_until(lambda: active(service) == 0, "it has expired")
-
-
-def test_a_damaged_file_is_set_aside_and_said_so(tmp_path: Path) -> None:
-    with selector(tmp_path) as service:
-        assert service.post("/workers", worker())[0] == 201
-        kill(service)
-    text = bytearray((tmp_path / "catalog").read_bytes())
-    text[100] ^= 1
-    (tmp_path / "catalog").write_bytes(text)
-    with service:
-        assert service.get("/workers") == (200, [])
-        assert "state is damaged, and set aside" in service.log()
-        assert service.post("/workers", worker())[0] == 201
-        kill(service)
-    assert (tmp_path / "catalog.damaged").read_bytes() == text
-    with service:
-        assert len(service.get("/workers")[1]) == 1
-
-
-def test_a_catalog_of_another_release_is_set_aside_and_called_that(tmp_path: Path) -> None:
-    with selector(tmp_path) as service:
-        assert service.post("/workers", worker())[0] == 201
-        kill(service)
-    text, stamp = opened((tmp_path / "catalog").read_bytes())
-    newer = text.replace(b'"version":1', b'"version":2').replace(b'"workers"', b'"fleet"')
-    checksum = Checksum()
-    checksum.add(newer)
-    (tmp_path / "catalog").write_bytes(newer + checksum.end(stamp))
-    with service:
-        assert service.get("/workers") == (200, [])
-        assert "state is of another release, and set aside" in service.log()
-        assert "it has version 2, and this release reads version 1" in service.log()
-    assert opened((tmp_path / "catalog.damaged").read_bytes())[0] == newer
-
-
 # -- who may write --------------------------------------------------------------------------------
 
 
-def start(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lean_selector", "--port", "0", "--state-dir", str(path)]
+def start(path: Path, module: str = "lean_selector") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, "--port", "0", "--state-dir", str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def test_a_directory_that_cannot_be_ours_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    Kept(tmp_path / "selector").save(0.0)
+    for path, module, said in (
+        ("file/below", "lean_selector", f"Not a directory (os error 20): {tmp_path}/file/below"),
+        ("selector", TRACKER, f"{tmp_path}/selector has the state of a selector"),
+    ):
+        done = start(tmp_path / path, module)
+        assert done.returncode == 1
+        assert f"--state-dir: {said}" in done.stderr
 
 
 def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:
@@ -221,34 +221,6 @@ def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:
     (tmp_path / "catalog.unfit").rename(tmp_path / "catalog")
     with selector(tmp_path) as service:
         assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
-
-
-def test_a_second_process_refuses_to_start_and_the_first_goes_on(tmp_path: Path) -> None:
-    with selector(tmp_path) as service:
-        assert service.post("/workers", worker())[0] == 201
-        second = start(tmp_path)
-        assert second.returncode == 1
-        holder = service.process.pid
-        assert f"--state-dir: {tmp_path} is in use by process {holder}" in second.stderr
-        assert service.post("/workers", worker(2))[0] == 201
-        kill(service)
-    with service:
-        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
-
-
-def test_a_path_that_is_no_directory_stops_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = start(tmp_path / "file" / "below")
-    assert done.returncode == 1
-    assert f"--state-dir: Not a directory (os error 20): {tmp_path}/file/below" in done.stderr
-
-
-def test_the_directory_of_the_other_service_stops_the_start(tmp_path: Path) -> None:
-    with RunningService("--state-dir", str(tmp_path), module=TRACKER) as service:
-        assert service.stop()[0] == 0
-    done = start(tmp_path)
-    assert done.returncode == 1
-    assert f"--state-dir: {tmp_path} has the state of a slot_tracker" in done.stderr
 
 
 class Half:
@@ -269,15 +241,6 @@ class Half:
             return answer
 
 
-def is_free(path: Path) -> bool:
-    with open(path / "lock", "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
 def test_a_holder_that_drains_hands_over_and_writes_nothing_afterwards(tmp_path: Path) -> None:
     with selector(tmp_path, *SLOW, "--drain-secs", "3600") as old:
         assert old.post("/workers", worker())[0] == 201
@@ -287,7 +250,7 @@ def test_a_holder_that_drains_hands_over_and_writes_nothing_afterwards(tmp_path:
         wait_until(lambda: is_free(tmp_path), "it has let go")
         with selector(tmp_path, *SLOW) as new:
             assert active(new) == 1
-            wait_until(lambda: metric(new, "lean_selector_state_failing") == 0, "it writes")
+            wait_until(lambda: metric(new) == 0, "it writes")
             assert new.post("/workers", worker(2))[0] == 201
             files = {each: (tmp_path / each).read_bytes() for each in ("catalog", "reservations")}
             assert free.finish().startswith(b"HTTP/1.1 200 ")
@@ -335,7 +298,7 @@ def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_pat
         state.rename(elsewhere)
         wait_until(lambda: fault(service) is not None, "it says so")
         assert "No such file or directory" in str(fault(service))
-        assert metric(service, "lean_selector_state_failing") == 1
+        assert metric(service) == 1
         assert "state is not written" in service.log()
         assert service.post("/workers", worker(2))[0] == 201
         assert service.post("/select_and_reserve", booking("r"))[0] == 200
@@ -421,17 +384,3 @@ def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
         kill(service)
     with selector(state) as service:  # nothing is discovered any more
         assert ids(service) == [9]
-
-
-# -- what it costs who does not want it -----------------------------------------------------------
-
-
-def test_nothing_of_it_is_imported_while_no_state_is_kept() -> None:
-    script = (
-        "import sys; from lean_selector.server import selector_process, slot_tracker_process; "
-        "print([n for n in sys.modules if n.startswith('lean_selector.server.state_')])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.stdout == "[]\n", done.stderr

@@ -116,17 +116,6 @@ def is_live(service: RunningService) -> bool:
     return [each["state"] for each in service.get("/kv_sources")[1]] == ["live"]
 
 
-def test_it_comes_back_from_what_the_engine_replays(tmp_path: Path) -> None:
-    with engine_of(3) as engine, RunningService("--state-dir", str(tmp_path)) as service:
-        assert service.post("/workers", engine.worker())[0] == 201
-        wait_until(lambda: blocks(service) == 3, "all is indexed")
-        service.process.kill()
-        service.stop()
-        with service:
-            wait_until(lambda: blocks(service) == 3, "all is indexed again")
-        assert engine.asked_from == [0, 0]
-
-
 def test_what_the_engine_has_forgotten_comes_from_a_peer_and_the_rest_behind_it(
     tmp_path: Path,
 ) -> None:

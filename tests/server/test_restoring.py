@@ -1,5 +1,6 @@
 """What a selector knew, written and read back: the same. And files that are not as written."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.selector import restore_booking
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.server.state_catalog import OtherService, restore_catalog
-from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, elapsed_s
+from lean_selector.server.state_files import (
+    CATALOG,
+    RESERVATIONS,
+    Checksum,
+    Stamp,
+    StateDirectory,
+    elapsed_s,
+    opened,
+)
 from tests.server.kept_selector import Kept
 from tests.support.driven_selector import DrivenSelector, pack
 
@@ -209,40 +218,53 @@ def is_set_aside(directory: StateDirectory, name: str, kept: Kept) -> None:
     assert kept.selector.limits.own() == []
 
 
-@pytest.mark.parametrize("name", [CATALOG, RESERVATIONS])
-def test_a_file_that_was_cut_anywhere_is_set_aside(
-    tmp_path: Path, whole: dict[str, bytes], name: str
-) -> None:
-    kept = Kept(tmp_path)
-    for length in range(len(whole[name])):
-        (tmp_path / name).write_bytes(whole[name][:length])
-        assert kept.restore(0.0) == (0, 0)
-        is_set_aside(kept.directory, name, kept)
+FLIPS = (0x01, 0x20, 0xFF)
+
+
+def cut_anywhere(text: bytes) -> Iterator[bytes]:
+    return (text[:length] for length in range(len(text)))
+
+
+def with_any_byte_flipped(text: bytes) -> Iterator[bytes]:
+    for at_byte, byte in enumerate(text):
+        flipped = byte ^ FLIPS[at_byte % len(FLIPS)]
+        yield text[:at_byte] + bytes([flipped]) + text[at_byte + 1 :]
+
+
+def with_more_behind_it(text: bytes) -> Iterator[bytes]:
+    yield text + text
 
 
 @pytest.mark.parametrize("name", [CATALOG, RESERVATIONS])
-@pytest.mark.parametrize("flip", [0x01, 0x20, 0xFF])
-def test_a_file_with_any_byte_flipped_is_set_aside(
-    tmp_path: Path, whole: dict[str, bytes], name: str, flip: int
+@pytest.mark.parametrize("spoiled", [cut_anywhere, with_any_byte_flipped, with_more_behind_it])
+def test_a_file_that_is_not_as_it_was_written_is_set_aside(
+    tmp_path: Path,
+    whole: dict[str, bytes],
+    name: str,
+    spoiled: Callable[[bytes], Iterator[bytes]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kept = Kept(tmp_path)
-    text = bytearray(whole[name])
-    for at_byte in range(len(text)):
-        text[at_byte] ^= flip
+    for text in spoiled(whole[name]):
         (tmp_path / name).write_bytes(text)
-        text[at_byte] ^= flip
         assert kept.restore(0.0) == (0, 0)
         is_set_aside(kept.directory, name, kept)
+    assert {each.getMessage() for each in caplog.records} == {"state is damaged, and set aside"}
 
 
-@pytest.mark.parametrize("name", [CATALOG, RESERVATIONS])
-def test_a_file_with_more_behind_it_is_set_aside(
-    tmp_path: Path, whole: dict[str, bytes], name: str
+def test_a_catalog_of_another_release_is_set_aside_and_called_that(
+    tmp_path: Path, whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Kept(tmp_path)
-    (tmp_path / name).write_bytes(whole[name] + whole[name])
-    kept.restore(0.0)
-    is_set_aside(kept.directory, name, kept)
+    text, stamp = opened(whole[CATALOG])
+    newer = text.replace(b'"version":1', b'"version":2').replace(b'"workers"', b'"fleet"')
+    checksum = Checksum()
+    checksum.add(newer)
+    (tmp_path / CATALOG).write_bytes(newer + checksum.end(stamp))
+    Kept(tmp_path).restore(0.0)
+    (record,) = caplog.records
+    assert record.getMessage() == "state is of another release, and set aside"
+    assert "version 2" in vars(record)["reason"]
+    assert opened((tmp_path / f"{CATALOG}.damaged").read_bytes())[0] == newer
 
 
 def test_of_two_files_the_whole_one_counts(tmp_path: Path, whole: dict[str, bytes]) -> None:

@@ -43,8 +43,10 @@ class Member(RunningService):
         peers: Sequence[str] = (),
         sync_port: int | None = None,
         port: int | None = None,
+        log_level: str = "error",
     ) -> None:
-        super().__init__(env={"DYN_LOG": "error"})
+        """log_level: of a reference."""
+        super().__init__(env={"DYN_LOG": log_level})
         self.kind = kind
         self.is_ours = python is None
         self.port = port or self.port
