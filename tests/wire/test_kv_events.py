@@ -439,7 +439,7 @@ def test_arrays_and_maps_may_be_mixed() -> None:
     assert decode(ARRAY, STORED).events == [PLAIN, PLAIN]
 
 
-@pytest.mark.parametrize("events", [1, 15, 16, 17, 65_536])
+@pytest.mark.parametrize("events", [1, 15, 16, 17, 2_000, 65_536])
 def test_batches_of_any_length_are_read(events: int) -> None:
     assert len(decode(*[["AllBlocksCleared"]] * events).events) == events
 
