@@ -139,6 +139,7 @@ def test_it_does_not_matter_how_chunks_arrive(parts: list[bytes], step: int) -> 
             b"0\r\nno colon\r\n", 400, "malformed trailer", id="a trailer without a colon"
         ),
         pytest.param(b"0\r\na : b\r\n", 400, "malformed trailer", id="a space before the colon"),
+        pytest.param(b"0\r\n: a\r\n", 400, "malformed trailer", id="a trailer without a name"),
         pytest.param(
             b"0\r\n" + b"a: b\r\n" * 11, 431, "trailers too large", id="more trailers than a head"
         ),

@@ -109,13 +109,6 @@ def test_a_connection_lends_its_credential_to_no_later_request() -> None:
     assert said == [a, None, a, b, digest_of(b""), None, UNUSABLE, a, a]
 
 
-def test_a_credential_is_known_again_where_another_line_has_moved_it() -> None:
-    reader = RequestReader(Limits())
-    for length in (1, 10, 100, 9):
-        data = head(b"content-length: %d" % length, b"authorization: Bearer " + TOKEN)
-        assert read_one(reader, data + b"b" * length).credential == DIGEST
-
-
 @pytest.mark.parametrize("kinds", [3, 100], ids=["few kinds", "more than are remembered"])
 def test_a_connection_says_what_each_section_says_alone(kinds: int) -> None:
     drawn = random.Random(kinds)
@@ -167,29 +160,6 @@ def test_where_lengths_vary_what_stands_around_them_is_known_with_its_credential
             alone.body,
             alone.headers.content_type,
         )
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        pytest.param((b"authorization: Bearer a", b"content-length: 1x"), id="not a number"),
-        pytest.param((b"authorization: Bearer a", b"content-length: "), id="none"),
-        pytest.param((b"authorization: Bearer a",), id="left out"),
-        pytest.param(
-            (b"authorization: Bearer a", b"content-length: 1", b"content-length: 1"), id="two"
-        ),
-    ],
-)
-def test_where_lengths_vary_a_bad_one_is_judged_as_ever(lines: tuple[bytes, ...]) -> None:
-    reader = RequestReader(Limits())
-    for length in range(300):
-        data = head(b"authorization: Bearer a", b"content-length: %d" % length) + bytes(length)
-        assert len(reader.feed(data)) == 1
-    alone = RequestReader(Limits())
-    data = head(*lines) + b"b"
-    assert len(reader.feed(data)) == len(alone.feed(data))
-    errors = [None if one.error is None else one.error.text for one in (reader, alone)]
-    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["at once", "behind one that is known"])

@@ -62,10 +62,15 @@ PLAIN = {  # what nobody may refuse: the bodies
 }
 
 
-def read(*pieces: bytes) -> tuple[list[Framed], int | None]:
-    """What was taken, and the status of what was refused."""
+def read(*pieces: bytes) -> tuple[list[Framed], int | None, list[object]]:
+    """What was taken, the status of what was refused, and what the heads of the taken say."""
     reader = RequestReader(Limits())
     requests: list[Request] = [request for piece in pieces for request in reader.feed(piece)]
+    heads: list[object] = []
+    for each in requests:
+        block = each.headers
+        heads.append((block.content_type, block.accept, block.traceparent, block.is_http10))
+        heads.append((each.keep_alive, each.credential, each.body_too_large))
     taken = [
         Framed(
             bytes(each.method),
@@ -74,7 +79,7 @@ def read(*pieces: bytes) -> tuple[list[Framed], int | None]:
         )
         for each in requests
     ]
-    return taken, None if reader.error is None else reader.error.status
+    return taken, None if reader.error is None else reader.error.status, heads
 
 
 def pieces_of(stream: bytes, cuts: list[int]) -> list[bytes]:
@@ -84,13 +89,13 @@ def pieces_of(stream: bytes, cuts: list[int]) -> list[bytes]:
 
 def check(stream: bytes, cuts: list[int]) -> list[Framed]:
     """What was taken of it, which is how the stream begins, in whatever pieces it comes."""
-    taken, status = read(stream)
+    taken, status, heads = read(stream)
     known = framed(stream)
     assert taken == known[: len(taken)]
     assert len(taken) == len(known) or status is not None or not _may_go_on(stream)
-    assert read(*pieces_of(stream, cuts))[0] == taken
+    assert read(*pieces_of(stream, cuts)) == (taken, status, heads)
     byte_by_byte = read(*(stream[at : at + 1] for at in range(len(stream))))
-    assert byte_by_byte == (taken, status)
+    assert byte_by_byte == (taken, status, heads)
     return taken
 
 
@@ -124,6 +129,7 @@ HEADS = (
     b"POST /e HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nt: u\r\n\r\n",
     b"GET /f HTTP/1.0\r\nconnection: keep-alive\r\n\r\n",
     b"GET /g HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    b"FOO /h HTTP/1.1\r\nhost: x\r\ncontent-type: a/b\r\nACCEPT: */*\r\ntraceparent: 00-1\r\n\r\n",
     b"GET /h HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\nz",
     b"\r\nGET /i HTTP/1.1\r\nhost: x\r\nauthorization: Bearer t\r\n\r\n",
     SMUGGLED,

@@ -11,7 +11,7 @@ import pytest
 
 from lean_selector.events.names import Resolver
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
-from lean_selector.http.trust import Credentials, TokenFile, Trust
+from lean_selector.http.trust import Credentials, Trust
 from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched
 from tests.support.certificates import HOST, Authority, Files
 from tests.support.on_loop import on_loop
@@ -89,23 +89,6 @@ async def test_a_name_may_be_given_for_who_is_found_by_address(ask: Ask, files: 
         assert await ask(running.url, Credentials(trust=trust, tls_name="selector.test")) == b"hi"
         with pytest.raises(FAILURES, match="its certificate is not trusted"):
             await ask(running.url, Credentials(trust=trust, tls_name="another.test"))
-
-
-@EVERYBODY
-@on_loop
-async def test_the_token_of_now_goes_with_every_request(ask: Ask, tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("first\n")
-    credentials = Credentials(TokenFile(str(path)))
-    async with serving(says(response(b"hi"))) as running:
-        await ask(running.url, credentials)
-        path.write_text("second, longer".replace(", ", "-"))
-        await ask(running.url, credentials)
-        await ask(running.url, Credentials())
-    heads = [head.lower() for head in running.requests]
-    assert b"\r\nauthorization: bearer first\r\n" in heads[0]
-    assert b"\r\nauthorization: bearer second-longer\r\n" in heads[1]
-    assert b"authorization" not in heads[2]
 
 
 @on_loop

@@ -258,15 +258,6 @@ async def test_over_tls_those_are_believed_whom_the_authority_vouches_for(tmp_pa
 
 
 @on_loop
-async def test_addresses_have_certificates_too(tmp_path: Path) -> None:
-    authority = Authority()
-    path = tmp_path / "ca.crt"
-    path.write_bytes(authority.pem)
-    async with serving(says(response(b"hi")), authority.server("127.0.0.1")) as served:
-        assert (await client(trust=Trust(str(path))).get(served.url)).body == b"hi"
-
-
-@on_loop
 async def test_a_ca_file_that_is_missing_or_none_says_so(tmp_path: Path) -> None:
     path = tmp_path / "ca.crt"
     error = await told(client(trust=Trust(str(path))).get("https://127.0.0.1:1"))

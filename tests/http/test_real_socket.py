@@ -20,6 +20,7 @@ from lean_selector.http.response import encode_response
 from tests.http.live_server import GET, MIB, Server, Story, answer, run, run_over_tls
 from tests.support.on_loop import until
 
+POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"
 TCP_SYN_SENT = 2  # the first byte of struct tcp_info
 Run = Callable[[Story], None]
 
@@ -31,60 +32,36 @@ def either(request: pytest.FixtureRequest) -> Run:
     return over
 
 
-def test_pipelined_requests_come_back_in_order(either: Run) -> None:
+def test_requests_of_every_framing_come_back_in_order_and_what_waits_holds_those_behind_it(
+    either: Run,
+) -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
         writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % i for i in range(1000)))
         bodies = [(await answer(reader))[2] for _ in range(1000)]
         assert bodies == [b"/%d 0" % i for i in range(1000)]
-
-    either(test)
-
-
-def test_expect_100_continue(either: Run) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(
-            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
-        )
+        writer.write(POST + b"expect: 100-continue\r\ncontent-length: 5\r\n\r\n")
         assert (await answer(reader))[0] == 100
-        writer.write(b"hello")
-        assert (await answer(reader))[2] == b"/a 5"
-        writer.write(
-            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
-            b"content-length: 9000000\r\n\r\n"
-        )
-        status, head, _ = await answer(reader)
-        assert status == 413
-        assert b"connection: close" in head
-        assert await reader.read() == b""
-
-    either(test)
-
-
-def test_a_chunked_body(either: Run) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"hello" + POST + b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(20):
             writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
             await writer.drain()
-        writer.write(b"0\r\n\r\n" + GET)
+        writer.write(b"0\r\n\r\n")
+        assert (await answer(reader))[2] == b"/a 5"
         assert (await answer(reader))[2] == b"/a %d" % (20 * 65536)
-        assert (await answer(reader))[2] == b"/a 0"
-
-    either(test)
-
-
-@pytest.mark.parametrize(("size", "status"), [(8 * MIB, 200), (8 * MIB + 1, 413), (9 * MIB, 413)])
-def test_a_body_around_the_limit(either: Run, size: int, status: int) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(
-            b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + bytes(size) + GET
-        )
-        assert (await answer(reader))[0] == status
-        assert (await answer(reader))[0] == 200
+        for size, status in ((8 * MIB, 200), (8 * MIB + 1, 413)):
+            writer.write(POST + b"content-length: %d\r\n\r\n" % size + bytes(size))
+            assert (await answer(reader))[0] == status
+        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+        parked = await server.parked.get()
+        server.connections.start_draining()
+        server.connections.sweep(2.0)
+        parked.resolve(encode_response(200, b"at last"))
+        assert (await answer(reader))[2] == b"at last"
+        _, head, body = await answer(reader)
+        assert body == b"/a 0"
+        assert b"connection: close" in head
+        assert await reader.read() == b""
 
     either(test)
 
@@ -108,29 +85,6 @@ def test_a_client_that_is_still_sending_can_read_why_it_was_refused(either: Run)
     either(test)
 
 
-def test_a_slow_client_gets_408(either: Run) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(GET + b"GET /a HT")
-        assert (await answer(reader))[0] == 200
-        server.connections.sweep(31.0)
-        assert (await answer(reader))[0] == 408
-        assert await reader.read() == b""
-
-    either(test)
-
-
-def test_an_idle_connection_is_closed(either: Run) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(GET)
-        await answer(reader)
-        server.connections.sweep(76.0)
-        assert await reader.read() == b""
-
-    either(test)
-
-
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
     async def test(server: Server) -> None:
@@ -150,19 +104,6 @@ def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
         assert server.handled == 1
 
     run(test)
-
-
-def test_a_parked_request_is_answered_before_those_behind_it(either: Run) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(GET + b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
-        parked = await server.parked.get()
-        assert (await answer(reader))[2] == b"/a 0"
-        parked.resolve(encode_response(200, b"at last"))
-        assert (await answer(reader))[2] == b"at last"
-        assert (await answer(reader))[2] == b"/a 0"
-
-    either(test)
 
 
 @pytest.mark.parametrize("requests", [1, 200])
@@ -192,29 +133,6 @@ def test_a_client_that_does_not_read_holds_back_its_own_requests_only(either: Ru
     either(test)
 
 
-def test_draining_finishes_what_is_parked(either: Run) -> None:
-    async def test(server: Server) -> None:
-        idle_reader, idle_writer = await server.connect()
-        idle_writer.write(GET)
-        await answer(idle_reader)
-        reader, writer = await server.connect()
-        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
-        parked = await server.parked.get()
-        server.connections.start_draining()
-        server.connections.sweep(2.0)
-        assert await idle_reader.read() == b""
-        parked.resolve(encode_response(503, b"{}"))
-        status, head, _ = await answer(reader)
-        assert status == 503
-        assert b"connection: close" in head
-        assert await reader.read() == b""
-        idle_writer.close()
-        writer.close()
-        await until(lambda: not server.connections.open)
-
-    either(test)
-
-
 def test_a_request_that_the_loop_has_not_got_to_keeps_an_idle_connection_open() -> None:
     """By time-out as by draining: it lies in the kernel when the sweep looks."""
 
@@ -234,14 +152,19 @@ def test_a_request_that_the_loop_has_not_got_to_keeps_an_idle_connection_open() 
     run(test)
 
 
-def test_small_answers_are_not_delayed_by_the_kernel() -> None:
+def test_a_connection_has_no_delay_and_its_host_is_noticed_by_the_kernel_when_it_vanishes() -> None:
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
         writer.write(GET)
         await answer(reader)
         (protocol,) = server.protocols
         accepted = protocol.transport.get_extra_info("socket")
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+        options = [getattr(socket, f"TCP_{name}") for name in names]
+        set_to = [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        no_delay, idle_s, every_s, probes, timeout_ms = set_to
+        assert (no_delay, idle_s + every_s * probes, timeout_ms) == (1, 30, 30_000)
 
     run(test)
 
@@ -279,41 +202,6 @@ def test_a_burst_of_newcomers_is_let_in_within_a_few_turns_of_the_loop() -> None
         assert turns < newcomers / 8
 
     run(test)
-
-
-def test_a_host_that_vanishes_is_noticed_by_the_kernel() -> None:
-    async def test(server: Server) -> None:
-        _, writer = await server.connect()
-        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
-        await server.parked.get()
-        (protocol,) = server.protocols
-        accepted = protocol.transport.get_extra_info("socket")
-        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        idle_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
-        every_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
-        probes = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
-        assert idle_s + every_s * probes == 30
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
-
-    run(test)
-
-
-def test_one_connection_too_many_reads_503_also_when_it_has_sent_already(either: Run) -> None:
-    async def test(server: Server) -> None:
-        server.connections.max_connections = 1
-        first = await server.connect()
-        first[1].write(GET)
-        assert (await answer(first[0]))[0] == 200
-        reader, writer = await server.connect()
-        writer.write(GET + bytes(100_000))
-        status, head, body = await answer(reader)
-        assert (status, body) == (503, b'{"error":"too many connections"}')
-        assert b"connection: close" in head
-        assert await reader.read() == b""
-        first[1].write(GET)
-        assert (await answer(first[0]))[0] == 200
-
-    either(test)
 
 
 def test_who_connected_before_the_listener_closes_is_answered(tmp_path: Path) -> None:
