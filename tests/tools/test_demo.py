@@ -62,14 +62,13 @@ def test_a_short_run_prints_progress_and_a_summary_without_errors(
     assert children(os.getpid()) == []
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_the_summary_and_leaves_no_process(sign: signal.Signals) -> None:
+def test_a_signal_ends_it_with_the_summary_and_leaves_no_process() -> None:
     with running_demo("--seconds", "600") as process:
         assert process.stdout is not None
         assert "calls/s" in process.stdout.readline()
         services = children(process.pid)
         assert services
-        process.send_signal(sign)
+        process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, errors) == (0, "")
     assert "load left at the end: 0" in output
@@ -106,20 +105,15 @@ def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -
     assert "load left at the end: 0" in text[text.rindex("\x1b[?25h") :]
 
 
-def test_a_taken_port_is_one_clear_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_a_service_that_does_not_start_is_one_clear_line_and_exit_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--port", str(port)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(rf"lean-selector demo: cannot use port {port}: .*\n", captured.err)
-
-
-def test_a_service_that_does_not_start_is_one_clear_line_and_exit_1(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     program = f"{sys.executable} -c \"raise SystemExit('no port {{port}} today')\""
     assert main(["--cmd", program]) == 1
     error = capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from lean_selector.tools import traffic as player_module
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
-from lean_selector.tools.traffic import Player, percentile
+from lean_selector.tools.traffic import Player
 
 from .conftest import ScriptedService
 
@@ -28,15 +28,21 @@ def selection(worker_id: int) -> tuple[int, bytes]:
     return 200, msgspec.json.encode({"worker_id": worker_id, "overlap": {"gpu": 16}})
 
 
-def good_answers() -> dict[str, tuple[int, bytes]]:
-    return {
-        "GET /workers": (200, b"[]"),
-        "POST /workers": (201, b'{"worker_id":1,"lifecycle":"schedulable"}'),
-        "POST /select_and_reserve": selection(1),
-        "POST /reservations/a%2Fb/prefill_complete": OK,
-        "POST /reservations/a%2Fb/output_block": OK,
-        "DELETE /reservations/a%2Fb": OK,
-    }
+GOOD = {
+    "GET /workers": (200, b"[]"),
+    "POST /workers": (201, b'{"worker_id":1,"lifecycle":"schedulable"}'),
+    "POST /select_and_reserve": selection(1),
+    "POST /reservations/a%2Fb/prefill_complete": OK,
+    "POST /reservations/a%2Fb/output_block": OK,
+    "DELETE /reservations/a%2Fb": OK,
+}
+
+
+@pytest.fixture(name="scripted")
+def _scripted(scripted: ScriptedService) -> ScriptedService:
+    """One that answers well."""
+    scripted.answers = dict(GOOD)
+    return scripted
 
 
 def play(scripted: ScriptedService, engine: SimulatedEngine, stopping: bool = False) -> Player:
@@ -57,7 +63,6 @@ def play(scripted: ScriptedService, engine: SimulatedEngine, stopping: bool = Fa
 def test_a_request_goes_through_its_whole_lifecycle(
     scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:
-    scripted.answers = good_answers()
     player = play(scripted, engine)
     assert [call for call, _ in scripted.requests] == list(scripted.answers)
     body = msgspec.json.decode(scripted.requests[2][1])
@@ -79,7 +84,6 @@ def test_a_request_goes_through_its_whole_lifecycle(
 def test_decoding_ends_early_when_the_program_stops(
     scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:
-    scripted.answers = good_answers()
     player = play(scripted, engine, stopping=True)
     assert "POST /reservations/a%2Fb/output_block" not in dict(scripted.requests)
     assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
@@ -89,7 +93,6 @@ def test_decoding_ends_early_when_the_program_stops(
 def test_a_refused_step_is_counted_and_the_reservation_still_freed(
     scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:
-    scripted.answers = good_answers()
     scripted.answers["POST /reservations/a%2Fb/prefill_complete"] = (404, b"lost")
     player = play(scripted, engine)
     assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
@@ -100,7 +103,7 @@ def test_a_refused_step_is_counted_and_the_reservation_still_freed(
 def test_a_choice_that_is_not_one_of_ours_is_an_error(
     scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:
-    scripted.answers = good_answers() | {"POST /select_and_reserve": selection(9)}
+    scripted.answers["POST /select_and_reserve"] = selection(9)
     player = play(scripted, engine)
     assert player.errors == ["the service chose worker 9, which is not ours"]
 
@@ -110,33 +113,32 @@ def test_errors_and_records_are_bounded(
 ) -> None:
     monkeypatch.setattr(player_module, "ERROR_LIMIT", 0)
     monkeypatch.setattr(player_module, "RECORD_LIMIT", 0)
-    scripted.answers = good_answers()
     del scripted.answers["DELETE /reservations/a%2Fb"]
     player = play(scripted, engine)
     assert (player.error_count, player.errors, player.recorded) == (1, [], [])
 
 
-def test_a_worker_that_is_not_schedulable_is_told_with_the_reasons(
-    scripted: ScriptedService, engine: SimulatedEngine
+@pytest.mark.parametrize(
+    ("call", "answer", "words"),
+    [
+        (
+            "POST /workers",
+            b'{"worker_id":1,"lifecycle":"incomplete","not_schedulable_reasons":["x","y"]}',
+            "worker 1 is incomplete: x; y",
+        ),
+        ("GET /workers", b'[{"worker_id":1,"lifecycle":"incomplete"}]', "has a worker 1 already"),
+        ("GET /workers", b'[{"worker_id":1,"lifecycle":"unschedulable"}]', None),
+    ],
+)
+def test_workers_are_registered_unless_one_of_the_id_lives_or_it_lacks_something(
+    call: str, answer: bytes, words: str | None, scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:
-    scripted.answers = good_answers()
-    scripted.answers["POST /workers"] = (
-        201,
-        b'{"worker_id":1,"lifecycle":"incomplete","not_schedulable_reasons":["x","y"]}',
-    )
-    with pytest.raises(ServiceError, match="worker 1 is incomplete: x; y"):
-        play(scripted, engine)
-
-
-def test_a_living_worker_of_the_same_id_is_not_replaced(
-    scripted: ScriptedService, engine: SimulatedEngine
-) -> None:
-    scripted.answers = good_answers()
-    scripted.answers["GET /workers"] = 200, b'[{"worker_id":1,"lifecycle":"unschedulable"}]'
-    assert play(scripted, engine).finished == 1
-    scripted.answers["GET /workers"] = 200, b'[{"worker_id":1,"lifecycle":"incomplete"}]'
-    with pytest.raises(ServiceError, match="has a worker 1 already"):
-        play(scripted, engine)
+    scripted.answers[call] = scripted.answers[call][0], answer
+    if words is None:
+        assert play(scripted, engine).finished == 1
+    else:
+        with pytest.raises(ServiceError, match=words):
+            play(scripted, engine)
 
 
 def test_load_left_adds_up_everything_that_loads_counts(scripted: ScriptedService) -> None:
@@ -153,9 +155,3 @@ def test_load_left_adds_up_everything_that_loads_counts(scripted: ScriptedServic
             return left
 
     assert asyncio.run(main()) == 43_210
-
-
-def test_percentile_takes_the_nearest_rank() -> None:
-    assert percentile([], 0.5) == 0.0
-    assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 3.0
-    assert percentile([1.0, 2.0], 0.99) == 2.0

@@ -1,7 +1,6 @@
 """Polls of workers: whom, where, how many at once, and what comes of them, with real servers."""
 
 import contextlib
-import http.server
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,42 +10,30 @@ import pytest
 from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import Fleet
+from tests.support.fake_engine import FakeEngine
 from tests.support.running_service import RunningService, wait_until
 
 FLAGS = ("--worker-health-interval-secs", "0.05", "--worker-health-failures", "2")
 
 
-class Engine:
-    """An HTTP server that says how it is; `status` 0 says nothing at all."""
+class Engine(FakeEngine):
+    """Says how it is; `status` 0 says nothing at all."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.status = 200
         self.paths: list[str] = []
-        engine = self
+        self._released = threading.Event()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                engine.paths.append(self.path)
-                if not engine.status:
-                    engine.released.wait()
-                    return
-                self.send_response(engine.status)
-                self.send_header("location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.released = threading.Event()
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+    def answer(self, path: str, authorization: str | None, sent: bytes) -> tuple[int, bytes]:
+        self.paths.append(path)
+        if not self.status:
+            self._released.wait()
+        return self.status, b""
 
     def close(self) -> None:
-        self.released.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._released.set()
+        super().close()
 
 
 @contextlib.contextmanager
@@ -55,7 +42,7 @@ def two_engines(*flags: str) -> Iterator[tuple[Fleet, Engine, Engine]]:
     try:
         with Fleet(0, *FLAGS, *flags) as fleet:
             for number, engine in enumerate(engines, 1):
-                fleet.register(number, f"{engine.endpoint}/v1")
+                fleet.register(number, f"{engine.url}/v1")
             yield fleet, *engines
     finally:
         for engine in engines:
@@ -136,17 +123,12 @@ def test_where_a_worker_is_asked(endpoint: str | None, url: str | None) -> None:
 
 def test_a_worker_whose_event_source_is_lost_is_asked_at_once() -> None:
     with (
-        contextlib.closing(Engine()) as engine,
+        Engine() as engine,
         RunningService("--worker-health-interval-secs", "1e9") as service,
     ):
         publisher = KvEventPublisher(worker_id=1, kv_block_size=16, endpoint="tcp://127.0.0.1:0")
-        worker = {
-            "worker_id": 1,
-            "model_name": "m",
-            "endpoint": engine.endpoint,
-            "block_size": 16,
-            "kv_events_endpoint": publisher.endpoint,
-        }
+        worker = {"worker_id": 1, "model_name": "m", "endpoint": engine.url, "block_size": 16}
+        worker["kv_events_endpoint"] = publisher.endpoint
         assert service.post("/workers", worker)[0] == 201
         wait_until(
             lambda: service.get("/kv_sources")[1][0]["connection"] == "connected", "it is heard"
