@@ -10,13 +10,14 @@ service that is killed meanwhile: what it lets down is no loss.
 """
 
 import argparse
+import inspect
 import select
 import signal
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from random import Random
 
 import msgspec
@@ -31,8 +32,7 @@ DEPTHS = (1, 1, 1, 1, 4, 8, 16, 16)  # lifecycles at a time of the lanes over TC
 UDS_DEPTHS = (1, 8)
 MOST_TROUBLES = 20
 ID_DIGITS = 12
-SELECT, PREFILL, OUTPUT, FREE = range(4)
-EXPECTED = {SELECT: (200, 503), PREFILL: (200,), OUTPUT: (200,), FREE: (200,)}
+SELECT, PREFILL, OUTPUT, FREE, REST = "select", "prefill", "output", "free", "rest"
 
 
 class Placement(msgspec.Struct):
@@ -84,53 +84,46 @@ class Book:
     def __init__(self, seed: int, prefix: str, goal: int | None, tolerant: bool) -> None:
         self.report = Report()
         self.tolerant = tolerant
-        self.statuses: Counter[tuple[int, int]] = Counter()
-        self.known: dict[int, bytes] = {}  # the last good answer of each step but selection
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self.known: dict[str, bytes] = {}  # the last good answer of each step but selection
         self.draining = False
-        self._drawn = Random()
+        self.drawn = Random()
         self._goal = goal
         self._begun = 0
         self._prefix = prefix.encode()
         self._selects = [_select(prompt) for family in families(seed) for prompt in family]
-        self._fresh = FRESH_TOKENS.stop - FRESH_TOKENS.start
 
     def begin(self, count: int) -> list[bytes]:
         """Ids of that many lifecycles that shall begin now, or of as many as are left."""
-        if self.draining:
-            return []
         left = count if self._goal is None else self._goal - self.report.lifecycles
         if left <= 0:
             self.draining = True
+        if self.draining:
+            return []
         ids = [b"%s%012d" % (self._prefix, self._begun + at) for at in range(min(count, left))]
         self._begun += len(ids)
         return ids
 
-    def request(self, step: int, lifecycle: bytes) -> bytes:
-        if step == SELECT:
-            drawn = self._drawn.random
-            template = self._selects[int(drawn() * len(self._selects))]
-            return template % (lifecycle, FRESH_TOKENS.start + int(drawn() * self._fresh))
-        return _LATER[step] % lifecycle
+    def request(self, step: str, lifecycle: bytes) -> bytes:
+        if step != SELECT:
+            return _LATER[step] % lifecycle
+        drawn = self.drawn.random
+        template = self._selects[int(drawn() * len(self._selects))]
+        return template % (lifecycle, FRESH_TOKENS.start + int(drawn() * len(FRESH_TOKENS)))
 
     def outputs(self) -> int:
-        return self._drawn.randrange(3)
-
-    def batches(self) -> int:
-        return self._drawn.randrange(BATCHES // 2, BATCHES * 3 // 2)
+        return self.drawn.randrange(3)
 
     def trouble(self, text: str) -> None:
         if len(self.report.troubles) < MOST_TROUBLES:
             self.report.troubles.append(text)
 
-    def told(self, *, ended: bool = False) -> bytes:
-        report = self.report
-        names = ("select", "prefill", "output", "free")
-        report.statuses = {
-            f"{names[step]} {status}": count
-            for (step, status), count in sorted(self.statuses.items())
-        }
-        report.at, report.ended = time.monotonic(), ended
-        return msgspec.json.encode(report)
+    def told(self, *, ended: bool = False) -> str:
+        """A line of JSON."""
+        statuses = sorted(self.statuses.items())
+        self.report.statuses = {f"{step} {status}": count for (step, status), count in statuses}
+        self.report.at, self.report.ended = time.monotonic(), ended
+        return msgspec.json.encode(self.report).decode() + "\n"
 
 
 def _select(prompt: list[int]) -> bytes:
@@ -150,6 +143,9 @@ _LATER = {
     FREE: http("DELETE", "/reservations/%b"),
 }
 
+# What a lane asks next, of which lifecycles; it is sent those that were answered with 200.
+Steps = Generator[tuple[str, list[bytes]], list[bytes], None]
+
 
 class Lane:
     """One connection and the lifecycles on it, `depth` at a time. `address`: a port or a path."""
@@ -158,15 +154,14 @@ class Lane:
         self._book, self._address, self._depth = book, address, depth
         self._pause_s = pause_s
         self.due = 0.0  # when to go on, while nothing is under way
+        self.waits_since: float | None = None
         self._socket: socket.socket | None = None
         self._live: list[bytes] = []  # lifecycles that this step asked for
-        self._outputs = 0
-        self._batches = 0
-        self._closing = False
-        self._received = b""
+        self._placed: list[bytes] = []  # those of them whose answer was good
         self._taken = 0  # answers of this step that were read
-        self.waits_since: float | None = None
-        self.step = FREE
+        self._received = b""
+        self._closing = False
+        self._step = FREE
 
     @property
     def is_done(self) -> bool:
@@ -175,68 +170,76 @@ class Lane:
     def fileno(self) -> int:
         return -1 if self._socket is None else self._socket.fileno()
 
+    def _steps(self) -> Steps:
+        """Of the life of a connection; then the lane makes another."""
+        book = self._book
+        for _ in range(book.drawn.randrange(BATCHES // 2, BATCHES * 3 // 2)):
+            if not (ids := book.begin(self._depth)):
+                return
+            for step in (SELECT, PREFILL, *[OUTPUT] * book.outputs(), FREE):
+                ids = yield step, ids
+                if not ids:
+                    break
+            else:
+                book.report.lifecycles += len(ids)
+            if self._pause_s:
+                yield REST, []
+
     def connect(self) -> None:
         """Raises OSError. A local connection is made at once, or not at all."""
-        made = connected(self._address, ANSWER_S)
-        self._socket, self._received, self._closing = made, b"", False
-        self._batches = self._book.batches()
+        self._socket = connected(self._address, ANSWER_S)
+        self._received, self._closing = b"", False
+        self._life = self._steps()
         self._book.report.connections += 1
 
     def go_on(self) -> None:
-        """Begin the next lifecycles; none are left or the connection is old: close it."""
-        self._batches -= 1
-        ids = self._book.begin(self._depth) if self._batches > 0 else []
-        if ids:
-            self._ask(SELECT, ids)
-        else:
-            assert self._socket is not None
-            self._closing = True  # and whatever comes before the end was asked for by nobody
-            self.waits_since = time.monotonic()
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def _ask(self, step: int, ids: list[bytes]) -> None:
+        """Take the next step; none is left: close the connection, as the other end must then."""
         assert self._socket is not None
         book = self._book
-        self.step, self._live, self._taken = step, ids, 0
-        self._placed = list[bytes]()
+        placed, self._placed, self._taken = self._placed, [], 0
+        begun = inspect.getgeneratorstate(self._life) != inspect.GEN_CREATED
+        try:
+            self._step, self._live = self._life.send(placed) if begun else next(self._life)
+        except StopIteration:
+            self._closing = True  # and whatever comes before the end was asked for by nobody
+            self._socket.shutdown(socket.SHUT_WR)
+        if self._step == REST and not self._closing:
+            self.due, self.waits_since = time.monotonic() + self._pause_s, None
+            return
         self.waits_since = time.monotonic()
-        book.report.requests += len(ids)
-        self._socket.sendall(b"".join([book.request(step, each) for each in ids]))
+        if not self._closing:
+            book.report.requests += len(self._live)
+            self._socket.sendall(b"".join([book.request(self._step, each) for each in self._live]))
 
     def receive(self) -> bool:
         """Read what is there; whether the connection has ended, which is closed then."""
         assert self._socket is not None
         try:
             piece = self._socket.recv(1 << 18)
+            if piece:
+                self._received = self._received + piece if self._received else piece
+                self._judge()
+                return False
+        except ValueError as error:  # no answer, or not the one that was asked for
+            return self.lose(str(error), wrong=1)
         except OSError as error:
             return self.lose(str(error))
-        if not piece:
-            if self._closing and not self._received:
-                self.close()
-                return True
-            return self.lose("the connection was closed")
-        self._received = self._received + piece if self._received else piece
-        try:
-            self._judge()
-        except (Malformed, msgspec.ValidationError, msgspec.DecodeError) as error:
-            return self.lose(f"{error}", wrong=1)
-        except OSError as error:
-            return self.lose(str(error))
-        return False
+        if self._closing and not self._received:
+            self.close()
+            return True
+        return self.lose("the connection was closed")
 
     def _judge(self) -> None:
         """Count the answers that have come; behind the last of a step, take the next."""
         if self._closing or self.waits_since is None:
             raise Malformed(f"nobody asked for {self._received[:120]!r}")
-        book, step, data = self._book, self.step, self._received
-        wanted = len(self._live) - self._taken
+        book, step, data, at = self._book, self._step, self._received, 0
         known = book.known.get(step)
-        if known is not None and not self._taken and data == known * wanted:
-            book.statuses[step, 200] += wanted
-            book.report.answers += wanted
+        if known is not None and not self._taken and data == known * len(self._live):
+            book.statuses[step, 200] += len(self._live)
+            book.report.answers += len(self._live)
             self._placed = self._live
         else:
-            at = 0
             while self._taken < len(self._live) and (found := answer_at(data, at)):
                 status, begin, end = found
                 self._take(step, self._live[self._taken], status, data[begin:end])
@@ -250,70 +253,47 @@ class Lane:
             if self._received:
                 raise Malformed(f"an answer more than was asked for: {self._received[:120]!r}")
         self._received = b""
-        self._next(step)
+        waited_s = time.monotonic() - self.waits_since
+        book.report.slowest_s = max(book.report.slowest_s, waited_s)
+        self.go_on()
 
-    def _take(self, step: int, lifecycle: bytes, status: int, body: bytes) -> None:
+    def _take(self, step: str, lifecycle: bytes, status: int, body: bytes) -> None:
         book = self._book
         book.statuses[step, status] += 1
         book.report.answers += 1
-        if status not in EXPECTED[step]:
-            book.report.wrong += not book.tolerant
-            book.trouble(f"{lifecycle.decode()}, step {step}: {status} {body[:200]!r}")
-        elif status == 503:
+        if status == 503 and step == SELECT:
             decode_refusal(body)
             book.report.shed += 1
-        elif step != SELECT:
-            decode_done(body)
-            self._placed.append(lifecycle)
-        elif decode_placement(body).reservation_id != lifecycle.decode():
-            raise Malformed(f"{lifecycle!r} was answered {body!r}")
+        elif status != 200:
+            book.report.wrong += not book.tolerant
+            book.trouble(f"{lifecycle.decode()}, {step}: {status} {body[:200]!r}")
         else:
+            if step != SELECT:
+                decode_done(body)
+            elif decode_placement(body).reservation_id != lifecycle.decode():
+                raise Malformed(f"{lifecycle!r} was answered {body!r}")
             self._placed.append(lifecycle)
-
-    def _next(self, step: int) -> None:
-        """All of a step have their answers: what was placed goes on."""
-        book, now = self._book, time.monotonic()
-        if self.waits_since is not None:
-            book.report.slowest_s = max(book.report.slowest_s, now - self.waits_since)
-        self.waits_since = None
-        ids = self._placed
-        if step == FREE or not ids:
-            book.report.lifecycles += len(ids) if step == FREE else 0
-            if self._pause_s:
-                self.due = now + self._pause_s
-            else:
-                self.go_on()
-            return
-        if step == SELECT:
-            self._outputs = book.outputs()
-            self._ask(PREFILL, ids)
-        elif self._outputs > 0:
-            self._outputs -= 1
-            self._ask(OUTPUT, ids)
-        else:
-            self._ask(FREE, ids)
 
     def lose(self, why: str, wrong: int = 0) -> bool:
         """The connection is of no use any more: what waits for an answer has lost it."""
         report = self._book.report
-        unanswered = 0 if self._closing or self.waits_since is None else len(self._live)
-        unanswered -= min(unanswered, self._taken)
+        asked = 0 if self._closing or self.waits_since is None else len(self._live)
+        unanswered = max(0, asked - self._taken)
         if self._book.tolerant:
             report.let_down += unanswered
         else:
             report.lost += unanswered
-            report.wrong += wrong
             # A connection that we keep and that is closed on us, without a request: no answer is
             # lost, but nobody asked for that either.
-            report.wrong += not unanswered and not wrong
-            self._book.trouble(f"step {self.step}, {unanswered} unanswered: {why}")
+            report.wrong += wrong or not unanswered
+            self._book.trouble(f"{self._step}, {unanswered} unanswered: {why}")
         self.close()
         return True
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._socket, self.waits_since, self._live = None, None, []
+        self._socket, self.waits_since, self._live, self._placed = None, None, [], []
         self.due = time.monotonic() + (AGAIN_S if self._book.tolerant else 0.0)
 
 
@@ -325,14 +305,13 @@ class Run:
         self._poll = select.epoll()
         self._of: dict[int, Lane] = {}
 
-    def play(self, every_s: float) -> Iterator[bytes]:
+    def play(self, every_s: float) -> Iterator[str]:
         """Until all lanes have come to their end; yields what to print."""
         told_at = time.monotonic() + every_s
         self._look()
         while not all(lane.is_done for lane in self._lanes):
             for descriptor, _ in self._poll.poll(0.01):
-                lane = self._of[descriptor]
-                if lane.receive():
+                if self._of[descriptor].receive():
                     del self._of[descriptor]  # closing it took it off the poll
             self._look()
             if time.monotonic() >= told_at:
@@ -344,23 +323,19 @@ class Run:
         """Lanes that rest and are due go on; those that wait for too long have lost."""
         now = time.monotonic()
         for lane in self._lanes:
-            if lane.waits_since is not None:
-                if now - lane.waits_since > ANSWER_S:
-                    self._of.pop(lane.fileno(), None)
-                    lane.lose(f"no answer within {ANSWER_S:.0f} s")
-            elif now >= lane.due and not lane.is_done:
-                self._begin(lane)
-
-    def _begin(self, lane: Lane) -> None:
-        try:
-            if lane.fileno() < 0:
-                lane.connect()
-                self._poll.register(lane, select.EPOLLIN)
-                self._of[lane.fileno()] = lane
-            lane.go_on()
-        except OSError as error:
-            self._of.pop(lane.fileno(), None)
-            lane.lose(f"cannot connect: {error}")
+            try:
+                if lane.waits_since is not None:
+                    if now - lane.waits_since > ANSWER_S:
+                        raise TimeoutError(f"no answer within {ANSWER_S:.0f} s")
+                elif now >= lane.due and not lane.is_done:
+                    if lane.fileno() < 0:
+                        lane.connect()
+                        self._poll.register(lane, select.EPOLLIN)
+                        self._of[lane.fileno()] = lane
+                    lane.go_on()
+            except OSError as error:
+                self._of.pop(lane.fileno(), None)
+                lane.lose(f"cannot go on: {error}")
 
 
 def main() -> None:
@@ -386,7 +361,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, drain)
     for line in Run(book, lanes).play(args.every):
-        sys.stdout.write(line.decode() + "\n")
+        sys.stdout.write(line)
         sys.stdout.flush()
 
 
