@@ -1,7 +1,7 @@
 """A reference and ours side by side: every step is taken by both, and their answers are compared.
 
-A step is plain data, so a run is a list that can be printed, kept, and played again to two fresh
-services; `shrunk` looks for a short one. Engines stand in a step by number: `tcp://engine-3`.
+A step is plain data, so a run is a list that can be printed. Engines stand in a step by number:
+`tcp://engine-3`.
 """
 
 import contextlib
@@ -16,8 +16,6 @@ from tests.support.recorded_cases import replay
 from tests.support.running_service import DEADLINE_S
 
 BLOCK_SIZE = 4
-AGREES_WITHIN_S, HEARS_WITHIN_S = 0.3, 3.0  # while a shorter play is looked for
-SHRINKING = 60  # times that both are started anew to find out what matters
 Step = dict[str, Any]
 Answer = tuple[int, Any]
 Pair = tuple[ChildService, ChildService]
@@ -44,20 +42,12 @@ class SideBySide:
     """
 
     def __init__(
-        self,
-        services: Pair,
-        engines: Iterable[int] = (),
-        amend: Amend = as_it_is,
-        *,
-        is_whole: bool = True,
+        self, services: Pair, engines: Iterable[int] = (), amend: Amend = as_it_is
     ) -> None:
-        """is_whole: no step is left out, so that what each publishes is what will be held."""
         self.services = services
         self.log: list[Step] = []
         self.compared = 0
         self._amend = amend
-        self._is_whole = is_whole
-        self._patience_s = DEADLINE_S if is_whole else HEARS_WITHIN_S
         self._heard = 0
         self._engines = {
             worker_id: KvEventPublisher(
@@ -171,7 +161,7 @@ class SideBySide:
             ranks[1:] = [self._ranks(self.services[0])]
             return ranks[0] == ranks[1]
 
-        if not self._until(is_settled, self._patience_s):
+        if not self._until(is_settled):
             self._differ(step, ranks[1], ranks[0])
 
     def _ranks(self, service: ChildService) -> list[tuple[int, int]]:
@@ -198,11 +188,7 @@ class SideBySide:
             return held == [step["blocks"]] * 2
 
         self.compared += 1
-        if self._is_whole:
-            if not self._until(are_held, self._patience_s):
-                self._differ(step, *held)
-        # Of fewer steps it may be another number, but both should come to the same.
-        elif not self._until(are_held, AGREES_WITHIN_S) and held[0] != held[1]:
+        if not self._until(are_held):
             self._differ(step, *held)
 
     def _hear(self, step: Step) -> None:
@@ -215,7 +201,7 @@ class SideBySide:
             self._engines[step["engine"]].publish_stored(None, step["tokens"], None, name)
             return all(self._held(each, probe) == 1 for each in self.services)
 
-        if not self._until(is_heard, self._patience_s):
+        if not self._until(is_heard):
             self._differ(step, *(self._held(each, probe) for each in self.services))
 
     def _held(self, service: ChildService, step: Step) -> int:
@@ -224,31 +210,13 @@ class SideBySide:
         found = [row["device_blocks"] for row in rows if row["worker_id"] == step["engine"]]
         return max(found, default=0)
 
-    def _until(self, condition: Callable[[], bool], patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
         return True
-
-
-def shrunk(steps: list[Step], differs: Callable[[list[Step]], bool], attempts: int) -> list[Step]:
-    """A shorter list of steps that still differs: ever smaller stretches are left out, all but what
-    waits for the services, as long as it does, in at most so many attempts."""
-    size = len(steps) // 2
-    while size and attempts:
-        at = 0
-        while at < len(steps) and attempts:
-            waits = [step for step in steps[at : at + size] if step["do"] in ("hear", "settle")]
-            fewer = steps[:at] + waits + steps[at + size :]
-            attempts -= 1
-            if len(fewer) < len(steps) and differs(fewer):
-                steps = fewer
-            else:
-                at += size
-        size //= 2
-    return steps
 
 
 @contextlib.contextmanager
@@ -270,11 +238,10 @@ def side_by_side(
     *flags: str,
     engines: Iterable[int] = (),
     amend: Amend = as_it_is,
-    is_whole: bool = True,
 ) -> Iterator[SideBySide]:
     """Both, freshly started; `theirs` and `ours` are the commands."""
     with running(theirs, env, *flags) as reference, running(ours, env, *flags) as own:
-        pair = SideBySide((reference, own), engines, amend, is_whole=is_whole)
+        pair = SideBySide((reference, own), engines, amend)
         try:
             yield pair
         finally:
@@ -283,32 +250,14 @@ def side_by_side(
 
 def play(
     seed: int,
-    opened: Callable[..., contextlib.AbstractContextManager[SideBySide]],
+    opened: Callable[[], contextlib.AbstractContextManager[SideBySide]],
     run: Callable[[SideBySide], None],
 ) -> int:
-    """How many answers were compared. Fails where one differed, with what is left of the steps
-    when those that do not matter are left out. `opened` starts both, told if any is missing."""
+    """How many answers were compared. Fails where one differed, with the steps that led there."""
     with opened() as pair:
         try:
             run(pair)
-            return pair.compared
         except Different as difference:
-            first, steps = difference, pair.log
-
-    def differs(steps: list[Step]) -> bool:
-        with opened(is_whole=False) as again:
-            try:
-                for step in steps:
-                    again.take(step)
-            except Different:
-                # Nothing but what differed before: a play of fewer steps may go astray elsewhere.
-                return again.log[-1] == pair.log[-1]
-        return False
-
-    if differs(steps):
-        steps = shrunk(steps, differs, SHRINKING)
-    lines = "\n".join(json.dumps(step) for step in steps)
-    raise AssertionError(
-        f"with seed {seed} this was answered differently:\n{first}\n"
-        f"steps that show it, from a fresh start:\n{lines}"
-    )
+            steps = "\n".join(json.dumps(step) for step in pair.log)
+            raise AssertionError(f"seed {seed}: {difference}\nsteps until then:\n{steps}") from None
+        return pair.compared
