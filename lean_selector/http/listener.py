@@ -77,9 +77,11 @@ def inet_socket(
 
     Resolved here: the loop's own resolver would leave four threads behind.
     """
-    family, _, proto, _, address = socket.getaddrinfo(
-        host, port, type=kind, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
+    except UnicodeError:  # a part of it is too long for DNS
+        raise OSError("not a host name") from None
+    family, _, proto, _, address = found[0]
     bound = socket.socket(family, kind, proto)
     is_tcp = kind == socket.SOCK_STREAM
     try:
