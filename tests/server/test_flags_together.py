@@ -66,6 +66,26 @@ def selector(words: str) -> SelectorConfig:
             "--replica-sync-port 9092 --replica-sync-peers tcp://a:1,foo",
             "invalid replica peer endpoint `foo`",  # as the reference has it
         ),
+        *(
+            (f"{words} 9", f"{words} requires {needed}")
+            for words, needed in (
+                ("--prompts-memory-mb", "--prompts"),
+                ("--prompts-tokenize-from", "--prompts"),
+                ("--prompts-tokenize-timeout-secs", "--prompts"),
+                ("--prompts-tokenizer", "--prompts"),
+                ("--discover-refresh-secs", "--discover"),
+                ("--queue-max-wait-secs", "--queue-threshold"),
+                ("--state-interval-secs", "--state-dir"),
+                ("--replica-sync-discover-http-port", "--replica-sync-discover"),
+                ("--worker-health-timeout-secs", "--worker-health-interval-secs"),
+                ("--worker-health-failures", "--worker-health-interval-secs"),
+            )
+        ),
+        ("--discover-defaults {}", "--discover-defaults requires --discover"),
+        (
+            "--worker-health-path /x",
+            "--worker-health-path requires --worker-health-interval-secs",
+        ),
         ("--no-router-assume-kv-reuse --router-assume-kv-reuse on", "exclude each other"),
         ("--router-predicted-ttl-secs 5 --use-kv-events off", "use_kv_events=true"),
         ("--router-approximate-cache-policy lru", "lru"),
@@ -109,6 +129,23 @@ def test_a_path_that_would_be_left_out_ends_the_start(
     with pytest.raises(SystemExit):
         gateway(f"http://a{rest}")
     assert f"`http://a{rest}`: expected http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--session-affinity-ttl-secs 60", "--session-affinity-ttl-secs"),
+        ("--prompts-tokenizer /x", "--prompts local"),
+        ("--worker-health-interval-secs none --worker-health-path /x", "-interval-secs"),
+    ],
+)
+def test_a_flag_that_the_gateway_would_ignore_ends_the_start(
+    words: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gateway(f"http://a {words}")
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
 
 
 def test_the_selector_in_it_is_told_what_the_gateway_is_but_has_a_port_of_its_own() -> None:

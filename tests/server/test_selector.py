@@ -10,13 +10,11 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.programs import program
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
@@ -287,65 +285,6 @@ def test_restarts_on_one_path_lose_no_request(tmp_path: Path) -> None:
             clients.go_on()
 
 
-HAPROXY = """
-defaults
-    mode http
-    timeout connect 10s
-    timeout client 60s
-    timeout server 60s
-    option redispatch 1
-    retries 10
-frontend gateway
-    bind 127.0.0.1:{port}
-    default_backend selectors
-backend selectors
-    option httpchk GET /health
-    http-reuse always
-"""
-HAPROXY_SERVER = "    server s{port} 127.0.0.1:{port} check inter 100ms fall 1 rise 1\n"
-
-
-@contextlib.contextmanager
-def gateway(folder: Path, services: list[RunningService]) -> Iterator[int]:
-    """The port of a haproxy before the services. It tries again only what was refused."""
-    haproxy = program("haproxy", "haproxy")
-    config = folder / "haproxy.cfg"
-
-    def start() -> tuple[int, subprocess.Popen[bytes]]:
-        port = free_port()
-        servers = "".join(HAPROXY_SERVER.format(port=service.port) for service in services)
-        config.write_text(HAPROXY.format(port=port) + servers)
-        return port, subprocess.Popen([haproxy, "-q", "-db", "-f", str(config)])
-
-    port, process = start()
-    try:
-
-        def is_up() -> bool:
-            nonlocal port, process
-            if process.poll() == 1:
-                port, process = start()  # somebody was faster, and has the port
-            with contextlib.suppress(OSError), Connection(port) as connection:
-                return connection.exchange().startswith(b"HTTP/1.1 200 ")
-            return False
-
-        wait_until(is_up, "the gateway is up")
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_services_that_stop_behind_a_gateway_lose_no_request(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as started:
-        services = [started.enter_context(RunningService("--drain-secs", "20")) for _ in range(3)]
-        port = started.enter_context(gateway(tmp_path, services))
-        with KeepAliveClients(16, port) as clients:
-            clients.go_on()
-            for stopping in services[:2]:
-                assert stopping.stop()[0] == 0
-                clients.go_on()
-
-
 def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as stale:
@@ -399,12 +338,6 @@ def test_a_host_without_an_address_is_one_line_in_words() -> None:
     assert (status, err) == (1, f"lean-selector: error: not a host name: {name}:1\n")
 
 
-def test_an_empty_path_is_no_path() -> None:
-    status, err = refused_start("--port", str(free_port()), "--uds", "")
-    assert status == 2
-    assert err.endswith("error: --uds: invalid value ``: expected a path\n")
-
-
 # -- how many (D27) -------------------------------------------------------------------------------
 
 
@@ -436,15 +369,6 @@ def test_connections_beyond_the_most_are_refused_and_counted() -> None:
                 metrics = again.read_all()
     assert "\nlean_selector_http_connections 2\n" in metrics
     assert re.search(r"\nlean_selector_http_connections_refused_total [1-9]", metrics)
-
-
-def test_a_client_that_closes_its_sending_side_gets_its_answer() -> None:
-    with RunningService(env=NO_EVENTS) as service:
-        for path in ("/metrics", "/loads", "/dump") * 5:
-            with Connection(service.port) as asking:
-                asking.send(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
-                asking.socket.shutdown(socket.SHUT_WR)
-                assert asking.read_all().startswith("HTTP/1.1 200 ")
 
 
 # -- what the clock does --------------------------------------------------------------------------

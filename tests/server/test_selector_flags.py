@@ -207,6 +207,7 @@ def test_what_the_reference_has_without_effect_is_taken() -> None:
 
 BAD = {
     "--host": [""],
+    "--uds": [""],
     "--port": ["65536", "-1", "x", "80.0", "1_0", "\u0661\u0662"],
     "--threads": ["-1", "x"],
     "--drain-secs": ["-1", "inf", "1_0", "\u0661"],
@@ -258,32 +259,6 @@ def test_a_bad_value_is_refused_by_one_line_that_names_its_flag(
         line = complaint(capsys, f"{flag}={text}")
         assert line.startswith(f"lean-selector: error: {flag}")
         assert f"`{text}`" in line
-
-
-@pytest.mark.parametrize(
-    ("flag", "text", "needs"),
-    [
-        *(("--prompts-memory-mb", "9", "--prompts"), ("--prompts-tokenizer", "/x", "--prompts")),
-        *(
-            ("--prompts-tokenize-from", "9", "--prompts"),
-            ("--discover-defaults", "{}", "--discover"),
-        ),
-        ("--prompts-tokenize-timeout-secs", "9", "--prompts"),
-        ("--discover-refresh-secs", "9", "--discover"),
-        ("--queue-max-wait-secs", "9", "--queue-threshold"),
-        ("--state-interval-secs", "9", "--state-dir"),
-        ("--replica-sync-discover-http-port", "9", "--replica-sync-discover"),
-        ("--worker-health-path", "/x", "--worker-health-interval-secs"),
-        ("--worker-health-timeout-secs", "9", "--worker-health-interval-secs"),
-        ("--worker-health-failures", "9", "--worker-health-interval-secs"),
-    ],
-)
-def test_a_flag_that_would_do_nothing_names_the_one_that_it_needs(
-    capsys: pytest.CaptureFixture[str], flag: str, text: str, needs: str
-) -> None:
-    line = complaint(capsys, flag, text)
-    assert flag in line
-    assert needs in line
 
 
 def test_peers_are_kept_once_each() -> None:

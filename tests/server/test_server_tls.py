@@ -1,5 +1,6 @@
 """TLS as the services have it: their files, what is refused, and real processes that speak it."""
 
+import asyncio
 import datetime
 import http.client
 import os
@@ -16,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.http.connections import TlsCounts
-from lean_selector.server.server_tls import HandshakeLog, server_context
+from lean_selector.http.connections import Connections, TlsCounts
+from lean_selector.http.head import Limits
+from lean_selector.server.server_tls import HandshakeLog, ServerTls, server_context
 from lean_selector.server.service_flags import TlsFiles
 from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
+from tests.support.on_loop import on_loop
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, free_port, wait_until
 from tests.support.tls_service import TlsService, ask, shown_by
@@ -240,36 +243,35 @@ def test_new_files_are_for_new_connections(files: Files, how: str) -> None:
         assert shown_by(kept) == shown
 
 
-def _last_second(service: TlsService) -> float:
-    return _sample(service.get("/metrics")[1], "lean_selector_tls_certificate_not_after_seconds")
-
-
-def test_the_last_second_of_the_certificate_is_told_and_follows_the_files(files: Files) -> None:
+@on_loop
+async def test_a_pair_that_fits_again_is_taken_over_and_a_broken_one_is_not(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = (datetime.datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC) for year in (2051, 2052))
+    connections = Connections(asyncio.get_running_loop().call_soon, Limits(), max_connections=10)
+    counts = connections.tls
+
+    def looked_at() -> list[object]:
+        """What is counted and shown after two looks, the first of which may be amid a change."""
+        for _ in range(2):
+            tls.look(0.0)
+        return [counts.reloads, counts.reload_failures, counts.not_after]
+
     files.write(OURS.issue(HOST, not_after=first))
-    with TlsService(files, OURS) as service:
-        assert _last_second(service) == first.timestamp()
-        files.write(OURS.issue(HOST, not_after=second))
-        wait_until(lambda: _last_second(service) == second.timestamp(), "it is the new one's")
-        files.write(OURS.issue(HOST, not_after=first))
-        said = not_its_key(files)
-        wait_until(lambda: said in service.log(), "the log says why")
-        assert _last_second(service) == second.timestamp(), "what is shown is still the last one"
+    named = TlsFiles(cert=str(files.cert), key=str(files.key), client_ca=None)
+    tls = ServerTls(named, connections, asyncio.Protocol)
+    assert looked_at() == [0, 0, first.timestamp()]
+    files.write(OURS.issue(HOST, not_after=second))
+    assert looked_at() == [1, 0, second.timestamp()]
+    files.write(OURS.issue(HOST, not_after=first))
+    said = not_its_key(files)
+    assert looked_at() == [1, 1, second.timestamp()]  # the last one stays
+    assert [vars(each)["error"] for each in caplog.records] == [said]
+    assert looked_at() == [1, 1, second.timestamp()]  # and it is not tried again as it is
+    files.write(OURS.issue(HOST, not_after=first))
+    assert looked_at() == [2, 1, first.timestamp()]
 
 
 def test_nothing_is_told_of_a_certificate_where_there_is_none() -> None:
     with RunningService() as service:
         assert "\nlean_selector_tls_certificate" not in scrape(service.port)
-
-
-def test_a_broken_pair_leaves_the_old_one_and_says_why(files: Files) -> None:
-    with TlsService(files, OURS) as service:
-        right = files.key.read_bytes()
-        said = not_its_key(files)
-        wait_until(lambda: said in service.log(), "the log says why")
-        assert service.get("/health")[0] == 200
-        metrics = str(service.get("/metrics")[1])
-        assert 'lean_selector_tls_reloads_total{outcome="refused"} 1' in metrics
-        files.key.write_bytes(right)
-        wait_until(lambda: "the TLS files were read again" in service.log(), "they fit again")
-        assert service.get("/health")[0] == 200
