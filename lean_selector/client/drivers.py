@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
 import httpx
 
 from lean_selector.client.client_settings import Access, Timeouts
-from lean_selector.client.errors import ClientClosed, ClientError, ServiceRefused
+from lean_selector.client.errors import ClientClosed, ClientError, OtherEventLoop, ServiceRefused
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import (
     Ask,
@@ -94,6 +94,7 @@ class Driver(_Driver[Opened]):
         super().__init__(endpoint, routing, timeouts)
         self._sleep = asyncio.sleep if sleep is None else sleep
         self._service = ServiceConnection(endpoint, timeouts, access)
+        self._loop: asyncio.AbstractEventLoop | None = None  # the first that used it
         self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # on their way
         self._reporting: set[Reservation] = set()
         self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
@@ -108,6 +109,7 @@ class Driver(_Driver[Opened]):
 
     async def drive(self, flow: Flow[T]) -> T:
         """Run a flow to its end. What ends us, a cancellation too, is first shown to the flow."""
+        self._check_loop()
         try:
             step = next(flow)
             while True:
@@ -120,6 +122,13 @@ class Driver(_Driver[Opened]):
         except StopIteration as end:
             result: T = end.value
             return result
+
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise OtherEventLoop
 
     async def _perform(self, step: Step) -> object:
         if isinstance(step, Ask):
@@ -252,6 +261,7 @@ class Driver(_Driver[Opened]):
 
     async def close(self) -> None:
         """Release what is held or on its way, wait for that, and close all connections."""
+        self._check_loop()
         self._is_closing = True
         for reservation in [*self._held, *self._bookings]:
             self.release(reservation)

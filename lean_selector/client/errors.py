@@ -11,6 +11,7 @@
         WorkerUnreachable    it did not take the request; another worker may
         WorkerRefused        .status and .error, its own words
         WorkerStreamBroken   it began to answer and did not finish
+      OtherEventLoop         the client belongs to the event loop that used it first
       ClientClosed           the client was closed before, or while, it was asked
       ModelNotNamed          the selector serves several models, the router has no model_name
       WrongBlockSize         the router hashes blocks of another size than the workers
@@ -104,6 +105,14 @@ class WorkerStreamBroken(WorkerError):
 
 class ClientClosed(ClientError):
     pass
+
+
+class OtherEventLoop(ClientError):
+    def __init__(self) -> None:
+        super().__init__(
+            "this client was used by another event loop before: its connections belong to that "
+            "one; make one client for each asyncio.run()"
+        )
 
 
 class ModelNotNamed(ClientError):

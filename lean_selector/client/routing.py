@@ -6,7 +6,8 @@ reservation behind that the driver does not know. Knows nothing of httpx.
 """
 
 import random
-from collections.abc import Container, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeGuard, TypeVar
 
 import msgspec
@@ -118,6 +119,8 @@ class Generation(msgspec.Struct, frozen=True):
 # A free is tried this often, over some six seconds; what is lost then, the service expires itself.
 RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
 REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
+# What the selector serves is asked for again after this, and at once for a model that it had not.
+FRESH_S = 10.0
 # How long a booking may still be on its way that the service did not know when it was freed.
 AMBIGUOUS_S = 0.5
 
@@ -160,6 +163,7 @@ class Routing:
         is_eagle: bool | None = None,
         backoff: Backoff = Backoff(),  # noqa: B008 - frozen
         rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         block_size = optional(whole, "block_size", block_size)
         if block_size is not None and block_size < 1:
@@ -171,7 +175,10 @@ class Routing:
         self._is_eagle = is_eagle
         self._backoff = backoff
         self._rng = rng or random.Random()
+        self._clock = clock
         self._served: dict[str, Scope] = {}  # by model; empty: not asked yet
+        self._absent: set[str] = set()  # models that were not among them
+        self._looked_at = 0.0
 
     # -- what is meant -------------------------------------------------------------------------
 
@@ -183,7 +190,7 @@ class Routing:
         """
         name = self._model_name
         if name is None or self._block_size is None:
-            served = self._served or (yield from self._look())
+            served = yield from self._look(name or model)
             if name is None and len(served) == 1:
                 (name,) = served
             elif name is None and (not served or model in served):
@@ -201,7 +208,12 @@ class Routing:
             eagle = found is not None and found.is_eagle
         return Scope(name, self._tenant_id, size, eagle)
 
-    def _look(self) -> Flow[dict[str, Scope]]:
+    def _look(self, model: str | None) -> Flow[dict[str, Scope]]:
+        """What is served, as far as it is known lately."""
+        now = self._clock()
+        is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
+        if is_fresh and (model is None or model in self._served or model in self._absent):
+            return self._served
         workers = yield from ask(calls.workers(None, self._tenant_id))
         self._served = {
             worker.model_name: Scope(
@@ -210,7 +222,21 @@ class Routing:
             for worker in workers
             if worker.block_size
         }
+        self._absent = self._absent if is_fresh else set()
+        if model is not None and model not in self._served:
+            self._absent.add(model)
+        self._looked_at = now
         return self._served
+
+    def _again_if_changed(self, attempt: Callable[[], Flow[T]]) -> Flow[T]:
+        """Where the workers' blocks have another size than when we looked, looks anew, once."""
+        try:
+            return (yield from attempt())
+        except WrongBlockSize:
+            if self._block_size is not None:
+                raise
+            self._served = {}
+            return (yield from attempt())
 
     def _fields(self, prompt: Prompt, scope: Scope, terms: Terms) -> dict[str, object]:
         fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
@@ -233,10 +259,17 @@ class Routing:
     def best_worker(
         self, prompt: Prompt, terms: Terms, request_id: str | None
     ) -> Flow[tuple[int, int, int]]:
+        return self._again_if_changed(lambda: self._best_worker(prompt, terms, request_id))
+
+    def _best_worker(
+        self, prompt: Prompt, terms: Terms, request_id: str | None
+    ) -> Flow[tuple[int, int, int]]:
         scope = yield from self.scope()
         fields = self._fields(prompt, scope, terms)
         if request_id is None:
             selected = yield from ask(calls.select(fields))
+            if self._block_size is None and scope.block_size not in (None, selected.block_size):
+                raise WrongBlockSize(scope.block_size or 0, selected.block_size)
         else:
             expected = terms.expected_output_tokens
             reservation = Reservation(
@@ -257,6 +290,9 @@ class Routing:
 
     def place(self, prompt: Prompt, terms: Terms) -> Flow[tuple[Selected, Reservation]]:
         """Select and book, again and again while no worker is free or the service is away."""
+        return self._again_if_changed(lambda: self._place(prompt, terms))
+
+    def _place(self, prompt: Prompt, terms: Terms) -> Flow[tuple[Selected, Reservation]]:
         attempt = 0
         while True:
             try:
@@ -294,6 +330,11 @@ class Routing:
 
         A worker that does not take it is avoided from then on, while there are others to ask.
         """
+        return self._again_if_changed(lambda: self._generate(prompt, terms, wanted))
+
+    def _generate(
+        self, prompt: Prompt, terms: Terms, wanted: Generation
+    ) -> Flow[tuple[Selected, Reservation, Any]]:
         body = completion_body(
             prompt.token_ids,
             wanted.model,

@@ -59,9 +59,11 @@ def endpoint_url(endpoint: str) -> Url:
 
 
 def base_without_version(endpoint: str) -> str:
-    """What `/v1/...` is put behind, of an endpoint that may end in /v1 itself, as the base URLs of
-    OpenAI's clients do."""
-    scheme, separator, rest = endpoint.rstrip("/").rpartition("://")
+    """What `/v1/...` is put behind, of an endpoint that may have no scheme, and end in /v1 itself,
+    as the base URLs of OpenAI's clients do."""
+    if not endpoint:
+        return ""
+    scheme, separator, rest = _with_scheme(endpoint).rstrip("/").rpartition("://")
     return scheme + separator + rest.removesuffix("/v1").rstrip("/")
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from lean_selector.gateway.prompt_shapes import PromptSettings
-from lean_selector.http.allowed_endpoints import Url, base_without_version
+from lean_selector.http.allowed_endpoints import Url
 from lean_selector.server.flags import flag
 from lean_selector.server.selector_flags import Health, Prompts, SelectorConfig
 from lean_selector.server.service_flags import Listen
@@ -19,7 +19,7 @@ def _url(value: str) -> str:
     """`http://host:port` of a worker, of which nothing else is used; /v1 may be behind it, as in
     what OpenAI's clients are told."""
     url = Url(value)
-    if base_without_version(url.target) or "?" in value or "#" in value:
+    if url.target.rstrip("/") not in ("", "/v1") or "?" in value or "#" in value:
         raise ValueError(
             f"`{value}`: expected http://HOST:PORT, perhaps with /v1: workers are asked at the root"
         )

@@ -36,6 +36,7 @@ from lean_selector.client.errors import (
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.router import RouterCalls
 from lean_selector.client.routing import (
+    FRESH_S,
     Ask,
     Flow,
     HandOver,
@@ -202,7 +203,7 @@ def test_each_status_has_its_class(status: int, kind: type[ServiceRefused]) -> N
 def test_every_error_of_the_client_is_a_client_error() -> None:
     classes = [kind for kind in vars(client).values() if isinstance(kind, type)]
     raised = [kind for kind in classes if issubclass(kind, Exception)]
-    assert len(raised) == 14
+    assert len(raised) == 15
     assert all(issubclass(kind, ClientError) for kind in raised)
 
 
@@ -378,10 +379,39 @@ def test_discovery_asks_once_it_has_found_workers() -> None:
     found = [BASE, Worker(2, "half", "incomplete")]
     scope = result(knows_nothing.scope("an adapter of it"), found)
     assert scope == Scope("base", "default", 16, True)
-    assert result(knows_nothing.scope("m")) == scope  # nothing is asked
+    assert result(knows_nothing.scope("an adapter of it")) == scope  # nothing is asked
+    assert result(knows_nothing.scope()) == scope
     fields = calls.prompt_fields([1] * 17, scope, None, None)
     assert fields["isl_tokens"] == 17
     assert len(fields["block_hashes"]) == 8  # type: ignore[arg-type] # bytes of one hash
+
+
+def test_what_the_selector_serves_is_asked_again_after_a_while_and_for_a_new_model() -> None:
+    now = 0.0
+    asks = routing(block_size=None, model_name=None, clock=lambda: now)
+    assert result(asks.scope("base"), [BASE]).block_size == 16
+    other = Worker(2, "other", "schedulable", 8)
+    assert result(asks.scope("other"), [BASE, other]) == Scope("other", "default", 8)
+    assert result(asks.scope("base")).block_size == 16
+    now = FRESH_S
+    changed = Worker(1, "base", "schedulable", 32)
+    assert result(asks.scope("base"), [changed]) == Scope("base", "default", 32)
+
+
+@pytest.mark.parametrize("books", [True, False])
+def test_a_block_size_that_changed_is_asked_for_once_more_and_the_call_repeated(
+    books: bool,
+) -> None:
+    asks = RouterCalls(routing(block_size=None, model_name="m"), return_token_ids=True)
+    flow = asks.best_worker(TOKENS, request_id="r" if books else None)
+    first, second = [Worker(1, "m", "schedulable", size) for size in (4, 8)]
+    found: list[object] = [[first], selected(block_size=8)]
+    found += [None] if books else []  # what was booked is released
+    found += [[second], selected(block_size=8)]
+    found += [None] if books else []
+    assert result(flow, *found)[0] == 1
+    with pytest.raises(WrongBlockSize):  # no third try
+        result(asks.best_worker(TOKENS), *(selected(block_size=16), [second]) * 2)
 
 
 def test_with_several_models_the_router_must_know_which() -> None:

@@ -22,6 +22,7 @@ from lean_selector.client import (
     KvRouter,
     NotFound,
     NoWorkerAvailable,
+    OtherEventLoop,
     ServiceUnreachable,
     SlotTracker,
     SyncKvRouter,
@@ -305,6 +306,19 @@ def test_a_stream_that_outlives_its_loop_does_no_harm(fleet: Fleet) -> None:
     run(main())
     kept.clear()
     fleet.wait_until_free()
+
+
+def test_a_second_event_loop_is_told_that_the_client_is_another_s() -> None:
+    router = KvRouter(f"http://127.0.0.1:{free_port()}", 4)
+
+    async def choose() -> None:
+        await router.best_worker(TOKENS)
+
+    with pytest.raises(ServiceUnreachable):
+        run(choose())
+    for again in (choose, router.aclose):
+        with pytest.raises(OtherEventLoop):
+            run(again())
 
 
 def test_a_stream_collected_inside_an_exchange_is_freed_after_it(fleet: Fleet) -> None:

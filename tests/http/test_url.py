@@ -28,9 +28,10 @@ def test_every_spelling_of_an_endpoint_has_the_same_origin(text: str, origin: st
         ("http://a:1/v1/", "http://a:1"),
         ("http://a:1/", "http://a:1"),
         ("http://a/b/v1", "http://a/b"),
-        ("a:1/v1", "a:1"),
+        ("a:1", "http://a:1"),
+        ("a:1/v1", "http://a:1"),
         ("http://v1", "http://v1"),
-        ("v1", "v1"),
+        ("v1", "http://v1"),
         ("", ""),
     ],
 )

@@ -95,10 +95,10 @@ def told(found: Findings, level: str, worker_id: int, state: str) -> list[str]:
 def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
     selector: RunningService,
 ) -> None:
-    """An endpoint may end in /v1, as what OpenAI's clients are told does."""
+    """An endpoint may end in /v1, as what OpenAI's clients are told does, and have no scheme."""
     with ApiEngine(1) as one, ApiEngine(2) as two:
         follow(selector, one)
-        follow(selector, two, endpoint=f"{two.url}/v1")
+        follow(selector, two, endpoint=f"{two.url.removeprefix('http://')}/v1")
         findings(selector, status=0)
         assert one.prompts == []  # without --probe no engine gets a prompt
         found = findings(selector, "--probe", status=0)
