@@ -8,9 +8,11 @@ is applied from there: every batch has then been applied in order after the gap,
 outcome that of the stream, whatever was applied early.
 
 An engine that starts again may pass our number before we hear of it. So a replay is asked for from
-the batch before the gap, which we have: if the engine's is another one, so is the engine. Without a
-replay endpoint such a restart is a gap, and the source is degraded. In both cases nobody can tell
-if the first number heard is just the next.
+the batch before the gap, which we have: if the engine's is another one, so is the engine. The
+newest batch applied, as of the last new connection, is compared, too: it may be all that we have of
+a former engine. A buffer that has rolled past either leaves the source degraded. Without a replay
+endpoint such a restart is a gap, and the source is degraded; if the first number heard is just the
+next, nobody can tell.
 
 With each new connection the engine is asked for what we have last and all behind it, also where no
 gap has been heard: an idle engine publishes nothing. One that has nothing from there on is another
@@ -79,6 +81,10 @@ class KvCursor:
         self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
         self._missing_before = 0  # of these, batches before the first one known
         self._proof: int | None = None  # digest of the batch before _missing_from, until compared
+        # The newest batch applied and its digest, which a replay of the same publisher has, too;
+        # held while the connection is a new one and no replay has shown it.
+        self._top: tuple[int, int] | None = None
+        self._holds_top = False
         self._newest = -1  # no live number may be this or less, unless the publisher is a new one
         self._has_answered = False  # a replay has ended, of this publisher
         self._asks_again = False  # the connection became a new one while a replay ran
@@ -87,6 +93,7 @@ class KvCursor:
         self._asked_digest: int | None = None  # and _digest
         self._asked_missing = 0  # and _missing
         self._is_blind = False  # it was requested with nothing known beyond its start
+        self._is_shown = False  # it has had _top, or begins behind it
         self._has_failed = False  # the last replay did not end
         self.dropped = 0  # kept live batches given up for their number or bytes, ever
         self._held: deque[tuple[int, bytes]] = deque()
@@ -165,6 +172,7 @@ class KvCursor:
 
         Whoever subscribes now is sent nothing that we have, so that would be a new publisher's.
         """
+        self._holds_top = self._top is not None
         if self._phase is not _Phase.IDLE:
             self._asks_again = self.can_replay
             return
@@ -174,6 +182,8 @@ class KvCursor:
     def _ask(self) -> None:
         if self.can_replay and self._missing_from is None:
             self._missing_from, self._proof = self._next, self._digest
+            if self._holds_top and self._top is not None and self._top[0] < self._next:
+                self._missing_from, self._proof = self._top[0] + 1, self._top[1]
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a live batch, 0 <= seq < 2**64; the payload is kept if it may be needed again."""
@@ -191,7 +201,8 @@ class KvCursor:
         if seq < self._next:
             return BatchVerdict.IGNORE
         self._advance(seq, payload)
-        if self._has_failed and not self._missing and self._phase is _Phase.IDLE:
+        is_idle = self._phase is _Phase.IDLE
+        if self._has_failed and not self._missing and is_idle and not self._holds_top:
             self._missing_from = None  # nobody answers, and nothing has passed us by
             self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
@@ -211,24 +222,35 @@ class KvCursor:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
             self._is_blind = self._next == self._missing_from
+            self._is_shown = False
             self._next, self._digest = self._missing_from, self._proof
         if self._phase is not _Phase.ANSWERING or not self._next - 1 <= seq < UNSET_SEQ:
             return BatchVerdict.IGNORE
         proof, self._proof = self._proof, None
-        if seq < self._next:
-            if proof is None or proof == xxh3_64_intdigest(payload):
-                return BatchVerdict.IGNORE
+        digest = xxh3_64_intdigest(payload)
+        if seq < self._next and proof is not None and proof != digest:
             return self._replaced()
-        if seq > self._next:  # the engine's buffer has rolled on, or begins there
-            gone = seq - self._next if self._is_blind else min(seq - self._next, self._missing)
-            if self._next:
-                self.lost += gone
-            elif seq != _LATE_FIRST_SEQ:
-                self.unknown = gone
-        elif proof is not None:  # it has rolled just so far that nothing can be compared
-            self.lost += 1
-        self._next = seq + 1
-        self._digest = xxh3_64_intdigest(payload)
+        top, top_digest = (-1, None) if self._top is None else self._top
+        if seq == top:
+            if digest != top_digest:  # what was heard live is another publisher's
+                self._restarted()
+                self._missing_from = 0
+                return BatchVerdict.RESTART
+            self._has_shown_top()
+        if seq < self._next:
+            return BatchVerdict.IGNORE
+        # The engine's buffer may have rolled past what could be compared.
+        is_in_doubt = proof is not None or (seq > top >= 0 and not self._is_shown)
+        if seq > top:
+            self._has_shown_top()
+        heard = max(0, min(seq, top + 1) - self._next)  # but for the gaps
+        gone = min(heard, self._missing) + seq - self._next - heard
+        if self._next:
+            self.lost += max(gone, is_in_doubt)
+        else:
+            self.lost += is_in_doubt
+            self.unknown = gone if seq != _LATE_FIRST_SEQ else 0
+        self._applied(seq, digest)
         self.replayed_batches += 1
         return BatchVerdict.APPLY
 
@@ -242,7 +264,9 @@ class KvCursor:
             since = self._missing - self._asked_missing
             if self._missing_from == 0:
                 self.unknown = self._asked_missing
-            elif self._next == self._missing_from:  # not even the batch that we have
+            elif self._asked_next == self._missing_from or (
+                self._holds_top and not self._asks_again
+            ):  # not even the batch that we have
                 self._restarted()
                 self._missing_from = 0
                 return BatchVerdict.RESTART
@@ -265,6 +289,7 @@ class KvCursor:
             self._missing_from, self._proof = self._next, self._digest
             self._missing = min(self._missing, max(0, self._asked_next - self._next))
             self._missing_before = 0
+            self._holds_top = self._top is not None  # what was heard is to be applied after it
             answered = False
         self._end_replay(complete=answered)  # only the end marker may be wanting
 
@@ -325,14 +350,25 @@ class KvCursor:
                 if not self._next:
                     self._missing_before = size
                 self._missing += size
-            self._digest = xxh3_64_intdigest(payload)
-        elif size and (self._next or seq != _LATE_FIRST_SEQ):
+            self._applied(seq, xxh3_64_intdigest(payload))
+            return
+        if size and (self._next or seq != _LATE_FIRST_SEQ):
             self.gaps += 1
             if self._next:
                 self.lost += size
             else:
                 self.unknown = size
         self._next = seq + 1
+
+    def _has_shown_top(self) -> None:
+        """Or never will. A replay that is older than the connection says nothing of it."""
+        self._is_shown = True
+        self._holds_top = self._holds_top and self._asks_again
+
+    def _applied(self, seq: int, digest: int) -> None:
+        self._next, self._digest = seq + 1, digest
+        if self._top is None or (seq >= self._top[0] and not self._holds_top):
+            self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
         """All that was heard since the batch that differs is a new publisher's, and none of it is
@@ -369,6 +405,8 @@ class KvCursor:
         if self._next < self._asked_next:
             self._next, self._digest = self._asked_next, self._asked_digest
         self._phase = _Phase.CATCHING_UP
+        if self._asks_again:  # also for what this replay brought, perhaps of the publisher before
+            self._ask()
 
     def _start_over(self) -> None:
         """As at registration, but for the totals and what is lost."""
@@ -380,7 +418,8 @@ class KvCursor:
         self._digest = None
         self._missing_from = None
         self._missing = self._missing_before = 0
-        self._proof = None
+        self._proof = self._top = None
+        self._holds_top = False
         self._has_failed = False
         self._phase = _Phase.IDLE
         self._drop_held()

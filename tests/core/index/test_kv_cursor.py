@@ -153,8 +153,17 @@ WITH_REPLAY = {
         f"{NEW} live 0-2 9 10; end; lost=0 unknown=0 lag=6 replay_from=0;"
         "ask; replay 0-10; end; state=live watermark=10"
     ),
-    "a gap that came after an empty replay was asked for degrades once nobody answers": (
-        f"{FOLLOWED} {NEW} live 6; end; lost=0 lag=1; ask; fail; state=degraded"
+    "an engine that has not even our last batch is another, whatever was heard since": (
+        f"{FOLLOWED} {NEW} live 6; end: R; restarts=1 lost=0 replay_from=0"
+    ),
+    "the newest batch is compared where nothing before the gap is known": (
+        "live 2; ask; replay 0 1; other 2: R; restarts=1 replay_from=0"
+    ),
+    "batches that rolled out while others were heard are counted": (
+        "live 0 1 4; ask; replay 7; lost=4"  # 2 and 3, and 5 and 6, which were never heard of
+    ),
+    "a buffer that begins behind the newest batch leaves a doubt": (
+        "live 2; ask; replay 3; lost=1 unknown=2"
     ),
     "but not one before the first batch": f"{NEW} live 9; end; ask; fail; state=no_replay lag=9",
     "a first batch that nobody answers for any more is not known of": (
