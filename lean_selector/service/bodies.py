@@ -19,9 +19,11 @@ from lean_selector.wire.body_text import (
     LONG_PROMPT_BYTES,
     MOST_COSTLY_NUMBERS,
     has_costly_numbers,
+    json_excess,
     json_fault,
     long_binary_reader,
     long_json_reader,
+    messagepack_excess,
     messagepack_fault,
 )
 from lean_selector.wire.prompt_forms import binary_form, last_lists_reader, short_form
@@ -106,6 +108,7 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
     read_last_lists = last_lists_reader(body_type)
+    names = frozenset(binary_type.__struct_fields__)  # type: ignore[attr-defined]
 
     def read(request: Request) -> T:
         if request.body_too_large:
@@ -114,6 +117,8 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
             fields = read_long(request.body)
             if fields is not None:
                 return fields
+        if excess := messagepack_excess(request.body, names):
+            raise _not_parsed("MessagePack", excess)
         try:
             return decode(request.body)
         except msgspec.ValidationError:
@@ -139,6 +144,8 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
     try:
         if not body.isascii():
             body.decode()
+        if excess := json_excess(body):
+            raise _not_parsed("JSON", excess)
         if len(body) >= LONG_BODY_BYTES and has_costly_numbers(body):
             raise _not_parsed("JSON", COSTLY_NUMBERS)
         return decode(body)

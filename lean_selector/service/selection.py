@@ -384,7 +384,7 @@ class SelectionService(WorkerHandlers):
             request.allowed_worker_ids = body.allowed()
         constraints = body.routing_constraints
         if not isinstance(constraints, UnsetType):
-            request.required_taints = frozenset(constraints.required_taints)
+            request.required_taints = constraints.required()
             request.preferred_taints = constraints.weights()
         if body.priority_jump is not None:
             check_finite("priority_jump", body.priority_jump)

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Raw
 
+from lean_selector.core.errors import BadRequest
 from lean_selector.wire.scalars import HashList, packed_signed, packed_u32
 from lean_selector.wire.selection_bodies import PromptFields
 
@@ -112,6 +113,67 @@ def _has_many_costly(text: bytes | bytearray) -> bool:
     return sum(1 for _ in found) > MOST_COSTLY_NUMBERS
 
 
+# Bodies that would hold the loop ------------------------------------------------------------------
+#
+# 8 MiB of `[1,2],` take a second to decode. What a body may have of each kind takes some 50 ms; a
+# body that is shorter than this cannot take longer, and is not looked at.
+
+COSTLY_BODY_BYTES: Final = 256 * 1024
+MOST_STRINGS_AND_LISTS: Final = 1 << 15  # up to 1.5 us each; the name of a field is a string
+MOST_VALUES: Final = 3 << 18  # of lists, as numbers: 0.05 us each
+MOST_ESCAPES: Final = 1 << 18  # 0.1 us each
+MOST_PACKED: Final = 1 << 21  # of a list that is packed, 0.02 us each
+_MOST_FIELDS = 256  # of a MessagePack body; none has 30
+_LISTS: Final = frozenset({"token_ids", "routing_token_ids", "block_hashes", "sequence_hashes"})
+_MM_NAMES: Final = frozenset({"block_mm_infos"})
+_read_fields = msgspec.msgpack.Decoder(dict[str, Raw]).decode
+
+
+def json_excess(body: bytes | bytearray) -> str:
+    """What a JSON body has too much of to be decoded in one turn of the loop; "" for most."""
+    if len(body) < COSTLY_BODY_BYTES:
+        return ""
+    values, lists, strings = body.count(b","), body.count(b"["), body.count(b'"') // 2
+    if body.count(b"\\") > MOST_ESCAPES:
+        return f"more than {MOST_ESCAPES} escapes"
+    if values <= MOST_VALUES and strings + lists <= MOST_STRINGS_AND_LISTS:
+        return ""
+    text = bytes(body)
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        strings = text.count(b'"') // 2
+    if strings <= MOST_STRINGS_AND_LISTS:  # they may hold commas and brackets
+        text = _without_strings(text)
+        values, lists = text.count(b","), text.count(b"[")
+    if strings + lists > MOST_STRINGS_AND_LISTS:
+        return f"more than {MOST_STRINGS_AND_LISTS} strings and lists"
+    return f"more than {MOST_VALUES} values" if values > MOST_VALUES else ""
+
+
+def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
+    """What a MessagePack body with fields of these names has too much of."""
+    if len(body) < COSTLY_BODY_BYTES:
+        return ""
+    size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that tell how many fields it has
+    if int.from_bytes(body[1 : 1 + size], "big") > _MOST_FIELDS:
+        return f"more than {_MOST_FIELDS} fields"
+    try:
+        fields = _read_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # which is said of it when it is decoded
+    for name, value in fields.items():
+        raw = memoryview(value)
+        if name == "mm_routing_info":
+            if excess := messagepack_excess(bytes(raw), _MM_NAMES):
+                return excess
+        elif name in _LISTS:
+            if raw[0] == 0xDD and int.from_bytes(raw[1:5], "big") > MOST_VALUES:
+                return f"more than {MOST_VALUES} values in {name}"
+        elif name in names and len(raw) > COSTLY_BODY_BYTES:
+            return f"more than {COSTLY_BODY_BYTES} bytes of {name}"
+    return ""
+
+
 # Long bodies with a prompt ------------------------------------------------------------------------
 #
 # Their lists of numbers are cut out and packed: the decoder walks over a few hundred bytes, not
@@ -161,8 +223,12 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
             at, end = _list_after(body, _SEQUENCE_HASHES, 0, block_at)
         if not (block_end or end):
             return _with_tokens(decode, body)
-        block = packed_signed(bytes(body[block_at:block_end])) if block_end else b""
-        sequence = packed_signed(bytes(body[at:end])) if end else b""
+        block: bytes | None = b""
+        sequence: bytes | None = b""
+        if block_end:
+            block = packed_signed(_list_text("block_hashes", body, block_at, block_end))
+        if end:
+            sequence = packed_signed(_list_text("sequence_hashes", body, at, end))
         if block is None or sequence is None:
             return None
         spans = sorted(((block_at, block_end), (at, end)))
@@ -181,6 +247,13 @@ def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]
         at += 1
     stop = body.find(b"]", at, end) + 1
     return (at, stop) if stop and body.startswith(b"[", at) else (0, 0)
+
+
+def _list_text(name: str, body: Body, at: int, end: int) -> bytes:
+    """The text of a flat list. Raises BadRequest for more than MOST_PACKED values."""
+    if end - at > 2 * MOST_PACKED and body.count(b",", at, end) >= MOST_PACKED:
+        raise BadRequest(f"{name} has more than {MOST_PACKED} values")
+    return bytes(body[at:end])
 
 
 def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
@@ -241,7 +314,7 @@ def _is_cut(hashes: HashList) -> bool:
 def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
     """The fields of a JSON body that states its prompt by tokens, packed to 4 bytes each."""
     at, end = _list_after(body, _TOKEN_IDS, 0, len(body))
-    tokens = packed_u32(bytes(body[at:end])) if end else None
+    tokens = packed_u32(_list_text("token_ids", body, at, end)) if end else None
     if tokens is None:
         return None
     fields = _decoded_text(decode, b"".join((body[:at], _CUT_TOKENS_TEXT, body[end:])))

@@ -289,10 +289,19 @@ def check_ignored(fields: msgspec.Struct, name: str) -> None:
 # not kept: those that are take 6 MB at most.
 _FEW_WORKERS: Final = 8
 _KEPT_SETS: Final = 16
+_MOST_WORKERS: Final = 65_536
+
+
+def check_count(name: str, count: int, most: int) -> None:
+    """Raises BadRequest where a field has more entries than it may."""
+    if count > most:
+        raise BadRequest(f"{name} must not have more than {most} entries, and has {count}")
 
 
 def allowed_workers(ids: list[int]) -> frozenset[int]:
-    """The set of these ids. Raises msgspec.ValidationError for one beyond 2**64 - 1."""
+    """The set of these ids. Raises msgspec.ValidationError for one beyond 2**64 - 1, BadRequest for
+    too many."""
+    check_count("allowed_worker_ids", len(ids), _MOST_WORKERS)
     if _FEW_WORKERS < len(ids) <= MAX_RANKS:
         return _kept(tuple(ids))
     return _checked(ids)

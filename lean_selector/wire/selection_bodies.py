@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     BY_RANK,
@@ -26,6 +27,7 @@ from lean_selector.wire.scalars import (
     HashList,
     NonNegative,
     allowed_workers,
+    check_count,
     check_finite,
     check_ignored,
     check_u64,
@@ -322,9 +324,15 @@ class RoutingConstraints(msgspec.Struct):
     required_taints: list[str] = []
     preferred_taints: dict[str, float] = {}  # single precision
 
+    def required(self) -> frozenset[str]:
+        """The taints that a worker must have. Raises BadRequest for more than any can have."""
+        check_count("routing_constraints.required_taints", len(self.required_taints), MAX_RANKS)
+        return frozenset(self.required_taints)
+
     def weights(self) -> dict[str, float]:
         """Of the preferred taints, rounded to single precision. Raises BadRequest naming one that
-        is no finite number."""
+        is no finite number, or for too many."""
+        check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
         for name, weight in self.preferred_taints.items():
             check_finite(f"routing_constraints.preferred_taints.{name}", weight)
         return {name: f32(weight) for name, weight in self.preferred_taints.items()}
