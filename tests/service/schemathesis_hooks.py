@@ -1,7 +1,5 @@
-"""What schemathesis loads at its start: how bodies are made that it would make otherwise, and a
-check of its own."""
+"""What schemathesis loads at its start: how bodies are made that it would make otherwise."""
 
-import os
 from typing import Any
 
 import msgspec
@@ -42,19 +40,3 @@ def _packable(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _packable(each) for name, each in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-ROLES = ("open", "read", "write", "admin")  # each may what those before it may
-
-
-@schemathesis.check
-def asks_for_its_role(ctx: Any, response: Any, case: Any) -> None:
-    """Of who is ROLE, as the environment has it; `open` is whoever has no token. Without one there
-    is nothing to ask for."""
-    role, asked = os.environ["ROLE"], case.operation.definition.raw["x-role"]
-    if not role:
-        return
-    refusal = 401 if role == "open" else 403
-    may = ROLES.index(role) >= ROLES.index(asked)
-    wrong = response.status_code in (401, 403) if may else response.status_code != refusal
-    assert not wrong, f"{role} is answered {response.status_code} where {asked} is asked for"

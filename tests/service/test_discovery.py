@@ -8,11 +8,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-
-import pytest
+from typing import Any
 
 from lean_selector.workers.particulars import worker_id_of
 from tests.support.certificates import Authority
@@ -31,14 +29,6 @@ TOKENS = list(range(4 * BLOCK_SIZE))
 # -- what is found where --------------------------------------------------------------------------
 
 
-class Directory(Protocol):
-    """Names engines to a selector by one kind of discovery."""
-
-    flags: tuple[str, ...]
-
-    def name(self, engines: list[FakeEngine]) -> None: ...
-
-
 class File:
     """Replaced in one step."""
 
@@ -53,41 +43,6 @@ class File:
         later = self.path.with_suffix(".new")
         later.write_text(text)
         os.replace(later, self.path)
-
-
-class Slices:
-    """Each engine has a slice of its own, with its port."""
-
-    def __init__(self, folder: Path, api: KubeApi, authority: Authority) -> None:
-        (folder / "ca.crt").write_bytes(authority.pem)
-        (folder / "api-token").write_text(api.token)
-        self._api = api
-        self._named: set[str] = set()
-        self.flags: tuple[str, ...] = (
-            *("--discover", f"kubernetes:{NAMESPACE}/{SERVICE}"),
-            *("--kubernetes-api", api.url),
-            *("--kubernetes-token-file", str(folder / "api-token")),
-            *("--kubernetes-ca-file", str(folder / "ca.crt")),
-        )
-
-    def name(self, engines: list[FakeEngine]) -> None:
-        wanted = {f"vllm-{each.port}": each.port for each in engines}
-        for name in self._named - wanted.keys():
-            self._api.delete(name)
-        for name, port in wanted.items():
-            if name not in self._named:
-                self._api.put(slice_of(name, ["127.0.0.1"], port=port))
-        self._named = set(wanted)
-
-
-@pytest.fixture(params=["file", "kubernetes"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Directory]:
-    if request.param == "file":
-        yield File(tmp_path)
-        return
-    authority = Authority()
-    with KubeApi(authority.server("127.0.0.1")) as api:
-        yield Slices(tmp_path, api, authority)
 
 
 # -- what a selector has found --------------------------------------------------------------------
@@ -147,7 +102,8 @@ class Selects:
             self.done += 1
 
 
-def test_workers_come_change_and_go_while_selects_run(directory: Directory) -> None:
+def test_workers_come_change_and_go_while_selects_run(tmp_path: Path) -> None:
+    directory = File(tmp_path)
     engines = [FakeEngine() for _ in range(3)]
     stays, goes, comes = engines
     directory.name([stays, goes])
