@@ -18,11 +18,8 @@ from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.running_service import RunningService, free_port, wait_until
 
-QUICK = (
-    *("--discover-interval-secs", "0.05"),
-    *("--discover-grace-secs", "0.1"),
-    *("--discover-refresh-secs", "0.1"),
-)
+QUICK_PEERS = ("--discover-interval-secs", "0.05", "--discover-grace-secs", "0.1")
+QUICK = (*QUICK_PEERS, "--discover-refresh-secs", "0.1")
 TOKENS = list(range(4 * BLOCK_SIZE))
 
 
@@ -237,7 +234,7 @@ def test_replicas_find_each_other_catch_up_and_never_join_themselves(tmp_path: P
             *("--kubernetes-token-file", str(tmp_path / "token")),
             *("--kubernetes-ca-file", str(tmp_path / "ca.crt")),
         )
-        first = RunningService(*QUICK, *flags, "--replica-sync-port", str(ports[0]))
+        first = RunningService(*QUICK_PEERS, *flags, "--replica-sync-port", str(ports[0]))
         with first:
             assert first.post("/workers", worker)[0] == 201
             body = {"model_name": "m", "token_ids": TOKENS, "reservation_id": "held"}
@@ -247,7 +244,7 @@ def test_replicas_find_each_other_catch_up_and_never_join_themselves(tmp_path: P
                 api.put(slice_of(name, ["127.0.0.1"], port=port, port_name="replica-sync"))
             http_port = ("--replica-sync-discover-http-port", str(first.port))
             second = RunningService(
-                *QUICK, *flags, *http_port, "--replica-sync-port", str(ports[1])
+                *QUICK_PEERS, *flags, *http_port, "--replica-sync-port", str(ports[1])
             )
             with second:
                 assert second.post("/workers", worker)[0] == 201
@@ -280,7 +277,7 @@ def test_replicas_find_each_other_catch_up_and_never_join_themselves(tmp_path: P
 def test_slot_trackers_find_each_other_too() -> None:
     port = free_port()
     flags = ("--replica-sync-port", str(port), "--replica-sync-discover", f"dns:localhost:{port}")
-    with RunningService(*flags, *QUICK[:4], module="lean_selector.slot_tracker") as tracker:
+    with RunningService(*flags, *QUICK_PEERS, module="lean_selector.slot_tracker") as tracker:
 
         def knows_itself() -> bool:
             return [row["state"] for row in tracker.get("/discovery")[1]["peers"]] == ["itself"]

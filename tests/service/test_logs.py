@@ -25,6 +25,7 @@ from lean_selector.service.logs import ACCESS_LOG, BURST
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
+AROUND = ["configuration", "listening", "stopped"]
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -84,7 +85,7 @@ def test_nothing_is_logged_per_request() -> None:
             service.post("/select", prompt())
             service.get("/nowhere")
         _, log = service.stop()
-    assert events(log) == ["configuration", "listening", "stopped"]
+    assert events(log) == AROUND
 
 
 def test_the_level_decides_what_is_written() -> None:
@@ -94,45 +95,48 @@ def test_the_level_decides_what_is_written() -> None:
         assert service.stop()[1] == ""
 
 
-def test_workers_come_change_and_go() -> None:
-    with start() as service:
-        service.post("/workers", worker(block_size=None))
-        let_it_tick(service)
-        service.post("/workers", worker())
-        service.post("/workers", worker())
-        let_it_tick(service)
-        service.post("/workers", worker())  # an identical one changes nothing
-        let_it_tick(service)
-        service.request("DELETE", "/workers/1")
-        let_it_tick(service)
-        _, log = service.stop()
-    found = [line for line in lines(log) if line["event"].startswith("worker ")]
-    assert [(line["event"], line.get("lifecycle")) for line in found] == [
-        ("worker registered", "incomplete"),
-        ("worker changed", "schedulable"),
-        ("worker removed", None),
-    ]
-    assert found[0]["reasons"] == ["block_size must be greater than 0"]
-    assert {line["worker_id"] for line in found} == {1}
+def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> None:
+    flags = ("--active-prefill-tokens-threshold", "0", "--worker-ejection-max-percent", "100")
+    with start(*flags) as service:
 
+        def after(method: str, path: str, body: object = None) -> int:
+            """The status of a request, after whose effects the log was looked at."""
+            status, _ = service.request(method, path, body)
+            let_it_tick(service)
+            return status
 
-def test_shedding_is_logged_when_it_begins_and_when_it_ends() -> None:
-    with start("--active-prefill-tokens-threshold", "0") as service:
+        assert after("POST", "/workers", worker(block_size=None)) == 201
         service.post("/workers", worker())
+        assert after("POST", "/workers", worker()) == 201
+        assert after("POST", "/workers", worker()) == 201  # an identical one changes nothing
         assert service.post("/select_and_reserve", prompt(reservation_id="r"))[0] == 200
         for _ in range(3):
-            assert service.post("/select", prompt())[0] == 503
-            let_it_tick(service)
-        assert service.request("DELETE", "/reservations/r")[0] == 200
+            assert after("POST", "/select", prompt()) == 503
+        assert after("DELETE", "/reservations/r") == 200
+        for _ in range(3):
+            service.post("/workers/1/report", {"outcome": "refused"})
         let_it_tick(service)
-        _, log = service.stop()
-    found = [line for line in lines(log) if line["event"].startswith("shedding")]
-    assert [line["event"] for line in found] == [
+        # All are out, so it counts at once.
+        assert after("POST", "/workers/1/report", {"outcome": "ok"}) == 200
+        let_it_tick(service)
+        assert after("DELETE", "/workers/1") == 200
+        found = [line for line in lines(service.stop()[1]) if line["level"] != "debug"]
+    said = [(line["event"], line) for line in found if line["event"] not in AROUND]
+    assert [event for event, _ in said] == [
+        "worker registered",
+        "worker changed",
         "shedding began: all workers are busy",
         "shedding ended",
+        "worker ejected: it is given no requests",
+        "worker no longer ejected",
+        "worker removed",
     ]
-    assert found[1]["requests_shed"] == 3
-    assert found[0]["model"] == "default"
+    registered, changed, began, ended, ejected = (line for _, line in said[:5])
+    assert (registered["lifecycle"], changed["lifecycle"]) == ("incomplete", "schedulable")
+    assert registered["reasons"] == ["block_size must be greater than 0"]
+    assert (began["model"], ended["requests_shed"]) == ("default", 3)
+    assert ejected["reason"] == "3 requests in a row failed, the last: connection refused"
+    assert (ejected["ranks"], ejected["worker_id"]) == (1, 1)
 
 
 def test_expiry_is_one_line_with_a_count() -> None:
@@ -372,27 +376,6 @@ def test_what_was_logged_before_a_crash_and_its_traceback_are_both_on_stderr() -
     assert lines.count("INFO root ") == 1000
     assert traceback.endswith("RuntimeError: the end\n")
     assert "INFO" not in traceback
-
-
-def test_an_ejection_is_one_line_when_it_begins_and_one_when_it_ends() -> None:
-    with start("--worker-ejection-max-percent", "100") as service:
-        for worker_id in (1, 2):
-            service.post("/workers", worker(worker_id))
-            for _ in range(3):
-                service.post(f"/workers/{worker_id}/report", {"outcome": "refused"})
-        let_it_tick(service)
-        service.post("/workers/2/report", {"outcome": "ok"})  # all are out, so it counts at once
-        let_it_tick(service)
-        let_it_tick(service)
-        log = service.stop()[1]
-    said = [line for line in lines(log) if "ejected" in line["event"]]
-    assert [(line["event"], line["worker_id"]) for line in said] == [
-        ("worker ejected: it is given no requests", 1),
-        ("worker ejected: it is given no requests", 2),
-        ("worker no longer ejected", 2),
-    ]
-    assert said[0]["reason"] == "3 requests in a row failed, the last: connection refused"
-    assert said[0]["ranks"] == 1
 
 
 def test_the_body_of_a_request_that_waits_is_not_kept_for_its_line(
