@@ -7,7 +7,7 @@ models, /health and /ready are answered here; the rest is 404.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from time import monotonic
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -27,7 +27,7 @@ from lean_selector.gateway.headers import (
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.prompt_shapes import ModelCard
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Rotation, WorkerLease, base_of
+from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
@@ -64,16 +64,9 @@ class ModelList:
     a client asks, all at once, and what they say is kept for a moment; of an ejected one counts
     what it said last."""
 
-    def __init__(
-        self,
-        rotation: Rotation,
-        client: OutboundClient,
-        ejected: Callable[[], Collection[str]],
-    ) -> None:
-        """`ejected`: base URLs of workers."""
+    def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation
         self._client = client
-        self._ejected = ejected
         self._told: dict[str, dict[str, msgspec.Raw]] = {}  # by base URL
         self._known: dict[str, msgspec.Raw] | None = None  # by model
         self._until = 0.0
@@ -98,11 +91,10 @@ class ModelList:
 
     async def _ask(self) -> dict[str, msgspec.Raw]:
         try:
-            ejected = set(map(base_of, self._ejected()))
-            bases = [each.text for each in self._rotation.in_turn]
-            asked = [base for base in bases if base not in ejected]
+            workers = self._rotation.in_turn
+            asked = [each.text for each in workers if self._rotation.is_well(each)]
             lists = await asyncio.gather(*map(self._models_of, asked))
-            self._told = {base: self._told.get(base, {}) for base in bases}
+            self._told = {each.text: self._told.get(each.text, {}) for each in workers}
             self._told |= zip(asked, lists, strict=True)
             models: dict[str, msgspec.Raw] = {}
             for rows in self._told.values():

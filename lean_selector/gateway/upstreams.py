@@ -1,9 +1,10 @@
 """The workers as upstreams: which there are, whose turn it is, and what a request holds of one.
 
 What the gateway sees of workers is judged as the selector judges reports (`core.health`): after
-some failures in a row a worker is passed over for a while.
+some failures in a row a worker is passed over for a while, and while the selector has it ejected.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
@@ -74,6 +75,7 @@ class Rotation:
         self._turn = 0
         self.endpoints: dict[str, Upstream] = {}  # by origin
         self.in_turn: list[Upstream] = []
+        self.ejected: frozenset[str] = frozenset()  # origins, by the selector
 
     def endpoint(self, text: str) -> Upstream:
         """The upstream of a base URL, also of one that is not in turn. Raises ValueError."""
@@ -102,15 +104,14 @@ class Rotation:
             for each in self.in_turn
             if each.text not in avoided and (among is None or each.text in among)
         ]
-        well = [each for each in candidates if (each.number, 0) not in self._health.out]
-        candidates = well or candidates
+        candidates = list(filter(self.is_well, candidates)) or candidates
         if not candidates:
             return None
         self._turn += 1
         return candidates[self._turn % len(candidates)]
 
     def is_well(self, endpoint: Upstream) -> bool:
-        return (endpoint.number, 0) not in self._health.out
+        return (endpoint.number, 0) not in self._health.out and endpoint.text not in self.ejected
 
     def report(self, endpoint: Upstream, outcome: str, now: float) -> None:
         if endpoint in self.in_turn:
@@ -165,6 +166,14 @@ class Directory:
                 ready.add(base)
         self._models, self._ids, self._ready = models, ids, ready
         self._rotation.set([*self._named, *models])
+
+    def pass_over(self, ejected: Iterable[str]) -> None:
+        """The selector has these endpoints ejected."""
+        found = set()
+        for endpoint in ejected:
+            with contextlib.suppress(ValueError):
+                found.add(base_of(endpoint))
+        self._rotation.ejected = frozenset(found)
 
     @property
     def is_complete(self) -> bool:

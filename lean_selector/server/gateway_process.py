@@ -71,7 +71,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     handler = GatewayHandler(
         placing,
         rotation,
-        ModelList(rotation, client, fleet.ejected),
+        ModelList(rotation, client),
         counts,
         silence_s=config.gateway.silence_s,
         touch_after_s=config.touch_after_s,
@@ -100,6 +100,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         api.sweep(now)
         parts.tick(now)
         directory.look()
+        directory.pass_over(fleet.ejected())
         handler.sweep(now)
 
     async def close() -> None:

@@ -132,7 +132,7 @@ async def test_one_model_is_told_whichever_worker_has_it() -> None:
     async with serving(serve_a) as a, serving(serve_b) as b:
         rotation = Rotation(EjectionSettings(), 0.0)
         rotation.set([a.url, b.url])
-        doorway = handler(Placing(), "openai", ModelList(rotation, client(), set))
+        doorway = handler(Placing(), "openai", ModelList(rotation, client()))
         for path in ("/v1/models/a", "/v1/models/org/b", "/v1/models/org%2Fb"):
             name = "a" if path.endswith("a") else "org/b"
             assert await told(doorway(get(path))) == (200, f'{{"id":"{name}","x":1}}'.encode())
@@ -146,15 +146,15 @@ async def test_an_ejected_worker_is_not_asked_for_its_models_and_counts_as_it_wa
         writer.write(cards("a"))
 
     async with serving(serve) as well, serving(serve) as out:
-        rotation, ejected = Rotation(EjectionSettings(), 0.0), set[str]()
+        rotation = Rotation(EjectionSettings(), 0.0)
         rotation.set([well.url, out.url])
-        models = ModelList(rotation, client(), lambda: ejected)
+        models = ModelList(rotation, client())
         assert (await told(models.answer(b"")))[0] == 200
-        ejected.add(out.url)
+        rotation.ejected = frozenset({out.url})
         models._until = 0.0
         assert (await told(models.answer(b"")))[0] == 200
         assert (len(well.requests), len(out.requests)) == (2, 1)
         models._until = 0.0
-        ejected.add(well.url)
+        rotation.ejected = frozenset({out.url, well.url})
         assert (await told(models.answer(b"")))[0] == 200
         assert (len(well.requests), len(out.requests)) == (2, 1)

@@ -1,6 +1,7 @@
 """Where the gateway's workers are: those that are known, whose turn it is, and who has gone."""
 
 from lean_selector.core.settings import EjectionSettings
+from lean_selector.gateway.engine_answers import CatalogFleet, well
 from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from tests.gateway.test_proxied_request import Transport
@@ -14,8 +15,8 @@ class Known:
 
     def __init__(self, *named: str) -> None:
         self.selector = DrivenSelector(use_kv_events=False)
-        rotation = Rotation(EjectionSettings(), 0.0)
-        self.directory = Directory(named, rotation, self.selector.selector.catalog)
+        self.rotation = Rotation(EjectionSettings(), 0.0)
+        self.directory = Directory(named, self.rotation, self.selector.selector.catalog)
 
     def register(self, worker_id: int, model: str, url: str, block_size: int | None = 16) -> None:
         """Without a block size it cannot be chosen."""
@@ -47,6 +48,27 @@ def test_workers_that_were_only_found_may_be_joined_by_others() -> None:
     known.register(1, "m", ONE)
     assert not known.directory.is_complete
     assert known.directory.may_serve("another") is None
+
+
+def test_a_worker_that_the_selector_has_ejected_is_passed_over_while_there_are_others() -> None:
+    known = Known()
+    for worker_id, url in ((1, "a:1/v1"), (2, TWO)):
+        known.register(worker_id, "m", url)
+    selector, fleet = known.selector.selector, CatalogFleet(known.selector.selector.catalog)
+
+    def in_turn() -> set[str]:
+        known.directory.pass_over([*fleet.ejected(), "http://user:word@c"])
+        return {each.text for _ in range(4) if (each := known.rotation.next((), None))}
+
+    assert in_turn() == {ONE, TWO}
+    for _ in range(EjectionSettings().failed_polls):
+        selector.health.polled(1, "it is silent", 0.0)
+    assert in_turn() == {TWO}
+    assert fleet.ejected() == {ONE}
+    assert well({1: ONE, 2: TWO}, fleet) == {2: TWO}
+    assert well({1: ONE}, fleet) == {1: ONE}
+    known.directory.pass_over([ONE, TWO])
+    assert known.rotation.next((), None) is not None
 
 
 def test_a_connection_that_opens_after_its_worker_has_gone_is_swept() -> None:
