@@ -54,12 +54,6 @@ def selector(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield f"https://{HOST}:{service.port}"
 
 
-@pytest.fixture(scope="module")
-def slot_tracker(files: Files) -> Iterator[str]:
-    with TlsService(files, OURS, module="lean_selector.slot_tracker") as service:
-        yield f"https://{HOST}:{service.port}"
-
-
 def best_worker(endpoint: str, **access: Any) -> int:
     with SyncKvRouter(endpoint, 16, model_name=MODEL, backoff=AT_ONCE, **access) as router:
         return router.best_worker(PROMPT)[0]
@@ -110,21 +104,6 @@ def test_a_client_shows_its_certificate_and_believes_whom_it_is_told_to(
     for other in (None, "of-nobody"):
         with pytest.raises((ServiceRefused, SelectionServiceError), match="token"):
             ask(selector, verify=own.ca, cert=cert, token=other)
-
-
-def test_clients_of_the_slot_tracker_do_so_too(slot_tracker: str, files: Files) -> None:
-    async def main() -> None:
-        async with SlotTracker(slot_tracker, MODEL, verify=files.ca) as tracker:
-            await tracker.register(7, block_size=16)
-        async with SlotTracker(slot_tracker, MODEL) as stranger:
-            with pytest.raises(ServiceUnreachable, match="certificate verify failed"):
-                await stranger.workers()
-
-    asyncio.run(main())
-    with SyncSlotTracker(slot_tracker, MODEL, verify=files.ca) as tracker:
-        assert [row["worker_id"] for row in tracker.workers()] == [7]
-    with SyncSlotTracker(slot_tracker, MODEL) as stranger, pytest.raises(ServiceUnreachable):
-        stranger.workers()
 
 
 @pytest.mark.parametrize("token", ["secret", lambda: "secret"])

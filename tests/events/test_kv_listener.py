@@ -4,13 +4,14 @@ After each story the index holds what the engine holds, or the source says that 
 """
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import logging
 import os
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import msgspec
@@ -206,6 +207,21 @@ class Service:
         )
 
 
+SERVED, SILENT = "served", "silent"  # replays are; whoever asks for them gets no answer
+
+
+@contextlib.asynccontextmanager
+async def heard(replays: str = "", **options: Any) -> AsyncIterator[tuple[Engine, Service]]:
+    """An engine, and a service that has subscribed to it."""
+    port, replay_port = free_port(), free_port() if replays else 0
+    async with (
+        Engine(port, replay_port if replays == SERVED else 0) as engine,
+        Service(port, replay_port, **options) as service,
+    ):
+        await engine.subscribed()
+        yield engine, service
+
+
 @on_loop
 async def test_live_events_are_followed() -> None:
     port = free_port()
@@ -244,13 +260,8 @@ async def test_lost_messages_are_replayed(with_topic: bool) -> None:
 
 @on_loop
 async def test_a_replay_of_many_turns_is_followed_by_what_came_live_meanwhile() -> None:
-    port, replay_port = free_port(), free_port()
     turns = IngestTurns(slice_s=0.0)  # a message each
-    async with (
-        Engine(port, replay_port) as engine,
-        Service(port, replay_port, turns) as service,
-    ):
-        await engine.subscribed()
+    async with heard(SERVED, turns=turns) as (engine, service):
         await engine.store(*range(300), lost=True)
         for block in range(1000, 1200):
             await engine.store(block)
@@ -368,9 +379,8 @@ LARGE = range(1, 4001)  # blocks of a batch of many slices
 
 @on_loop
 async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
-    port, turns = free_port(), SteppedTurns()
-    async with Engine(port) as engine, Service(port, 0, turns) as service:
-        await engine.subscribed()
+    turns = SteppedTurns()
+    async with heard(turns=turns) as (engine, service):
         await engine.store_at_once(*LARGE)
         await engine.remove(1)
         await engine.remove(4000)
@@ -391,9 +401,8 @@ async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
 
 @on_loop
 async def test_a_source_that_ends_within_a_batch_applies_no_more_of_it() -> None:
-    port, turns = free_port(), SteppedTurns()
-    async with Engine(port) as engine, Service(port, 0, turns) as service:
-        await engine.subscribed()
+    turns = SteppedTurns()
+    async with heard(turns=turns) as (engine, service):
         await engine.store_at_once(*LARGE)
         await turns.step_until(lambda: service.index.total_blocks > 0)
         await service.listener.close()
@@ -406,12 +415,8 @@ async def test_a_source_that_ends_within_a_batch_applies_no_more_of_it() -> None
 
 @on_loop
 async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_again() -> None:
-    port, replay_port, turns = free_port(), free_port(), SteppedTurns()
-    async with (
-        Engine(port, replay_port) as engine,
-        Service(port, replay_port, turns) as service,
-    ):
-        await engine.subscribed()
+    turns = SteppedTurns()
+    async with heard(SERVED, turns=turns) as (engine, service):
         await engine.store(1)
         await engine.store(2, lost=True)
         await engine.store_at_once(*LARGE)  # applied at once, and again from the replay
@@ -425,9 +430,8 @@ async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_agai
 
 @on_loop
 async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> None:
-    port, turns = free_port(), SteppedTurns()
-    async with Engine(port) as engine, Service(port, free_port(), turns) as service:
-        await engine.subscribed()
+    turns = SteppedTurns()
+    async with heard(SILENT, turns=turns) as (engine, service):
         await engine.store(1)
         await engine.store(2, lost=True)
         stores = (["BlockStored", [block], None, [block, block], 2] for block in LARGE)
@@ -474,9 +478,7 @@ async def test_any_content_is_survived_and_the_next_batch_applied() -> None:
 
 @on_loop
 async def test_messages_of_another_shape_are_ignored() -> None:
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
+    async with heard() as (engine, service):
         payload = msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], None])
         await engine.store(1)
         for frames in ([b"", payload], [b"", b"12345678", payload, b""], [b"", b"1234", payload]):
@@ -563,11 +565,8 @@ class FailingOnce:
 
 @on_loop
 async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
-    port = free_port()
-    service = Service(port)
-    service.listener._work._reader = FailingOnce(1)
-    async with Engine(port) as engine, service:
-        await engine.subscribed()
+    async with heard() as (engine, service):
+        service.listener._work._reader = FailingOnce(1)
         await engine.store(1, 2)
         await until(lambda: service.blocks == {2})
         assert service.listener.status().last_error == "ingest failed: RuntimeError('a bug')"
@@ -652,12 +651,8 @@ class Stalled(IngestTurns):
 
 @on_loop
 async def test_what_a_backlog_had_to_drop_is_replayed() -> None:
-    port, replay_port, turns = free_port(), free_port(), Stalled()
-    async with (
-        Engine(port, replay_port) as engine,
-        Service(port, replay_port, turns, max_waiting_bytes=50_000) as service,
-    ):
-        await engine.subscribed()
+    turns = Stalled()
+    async with heard(SERVED, turns=turns, max_waiting_bytes=50_000) as (engine, service):
         await engine.store(*range(500))
         await until(lambda: service.listener.status().dropped_batches > 0)
         live = service.listener._live
@@ -675,14 +670,10 @@ async def test_what_a_backlog_had_to_drop_is_replayed() -> None:
 
 @on_loop
 async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
-    port, replay_port, turns = free_port(), free_port(), Stalled()
+    turns = Stalled()
     limits: dict[str, Any] = {"max_waiting_bytes": 50_000, "replay_idle_s": DEADLINE_S}
-    async with (
-        Engine(port, replay_port) as engine,
-        Service(port, replay_port, turns, **limits) as service,
-    ):
+    async with heard(SERVED, turns=turns, **limits) as (engine, service):
         turns.is_released = True
-        await engine.subscribed()
         await engine.store(1)
         await service.follows(engine)
         engine.may_answer.clear()
@@ -726,11 +717,8 @@ async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
 
 @on_loop
 async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_mended() -> None:
-    port, replay_port = free_port(), free_port()
-    service = Service(port, replay_port)
-    service.listener._work._reader = FailingOnce(5)
-    async with Engine(port, replay_port) as engine, service:
-        await engine.subscribed()
+    async with heard(SERVED) as (engine, service):
+        service.listener._work._reader = FailingOnce(5)
         await engine.store(1)
         await service.follows(engine)  # no replay is under way that may bring it first
         await engine.store(2, lost=True)
@@ -754,9 +742,7 @@ async def test_a_replay_endpoint_that_libzmq_refuses_is_no_replay() -> None:
 @on_loop
 async def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lean_selector.kv_events")
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
+    async with heard() as (engine, service):
         for block in range(10):
             await engine.store(block)
             await engine.store(100 + block, lost=True)
@@ -777,9 +763,7 @@ async def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture)
 @on_loop
 async def test_a_replay_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_replay, "REPLAY_LIMIT_S", 0.0)
-    port, replay_port = free_port(), free_port()
-    async with Engine(port, replay_port) as engine, Service(port, replay_port) as service:
-        await engine.subscribed()
+    async with heard(SERVED) as (engine, service):
         await engine.store(1, lost=True)
         await engine.store(2)
         await until(lambda: service.state == "no_replay")

@@ -1,18 +1,14 @@
 """Services that end, in every way, and start again from their state directory."""
 
-import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from lean_selector.publisher import KvEventPublisher
 from lean_selector.server.state_files import opened
 from tests.server.kept_selector import Kept, is_free
 from tests.support.prometheus_tools import parsed, scrape, value
@@ -189,6 +185,42 @@ def hears(other: RunningService, service: RunningService) -> bool:
     return own in [each["router_id"] for each in publishers]
 
 
+def blocks(service: RunningService) -> int:
+    """That the index has; none is told of while it recovers."""
+    status, dump = service.get("/dump")
+    events = [event for each in dump.values() for event in each["events"]] if status == 200 else []
+    return sum(len(event["event"]["data"]["stored"]["blocks"]) for event in events)
+
+
+def test_what_the_engine_has_forgotten_comes_from_a_peer_and_the_rest_behind_it(
+    tmp_path: Path,
+) -> None:
+    """The KV index is in no file."""
+    port = "tcp://127.0.0.1:*"
+    with (
+        KvEventPublisher(kv_block_size=16, endpoint=port, replay_endpoint=port) as engine,
+        RunningService() as peer,
+    ):
+        for name in range(1, 6):
+            engine.publish_stored(token_ids=[name] * 16, block_hashes=[name])
+        told = {"kv_events_endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
+        flags = ("--indexer-peers", f"http://127.0.0.1:{peer.port}")
+        with RunningService("--state-dir", str(tmp_path), *flags) as service:
+            for each in (peer, service):
+                assert each.post("/workers", {**worker(), **told})[0] == 201
+                wait_until(lambda each=each: blocks(each) == 5, "all is indexed")  # type: ignore[misc]
+            kill(service)
+        while len(engine._kept) > 1:
+            engine._kept.popleft()
+        with service:
+            wait_until(lambda: "recovering" not in service.get("/ready")[1], "it has recovered")
+            wait_until(
+                lambda: [each["state"] for each in service.get("/kv_sources")[1]] == ["live"],
+                "and hears the engine",
+            )
+            assert blocks(service) == 5
+
+
 # -- who may write --------------------------------------------------------------------------------
 
 
@@ -280,7 +312,7 @@ def test_without_a_successor_what_ended_while_it_drained_is_not_live_again(tmp_p
         assert active(service) == 1
 
 
-# -- a disk that is full, or gone ------------------------------------------------------------------
+# -- a disk that is gone ---------------------------------------------------------------------------
 
 
 def fault(service: RunningService) -> str | None:
@@ -309,46 +341,6 @@ def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_pat
         kill(service)
     with service:
         assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for next to nothing."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a file system takes a user who may")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_full_disk_is_told_of_and_written_when_it_has_room(small_disk: Path) -> None:
-    state = small_disk / "state"
-    with selector(state, *QUICK) as service:
-        assert service.post("/workers", worker())[0] == 201
-        filler = small_disk / "filler"
-        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 4096)
-        assert service.post("/workers", worker(2))[0] == 201
-        wait_until(lambda: fault(service) is not None, "it says so")
-        assert "No space left on device" in str(fault(service))
-        assert [each["worker_id"] for each in kept_workers(state)] == [1]  # whole, and as it was
-        filler.unlink()
-        wait_until(lambda: fault(service) is None, "it is written again")
-        wait_until(lambda: len(kept_workers(state)) == 2, "both are on disk")
-        kill(service)
-    with service:
-        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
-
-
-def kept_workers(path: Path) -> list[dict[str, Any]]:
-    text, _ = opened((path / "catalog").read_bytes())
-    found: list[dict[str, Any]] = json.loads(text)["workers"]
-    return found
 
 
 # -- discoveries -----------------------------------------------------------------------------------
