@@ -34,52 +34,23 @@ from lean_selector.tools.traffic import BLOCK_SIZE, conversations
 from loadtest.trace import read_trace
 
 TENANT = "default"
+SELECTOR, SLOT_TRACKER = "selection service", "slot tracker"
 MOST_OUTPUT_BLOCKS = 4  # reports of one request; the trace's requests have 21 in the mean
-WHOLE_TRACE = 1 << 62
 SETUP_TIMEOUT_S = 30.0
 # Where ids of our workers are drawn from: above what people number their workers with, and below
 # what a JSON reader with doubles would round.
 WORKER_IDS = range(1 << 48, 1 << 53)
 
 
-class Prompts:
-    """Where every user takes its next request from."""
-
-    def __init__(self, trace: Path | None) -> None:
-        self._requests = _made_up() if trace is None else _of_trace(trace)
-
-    def next(self) -> Request:
-        return next(self._requests)
-
-
-def _of_trace(trace: Path) -> Iterator[Request]:
-    while True:
-        for _, request in read_trace(trace, BLOCK_SIZE, WHOLE_TRACE):
-            yield request
-
-
-def _made_up() -> Iterator[Request]:
-    """64 people in turns, each in conversations of its own."""
+def requests(trace: Path | None) -> Iterator[Request]:
+    """Of the trace, over and over; without one those of 64 people in turns, each in conversations
+    of its own."""
     people = [conversations(0, person) for person in range(64)]
-    for person in itertools.cycle(people):
-        yield next(person).request
-
-
-class Engine(SimulatedEngine):
-    """A worker that computes nothing: its cache holds what it was given, its events say so."""
-
-    def __init__(self, worker_id: int, capacity_blocks: int) -> None:
-        # Without a replay endpoint: its thread would be a greenlet here, and stop all others.
-        super().__init__(
-            worker_id, capacity_blocks, BLOCK_SIZE, EngineSpeed(), None, replay_endpoint=None
-        )
-
-    def registration(self) -> dict[str, object]:
-        return {
-            **super().registration(),
-            "endpoint": f"http://engine-{self.worker_id}.invalid",  # named, never contacted
-            "max_num_batched_tokens": 1_000_000,
-        }
+    while True:
+        if trace is None:
+            yield from (next(person).request for person in people)
+        else:
+            yield from (request for _, request in read_trace(trace, BLOCK_SIZE))
 
 
 class Run:
@@ -89,8 +60,8 @@ class Run:
         self.model_name: str = options.model_name
         self.worker_count: int = options.fleet
         self.capacity_blocks: int = options.capacity_blocks
-        self.prompts = Prompts(Path(options.trace) if options.trace else None)
-        self.engines: dict[int, Engine] = {}  # by worker id; empty if the fleet is not ours
+        self.requests = requests(Path(options.trace) if options.trace else None)
+        self.engines: dict[int, SimulatedEngine] = {}  # by id, if the fleet is ours
         self.tracked: list[int] = []  # workers that we registered at a slot tracker
         # Ids must differ between runs and between locust's own processes.
         self.ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in itertools.count())
@@ -144,7 +115,7 @@ class SelectionUser(RouterUser):
     @task(8)
     def select_and_reserve(self) -> None:
         """Choose and book in one step, then the whole life of the request."""
-        request, name = self.run_.prompts.next(), next(self.run_.ids)
+        request, name = next(self.run_.requests), next(self.run_.ids)
         body = {"reservation_id": name, **self.run_.prompt_fields(request)}
         chosen = self.call("POST", "/select_and_reserve", body)
         if chosen is not None:
@@ -153,12 +124,12 @@ class SelectionUser(RouterUser):
     @task(1)
     def select(self) -> None:
         """Only ask."""
-        self.call("POST", "/select", self.run_.prompt_fields(self.run_.prompts.next()))
+        self.call("POST", "/select", self.run_.prompt_fields(next(self.run_.requests)))
 
     @task(1)
     def select_then_reserve(self) -> None:
         """Choose, then book the rank that was chosen."""
-        request, name = self.run_.prompts.next(), next(self.run_.ids)
+        request, name = next(self.run_.requests), next(self.run_.ids)
         body = self.run_.prompt_fields(request)
         chosen = self.call("POST", "/select", body)
         if chosen is None:
@@ -192,7 +163,7 @@ class SlotTrackerUser(RouterUser):
     @task(4)
     def lifecycle(self) -> None:
         """Take the worker with the least work, book it, complete, free."""
-        request, name = self.run_.prompts.next(), next(self.run_.ids)
+        request, name = next(self.run_.requests), next(self.run_.ids)
         rows = self._potential_loads(request)
         if not rows:
             return
@@ -220,7 +191,7 @@ class SlotTrackerUser(RouterUser):
     @task(1)
     def potential_loads(self) -> None:
         """Only look."""
-        self._potential_loads(self.run_.prompts.next())
+        self._potential_loads(next(self.run_.requests))
 
     def _potential_loads(self, request: Request) -> Any:
         return self.call(
@@ -298,36 +269,31 @@ def has_fleet(run: Run, known: list[dict[str, Any]]) -> bool:
     return count > 0
 
 
-def register_fleet(run: Run, host: str) -> None:
-    """Workers with events of their own, unless the service has workers of the model."""
-    known = known_workers(host, "selection service")
+def register_fleet(run: Run, host: str, service: str) -> None:
+    """Workers of our own, with events, unless the service has workers of the model."""
+    known = known_workers(host, service)
     if has_fleet(run, known):
         return
     for worker_id in new_ids(run.worker_count, known):
-        engine = run.engines[worker_id] = Engine(worker_id, run.capacity_blocks)
-        _, answer = ask(
-            host, "POST", "/workers", {"model_name": run.model_name, **engine.registration()}
-        )
-        if msgspec.json.decode(answer).get("lifecycle") != "schedulable":
-            raise SetupError(f"worker {worker_id} is not schedulable: {answer.decode()[:300]}")
-
-
-def register_tracked(run: Run, host: str) -> None:
-    """Workers of one rank each, unless the slot tracker has workers of the model."""
-    known = known_workers(host, "slot tracker")
-    if has_fleet(run, known):
-        return
-    for worker_id in new_ids(run.worker_count, known):
-        body = {"worker_id": worker_id, "model_name": run.model_name, "tenant_id": TENANT}
-        status, answer = ask(
-            host,
-            "POST",
-            "/register",
-            {**body, "block_size": BLOCK_SIZE, "dp_start": 0, "dp_size": 1},
-        )
-        if status != 201:
+        body: dict[str, object] = {"worker_id": worker_id, "model_name": run.model_name}
+        if service == SLOT_TRACKER:
+            body |= {"tenant_id": TENANT, "block_size": BLOCK_SIZE, "dp_start": 0, "dp_size": 1}
+            status, answer = ask(host, "POST", "/register", body)
+            run.tracked.append(worker_id)
+        else:
+            # It computes nothing: its cache holds what it was given, its events say so. Without a
+            # replay endpoint: its thread would be a greenlet here, and stop all others.
+            engine = run.engines[worker_id] = SimulatedEngine(
+                *(worker_id, run.capacity_blocks, BLOCK_SIZE, EngineSpeed(), None),
+                replay_endpoint=None,
+            )
+            endpoint = f"http://engine-{worker_id}.invalid"  # named, never contacted
+            body |= engine.registration()
+            body |= {"endpoint": endpoint, "max_num_batched_tokens": 1_000_000}
+            status, answer = ask(host, "POST", "/workers", body)
+        is_ready = service == SLOT_TRACKER or b'"schedulable"' in answer
+        if status not in (200, 201) or not is_ready:
             raise SetupError(f"worker {worker_id}: {status} {answer.decode()[:300]}")
-        run.tracked.append(worker_id)
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]  # locust's
@@ -360,8 +326,8 @@ def begin(environment: Environment, **_: object) -> None:
         if len(chosen) != 1:
             raise SetupError("name one class of users: SelectionUser or SlotTrackerUser")
         if not isinstance(environment.runner, WorkerRunner):
-            setup = register_fleet if chosen[0] is SelectionUser else register_tracked
-            setup(run, host_of(environment))
+            service = SELECTOR if chosen[0] is SelectionUser else SLOT_TRACKER
+            register_fleet(run, host_of(environment), service)
     except SetupError as error:
         print(f"locustfile: {error}")
         environment.process_exit_code = 1

@@ -28,10 +28,9 @@ import msgspec
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel.targets import machine, ours
 from loadtest.soaking.faults import Faults, continue_all
-from loadtest.soaking.fleet import Fleet, Program, ended_in_order
+from loadtest.soaking.fleet import Fleet, Preload, Program, Unavailable, ended_in_order
 from loadtest.soaking.lanes import Report
 from loadtest.soaking.mischief import Mischief, Rogues
-from loadtest.soaking.preload import Preload, Unavailable
 from loadtest.soaking.verdict import Memory, Outcome, holds, stalls, table
 from loadtest.soaking.watch import Late
 

@@ -1,24 +1,18 @@
-"""What the index alone costs: ingest, removal, memory, match, and the pauses that it makes.
+"""What the index alone costs: ingest, removal, memory, and the pauses that it makes.
 
 One target at a time, on fresh processes and fresh sockets, all given the same messages. Events come
 over real PUB sockets in vLLM's layout. Does not know how figures are shown.
 """
 
-import gc
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from statistics import median
 
-from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import Tier
-from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message, names_of
+from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import RequestFile, Results, latencies, open_load
 from loadtest.duel.stages import Plan
-from loadtest.duel.targets import Service, Target, run_beside
+from loadtest.duel.targets import Service, Target
 from loadtest.http_client import http
 
 WORKERS = 16
@@ -30,21 +24,15 @@ CHURN_MEMORY = "index, memory per block-holding after churn"
 REMOVE_ONE = "index, removal, one block an event"
 REMOVE_MANY = "index, removal, 64 blocks an event"
 MEMORY = "index, memory per block-holding"
-MATCH = "index, match of a held trace prompt, in process"
-MATCH_SMALL = "index, the same at 10 000 holdings"
-MATCH_LARGE = "index, the same at 1 000 000 holdings"
 PAUSE = "index, worst /health at 1 kHz while 1 000 000 holdings churn"
 _FILLED = [INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY]
 _CHURNED = [FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY]
-_MATCHED = [MATCH, MATCH_SMALL, MATCH_LARGE]
-NAMES = [*_FILLED, *_CHURNED, *_MATCHED, PAUSE]
+NAMES = [*_FILLED, *_CHURNED, PAUSE]
 
 LAG = "lean_selector_loop_lag_seconds"
 CHURNED = 0.5  # of what is held, stored anew while as much is evicted
 CHURN_PER_S = 50_000.0  # blocks stored a second, and as many evicted
 PING_RATE = 1_000.0
-SMALL_HOLDINGS = 10_000
-MATCHES, MATCH_LOOPS = 600, 5  # held prompts whose match is timed, of 815 blocks in the mean
 
 
 def run(
@@ -68,10 +56,6 @@ def run(
                     say(f"{words}, of {target.name}: round {number + 1}")
                     with results.keep(names):
                         measure(target, plan, prompts, results)
-    if names := list(filter(wanted, _MATCHED)):
-        say("match in process")
-        with results.keep(names):
-            _match_in_process(plan, results)
     if wanted(PAUSE):
         for target in targets:
             say(f"{PAUSE}: {target.name}")
@@ -96,11 +80,11 @@ def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Resul
     capacity = plan.holdings  # of each: nothing is evicted
     with _running(target, prompts, capacity) as (service, engines):
         messages = list(engines.fill(plan.holdings))
-        rss = service.footprint().rss
+        rss = service.rss_bytes()
         cost = _cost_of(service, engines, messages)
         results.add(INGEST, target.name, block_cpu_us=cost)
         held = sum(message.stored for message in messages)
-        results.add(MEMORY, target.name, holding_bytes=(service.footprint().rss - rss) / held)
+        results.add(MEMORY, target.name, holding_bytes=(service.rss_bytes() - rss) / held)
         # Half of the engines tell it one way, half the other.
         for case, of, size in (
             (REMOVE_ONE, range(0, WORKERS, 2), 1),
@@ -115,13 +99,13 @@ def _fill_and_churn(target: Target, plan: Plan, prompts: Prompts, results: Resul
     capacity = round(plan.holdings * 1.02 / WORKERS) + EVENT_BLOCKS
     with _running(target, prompts, capacity, None) as (service, engines):
         messages = list(engines.fill(plan.holdings))
-        rss = service.footprint().rss
+        rss = service.rss_bytes()
         for case, memory in ((FRESH, FRESH_MEMORY), (CHURN, CHURN_MEMORY)):
             if case == CHURN:
                 messages = engines.churn(round(plan.holdings * CHURNED))
             cost = _cost_of(service, engines, messages)
             results.add(case, target.name, block_cpu_us=cost)
-            taken = (service.footprint().rss - rss) / engines.holdings
+            taken = (service.rss_bytes() - rss) / engines.holdings
             results.add(memory, target.name, holding_bytes=taken)
 
 
@@ -131,57 +115,6 @@ def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) ->
     blocks = engines.send(messages)
     engines.settle(service)
     return (service.cpu_ns() - before) / 1e3 / blocks
-
-
-# -- in process -----------------------------------------------------------------------------------
-
-
-def _match_in_process(plan: Plan, results: Results) -> None:
-    """Our index without a service around it, in an interpreter of its own for each form."""
-    cases = {
-        MATCH_SMALL: min(SMALL_HOLDINGS, plan.holdings),
-        MATCH: plan.holdings,
-        MATCH_LARGE: plan.many_holdings,
-    }
-    for target in plan.targets:
-        if target.is_ours:
-            for case, holdings in cases.items():
-                figure = run_beside(
-                    target,
-                    "from loadtest.duel.index import match_us; print(match_us(*sys.argv[1:]))",
-                    *(str(holdings), str(plan.trace or "")),
-                )
-                results.add(case, target.name, match_us=float(figure))
-
-
-def match_us(holdings: str, trace: str) -> float:
-    """CPU microseconds per match of prompts that are held, among so many block-holdings."""
-    prompts = Prompts(Path(trace) if trace else None, 16)
-    index, names_held = KvIndex(16), [set[int]() for _ in range(WORKERS)]
-    held, used = 0, 0
-    while held < int(holdings):
-        prompt, worker = prompts.at(used), used % WORKERS
-        names, known = names_of(worker, prompt), names_held[worker]
-        first = next((at for at, name in enumerate(names) if name not in known), len(names))
-        for at in range(first, len(names), EVENT_BLOCKS):
-            to = min(at + EVENT_BLOCKS, len(names))
-            parent = names[at - 1] if at else None
-            local = prompt.local[8 * at : 8 * to]
-            index.store(worker, 0, Tier.DEVICE, parent, names[at:to], local)
-        known.update(names)
-        held += len(names) - first
-        used += 1
-    # The same prompts whatever is held, so that only the size of the index differs. Copies, as a
-    # request's hashes are new bytes each time.
-    asked = [bytes(bytearray(prompts.at(number).local)) for number in range(MATCHES)]
-    gc.disable()
-    figures = []
-    for _ in range(MATCH_LOOPS):
-        before = time.thread_time_ns()
-        for local in asked:
-            index.match(local)
-        figures.append((time.thread_time_ns() - before) / 1e3 / len(asked))
-    return median(figures)
 
 
 # -- pauses ---------------------------------------------------------------------------------------

@@ -163,7 +163,6 @@ ROWS = (
     _block("memory per holding after churn", index.CHURN_MEMORY, MEMORY, 1.5, 1.0),
     _block("CPU per block, removal", index.REMOVE_ONE, CPU, 1.5, 1.0),
     _block("memory per block-holding at 500000", index.MEMORY, MEMORY, 3.5, 2.0),
-    Row("match of an 815-block prompt", _own(index.MATCH, "match_us"), 5, 2, unit="µs"),
     Row(
         "worst pause while 1000000 holdings churn at 50000 blocks/s",
         _own(index.PAUSE, "open_max_us", 1e-3),
@@ -171,13 +170,6 @@ ROWS = (
         2,
         unit="ms",
     ),
-    Row(
-        "match at 1000000 holdings over match at 10000",
-        _own_ratio(index.MATCH_LARGE, index.MATCH_SMALL, "match_us"),
-        3.0,
-        1.5,
-    ),
-    Row("match at 1000000 holdings", _own(index.MATCH_LARGE, "match_us"), 5, unit="µs"),
 )
 
 
@@ -227,7 +219,6 @@ SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
         {
             "block_cpu_us": "CPU µs per block",
             "holding_bytes": "bytes per holding",
-            "match_us": "CPU µs per match",
         },
     ),
     (

@@ -304,16 +304,9 @@ class StageRun:
         before = [service.cpu_ns() for service in services]
         time.sleep(self._plan.idle_seconds)
         for service, cpu in zip(services, before, strict=True):
+            idle_ms_per_s = (service.cpu_ns() - cpu) / 1e6 / self._plan.idle_seconds
             taken = service.footprint()
-            self._results.add(
-                name,
-                service.name,
-                rss_mb=taken.rss / 1e6,
-                pss_mb=taken.pss / 1e6,
-                threads=taken.threads,
-                descriptors=taken.descriptors,
-                idle_cpu_ms_per_s=(service.cpu_ns() - cpu) / 1e6 / self._plan.idle_seconds,
-            )
+            self._results.add(name, service.name, idle_cpu_ms_per_s=idle_ms_per_s, **taken)
 
     def _round(self, case: Case, number: int, pairs: Sequence[Pair], engines: Engines) -> None:
         if case.name in self._results.skipped:

@@ -26,33 +26,19 @@ from loadtest.reference import NotInstalled, interpreter
 
 # -- what a process costs --------------------------------------------------------------------------
 
-_KIB = 1024
 
-
-class Footprint(msgspec.Struct, frozen=True):
-    """Memory in bytes. pss counts a page shared by n processes as 1/n of it."""
-
-    rss: int
-    pss: int
-    threads: int
-    descriptors: int
-
-
-def footprint(pid: int) -> Footprint:
-    """Memory, threads and open descriptors of a process now. Raises OSError when it is gone."""
+def footprint(pid: int) -> dict[str, float]:
+    """Memory, threads and open descriptors of a process now; `pss_mb` counts a page shared by n
+    processes as 1/n of it. Raises OSError when it is gone."""
     proc = Path(f"/proc/{pid}")
-    sizes = {
-        name: int(value.split()[0]) * _KIB
-        for name, _, value in (
-            line.partition(":") for line in (proc / "smaps_rollup").read_text().splitlines()[1:]
-        )
+    rows = (line.partition(":") for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
+    sizes = {name: int(value.split()[0]) * 1024 / 1e6 for name, _, value in rows}
+    return {
+        "rss_mb": sizes["Rss"],
+        "pss_mb": sizes["Pss"],
+        "threads": sum(1 for _ in (proc / "task").iterdir()),
+        "descriptors": sum(1 for _ in (proc / "fd").iterdir()),
     }
-    return Footprint(
-        sizes["Rss"],
-        sizes["Pss"],
-        sum(1 for _ in (proc / "task").iterdir()),
-        sum(1 for _ in (proc / "fd").iterdir()),
-    )
 
 
 def machine() -> str:
@@ -142,24 +128,6 @@ def forms(compiled: str | None, folder: Path) -> list[Target]:
     return found
 
 
-def run_beside(target: Target, program: str, *arguments: str) -> str:
-    """What a program prints that is run with our package as the target has it, and these modules.
-
-    They stand last on its path: beside them may be the package of a checkout.
-    """
-    program = f"import sys; sys.path.append({str(ROOT)!r}); {program}"
-    done = subprocess.run(
-        [target.command[0], "-P", "-c", program, *arguments],
-        env=target.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ServiceError(f"{target.name}: {done.stderr.strip()[-300:]}")
-    return done.stdout
-
-
 def references(text: str) -> list[Target]:
     """A version or a command line, once quiet and once with its default logging."""
     if re.fullmatch(r"\d+(\.\w+)+", text):
@@ -204,8 +172,11 @@ class Service(ChildService):
             return "selection_id" if "selection_id" in str(error) else "reservation_id"
         raise ServiceError(f"{self.name} books nothing under no name")
 
-    def footprint(self) -> Footprint:
+    def footprint(self) -> dict[str, float]:
         return footprint(self.process.pid)
+
+    def rss_bytes(self) -> float:
+        return 1e6 * self.footprint()["rss_mb"]
 
     def stop(
         self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0

@@ -23,8 +23,7 @@ import msgspec
 
 from lean_selector.tools.service_process import ServiceError
 from loadtest.child_service import JSON
-from loadtest.soaking.fleet import MODEL, TOTAL_BLOCKS, Engine, Fleet, Service, stop
-from loadtest.soaking.preload import Preload
+from loadtest.soaking.fleet import MODEL, TOTAL_BLOCKS, Engine, Fleet, Preload, Service, stop
 
 HEAL_S = 90.0  # generous: a pause before an attempt to connect is 5 s at most
 POLL_S = 0.05

@@ -4,9 +4,14 @@ Every process has fixed ports, so that one that was killed comes back as itself.
 """
 
 import argparse
+import asyncio
 import contextlib
+import itertools
+import mmap
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +22,7 @@ from typing import Self
 import msgspec
 
 from lean_selector.tools.service_process import ServiceError
+from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
 from loadtest.child_service import ChildService, free_port, plain_environment, start
 
 TOTAL_BLOCKS = 4_000  # of a worker, as it is registered: shedding begins at a part of it
@@ -129,8 +135,8 @@ class Engine(Program):
     ) -> None:
         self.worker_id = number
         self._host, self._events, self._replay = host, free_port(), free_port()
-        words = ["loadtest.soaking.engine", str(number), str(self._events), str(self._replay)]
-        super().__init__([*words, "--rate", str(rate), "--seed", str(seed)], folder, cpus)
+        words = [number, self._events, self._replay, rate, seed]
+        super().__init__(["loadtest.soaking.fleet", *map(str, words)], folder, cpus)
 
     def registration(self) -> dict[str, object]:
         return {
@@ -143,6 +149,100 @@ class Engine(Program):
             "kv_events_endpoints": {"0": f"tcp://{self._host}:{self._events}"},
             "replay_endpoint": f"tcp://{self._host}:{self._replay}",
         }
+
+
+CAPACITY_BLOCKS = 4_096
+# An empty cache fills faster than it changes later, so that memory is soon what it stays.
+FILLING_PROMPTS = 2_000
+FILLING_FASTER = 4
+
+
+async def serve(worker_id: int, events: int, replay: int, rate: float, seed: int) -> None:
+    """An engine of the soak, a process: a bounded cache that tells every change of it.
+
+    It serves the soak's prompts to itself, `rate` of them a second, and publishes real KV events,
+    with a replay socket. It never answers HTTP: a selector only names it. Until it is killed.
+    """
+    engine = SimulatedEngine(
+        worker_id,
+        CAPACITY_BLOCKS,
+        BLOCK_SIZE,
+        EngineSpeed(),
+        None,
+        endpoint=f"tcp://127.0.0.1:{events}",
+        replay_endpoint=f"tcp://127.0.0.1:{replay}",
+    )
+    drawn, prompts = Random(), families(seed)
+    for served in itertools.count():
+        prompt = drawn.choice(drawn.choice(prompts))
+        output = [drawn.choice(FRESH_TOKENS) for _ in range(BLOCK_SIZE)]
+        request = make_request("soak", prompt + output, len(prompt), 1, BLOCK_SIZE)
+        running = await engine.prefill(request)
+        await engine.decode(running, 0)
+        engine.finish(running)
+        await asyncio.sleep(
+            drawn.expovariate(rate * (FILLING_FASTER if served < FILLING_PROMPTS else 1))
+        )
+
+
+# -- the measured process in our hands: a library that is preloaded there -------------------------
+# A time namespace cannot shift the wall clock, and setting the machine's would shift everyone's.
+# The library is compiled where there is a C compiler; without one, why not is said.
+
+_LAYOUT = struct.Struct("=5q")  # of `struct told` in shim.c
+_COMPILER_S = 120.0
+
+
+class Unavailable(Exception):
+    """A readable reason."""
+
+
+class Preload:
+    """The library, and what it is told. `environment` is what the process needs to have it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compile it into `folder`. Raises Unavailable."""
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise Unavailable("no C compiler for the library that steps its clock")
+        library, told = folder / "soak_shim.so", folder / "told"
+        command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(library)]
+        command += [str(Path(__file__).with_name("shim.c")), "-ldl"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_COMPILER_S
+        )
+        if done.returncode:
+            raise Unavailable(f"the library that steps its clock: {done.stderr.strip()[-200:]}")
+        told.write_bytes(bytes(_LAYOUT.size))
+        with told.open("r+b") as file:
+            self._told = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self.environment = {"LD_PRELOAD": str(library), "SOAK_TOLD": str(told)}
+
+    def step_clock(self, seconds: int) -> None:
+        """From now on its wall clock is that much ahead of the machine's; below 0: behind."""
+        struct.pack_into("=q", self._told, 0, seconds * 1_000_000_000)
+
+    def hang_names(self, hang: bool) -> None:
+        """Whether names under `.soak` find nobody who answers; else they are this host's."""
+        struct.pack_into("=q", self._told, 8, int(hang))
+
+    def ask_for_memory(self) -> None:
+        """Its C library is to hand back what it keeps for later, as soon as it looks at a clock."""
+        struct.pack_into("=q", self._told, 24, self.asked + 1)
+
+    @property
+    def asked(self) -> int:
+        return int(_LAYOUT.unpack_from(self._told)[3])
+
+    @property
+    def handed(self) -> int:
+        """The last time that it was asked, and has."""
+        return int(_LAYOUT.unpack_from(self._told)[4])
+
+    @property
+    def hung(self) -> int:
+        """How many look-ups have met that."""
+        return int(_LAYOUT.unpack_from(self._told)[2])
 
 
 # -- all of them ----------------------------------------------------------------------------------
@@ -271,3 +371,8 @@ def ended_in_order(process: subprocess.Popen[bytes], patience_s: float) -> int:
         return process.wait(patience_s)
     except subprocess.TimeoutExpired:
         raise ServiceError(f"process {process.args!r} did not end in {patience_s:.0f} s") from None
+
+
+if __name__ == "__main__":
+    number, events, replay, rate, seed = sys.argv[1:]
+    asyncio.run(serve(int(number), int(events), int(replay), float(rate), int(seed)))

@@ -29,6 +29,7 @@ from lean_selector.http.response import date_header, encode_response
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.worker_handlers import ServiceState
+from loadtest.http_client import http
 from tests.support.gates import NoEngines
 
 CONNECTIONS = 32
@@ -36,10 +37,6 @@ LIVE = 512  # reservations at a time
 PREFILL_LAG = 192  # of them in prefill
 STEPS = 1024  # lives in a round
 HELD = 500  # prompts that a worker holds, whole
-HEAD = (
-    "{} {} HTTP/1.1\r\nhost: 127.0.0.1:8092\r\ncontent-type: application/json\r\n"
-    "content-length: {}\r\n\r\n"
-)
 
 
 class NullTransport(asyncio.Transport):
@@ -51,10 +48,6 @@ class NullTransport(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written = data
-
-
-def http(method: str, path: str, body: bytes = b"") -> bytes:
-    return HEAD.format(method, path, len(body)).encode() + body
 
 
 class Service:

@@ -166,9 +166,9 @@ def test_threads_and_descriptors_are_counted() -> None:
         during = footprint(os.getpid())
     stop.set()
     thread.join()
-    assert during.threads == before.threads + 1
-    assert during.descriptors == before.descriptors + 1
-    assert 0 < during.pss <= during.rss
+    assert during["threads"] == before["threads"] + 1
+    assert during["descriptors"] == before["descriptors"] + 1
+    assert 0 < during["pss_mb"] <= during["rss_mb"]
 
 
 def test_a_reference_is_a_quiet_and_a_default_target(monkeypatch: pytest.MonkeyPatch) -> None:

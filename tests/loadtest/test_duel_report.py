@@ -107,7 +107,7 @@ def test_budget_cases_are_names_of_cases_that_are_run() -> None:
     for name in names | {*index.NAMES, "process, after start"}:
         for target in results.targets:
             metrics = ["cpu_us", "rps", "open_p999_us", "open_max_us", "threads", "descriptors"]
-            metrics += ["rss_mb", "block_cpu_us", "holding_bytes", "match_us"]
+            metrics += ["rss_mb", "block_cpu_us", "holding_bytes"]
             results.add(name, target, **dict.fromkeys(metrics, 1.0))
     found = verdicts(results)
     assert len(found) == len(ROWS)
