@@ -179,13 +179,6 @@ async def test_a_request_that_names_no_model_means_the_only_one() -> None:
         assert (await prompts.of(CHAT, b'{"messages":[]}')).model_name == MODEL
 
 
-@on_loop
-async def test_other_paths_go_by_load() -> None:
-    async with door(Mode.TOKENIZE) as (prompts, _):
-        routed = await prompts.of("/v1/embeddings", b'{"model":"m","input":"Hello"}')
-        assert is_load_only(routed, NO_PROMPT)
-
-
 # -- tokenize -------------------------------------------------------------------------------------
 
 
@@ -417,30 +410,50 @@ async def test_token_ids_need_no_tokenizer(mode: Mode) -> None:
         assert engine.asked("/tokenize") == []
 
 
+def asks_of(part: dict[str, Any]) -> bytes:
+    content = [{"type": "text", "text": "What is it?"}, part]
+    return chat([*MESSAGES, {"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why_not"),
+    [
+        ("/v1/embeddings", b'{"model":"m","input":"Hello"}', NO_PROMPT),
+        *((TEXT, text(each), SEVERAL) for each in (["one", "two"], [[1, 2], [3, 4]])),
+        *(
+            (TEXT, text(each), UNKNOWN_FORM)
+            for each in ([1, -2], [1, 2**32], [], [1, "a"], {"a": 1}, 7, None, [[1, 2.5]])
+        ),
+        *(
+            (TEXT, text("one", **{name: "1"}), Unknown(Why.CHANGED, f"`{name}` changes the prompt"))
+            for name in ("suffix", "truncate_prompt_tokens", "prompt_embeds")
+        ),
+        (CHAT, asks_of({"type": "image_url", "image_url": {"url": "data:image/png,AA"}}), MEDIA),
+        (CHAT, asks_of({"type": "input_audio", "input_audio": {"format": "wav"}}), MEDIA),
+        (CHAT, asks_of({"type": "video_url", "video_url": {"url": "http://v"}}), MEDIA),
+        *((CHAT, each, None) for each in (chat("Hello"), b'{"model":"m"}', chat({"role": "user"}))),
+    ],
+)
 @on_loop
-async def test_ids_that_are_none_and_prompts_in_unknown_forms_go_by_load() -> None:
-    async with door(Mode.TOKENIZE) as (prompts, _):
-        for prompt in ([1, -2], [1, 2**32], [], [1, "a"], {"a": 1}, 7, None, [[1, 2.5]]):
-            routed = await prompts.of(TEXT, text(prompt))
-            assert routed.why_not == UNKNOWN_FORM, prompt
-        for body in (chat("Hello"), b'{"model":"m"}', chat({"role": "user"})):
-            assert (await prompts.of(CHAT, body)).why_not is not None
+async def test_what_goes_by_load_says_why_and_is_sent_as_it_came(
+    path: str, body: bytes, why_not: Unknown | None
+) -> None:
+    """None: for any reason."""
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        routed = await prompts.of(path, body)
+        assert routed.why_not is not None
+        assert is_load_only(routed, why_not or routed.why_not)
+        assert routed.body is body
+        assert why_not is None or engine.asked("/tokenize") == []
 
 
 @on_loop
-async def test_several_prompts_go_by_load() -> None:
+async def test_fields_that_are_null_and_texts_that_speak_of_images_change_nothing() -> None:
     async with door(Mode.TOKENIZE) as (prompts, _):
-        for several in (["one", "two"], [[1, 2], [3, 4]]):
-            assert is_load_only(await prompts.of(TEXT, text(several)), SEVERAL)
-
-
-@pytest.mark.parametrize("field", ["suffix", "truncate_prompt_tokens", "prompt_embeds"])
-@on_loop
-async def test_what_changes_the_prompt_within_the_engine_is_said(field: str) -> None:
-    async with door(Mode.TOKENIZE) as (prompts, _):
-        routed = await prompts.of(TEXT, text("one two three", **{field: "1"}))
-        assert is_load_only(routed, Unknown(Why.CHANGED, f"`{field}` changes the prompt"))
-        assert (await prompts.of(TEXT, text("one two three", **{field: None}))).why_not is None
+        messages = [{"role": "user", "content": 'What is {"type": "image_url"}?'}]
+        nulls = dict.fromkeys(("suffix", "truncate_prompt_tokens", "prompt_embeds"))
+        for path, body in ((CHAT, chat(messages)), (TEXT, text("one two three", **nulls))):
+            assert (await prompts.of(path, body)).why_not is None
 
 
 @on_loop
@@ -502,36 +515,9 @@ async def test_a_salt_that_the_engine_would_refuse_when_marked_goes_by_load(salt
         assert json.loads(routed.body)["cache_salt"] == salt
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-        {"type": "video_url", "video_url": {"url": "http://localhost/v"}},
-    ],
-    ids=lambda part: str(part["type"]),
-)
-@on_loop
-async def test_media_go_by_load(part: dict[str, Any]) -> None:
-    async with door(Mode.LEARN) as (prompts, engine):
-        content = [{"type": "text", "text": "What is it?"}, part]
-        body = chat([*MESSAGES, {"role": "user", "content": content}])
-        routed = await prompts.of(CHAT, body)
-        assert is_load_only(routed, MEDIA)
-        assert routed.body is body
-        assert engine.asked("/tokenize") == []
-
-
 @on_loop
 async def test_an_image_counts_as_an_image_not_as_the_text_that_it_is_written_in() -> None:
     async with door(Mode.TOKENIZE) as (prompts, _):
         url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
         body = chat([{"role": "user", "content": [url, {"type": "text", "text": "a" * 400}, url]}])
         assert (await prompts.of(CHAT, body)).prompt.isl_tokens == 100 + 2 * 1024
-
-
-@on_loop
-async def test_a_text_that_speaks_of_images_is_a_text() -> None:
-    async with door(Mode.TOKENIZE) as (prompts, _):
-        messages = [{"role": "user", "content": 'What is {"type": "image_url"}?'}]
-        assert (await prompts.of(CHAT, chat(messages))).why_not is None

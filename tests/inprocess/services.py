@@ -20,7 +20,8 @@ FIRST = 2**63 + 5  # as Ray derives them: beyond what is signed
 SECOND = 7
 BLOCK_SIZE = 4
 TOKENS = list(range(10))
-PLACES = ("in process", "over HTTP", "over HTTP with --api 1.6", "over a UNIX socket")
+PLACES = ("in process", "over HTTP", "over HTTP with --api 1.6")
+UNIX = "over a UNIX socket"
 
 Service = SelectionService | RemoteSelectionService
 

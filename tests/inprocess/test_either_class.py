@@ -15,11 +15,14 @@ from lean_selector.publisher import KvEventPublisher
 from tests.inprocess.services import (
     BLOCK_SIZE,
     FIRST,
+    PLACES,
     SECOND,
     TOKENS,
+    UNIX,
     Service,
     ask,
     everywhere,
+    in_places,
     rows,
     shows,
     worker,
@@ -36,7 +39,7 @@ async def refusal(asked: Awaitable[Any]) -> tuple[int, str, str]:
     return caught.value.status_code, caught.value.kind, str(caught.value)
 
 
-@everywhere
+@in_places(*PLACES, UNIX)
 async def test_a_request_goes_through_its_life_and_leaves_nothing(service: Service) -> None:
     record = await service.upsert_worker(worker())
     assert record["worker_id"] == FIRST
