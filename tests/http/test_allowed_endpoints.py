@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lean_selector.http.allowed_endpoints import AllowedEndpoints
+from lean_selector.http.allowed_endpoints import AllowedEndpoints, Url, base_without_version
 
 
 def allows(pattern: str, endpoint: str) -> bool:
@@ -167,3 +167,48 @@ def test_a_network_of_another_port_does_not_judge_a_name() -> None:
     assert allowed.refusal("tcp://engine:5558") is not None
     with pytest.raises(PermissionError):
         allowed.among("tcp://engine:5558", [v4("10.0.0.1")])
+
+
+# -- URLs taken apart: one endpoint has one origin, however it is spelled --------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("http://Worker-1:8000", "http://worker-1:8000"),
+        ("http://worker-1:8000/", "http://worker-1:8000"),
+        ("http://worker-1:8000/v1?a=b#c", "http://worker-1:8000"),
+        ("http://worker-1", "http://worker-1:80"),
+        ("https://worker-1", "https://worker-1:443"),
+        ("HTTPS://worker-1:443", "https://worker-1:443"),
+        ("http://[FE80::1]:8000", "http://[fe80::1]:8000"),
+    ],
+)
+def test_every_spelling_of_an_endpoint_has_the_same_origin(text: str, origin: str) -> None:
+    assert Url(text).origin == origin
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "base"),
+    [
+        ("http://a:1/v1", "http://a:1"),
+        ("http://a:1/v1/", "http://a:1"),
+        ("http://a:1/", "http://a:1"),
+        ("http://a/b/v1", "http://a/b"),
+        ("a:1", "http://a:1"),
+        ("a:1/v1", "http://a:1"),
+        ("http://v1", "http://v1"),
+        ("v1", "http://v1"),
+        ("", ""),
+    ],
+)
+def test_an_endpoint_may_end_in_the_version_that_every_request_begins_with(
+    endpoint: str, base: str
+) -> None:
+    assert base_without_version(endpoint) == base
+
+
+def test_what_is_asked_of_a_host_is_its_path_and_query() -> None:
+    assert Url("http://a/b/c?d=e&f#g").target == "/b/c?d=e&f"
+    assert Url("http://a").target == "/"
+    assert (Url("http://[::1]:5").host, Url("http://[::1]:5").authority) == ("::1", "[::1]:5")

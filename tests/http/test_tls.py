@@ -4,18 +4,14 @@ What is the same with and without it is told over either in test_real_socket.py.
 """
 
 import asyncio
-import contextlib
 import logging
 import ssl
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from lean_selector.http.connections import Connections
-from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import encode_response
-from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsDoor
 from tests.http.live_server import GET, MIB, OURS, Reader, Server, Writer, answer, run_over_tls
 from tests.http.tls_client import TlsClient, raw
 from tests.support.certificates import Authority
@@ -359,41 +355,3 @@ def test_a_new_certificate_is_for_new_handshakes_and_open_connections_stay() -> 
         assert writer.get_extra_info("ssl_object").getpeercert(True) == shown
 
     run_over_tls(test)
-
-
-class Wire(asyncio.Transport):
-    """What was written; never closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def is_closing(self) -> bool:
-        return False
-
-
-def test_a_turn_of_the_loop_does_a_few_handshakes_and_lets_others_have_theirs() -> None:
-    turns: list[Callable[[], None]] = []
-    connections = Connections(turns.append)
-    door = TlsDoor(
-        OURS.server(),
-        connections,
-        lambda: HttpProtocol(lambda request: encode_response(200, b""), connections),
-    )
-    wires = [Wire() for _ in range(3 * HANDSHAKES_PER_TURN)]
-    for wire in wires:
-        connection = door.new_connection()
-        connection.connection_made(wire)
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        with contextlib.suppress(ssl.SSLWantReadError):
-            TRUSTING.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
-        connection.data_received(outgoing.read())
-    done = []
-    while turns:
-        assert len(turns) == 1
-        turns.pop()()
-        done.append(sum(bool(wire.written) for wire in wires))
-    assert done == [HANDSHAKES_PER_TURN, 2 * HANDSHAKES_PER_TURN, 3 * HANDSHAKES_PER_TURN]

@@ -159,6 +159,19 @@ def test_a_large_request_may_follow_a_handshake_that_waits_for_its_turn() -> Non
     assert not any(loop.connections.tls.failures.values())
 
 
+def test_a_turn_of_the_loop_does_a_few_handshakes_and_lets_others_have_theirs() -> None:
+    loop = Loop()
+    clients = [loop.client() for _ in range(3 * HANDSHAKES_PER_TURN)]
+    for client in clients:
+        client.send(client.flight())
+    done = []
+    while loop.turns:
+        assert len(loop.turns) == 1
+        loop.turn()
+        done.append(sum(client.is_answered for client in clients))
+    assert done == [HANDSHAKES_PER_TURN, 2 * HANDSHAKES_PER_TURN, 3 * HANDSHAKES_PER_TURN]
+
+
 def test_who_has_left_takes_nobodys_turn() -> None:
     loop = Loop()
     for _ in range(10 * HANDSHAKES_PER_TURN):
