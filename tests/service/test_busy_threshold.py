@@ -9,7 +9,7 @@ import pytest
 
 from lean_selector.service.gate import Gate
 from tests.support.gates import InProcess, answer_of, selection_service, selector
-from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService
 
 MODEL = "Qwen/Qwen3-0.6B"
 SHED = {
@@ -216,29 +216,6 @@ def test_the_examples_of_the_document_are_shed_above_their_limits(service: InPro
     assert is_shed(service)
 
 
-def test_a_part_of_the_batch_is_rounded_down_as_recorded(nothing: InProcess) -> None:
-    assert nothing.post("/workers", worker(max_num_batched_tokens=50))[0] == 201
-    occupy(nothing, "a", 17)
-    set_threshold(nothing, frac=0.35)
-    assert not is_shed(nothing)
-    set_threshold(nothing, frac=0.33)
-    assert is_shed(nothing)
-
-
-def test_a_worker_is_busy_only_with_all_its_ranks_and_a_pin_on_a_busy_one_holds_till_then(
-    nothing: InProcess,
-) -> None:
-    assert nothing.post("/workers", worker(data_parallel_size=2))[0] == 201
-    set_threshold(nothing, blocks=0.5)
-    pin: dict[str, Any] = {"pinned_worker": {"worker_id": 1, "dp_rank": 0}}
-    occupy(nothing, "a", 0, 51, dp_rank=0)
-    assert {nothing.post("/select", prompt())[1]["dp_rank"] for _ in range(5)} == {1}
-    assert nothing.post("/select", prompt(**pin))[1]["dp_rank"] == 0
-    occupy(nothing, "b", 0, 51, dp_rank=1)
-    assert is_shed(nothing)
-    assert is_shed(nothing, **pin)
-
-
 def test_no_schedulable_and_no_eligible_worker_stay_answers_of_their_own(
     service: InProcess,
 ) -> None:
@@ -312,32 +289,3 @@ def test_a_parked_request_waits_while_all_workers_are_busy(end: str) -> None:
     assert answer_of(parked)[0] is None
     assert service.request("DELETE", end)[0] == 200
     assert answer_of(parked)[0] == 200
-
-
-def test_replicated_load_counts_like_local_load() -> None:
-    port_a, port_b = free_port(), free_port()
-
-    def start(own: int, other: int) -> RunningService:
-        peers = (
-            "--replica-sync-port",
-            str(own),
-            "--replica-sync-peers",
-            f"tcp://127.0.0.1:{other}",
-        )
-        return RunningService("--use-kv-events", "false", *peers)
-
-    with start(port_a, port_b) as a, start(port_b, port_a) as b:
-        for each in (a, b):
-            assert each.post("/workers", worker())[0] == 201
-        set_threshold(b, tokens=99)
-        booked: list[str] = []
-
-        def arrives() -> bool:  # events from before the connection are lost
-            booked.append(str(len(booked)))
-            occupy(a, booked[-1], 100)
-            return is_shed(b)
-
-        wait_until(arrives, "a booking reaches the other replica")
-        for name in booked:
-            assert a.request("DELETE", f"/reservations/{name}")[0] == 200
-        wait_until(lambda: not is_shed(b), "their end reaches it too")

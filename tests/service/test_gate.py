@@ -155,12 +155,6 @@ def test_a_fault_of_ours_is_logged_and_told_without_its_words(
     assert "a secret" in str(record.exc_info)
 
 
-def test_a_body_of_the_wrong_shape_is_422(handlers: Handlers) -> None:
-    status, text = answered(handlers.gate(), request("POST", "/named", b'{"name":1}'))
-    assert status == 422
-    assert b"$.name" in text
-
-
 def test_a_wrong_shape_of_a_prompt_is_named_before_any_other_fault(handlers: Handlers) -> None:
     gate = handlers.gate()
     whole = b'{"isl_tokens":1,"block_hashes":[1],"sequence_hashes":[1]}'

@@ -92,26 +92,6 @@ def test_a_selector_that_restarts_beside_idle_engines_knows_all_that_they_hold()
                     assert (row["messages"], row["replayed_batches"]) == (0, count)
 
 
-def test_an_idle_engine_that_starts_again_no_longer_looks_full_of_cache() -> None:
-    endpoint, replay_endpoint = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-
-    def engine() -> KvEventPublisher:
-        return KvEventPublisher(
-            kv_block_size=BLOCK, endpoint=endpoint, replay_endpoint=replay_endpoint
-        )
-
-    with RunningService() as service:
-        with engine() as first:
-            store(first, 50)
-            register_engine(service, 1, first)
-            wait_for_state(service, 1, "live")
-            wait_until(lambda: source(service, 1)["replayed_batches"] == 50, "all is replayed")
-        with engine():
-            row = wait_for_state(service, 1, "silent")
-            assert row["restarts"] == 1
-            assert value(parsed(scrape(service.port)), "lean_selector_index_blocks") == 0
-
-
 # -- sources that lie -----------------------------------------------------------------------------
 
 

@@ -316,19 +316,6 @@ def test_promtool_has_nothing_to_say(module: str, occupy: Callable[[RunningServi
         )
 
 
-def test_the_slot_tracker_shows_its_loads() -> None:
-    with RunningService(module=SLOT_TRACKER) as service:
-        busy_tracker(service)
-        samples = read(service)
-        rank = {"model": "m", "worker_id": "1", "dp_rank": "1"}
-        assert value(samples, "lean_selector_worker_active_prefill_tokens", **rank) == 5
-        assert value(samples, "lean_selector_worker_active_decode_blocks", **rank) == 1
-        assert value(samples, "lean_selector_reservations", origin="local") == 1
-        assert value(samples, "lean_selector_workers", lifecycle="registered") == 1
-        requests = "lean_selector_http_requests_total"
-        assert value(samples, requests, route="/add", status="201") == 1
-
-
 def test_control_characters_of_a_name_do_not_reach_whoever_reads_a_scrape() -> None:
     nasty = "esc\x1b[31m nul\x00 cr\r tab\t del\x7f next\x85 line\u2028 turn\u202e"
     names = [nasty, nasty.replace("\x1b", "\x1c"), "two\nlines", "höchst \U0001f600"]

@@ -90,14 +90,6 @@ def test_a_reservation_by_hashes_teaches_if_it_has_block_hashes(service: Service
     assert reserve("bad", sequence_hashes=[7], block_hashes=[77], isl_tokens=0)[0] == 400
 
 
-def test_adapters_and_salts_are_told_apart(service: Service) -> None:
-    booked(service, "l", lora_name="l", pinned_worker={"worker_id": 2, "dp_rank": 0})
-    booked(service, "s", cache_salt="s", pinned_worker={"worker_id": 1, "dp_rank": 0})
-    assert blocks(service) == {}
-    assert blocks(service, token_ids=TOKENS, lora_name="l") == {(2, 0): 3}
-    assert blocks(service, token_ids=TOKENS, cache_salt="s") == {(1, 0): 3}
-
-
 def test_a_dump_tells_what_is_believed() -> None:
     env = {"DYN_ROUTER_TTL_SECS": "3600"}
     with RunningService("--use-kv-events", "false", env=env) as running:
