@@ -88,29 +88,23 @@ def test_the_registered_worker_is_listed_ready_and_can_be_changed(service: InPro
     assert service.get("/workers") == (200, [])
 
 
+PLACE = {
+    **{"model_name": "model", "tenant_id": "default", "worker_id": 1, "dp_rank": 0},
+    "endpoint": "http://worker:8000",
+}
+
+
 def test_select_answers_in_the_documented_shape_and_books_nothing(service: InProcess) -> None:
-    status, selection = service.post("/select", SELECT)
+    pinned = {**SELECT, "pinned_worker": {"worker_id": 1, "dp_rank": 0}}
+    status, selection = service.post("/select", pinned)
     assert status == 200
-    assert list(selection) == [
-        "selection_id",
-        "model_name",
-        "tenant_id",
-        "worker_id",
-        "dp_rank",
-        "endpoint",
-        "block_size",
-        "overlap",
-        "effective_prefill_tokens",
-    ]
-    assert selection["overlap"] == {
-        "longest_matched": 0,
-        "gpu": 0,
-        "dp": {"0": 0, "1": 0},
-        "cpu": 0,
-        "disk": 0,
+    overlap = {"longest_matched": 0, "gpu": 0, "dp": {"0": 0, "1": 0}, "cpu": 0, "disk": 0}
+    documented = {
+        **{"selection_id": "select-123", **PLACE, "block_size": 16, "overlap": overlap},
+        "effective_prefill_tokens": 512,
     }
-    assert selection["selection_id"] == "select-123"
-    assert selection["effective_prefill_tokens"] == 512
+    assert list(selection.items()) == list(documented.items())
+    assert service.post("/select", SELECT)[0] == 200
     assert loads(service) == [(0, 0, 0), (0, 0, 0)]
 
 
@@ -130,18 +124,8 @@ def test_select_and_reserve_books_and_the_lifecycle_releases(service: InProcess)
 
 
 def test_select_then_reserve_books_what_the_selection_said(service: InProcess) -> None:
-    status, booking = service.post("/reservations", RESERVATION)
-    assert (status, booking) == (
-        201,
-        {
-            "reservation_id": "request-123",
-            "model_name": "model",
-            "tenant_id": "default",
-            "worker_id": 1,
-            "dp_rank": 0,
-            "endpoint": "http://worker:8000",
-        },
-    )
+    booked = {"reservation_id": "request-123", **PLACE}
+    assert service.post("/reservations", RESERVATION) == (201, booked)
     assert loads(service) == [(384, 8, 1), (0, 0, 0)]
     assert service.post("/reservations", RESERVATION)[0] == 409
     too_much = {**RESERVATION, "reservation_id": "other", "effective_prefill_tokens": 513}
@@ -149,39 +133,12 @@ def test_select_then_reserve_books_what_the_selection_said(service: InProcess) -
 
 
 def test_inspection_answers_without_booking(service: InProcess) -> None:
-    status, rows = service.post("/potential_loads", SELECT)
-    assert (status, rows) == (
-        200,
-        [
-            {
-                "worker_id": 1,
-                "dp_rank": dp_rank,
-                "potential_prefill_tokens": 512,
-                "potential_decode_blocks": 8,
-                "active_requests": 0,
-            }
-            for dp_rank in (0, 1)
-        ],
-    )
+    row = {"potential_prefill_tokens": 512, "potential_decode_blocks": 8, "active_requests": 0}
+    rows = [{"worker_id": 1, "dp_rank": dp_rank, **row} for dp_rank in (0, 1)]
+    assert service.post("/potential_loads", SELECT) == (200, rows)
     status, scores = service.post("/overlap_scores", SELECT)
     assert (status, scores["block_size"], scores["num_blocks"]) == (200, 16, 8)
     assert [(row["worker_id"], row["dp_rank"]) for row in scores["workers"]] == [(1, 0), (1, 1)]
-
-
-def test_peers_come_and_go_while_replica_sync_is_on() -> None:
-    port = str(free_port())
-    initial = "tcp://127.0.0.1:1"
-    with RunningService("--replica-sync-port", port, "--replica-sync-peers", initial) as service:
-        peer = {"endpoint": "tcp://127.0.0.1:9"}
-        assert service.post("/replica_sync/register_peer", peer) == (201, OK)
-        assert service.post("/replica_sync/register_peer", peer) == (200, OK)
-        assert service.get("/replica_sync/peers") == (200, [initial, peer["endpoint"]])
-        assert service.post("/replica_sync/deregister_peer", peer) == (200, OK)
-        assert service.post("/replica_sync/deregister_peer", peer) == (
-            404,
-            {"error": "peer not found"},
-        )
-        assert service.get("/replica_sync/peers") == (200, [initial])
 
 
 # -- the slot tracker -----------------------------------------------------------------------------
@@ -326,14 +283,3 @@ def test_peers_are_refused_while_replica_sync_is_off(
         assert each.get("/replica_sync/snapshot") == disabled
     assert send(tracker, "/register_peer", PEER) == disabled
     assert tracker.get("/peers") == (200, [])
-
-
-def test_a_restart_forgets_everything() -> None:
-    with RunningService(module=SLOT_TRACKER) as tracker:
-        assert send(tracker, "/register", REGISTER) == (201, OK)
-        assert send(tracker, "/add", ADD) == (201, OK)
-        status, log = tracker.stop()
-        assert status == 0, log
-    with RunningService(module=SLOT_TRACKER) as again:
-        assert again.get("/workers") == (200, [])
-        assert again.get("/loads") == (200, [])
