@@ -37,16 +37,26 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[one:other] for one, other in itertools.pairwise(ends)]
 
 
-@given(st.lists(st.integers(min_value=0), max_size=12))
-def test_a_stream_cut_anywhere_reads_as_if_nobody_had_asked_for_ids(places: list[int]) -> None:
-    asked = b"".join(stream(PROMPT, WORDS, asked=True))
-    sent, learned, _ = read(cut(asked, places))
-    assert sent == b"".join(stream(PROMPT, WORDS, asked=False))
-    assert learned.prompt == PROMPT
-    assert learned.output == [token for word in WORDS for token in tokens_of(word)]
+PLACES = st.lists(st.integers(min_value=0), max_size=12)
+OUTPUT = [token for word in WORDS for token in tokens_of(word)]
 
 
-@given(st.lists(st.integers(min_value=0), max_size=12))
+@given(PLACES, st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.booleans())
+def test_a_stream_cut_anywhere_reads_as_if_nobody_had_asked_for_ids_and_usage(
+    places: list[int], end: bytes, usage: bool, strips: bool
+) -> None:
+    """A client that asked for them itself gets every byte."""
+    asked, plain = (
+        b"".join(stream(PROMPT, WORDS, asked=each, usage=each and usage)).replace(b"\n", end)
+        for each in (True, False)
+    )
+    sent, learned, reader = read(cut(asked, places), strips=strips, drops_usage=usage and strips)
+    assert sent == (plain if strips else asked)
+    assert (learned.prompt, learned.output) == (PROMPT, OUTPUT)
+    assert reader.usage.cached_tokens == (32 if usage else None)
+
+
+@given(PLACES)
 def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[int]) -> None:
     text, output = "".join(WORDS), [7, 8, 9]
     asked = whole_answer(PROMPT, text, output, asked=True)
@@ -54,22 +64,6 @@ def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[i
     assert sent == whole_answer(PROMPT, text, output, asked=False)
     assert (learned.prompt, learned.output) == (PROMPT, output)
     assert reader.usage.cached_tokens == 48
-
-
-@given(st.lists(st.integers(min_value=0), max_size=12))
-def test_the_event_with_the_usage_is_read_and_not_sent(places: list[int]) -> None:
-    events = stream(PROMPT, WORDS, asked=True, usage=True)
-    sent, _, reader = read(cut(b"".join(events), places), drops_usage=True)
-    assert sent == b"".join(stream(PROMPT, WORDS, asked=False))
-    assert reader.usage.cached_tokens == 32
-
-
-@given(st.lists(st.integers(min_value=0), max_size=12))
-def test_who_asked_for_ids_gets_every_byte(places: list[int]) -> None:
-    answer = b"".join(stream(PROMPT, WORDS, asked=True, usage=True))
-    sent, learned, _ = read(cut(answer, places), strips=False)
-    assert sent == answer
-    assert learned.prompt == PROMPT
 
 
 def test_every_event_is_sent_on_at_once() -> None:
@@ -124,25 +118,11 @@ def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:
     assert usage.cached_tokens == 4
 
 
-@given(st.lists(st.integers(min_value=0), max_size=12))
-def test_a_stream_may_end_its_lines_with_carriage_returns(places: list[int]) -> None:
-    asked, plain = (
-        b"".join(stream(PROMPT, WORDS, asked=each, usage=each)).replace(b"\n", b"\r\n")
-        for each in (True, False)
-    )
-    sent, learned, _ = read(cut(asked, places), drops_usage=True)
-    assert sent == plain
-    assert learned.prompt == PROMPT
-
-
 def test_each_event_of_a_stream_with_carriage_returns_is_sent_on_at_once() -> None:
     reader = AnswerReader(None, strips=True, drops_usage=True)
     event = b'data: {"choices":[{"text":"a"}]}\r\n\r\n'
-    assert [reader.feed(event), reader.feed(event[:-2]), reader.feed(event[-2:])] == [
-        event,
-        b"",
-        event,
-    ]
+    assert reader.feed(event) == event
+    assert (reader.feed(event[:-2]), reader.feed(event[-2:])) == (b"", event)
 
 
 def test_of_a_prompt_told_twice_the_first_counts_and_an_empty_output_adds_nothing() -> None:

@@ -332,7 +332,7 @@ async def test_other_threads_and_their_loops_are_served(service: Service) -> Non
 
 
 @everywhere
-async def test_hundreds_of_requests_at_a_time_end_with_no_load(service: Service) -> None:
+async def test_many_requests_at_a_time_end_with_no_load(service: Service) -> None:
     await service.upsert_worker(worker())
     await service.upsert_worker(worker(SECOND))
 
@@ -344,6 +344,6 @@ async def test_hundreds_of_requests_at_a_time_end_with_no_load(service: Service)
         service.add_output_block(name, decay_fraction=0.5)
         await service.free_reservation(name)
 
-    await asyncio.gather(*(live(number) for number in range(100)))
-    await asyncio.gather(*(live(number) for number in range(100, 200)))
+    for first in (0, 50):
+        await asyncio.gather(*(live(number) for number in range(first, first + 50)))
     await until(lambda: rows(service) == {FIRST: (0, 0, 0), SECOND: (0, 0, 0)})
