@@ -3,13 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from lean_selector import __version__
 from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
+COMMANDS: Final = ("gateway", "demo", "check", "keys", "deploy")
 
 
 def hold_standard_streams() -> None:
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return keys(arguments[1:])
     if arguments[:1] == ["gateway"]:
         return _gateway(arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        return _no_command(arguments[0])
     from lean_selector.server.selector_flags import SelectorConfig
 
     def run(config: SelectorConfig) -> None:
@@ -68,6 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run,
         arguments,
     )
+
+
+def _no_command(word: str) -> int:
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, COMMANDS, 1)
+    hint = f": is `{close[0]}` meant?" if close else f"; there are {', '.join(COMMANDS)}"
+    sys.stderr.write(f"lean-selector: error: there is no command `{word}`{hint}\n")
+    return 2
 
 
 def _gateway(arguments: Sequence[str]) -> int:

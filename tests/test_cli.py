@@ -75,7 +75,10 @@ def test_a_port_in_use_ends_with_status_1_and_one_clear_line(taken: str) -> None
     assert str(ports[taken]) in err
     if taken == "--port":  # as the reference says it
         address = f"0.0.0.0:{ports[taken]}"
-        assert err == f"lean-selector: error: Address already in use (os error 98): {address}\n"
+        assert (
+            err
+            == f"lean-selector: error: Address already in use (os error 98): {address} (--port)\n"
+        )
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid", "203.0.113.7"])
@@ -83,6 +86,24 @@ def test_a_host_that_cannot_be_bound_ends_with_status_1_and_one_clear_line(host:
     status, _, err = ran("--port", "0", "--host", host, "--log-level", "error")
     assert (status, err.count("\n")) == (1, 1)
     assert host in err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["demoo"], "`demo`"),
+        (["serve"], "gateway, demo"),
+        (["demo", "--seconds", "abc"], "`abc` is no number"),
+        (["check", "--seconds", "abc"], "must be a number"),
+    ],
+)
+def test_a_slip_on_the_command_line_is_answered_with_what_is_meant(
+    words: list[str], named: str
+) -> None:
+    status, out, err = ran(*words)
+    assert (status, out) == (2, "")
+    assert named in err
+    assert "_seconds" not in err
 
 
 def test_a_deprecated_setting_is_warned_of_and_works() -> None:

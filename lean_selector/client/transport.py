@@ -317,6 +317,7 @@ class AsyncClosing:
     """Used as `async with`, or ended with aclose()."""
 
     async def aclose(self) -> None:
+        """Close what it holds."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:

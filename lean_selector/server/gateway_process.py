@@ -86,6 +86,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         behind,
         config.selector.listen,
         "lean-selector",
+        port_flag="--selector-port",
     )
     app = handler if tokens is None else guarded(handler, tokens, counts, front)
     server = HttpServer(app, front, config.listen, "gateway", StreamingProtocol)
@@ -111,5 +112,5 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
             await gateways.close()
         await parts.close()
 
-    await server.serve(tick, parts.refuse_new, close)
+    await server.serve(tick, parts.refuse_new, close, log_state.doubts)
     context.destroy(linger=0)

@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
+from lean_selector.server.flags import fields_of
 from lean_selector.server.service_flags import Listen, ServiceConfig, TlsFiles
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
@@ -142,18 +143,21 @@ class StartError(Exception):
 def run(
     config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
 ) -> None:
-    """Sets up the log, writes the form that runs, the `config` and what is doubtful in it, and runs
-    `serve` on a loop to its end."""
+    """Sets up the log, writes the form that runs and what of `config` is not the default, and runs
+    `serve` on a loop to its end. What is doubtful stands behind what it listens at."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
-    told = logs.flat(config).items()
-    shown = {name: value for name, value in told if not name.startswith("given.")}
-    log.info("configuration", extra={"form": form(), **shown})
+    told = logs.flat(config)
+    own = (
+        f"{each.group}.{each.name}"
+        for each in fields_of(type(config))
+        if getattr(getattr(config, each.group), each.name) != each.default
+    )
+    log.info("configuration", extra={"form": form(), **{name: told[name] for name in own}})
     exposed = exposure_warnings(
         listen.host, asks_who=listen.is_guarded, has_allowed=bool(config.endpoints.allowed)
     )
-    for warning in (*config.warnings, *exposed):
-        log.warning(warning)
+    log_state.doubts = (*config.warnings, *exposed)
     uvloop.run(_under_watch(serve(log_state)))
 
 
@@ -180,10 +184,12 @@ class HttpServer:
         listen: Listen,
         name: str = "lean-selector",
         protocol: type[HttpProtocol] = HttpProtocol,
+        port_flag: str = "--port",
     ) -> None:
-        """`name` is for the log."""
+        """`name` is for the log, `port_flag` for the reason why it cannot listen."""
         self._listen = listen
         self._name = name
+        self._port_flag = port_flag
         self._loop = asyncio.get_running_loop()
         self.connections = connections
         self._app = app
@@ -210,7 +216,8 @@ class HttpServer:
         try:
             tcp = inet_socket(listen.host, listen.port)
         except OSError as error:
-            raise StartError(f"{os_reason(error)}: {listen.host}:{listen.port}") from None
+            where = f"{listen.host}:{listen.port} ({self._port_flag})"
+            raise StartError(f"{os_reason(error)}: {where}") from None
         port = tcp.getsockname()[1]
         self._listeners.append(Listener(tcp, tcp_protocol, self.connections))
         if listen.uds is not None:
@@ -219,7 +226,7 @@ class HttpServer:
                 unix = path.take()
             except OSError as error:
                 tcp.close()
-                raise StartError(f"{os_reason(error)}: {listen.uds}") from None
+                raise StartError(f"{os_reason(error)}: {listen.uds} (--uds)") from None
             self._listeners.append(Listener(unix, self._protocol, self.connections, path))
         for listener in self._listeners:
             listener.start()
@@ -261,13 +268,17 @@ class HttpServer:
         tick: Callable[[float], None],
         refuse_new: Callable[[], None],
         close: Callable[[], Awaitable[None]],
+        doubts: Iterable[str] = (),
     ) -> None:
-        """Serves until a signal; then drains for at most `drain_s`, or until a second signal.
+        """Serves until a signal; then drains for at most `drain_s`, or until a second signal. First
+        it tells its `doubts`.
 
         `tick` runs about every TICK_S; `refuse_new` when the stop begins; `close` at its end.
         A tick that fails MOST_TICKS_LOST times in a row is a signal, too; what it raised the last
         time is then raised at the end.
         """
+        for doubt in doubts:
+            log.warning(doubt)
         if self.on_reload:
             self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         gc.collect()
@@ -310,6 +321,7 @@ class HttpServer:
         started = now = time.monotonic()
         self.connections.sweep(now)
         self.connections.start_draining()
+        is_told = False
         while now - started < self._listen.drain_s and not self._stop_now.is_set():
             if now - started >= LAST_CALL_S:
                 for listener in self._listeners:
@@ -319,6 +331,11 @@ class HttpServer:
             is_empty = not connections.open and not connections.greeting
             if is_empty and all(each.is_done for each in self._listeners):
                 return
+            if now - started >= LAST_CALL_S and connections.open and not is_told:
+                is_told = True
+                text = "stopping waits for answers under way; a second signal (Ctrl-C) ends it now"
+                fields = {"connections": len(connections.open), "at_most_s": self._listen.drain_s}
+                log.info(text, extra=fields)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_LOOK_S):
                     await self._stop_now.wait()

@@ -368,7 +368,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
             await gateways.close()
         await parts.close()
 
-    await server.serve(parts.tick, parts.refuse_new, close)
+    await server.serve(parts.tick, parts.refuse_new, close, log_state.doubts)
     context.destroy(linger=0)
 
 

@@ -136,5 +136,5 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
         for part in reversed(parts):
             await part.close()
 
-    await server.serve(tick, refuse_new, close)
+    await server.serve(tick, refuse_new, close, log_state.doubts)
     context.destroy(linger=0)

@@ -78,6 +78,7 @@ _log = logging.getLogger("lean_selector.http")
 
 # Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
 RETRY_AFTER = b"retry-after: 1\r\n"
+_WHERE: Final = b"x-warning: GET /openapi.json lists the routes, GET /metrics says how it is\r\n"
 _TWO: Final = ord("2")
 _ZERO: Final = ord("0")
 _clock: Final = perf_counter
@@ -187,7 +188,7 @@ class Gate:
         if isinstance(found, MethodNotAllowed):
             allow = b"allow: %b\r\n" % found.allow
             return error_reply(request, 405, "method not allowed", allow)
-        return error_reply(request, 404, "route not found")
+        return error_reply(request, 404, "route not found", _WHERE if request.path == b"/" else b"")
 
     def _failed(
         self, request: Request, meter: RouteMeter, error: Exception, endpoint: Endpoint

@@ -133,9 +133,10 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class LogState:
-    """The counts of lines that the process did not write."""
+    """What is still to be written, and the counts of lines that were not."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
+        self.doubts: tuple[str, ...] = ()  # of the configuration; for the log once it listens
         self._limit = limit
         self._writer = writer
 

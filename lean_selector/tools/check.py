@@ -234,9 +234,12 @@ def _url(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError("must be above 0 and at most an hour")
+        raise argparse.ArgumentTypeError("must be a number above 0 and at most an hour")
     return value
 
 

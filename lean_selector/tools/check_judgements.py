@@ -302,12 +302,13 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
                 f"PATCH /workers/{worker.worker_id} with what is missing",
             )
     for (model_name, tenant_id), alike in _alike(workers).items():
-        sizes = {worker.block_size for worker in alike if worker.block_size is not None}
+        sizes = {worker.block_size: worker.worker_id for worker in alike if worker.block_size}
         if len(sizes) > 1:
+            have = ", ".join(f"worker {sizes[size]} of {size}" for size in sorted(sizes))
             yield Finding(
                 Level.ERROR,
                 f"model {model_name}",
-                f"its workers (tenant {tenant_id}) have blocks of {sorted(sizes)} tokens",
+                f"its workers (tenant {tenant_id}) have blocks of several sizes: {have} tokens",
                 "start all engines of a model with one block size",
             )
 

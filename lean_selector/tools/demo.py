@@ -157,7 +157,10 @@ def _within(
     kind: Callable[[str], float], least: float, most: float, words: str
 ) -> Callable[[str], float]:
     def read(text: str) -> float:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"`{text}` is no number: it {words}") from None
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(words)
         return value

@@ -181,6 +181,7 @@ def test_a_request_that_never_ends_is_not_waited_for_beyond(drain_s: str) -> Non
         wait_until(lambda: service.get("/health")[0] == 200, "the half request was read")
         if drain_s == "3600":
             stop_accepting(service)
+            wait_until(lambda: "a second signal" in service.log(), "it says what it waits for")
             assert service.process.poll() is None
         assert service.stop()[0] == 0
 
@@ -310,7 +311,7 @@ def test_a_unix_socket_that_somebody_serves_is_left_to_them(tmp_path: Path) -> N
         status, err = refused_start("--port", str(free_port()), "--uds", str(path))
         assert (status, err) == (
             1,
-            f"lean-selector: error: Address already in use (os error 98): {path}\n",
+            f"lean-selector: error: Address already in use (os error 98): {path} (--uds)\n",
         )
         assert serves(path)
 
@@ -335,7 +336,7 @@ def test_a_path_that_cannot_be_a_socket_is_one_line_and_stays(tmp_path: Path, ki
 def test_a_host_without_an_address_is_one_line_in_words() -> None:
     name = "a" * 70  # no part of a name may be as long
     status, err = refused_start("--port", "1", "--host", name)
-    assert (status, err) == (1, f"lean-selector: error: not a host name: {name}:1\n")
+    assert (status, err) == (1, f"lean-selector: error: not a host name: {name}:1 (--port)\n")
 
 
 # -- how many (D27) -------------------------------------------------------------------------------

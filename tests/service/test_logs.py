@@ -74,6 +74,7 @@ def test_the_first_line_is_the_resolved_configuration() -> None:
     assert first["listen.drain_s"] == "2.0"
     assert first["busy.active_prefill_tokens"] == 7
     assert first["router.use_kv_events"] is False
+    assert len([name for name in first if "." in name]) == 6  # none that is the default
     assert (second["event"], second["port"]) == ("listening", port)
     assert last["event"] == "stopped"
     assert first["time"].endswith("Z")

@@ -272,7 +272,7 @@ def test_a_worker_that_lacks_something_does_not_count_whatever_else_it_is() -> N
 def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_none() -> None:
     [finding] = judge_workers([worker(1), worker(2, block_size=32)])
     assert (finding.level, finding.subject) == (ERROR, "model m")
-    assert "[16, 32]" in finding.what
+    assert "worker 1 of 16, worker 2 of 32" in finding.what
     other = worker(2, block_size=32, tenant_id="other")
     assert list(judge_workers([worker(1), other])) == []
 
