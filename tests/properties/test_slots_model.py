@@ -1,5 +1,6 @@
 """Slots against a naive model that keeps every prompt as a list of path positions."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import ceil, floor
 
@@ -59,6 +60,9 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         self.weights: dict[tuple[RankKey, Position], float] = {}
         self.prefills: dict[RankKey, list[ModelPrefill]] = {}
         self.anchored_at: dict[RankKey, float] = {}
+        self.counted: Counter[str] = Counter()  # what was admitted here, and how it ended
+        self.revision = 0  # of the slots, when it was looked at last
+        self.is_changed = False  # since then
 
     def on_load_change(self, rank: RankLoad) -> None:
         assert self.slots.ranks[rank.worker_id, rank.dp_rank] is rank
@@ -104,8 +108,10 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             self.anchored_at[key] = self.now
         self.prefills[key] = [p for p in prefills if p.request_id != request_id]
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str, how: str) -> None:
         r = self.live.pop(request_id)
+        self.counted[how] += not r.is_replica
+        self.is_changed = True
         self.end_prefill(r.key, request_id)
         held = self.holders(r.key)
         for key, position in list(self.weights):
@@ -114,6 +120,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
 
     def touch(self, request_id: str) -> ModelReservation:
         r = self.live[request_id] = self.live.pop(request_id)
+        self.is_changed = True
         r.touched_at = self.now
         return r
 
@@ -141,7 +148,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         lost = {i for i, r in self.live.items() if r.key == key}
         assert {r.request_id for r in self.slots.remove_rank(*key)} == lost
         for request_id in lost:
-            self.forget(request_id)
+            self.forget(request_id, "dropped")
         self.heard.pop(key, None)
         if known is not None:
             assert (known.active_prefill_tokens, known.active_decode_blocks) == (0, 0)
@@ -154,7 +161,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         key=st.sampled_from([*RANKS, (9, 9)]),
         prompt=prompts,
         tokens=st.sampled_from([0, 7, 1000, 999, 2**53]),
-        duration_s=st.sampled_from([None, None, 0.0, 2.0, 8.0]),
+        duration_s=st.sampled_from([None, None, 0.0, 1.0, 2.0, 8.0]),
         router_id=st.sampled_from([None, None, 77]),
     )
     def book(
@@ -185,6 +192,8 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert self.dump() == before
             return
         booked = call()
+        self.counted["copied" if router_id is not None else "booked"] += 1
+        self.is_changed = True
         assert booked is self.slots.reservations[request_id]
         self.live[request_id] = ModelReservation(
             key, prompt, tokens, self.now, router_id is not None
@@ -246,7 +255,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         expected = self.slots.reservations.get(request_id)
         assert self.slots.free(request_id, self.now) is expected
         if request_id in self.live:
-            self.forget(request_id)
+            self.forget(request_id, "freed")
 
     @rule(max_steps=st.integers(0, 3))
     def expire(self, max_steps: int) -> None:
@@ -267,7 +276,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         gone = self.slots.expire(self.now, LOCAL_LIMIT_S, REPLICA_LIMIT_S, max_steps)
         assert [r.request_id for r in gone] == expected
         for request_id in expected:
-            self.forget(request_id)
+            self.forget(request_id, "expired")
 
     # --- what holds at every moment
 
@@ -286,6 +295,13 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert self.slots.decaying_ranks == sum(
             r.decay is not None for r in self.slots.ranks.values()
         )
+
+    @invariant()
+    def what_happened_is_counted_and_the_revision_grows_with_it(self) -> None:
+        for how in ("booked", "copied", "freed", "dropped", "expired"):
+            assert getattr(self.slots, how) == self.counted[how]
+        assert (self.slots.revision > self.revision) is self.is_changed
+        self.revision, self.is_changed = self.slots.revision, False
 
     @invariant()
     def reservations_are_the_models(self) -> None:
@@ -333,6 +349,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert min(run.refs.values()) >= 1
             assert run.weights is None or run.weights.keys() <= run.refs.keys()
             assert run.weights != {}
+            assert 1.0 not in (run.weights or {}).values()
             assert sum(run.refs.values()) == run.ends + sum(
                 sum(child.refs.values()) for child in run.children.values()
             )

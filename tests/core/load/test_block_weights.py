@@ -67,3 +67,18 @@ def test_total_is_that_of_a_walk_over_all_blocks(counts: dict[float, int], other
         total = one_by_one(total, weight, counts[weight])
     expected = floor(total) + (total - floor(total) >= 0.5)
     assert tally(counts).rounded_total(distinct) == expected
+
+
+def test_tally_follows_blocks_from_weight_to_weight() -> None:
+    block_weights = BlockWeights()
+    block_weights.move(1.0, 0.5, 4)
+    assert block_weights.rounded_total(4) == 2
+    block_weights.move(0.5, 0.25, 4)
+    assert block_weights.counts == {0.25: 4}
+    assert block_weights.rounded_total(4) == 1
+    block_weights.move(0.25, 1.0, 3)
+    block_weights.move(0.25, 0.25, 1)
+    block_weights.move(1.0, 0.7, 0)
+    assert block_weights.counts == {0.25: 1}
+    block_weights.move(0.25, 1.0, 1)
+    assert block_weights.counts == {}

@@ -167,6 +167,7 @@ def test_load_wears_off_as_in_the_example_of_the_specification(
     slots.prefill_complete("a", 4.0)
     assert rank.prefill_tokens_at(4.105) == 145
     assert rank.prefill_tokens_at(4.605) == 120
+    assert rank.prefill_tokens_at(9.0) == 50  # what is left of b is nothing, and c has no duration
     assert rank.active_prefill_tokens == 150
 
 
