@@ -5,6 +5,8 @@ set to the others: intersecting what is cached with what is active with what is 
 `&`, whatever the size of the fleet. A number is given back when nobody uses the rank any more.
 """
 
+import heapq
+
 RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
 
 _FEW_BITS = 24  # another half costs as much as five bits
@@ -13,12 +15,13 @@ _FEW_BITS = 24  # another half costs as much as five bits
 class RankBits:
     """Which bit stands for which rank. Every `acquire` needs its `release`."""
 
-    __slots__ = ("_bits", "_users", "keys")
+    __slots__ = ("_bits", "_free", "_users", "keys")
 
     def __init__(self) -> None:
         self.keys: list[RankKey | None] = []  # by bit; None where it is free
         self._bits: dict[RankKey, int] = {}
         self._users: dict[RankKey, int] = {}  # >= 1 for every key in _bits
+        self._free: list[int] = []  # a heap of what is free, and of what was
 
     def acquire(self, key: RankKey) -> int:
         """The bit of a rank, the lowest free one if it has none."""
@@ -26,10 +29,16 @@ class RankBits:
         if bit is not None:
             self._users[key] += 1
             return bit
-        bit = len(self.keys) if len(self._bits) == len(self.keys) else self.keys.index(None)
-        if bit == len(self.keys):
-            self.keys.append(None)
-        self.keys[bit] = key
+        keys = self.keys
+        if len(self._bits) == len(keys):
+            bit = len(keys)
+            keys.append(None)
+            self._free.clear()
+        else:
+            bit = heapq.heappop(self._free)
+            while keys[bit] is not None:  # given away since, and perhaps given back
+                bit = heapq.heappop(self._free)
+        keys[bit] = key
         self._bits[key] = bit
         self._users[key] = 1
         return bit
@@ -40,7 +49,9 @@ class RankBits:
         if self._users[key]:
             return
         del self._users[key]
-        self.keys[self._bits.pop(key)] = None
+        bit = self._bits.pop(key)
+        self.keys[bit] = None
+        heapq.heappush(self._free, bit)
         while self.keys and self.keys[-1] is None:
             self.keys.pop()
 
