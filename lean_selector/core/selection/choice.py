@@ -31,6 +31,7 @@ from lean_selector.core.selection.shapes import SelectionRequest
 
 _EVERYONE = -1  # as a set: all bits
 _NO_PREFERENCE = [(1.0, _EVERYONE)]
+_MANY_GROUPS = 64  # by the weights of their taints
 
 
 class Cell:
@@ -166,10 +167,27 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
     for name, weight in preferred.items():
         having = partition.tainted.get(name)
         if having is not None:
+            if len(groups) > _MANY_GROUPS:
+                return _weights_by_worker(partition, preferred)
             with_it = [(sum_ + weight, both) for sum_, ranks in groups if (both := ranks & having)]
             groups = [(sum_, rest) for sum_, ranks in groups if (rest := ranks & ~having)]
             groups += with_it
     return groups
+
+
+def _weights_by_worker(
+    partition: Partition, preferred: dict[str, float]
+) -> list[tuple[float, int]]:
+    """`taint_weights` where many workers have taints of their own: one look at each, where it is a
+    look at every group for each taint otherwise."""
+    places = {name: place for place, name in enumerate(preferred)}
+    sums: dict[float, int] = {}
+    for worker in partition.workers.values():
+        weight = 0.0
+        for name in sorted([n for n in worker.taints if n in places], key=places.__getitem__):
+            weight += preferred[name]
+        sums[weight] = sums.get(weight, 0) | worker.mask
+    return list(sums.items())
 
 
 def cells(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.index.shapes import Tier
+from lean_selector.core.selection.choice import taint_weights
 from lean_selector.core.selection.shapes import EXPLANATION
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.operations import lines_run
@@ -77,3 +78,23 @@ def test_a_selection_costs_a_few_steps_for_each_rank(
         return lines_run(lambda: select(partition, request, 0.0, lambda *_: None))
 
     assert steps(MANY) <= 1.2 * MANY / FEW * steps(FEW)
+
+
+def test_taints_of_their_own_cost_a_few_steps_for_each_worker() -> None:
+    def cost(workers: int) -> int:
+        driven = DrivenSelector()
+        for worker_id in range(workers):
+            own = {f"t{worker_id}.{number}" for number in range(4)}
+            driven.register(worker_id, taints=frozenset(own | {"all"}))
+        partition = driven.partition
+        weights = {taint: 0.1 * len(taint) for taint in partition.tainted}
+        found = taint_weights(partition, weights)
+        for worker in partition.workers.values():
+            expected = 0.0
+            for taint, weight in weights.items():
+                if taint in worker.taints:
+                    expected += weight
+            assert [sum_ for sum_, ranks in found if ranks & worker.mask] == [expected]
+        return lines_run(taint_weights, partition, weights)
+
+    assert cost(800) <= 2.2 * cost(400)
