@@ -183,10 +183,16 @@ def warning_line(warnings: Sequence[str]) -> bytes:
 
     What else is in them stands as `\\u00e9`, and what is too long ends in "...".
     """
-    text = "; ".join(warnings)
-    if len(text) > _LONGEST_WARNING:
-        text = text[:_LONGEST_WARNING] + "..."
-    return b"x-warning: %b\r\n" % printable(text).encode("ascii")
+    pieces: list[str] = []
+    room = _LONGEST_WARNING
+    for letter in "; ".join(warnings):
+        piece = printable(letter)
+        room -= len(piece)
+        if room < 0:
+            pieces.append("...")
+            break
+        pieces.append(piece)
+    return b"x-warning: %b\r\n" % "".join(pieces).encode("ascii")
 
 
 def printable(text: str) -> str:

@@ -97,6 +97,9 @@ def test_a_warning_is_one_header_line_whatever_is_in_it() -> None:
         warning_line(["x\r\ny: \u00e9\x7f"]) == b"x-warning: x\\u000d\\u000ay: \\u00e9\\u007f\r\n"
     )
     assert len(warning_line(["a" * 10_000])) < 2_100
+    cut = warning_line(["a" + "\u00e9" * 10_000])
+    assert len(cut) < 2_100
+    assert cut.endswith(b"\\u00e9...\r\n"), "no escape is cut"
 
 
 @pytest.fixture(scope="module")
