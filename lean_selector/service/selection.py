@@ -56,7 +56,7 @@ from lean_selector.wire.busy_bodies import ThresholdRequest, ThresholdRow, Thres
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
-from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite
+from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
     Ending,
     OutputBlockRequest,
@@ -260,6 +260,8 @@ class SelectionService(WorkerHandlers):
         selection_id, reservation_id = body.selection_id, body.reservation_id
         if reservation_id is None:
             reservation_id = str(uuid.uuid4())
+        else:
+            check_id("reservation_id", reservation_id)
         request.books = True
         request.asked_at = self._books_at
         request.reservation_id = reservation_id
@@ -366,6 +368,8 @@ class SelectionService(WorkerHandlers):
                     session_id = None  # they leave the session alone
                 else:
                     check_session_id(session_id)
+        if body.selection_id is not None:
+            check_id("selection_id", body.selection_id)
         override = body.router_config_override
         prompt = self.prompt(body, partition, override)
         request = SelectionRequest(
@@ -457,6 +461,8 @@ class SelectionService(WorkerHandlers):
     def reserve(self, body: ReservationRequest) -> object:
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id, reservation_id = body.worker_id, body.reservation_id
+        if isinstance(reservation_id, str):
+            check_id("reservation_id", reservation_id)
         if selection_id is not None:
             if not isinstance(worker_id, int):
                 if isinstance(reservation_id, UnsetType):

@@ -31,7 +31,7 @@ from lean_selector.service.gate import Endpoint, with_query
 from lean_selector.service.selection import SelectionService
 from lean_selector.service.worker_handlers import health_of
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
-from lean_selector.wire.scalars import unpack_signed
+from lean_selector.wire.scalars import check_id, unpack_signed
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,
@@ -187,6 +187,7 @@ class SelectionService16(SelectionService):
         assert isinstance(body, ReservationRequest16)
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id = body.worker_id
+        check_id("selection_id", selection_id)
         if worker_id is None:
             return Booked16.of(self._replayed(key, selection_id, selection_id))
         self.selector.selections.drop(key, selection_id)

@@ -22,6 +22,7 @@ from lean_selector.service.metrics import WORKERS, load_families, scope_labels
 from lean_selector.service.replies import Standing
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.replica_shapes import PeerUrlRequest
+from lean_selector.wire.scalars import check_id
 from lean_selector.wire.slot_tracker_bodies import (
     AddRequest,
     LifecycleRequest,
@@ -79,6 +80,7 @@ class SlotTrackerService(ReplicaHandlers):
 
     def add(self, body: AddRequest) -> Standing:
         hashes = body.hashes()  # a wrong shape is named before any other fault
+        check_id("request_id", body.request_id)
         self.trackers.add(
             body.model_name,
             body.group(),

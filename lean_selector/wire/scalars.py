@@ -290,6 +290,15 @@ def check_ignored(fields: msgspec.Struct, name: str) -> None:
 _FEW_WORKERS: Final = 8
 _KEPT_SETS: Final = 16
 _MOST_WORKERS: Final = 65_536
+_MOST_ID_CHARACTERS: Final = 4096  # up to 12 bytes each in a path, which may have 64 KiB
+
+
+def check_id(name: str, value: str) -> None:
+    """Raises BadRequest for an id that would not fit into a path."""
+    if len(value) > _MOST_ID_CHARACTERS:
+        raise BadRequest(
+            f"{name} must not have more than {_MOST_ID_CHARACTERS} characters, and has {len(value)}"
+        )
 
 
 def check_count(name: str, count: int, most: int) -> None:

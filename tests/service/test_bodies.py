@@ -20,7 +20,7 @@ from lean_selector.service.bodies import (
 )
 from lean_selector.service.replies import MSGPACK
 from lean_selector.wire.selection_bodies import PromptFields
-from tests.support.gates import request
+from tests.support.gates import answered, request, selection_gate
 
 
 class Numbers(msgspec.Struct):
@@ -214,3 +214,22 @@ def test_a_reservation_id_is_any_text(param: bytes, text: str) -> None:
 def test_a_reservation_id_that_is_no_utf_8_is_400(param: bytes) -> None:
     with pytest.raises(BadRequest, match="Invalid UTF-8 in `reservation_id`"):
         reservation_id_param(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/select", "selection_id"),
+        ("/select_and_reserve", "reservation_id"),
+        ("/reservations", "reservation_id"),
+    ],
+)
+def test_an_id_fits_into_a_path(path: str, field: str) -> None:
+    gate = selection_gate()
+    worker = b'{"worker_id":1,"endpoint":"http://w","block_size":16}'
+    assert answered(gate, request("POST", "/workers", worker))[0] == 201
+    for length, status in ((4096, 201 if path == "/reservations" else 200), (4097, 400)):
+        fields = {"token_ids": [1] * 16, "worker_id": 1, field: "\u00e9" * length}
+        found, answer = answered(gate, request("POST", path, msgspec.json.encode(fields)))
+        assert found == status
+        assert (field.encode() in answer and b"4096" in answer) is (status == 400)
