@@ -6,9 +6,8 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Generator
-from inspect import Signature, signature
-from typing import Any
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
@@ -30,7 +29,7 @@ from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN
 from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.support.bookings import changed, replica_event
-from tests.support.on_loop import on_loop, until
+from tests.support.on_loop import inside, on_loop, until
 from tests.support.running_service import free_port
 
 DEADLINE_S = 20.0
@@ -103,36 +102,37 @@ class Mesh:
         self.replicas.append(Replica(self.context, bind, high_water_mark))
         return self.replicas[-1]
 
+    def replica_that_knows_a_stranger(self) -> tuple[Replica, zmq.asyncio.Socket]:
+        """And what it knows: a PUB that is no replica."""
+        stranger = self.context.socket(zmq.PUB)
+        stranger.bind(ANY_PORT)
+        self.replica().sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+        return self.replicas[-1], stranger
 
-Story = Callable[..., Coroutine[Any, Any, None]]
+    async def pair(self) -> tuple[Replica, Replica]:
+        """Two of them; the second hears the first."""
+        a, b = self.replica(), self.replica()
+        await b.connect_to(a)
+        return a, b
 
 
-async def play(story: Story, **fixtures: Any) -> None:
+@asynccontextmanager
+async def mesh() -> AsyncIterator[Mesh]:
     made = Mesh()
     try:
-        await story(made, **fixtures)
+        yield made
     finally:
         for replica in made.replicas:
             await replica.sync.close()
         made.context.term()
 
 
-def in_mesh(story: Story) -> Callable[..., None]:
-    """A story as a test, on a loop, with a mesh as its first argument."""
-
-    async def told(**fixtures: Any) -> None:
-        await play(story, **fixtures)
-
-    told.__name__ = story.__name__
-    fixtures = list(signature(story).parameters.values())[1:]
-    vars(told)["__signature__"] = Signature(fixtures)
-    return on_loop(told)
+in_mesh = inside(mesh)
 
 
 @in_mesh
 async def test_events_arrive_in_the_order_they_were_published(made: Mesh) -> None:
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    a, b = await made.pair()
     events = [
         changed(EVENT, kind=kind, request_id=str(n), sequence_hashes=b"")
         if kind is EventKind.ADD
@@ -149,20 +149,20 @@ async def test_events_arrive_in_the_order_they_were_published(made: Mesh) -> Non
 
 
 def test_two_replicas_hear_each_other_on_the_asyncio_loop_too() -> None:
-    async def story(made: Mesh) -> None:
-        a, b = made.replica(free_port()), made.replica()
-        a.sync.register_peer(b.sync.bound_endpoint)
-        b.sync.register_peer(a.sync.bound_endpoint.replace("0.0.0.0", "localhost"))
-        await a.hear_one_from(b)
-        await b.hear_one_from(a)
+    async def story() -> None:
+        async with mesh() as made:
+            a, b = made.replica(free_port()), made.replica()
+            a.sync.register_peer(b.sync.bound_endpoint)
+            b.sync.register_peer(a.sync.bound_endpoint.replace("0.0.0.0", "localhost"))
+            await a.hear_one_from(b)
+            await b.hear_one_from(a)
 
-    asyncio.run(play(story))
+    asyncio.run(story())
 
 
 @in_mesh
 async def test_a_burst_leaves_the_loop_its_turns(made: Mesh) -> None:
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    a, b = await made.pair()
     longest = len_before = 0
 
     async def watch() -> None:
@@ -185,10 +185,7 @@ async def test_frames_that_are_no_events_are_counted_and_nothing_else(
     made: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    b = made.replica()
-    stranger = made.context.socket(zmq.PUB)
-    stranger.bind(ANY_PORT)
-    b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+    b, stranger = made.replica_that_knows_a_stranger()
     good = encode_event(EVENT)
 
     def heard() -> bool:
@@ -217,10 +214,7 @@ async def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behi
     made: Mesh,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    b = made.replica()
-    stranger = made.context.socket(zmq.PUB)
-    stranger.bind(ANY_PORT)
-    b.sync.register_peer(stranger.getsockopt_string(zmq.LAST_ENDPOINT))
+    b, stranger = made.replica_that_knows_a_stranger()
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
 
     def heard() -> bool:
@@ -263,8 +257,7 @@ async def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
     made: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    a, b = await made.pair()
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.socket.underlying)
     plain.send_multipart([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
     many = changed(EVENT, sequence_hashes=bytes(8 * (MAX_HASHES + 1)))
@@ -289,8 +282,7 @@ async def test_a_fault_of_the_listener_does_not_end_the_listening(
     made: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    a, b = await made.pair()
     hear, b.sync._on_event = b.sync._on_event, lambda event, now: Verdict(99)
     a.sync.publish(EVENT)
     await until(lambda: bool(caplog.records))
@@ -304,8 +296,7 @@ async def test_a_fault_of_the_listener_does_not_end_the_listening(
 async def test_drops_that_speak_of_a_missing_registration_are_logged_once_with_a_count(
     made: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    a, b = await made.pair()
     b.verdict = Verdict.UNKNOWN_PARTITION
     for _ in range(5):
         a.sync.publish(EVENT)
@@ -503,7 +494,7 @@ async def test_close_drops_what_is_queued_for_a_peer() -> None:
     sleeper.subscribe(TOPIC)
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(sleeper.underlying)
 
-    async def story(made: Mesh) -> None:
+    async with mesh() as made:
         a = made.replica()
         sleeper.connect(a.sync.bound_endpoint)
 
@@ -514,8 +505,6 @@ async def test_close_drops_what_is_queued_for_a_peer() -> None:
         await until(sleeper_is_there)
         for _ in range(50_000):
             a.sync.publish(EVENT)
-
-    await play(story)
     sleeper.close(0)
     sleepers.term()
 
@@ -528,8 +517,7 @@ async def test_the_publisher_sends_heartbeats_so_that_a_stuck_peer_is_cut_off(ma
 @in_mesh
 async def test_a_new_state_is_logged(made: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lean_selector.replica")
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    await made.pair()
     await until(lambda: "is connected" in caplog.text)
     assert "replica peer registered" in caplog.text
 
@@ -539,8 +527,7 @@ async def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
     made: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lean_selector.replicas.mesh.MAX_OUTBOX", 300)
-    a, b = made.replica(), made.replica()
-    await b.connect_to(a)
+    a, b = await made.pair()
     before = a.sync.published
     for n in range(310):
         a.sync.publish(changed(EVENT, request_id=str(n)))

@@ -27,7 +27,7 @@ from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
 from lean_selector.replicas.peer_fetch import PeerFetch
 from lean_selector.replicas.recovery import Recovery, log_discarded
-from tests.support.on_loop import on_loop, until
+from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -219,15 +219,15 @@ async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
         assert f"no recovery from {bad}" in caplog.text
 
 
-@on_loop
+@inside(service)
 async def test_without_a_usable_peer_the_index_stays_empty(
+    of: Service,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with service() as of:
-        dead = f"http://127.0.0.1:{free_port()}"
-        assert not await of.recovery(dead, "http://127.0.0.1:bad", "http://").run()
-        assert not of.catalog.partitions
-        assert "no reachable indexer peer; starting with an empty index" in caplog.text
+    dead = f"http://127.0.0.1:{free_port()}"
+    assert not await of.recovery(dead, "http://127.0.0.1:bad", "http://").run()
+    assert not of.catalog.partitions
+    assert "no reachable indexer peer; starting with an empty index" in caplog.text
 
 
 @on_loop
@@ -303,12 +303,13 @@ async def test_a_dump_beyond_the_limit_is_not_taken(
         assert "more than 100 bytes" in caplog.text
 
 
-@on_loop
-async def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@inside(service)
+async def test_proxies_of_the_environment_are_not_asked(
+    of: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    async with service() as of:
-        await recovered(of, stored(1))
-        assert of.blocks() == 1
+    await recovered(of, stored(1))
+    assert of.blocks() == 1
 
 
 @on_loop
@@ -326,76 +327,72 @@ async def test_a_recovery_that_is_cancelled_ends_at_once() -> None:
 # -- what becomes of the blocks -------------------------------------------------------------------
 
 
-@on_loop
-async def test_blocks_of_all_tiers_and_ranks_wait_for_their_worker() -> None:
-    async with service() as of:
-        await recovered(
-            of,
-            stored(1, 2),
-            stored(3, parent=2, tier="host_pinned"),
-            stored(4, parent=3, tier="disk"),
-            stored(5, parent=4, tier="external"),
-            stored(1, dp_rank=1),
-            stored(1, 2, worker_id=8),
-        )
-        index, was_established = of.index, of.partition.established
-        held = of.index.match(prompt(1, 2, 3, 4, 5, 6))
-        assert {rank: (m.device, m.host, m.disk) for rank, m in held.items()} == {
-            (1, 0): (2, 1, 2),
-            (1, 1): (1, 0, 0),
-            (8, 0): (2, 0, 0),
-        }
-        of.register()
-        assert (was_established, of.partition.established) == (False, True)
-        assert of.index is index
+@inside(service)
+async def test_blocks_of_all_tiers_and_ranks_wait_for_their_worker(of: Service) -> None:
+    await recovered(
+        of,
+        stored(1, 2),
+        stored(3, parent=2, tier="host_pinned"),
+        stored(4, parent=3, tier="disk"),
+        stored(5, parent=4, tier="external"),
+        stored(1, dp_rank=1),
+        stored(1, 2, worker_id=8),
+    )
+    index, was_established = of.index, of.partition.established
+    held = of.index.match(prompt(1, 2, 3, 4, 5, 6))
+    assert {rank: (m.device, m.host, m.disk) for rank, m in held.items()} == {
+        (1, 0): (2, 1, 2),
+        (1, 1): (1, 0, 0),
+        (8, 0): (2, 0, 0),
+    }
+    of.register()
+    assert (was_established, of.partition.established) == (False, True)
+    assert of.index is index
 
 
-@on_loop
-async def test_removed_and_cleared_are_honoured_in_their_order() -> None:
-    async with service() as of:
-        await recovered(
-            of,
-            stored(1, 2, 3),
-            removed(3),
-            stored(7, tier="disk"),
-            removed(7),  # of the device tier, where it is not
-            stored(1, worker_id=8),
-            event("cleared", worker_id=8),
-            stored(2, worker_id=8),
-        )
-        assert (of.blocks(), of.blocks(tier=Tier.DISK), of.blocks(8)) == (2, 1, 1)
+@inside(service)
+async def test_removed_and_cleared_are_honoured_in_their_order(of: Service) -> None:
+    await recovered(
+        of,
+        stored(1, 2, 3),
+        removed(3),
+        stored(7, tier="disk"),
+        removed(7),  # of the device tier, where it is not
+        stored(1, worker_id=8),
+        event("cleared", worker_id=8),
+        stored(2, worker_id=8),
+    )
+    assert (of.blocks(), of.blocks(tier=Tier.DISK), of.blocks(8)) == (2, 1, 1)
 
 
-@on_loop
-async def test_a_child_may_come_before_its_parent_and_one_without_is_counted() -> None:
-    async with service() as of:
-        recovery = await recovered(
-            of,
-            stored(5, 6, parent=4),
-            stored(3, 4, parent=2),
-            stored(9, parent=99),
-            stored(1, 2),
-            stored(1, 1),  # no chain at all
-            7,
-        )
-        assert of.index.match(prompt(1, 2, 3, 4, 5, 6))[1, 0].device == 6
-        assert (recovery.blocks, recovery.skipped_events) == (6, 3)
+@inside(service)
+async def test_a_child_may_come_before_its_parent_and_one_without_is_counted(of: Service) -> None:
+    recovery = await recovered(
+        of,
+        stored(5, 6, parent=4),
+        stored(3, 4, parent=2),
+        stored(9, parent=99),
+        stored(1, 2),
+        stored(1, 1),  # no chain at all
+        7,
+    )
+    assert of.index.match(prompt(1, 2, 3, 4, 5, 6))[1, 0].device == 6
+    assert (recovery.blocks, recovery.skipped_events) == (6, 3)
 
 
 @pytest.mark.parametrize("registers_first", [False, True])
-@on_loop
+@inside(service)
 async def test_blocks_of_another_size_than_the_workers_are_dropped(
-    registers_first: bool, caplog: pytest.LogCaptureFixture
+    of: Service, registers_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with service() as of:
-        if registers_first:
-            of.register(block_size=8)
-        await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+    if registers_first:
         of.register(block_size=8)
-        assert of.index.block_size == 8
-        assert of.index.is_empty
-        assert not of.partition.watermarks
-        assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
+    await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+    of.register(block_size=8)
+    assert of.index.block_size == 8
+    assert of.index.is_empty
+    assert not of.partition.watermarks
+    assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
 
 
 @on_loop
@@ -410,13 +407,12 @@ async def test_entries_that_name_one_partition_with_two_sizes_keep_the_first() -
         assert (of.index.block_size, of.blocks()) == (4, 1)
 
 
-@on_loop
-async def test_a_worker_that_registered_first_gets_its_blocks_too() -> None:
-    async with service() as of:
-        of.register()
-        await recovered(of, stored(1, 2), watermarks={"1:0": 5})
-        assert of.blocks() == 2
-        assert not of.partition.watermarks  # its source may be behind the dump: it starts afresh
+@inside(service)
+async def test_a_worker_that_registered_first_gets_its_blocks_too(of: Service) -> None:
+    of.register()
+    await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+    assert of.blocks() == 2
+    assert not of.partition.watermarks  # its source may be behind the dump: it starts afresh
 
 
 @on_loop
@@ -512,27 +508,26 @@ class Engine:
 
 
 @pytest.mark.parametrize("missed", [0, 2])
-@on_loop
-async def test_a_recovered_rank_asks_only_for_what_came_after_its_watermark(missed: int) -> None:
-    async with service() as of:
-        engine = Engine(of.context)
-        for _ in range(3 + missed):  # nobody listens yet
-            await engine.publish()
-        await recovered(of, stored(0), stored(1), stored(2), watermarks={"1:0": 2})
-        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
-        of.register(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
-        assert not of.partition.watermarks
-        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
-        await engine.subscribed()
-        await until(lambda: engine.asked_from, "it asks for what it missed, if anything")
-        last = 2 + missed
-        await until(
-            lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): last}, "all is heard"
-        )
+@inside(service)
+async def test_a_recovered_rank_asks_only_for_what_came_after_its_watermark(
+    of: Service, missed: int
+) -> None:
+    engine = Engine(of.context)
+    for _ in range(3 + missed):  # nobody listens yet
         await engine.publish()
-        await until(lambda: of.blocks() == last + 2, "and what follows")
-        assert set(engine.asked_from) == {2}
-        await engine.close()
+    await recovered(of, stored(0), stored(1), stored(2), watermarks={"1:0": 2})
+    assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+    of.register(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
+    assert not of.partition.watermarks
+    assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+    await engine.subscribed()
+    await until(lambda: engine.asked_from, "it asks for what it missed, if anything")
+    last = 2 + missed
+    await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): last}, "all is heard")
+    await engine.publish()
+    await until(lambda: of.blocks() == last + 2, "and what follows")
+    assert set(engine.asked_from) == {2}
+    await engine.close()
 
 
 @pytest.mark.parametrize("can_replay", [True, False])
@@ -591,48 +586,45 @@ async def test_a_recovery_that_takes_long_does_not_keep_workers_from_being_heard
         await engine.close()
 
 
-@on_loop
-async def test_a_source_with_lost_batches_gives_no_watermark() -> None:
-    async with service() as of:
-        engine = Engine(of.context)
-        for _ in range(3):
-            await engine.publish()
-        of.register(endpoint=engine.endpoint)
-        await engine.subscribed()
+@inside(service)
+async def test_a_source_with_lost_batches_gives_no_watermark(of: Service) -> None:
+    engine = Engine(of.context)
+    for _ in range(3):
         await engine.publish()
-        await until(lambda: of.blocks() == 1, "the fourth batch is heard")
-        # What came before it is unknown, but nothing of what came since is missing.
-        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 3}
-        await engine.publish(is_lost=True)
-        await engine.publish()
-        await until(lambda: of.blocks() == 2, "the sixth batch is heard")
-        assert of.subscriptions.watermarks(of.partition) == {}
-        await engine.close()
+    of.register(endpoint=engine.endpoint)
+    await engine.subscribed()
+    await engine.publish()
+    await until(lambda: of.blocks() == 1, "the fourth batch is heard")
+    # What came before it is unknown, but nothing of what came since is missing.
+    assert of.subscriptions.watermarks(of.partition) == {(1, 0): 3}
+    await engine.publish(is_lost=True)
+    await engine.publish()
+    await until(lambda: of.blocks() == 2, "the sixth batch is heard")
+    assert of.subscriptions.watermarks(of.partition) == {}
+    await engine.close()
 
 
-@on_loop
-async def test_sources_are_listed_by_partition() -> None:
-    async with service() as of:
-        of.register(2)
-        of.register(1)
-        sources = of.subscriptions.statuses()
-        assert [(of.worker_id, of.model_name, of.tenant_id) for of in sources] == [
-            (1, "m", "t"),
-            (2, "m", "t"),
-        ]
-        assert len(of.subscriptions.statuses("m", "t")) == len(sources)
-        assert of.subscriptions.statuses(model_name="other") == []
-        assert of.subscriptions.statuses(tenant_id="other") == []
+@inside(service)
+async def test_sources_are_listed_by_partition(of: Service) -> None:
+    of.register(2)
+    of.register(1)
+    sources = of.subscriptions.statuses()
+    assert [(of.worker_id, of.model_name, of.tenant_id) for of in sources] == [
+        (1, "m", "t"),
+        (2, "m", "t"),
+    ]
+    assert len(of.subscriptions.statuses("m", "t")) == len(sources)
+    assert of.subscriptions.statuses(model_name="other") == []
+    assert of.subscriptions.statuses(tenant_id="other") == []
 
 
-@on_loop
-async def test_a_worker_that_goes_takes_its_watermarks_along() -> None:
-    async with service() as of:
-        await recovered(of, stored(1), watermarks={"1:0": 2, "1:5": 3, "2:0": 4})
-        of.register(1)
-        of.register(3)
-        of.catalog.remove(1)
-        assert of.subscriptions.watermarks(of.partition) == {(2, 0): 4}
+@inside(service)
+async def test_a_worker_that_goes_takes_its_watermarks_along(of: Service) -> None:
+    await recovered(of, stored(1), watermarks={"1:0": 2, "1:5": 3, "2:0": 4})
+    of.register(1)
+    of.register(3)
+    of.catalog.remove(1)
+    assert of.subscriptions.watermarks(of.partition) == {(2, 0): 4}
 
 
 # -- the process ----------------------------------------------------------------------------------
@@ -671,30 +663,29 @@ def test_once_recovery_is_over_nothing_is_said_of_it() -> None:
         assert "no reachable indexer peer; starting with an empty index" in log
 
 
-@on_loop
+@inside(service)
 async def test_blocks_of_workers_that_never_register_are_forgotten_after_a_while(
+    of: Service,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    async with service() as of:
-        marks = {"1:0": 5, "8:0": 6, "9:0": 7}
-        recovery = await recovered(
-            of, stored(1, 2), stored(1, 2, worker_id=8), stored(3, worker_id=8), watermarks=marks
-        )
-        of.register()
-        await recovery.forget_unclaimed(0.0)
-        assert of.index.ranks() == [(1, 0)]
-        assert of.blocks() == 2
-        assert [run.worker_id for runs in of.index.dump() for run in runs] == [1]
-        assert not of.partition.watermarks  # one that came now would not go on behind nothing
-        assert "dropped 3 recovered blocks of 2 workers that did not register in 0 s" in caplog.text
+    marks = {"1:0": 5, "8:0": 6, "9:0": 7}
+    recovery = await recovered(
+        of, stored(1, 2), stored(1, 2, worker_id=8), stored(3, worker_id=8), watermarks=marks
+    )
+    of.register()
+    await recovery.forget_unclaimed(0.0)
+    assert of.index.ranks() == [(1, 0)]
+    assert of.blocks() == 2
+    assert [run.worker_id for runs in of.index.dump() for run in runs] == [1]
+    assert not of.partition.watermarks  # one that came now would not go on behind nothing
+    assert "dropped 3 recovered blocks of 2 workers that did not register in 0 s" in caplog.text
 
 
-@on_loop
-async def test_a_partition_that_waited_for_workers_in_vain_is_forgotten() -> None:
-    async with service() as of:
-        recovery = await recovered(of, stored(1, 2), watermarks={"1:0": 5})
-        await recovery.forget_unclaimed(0.0)
-        assert not of.catalog.partitions
-        of.register(block_size=8)
-        assert of.index.block_size == 8
+@inside(service)
+async def test_a_partition_that_waited_for_workers_in_vain_is_forgotten(of: Service) -> None:
+    recovery = await recovered(of, stored(1, 2), watermarks={"1:0": 5})
+    await recovery.forget_unclaimed(0.0)
+    assert not of.catalog.partitions
+    of.register(block_size=8)
+    assert of.index.block_size == 8

@@ -6,14 +6,17 @@
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from inspect import Signature, signature
 from typing import Any
 
 import uvloop
 
 DEADLINE_S = 20.0  # generous: nothing here is expected to take a second
+Story = Callable[..., Coroutine[Any, Any, None]]
 
 
-def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def on_loop(story: Story) -> Callable[..., None]:
     """A story as a test, which fails rather than hangs."""
 
     @functools.wraps(story)
@@ -25,6 +28,24 @@ def on_loop(story: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
         uvloop.run(told())
 
     return test
+
+
+def inside(
+    opened: Callable[[], AbstractAsyncContextManager[Any]],
+) -> Callable[[Story], Callable[..., None]]:
+    """A story as a test whose first argument is what it happens inside of."""
+
+    def test_of(story: Story) -> Callable[..., None]:
+        async def told(**fixtures: object) -> None:
+            async with opened() as given:
+                await story(given, **fixtures)
+
+        told.__name__, told.__doc__ = story.__name__, story.__doc__
+        fixtures = list(signature(story).parameters.values())[1:]
+        vars(told)["__signature__"] = Signature(fixtures)
+        return on_loop(told)
+
+    return test_of
 
 
 async def until(
