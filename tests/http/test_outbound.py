@@ -3,12 +3,15 @@
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine
+import ssl
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lean_selector.events.names import Resolver
 from lean_selector.http.client import MOST_HEAD_BYTES
 from lean_selector.http.outbound import (
     MOST_WAITING_BYTES,
@@ -17,11 +20,21 @@ from lean_selector.http.outbound import (
     SocketAddress,
 )
 from lean_selector.http.trust import Credentials, TokenFile, Trust
-from tests.support.certificates import Authority
+from tests.support.certificates import HOST, Authority, Files
 from tests.support.on_loop import DEADLINE_S, on_loop, until
-from tests.support.outbound_server import CHUNKED, chunk, client, hangs, response, says, serving
+from tests.support.outbound_server import (
+    CHUNKED,
+    Served,
+    chunk,
+    client,
+    hangs,
+    response,
+    says,
+    serving,
+)
 from tests.support.running_service import free_port
 
+OURS, STRANGERS = Authority(), Authority()
 LONG_S = DEADLINE_S
 
 
@@ -224,7 +237,7 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @on_loop
-async def test_over_tls_those_are_believed_whom_the_authority_vouches_for(tmp_path: Path) -> None:
+async def test_the_right_authority_is_believed_and_no_other(tmp_path: Path) -> None:
     authority, other = Authority(), Authority()
     path = tmp_path / "ca.crt"
     path.write_bytes(b"# of \xc3\xa9tat\n" + authority.pem)
@@ -236,6 +249,7 @@ async def test_over_tls_those_are_believed_whom_the_authority_vouches_for(tmp_pa
     ours = OutboundClient(resolve, Credentials(trust=trust))
     async with serving(says(response(b"hi")), authority.server("engine"), "engine") as served:
         assert (await ours.get(served.url)).body == b"hi"
+        served.requests.clear()
         error = await told(ours.get(f"https://impostor:{served.port}"))
         assert "its certificate is not trusted: Hostname mismatch" in error.message
         error = await told(OutboundClient(resolve).get(served.url))
@@ -247,6 +261,7 @@ async def test_over_tls_those_are_believed_whom_the_authority_vouches_for(tmp_pa
         os.utime(path, ns=(1, 1))
         error = await told(ours.get(served.url))
         assert "its certificate is not trusted" in error.message, "the last ones are believed"
+        assert served.requests == []
         path.write_bytes(authority.pem)
         assert (await ours.get(served.url)).body == b"hi"
 
@@ -353,3 +368,101 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
         await until(lambda: len(served.requests) == 2)
         asking.cancel()
         await asyncio.wait_for(closed.wait(), DEADLINE_S)
+
+
+# -- what our own requests bring along over TLS ---------------------------------------------------
+
+
+async def ask(url: str, credentials: Credentials) -> bytes:
+    return await OutboundClient(Resolver().resolve, credentials).text(f"{url}/health", timeout_s=20)
+
+
+@asynccontextmanager
+async def saying_hi(context: ssl.SSLContext) -> AsyncIterator[Served]:
+    async with serving(says(response(b"hi")), context) as running:
+        yield running
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path, OURS, OURS.issue("gateway.test"))
+
+
+@on_loop
+async def test_who_asks_for_a_certificate_is_shown_ours(files: Files) -> None:
+    def credentials() -> Credentials:
+        return Credentials(trust=Trust(str(files.ca), str(files.cert), str(files.key)))
+
+    async with saying_hi(OURS.server(clients=OURS)) as running:
+        assert await ask(running.url, credentials()) == b"hi"
+        with pytest.raises(OutboundFailed):
+            await ask(running.url, Credentials(trust=Trust(str(files.ca))))
+        for wrong in (STRANGERS.issue("gateway.test"), OURS.issue("gateway.test", expired=True)):
+            files.write(wrong)
+            with pytest.raises(OutboundFailed):
+                await ask(running.url, credentials())
+        assert len(running.requests) == 1
+
+
+@on_loop
+async def test_a_name_may_be_given_for_who_is_found_by_address(files: Files) -> None:
+    trust = Trust(str(files.ca))
+    async with saying_hi(OURS.server("selector.test")) as running:
+        assert await ask(running.url, Credentials(trust=trust, tls_name="selector.test")) == b"hi"
+        with pytest.raises(OutboundFailed, match="its certificate is not trusted"):
+            await ask(running.url, Credentials(trust=trust, tls_name="another.test"))
+
+
+@on_loop
+async def test_our_certificate_is_read_again_when_it_changes(files: Files) -> None:
+    credentials = Credentials(trust=Trust(str(files.ca), str(files.cert), str(files.key)))
+    shown: list[bytes | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        shown.append(writer.get_extra_info("ssl_object").getpeercert(True))
+        writer.write(response(b"hi"))
+
+    async with serving(serve, OURS.server(clients=OURS)) as running:
+        await ask(running.url, credentials)
+        files.write(OURS.issue("gateway.test"))
+        await ask(running.url, credentials)
+        files.key.write_text("nothing")
+        await ask(running.url, credentials)
+    assert shown[0] != shown[1] == shown[2]
+
+
+@pytest.mark.parametrize("lacks", ["cert", "key", "fits"])
+def test_a_certificate_that_cannot_be_used_is_named(files: Files, lacks: str) -> None:
+    if lacks == "fits":
+        files.key.write_bytes(OURS.issue(HOST).private_key_pem.bytes())
+        said = f"{files.cert} and {files.key} hold no certificate and its key in PEM"
+    else:
+        path = getattr(files, lacks)
+        path.unlink()
+        said = f"No such file or directory: '{path}'"
+    with pytest.raises(OSError, match=r"PEM|No such file") as refused:
+        Trust(str(files.ca), str(files.cert), str(files.key)).context()
+    assert str(refused.value).endswith(said)
+
+
+def test_files_that_cannot_be_used_are_tried_once_for_each_change(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[ssl.SSLContext] = []
+    make = ssl.create_default_context
+
+    def making(cafile: str | None = None) -> ssl.SSLContext:
+        made.append(make(cafile=cafile))
+        return made[-1]
+
+    monkeypatch.setattr("lean_selector.http.trust.ssl.create_default_context", making)
+    trust = Trust(str(files.ca), str(files.cert), str(files.key))
+    first = trust.context()
+    files.key.write_text("nothing")
+    assert [trust.context() for _ in range(5)] == [first] * 5
+    assert len(made) == 2
+    files.write(OURS.issue("gateway.test"))
+    assert trust.context() is trust.context() is made[-1]
+    assert len(made) == 3
+    told = [each for each in caplog.messages if each.startswith("the last certificates are used")]
+    assert len(told) == 1
