@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,8 @@ from lean_selector.tools.service_process import (
     running_service,
     wait_until_healthy,
 )
-from tests.support.on_loop import on_loop
+from tests.support.on_loop import on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
-from tests.support.running_service import wait_until
-
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def child_pids() -> set[str]:
@@ -40,13 +36,11 @@ def test_a_free_port_is_found_and_a_taken_one_refused() -> None:
         check_port(70_000)
 
 
-def test_a_command_that_does_not_exist_is_one_clear_line() -> None:
-    async def main() -> None:
-        with pytest.raises(ServiceError, match="cannot start /no/such/service: "):
-            async with running_service(["/no/such/service"]):
-                pass
-
-    asyncio.run(main())
+@on_loop
+async def test_a_command_that_does_not_exist_is_one_clear_line() -> None:
+    with pytest.raises(ServiceError, match="cannot start /no/such/service: "):
+        async with running_service(["/no/such/service"]):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -54,55 +48,44 @@ def test_a_command_that_does_not_exist_is_one_clear_line() -> None:
     [
         ("print('first'); print('last words'); raise SystemExit(3)", "exit code 3: last words"),
         ("raise SystemExit(0)", "exit code 0, without a word"),
+        ("import time; time.sleep(600)", "the service does not answer"),
     ],
 )
-def test_a_child_that_ends_is_noticed_with_its_last_words(program: str, words: str) -> None:
-    async def main() -> None:
+@on_loop
+async def test_a_child_that_ends_is_noticed_with_its_last_words_and_a_silent_one_given_up(
+    program: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "answer" in words:
+        monkeypatch.setattr(service_process, "START_TIMEOUT_S", 0.1)
+    with pytest.raises(ServiceError, match=words):
         async with running_service([sys.executable, "-c", program]) as service:
             await wait_until_healthy(HttpClient("http://127.0.0.1:1"), service, lambda: False)
 
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("print('gone')", "ended with exit code 0: gone"),
+        ("import time; time.sleep(600)", "GET /loads: 500"),
+    ],
+)
+@on_loop
+async def test_a_broken_call_is_explained_by_the_end_of_the_child_if_it_has_ended(
+    program: str, words: str
+) -> None:
     with pytest.raises(ServiceError, match=words):
-        asyncio.run(main())
-
-
-def test_a_broken_call_is_explained_by_the_end_of_the_child() -> None:
-    async def main() -> None:
-        async with running_service([sys.executable, "-c", "print('gone')"]):
-            raise ServiceError("GET /loads: connection reset")
-
-    with pytest.raises(ServiceError, match="ended with exit code 0: gone"):
-        asyncio.run(main())
-
-
-def test_a_broken_call_to_a_living_child_stays_what_it_is() -> None:
-    async def main() -> None:
-        async with running_service(SLEEPER):
+        async with running_service([sys.executable, "-c", program]):
             raise ServiceError("GET /loads: 500")
 
-    with pytest.raises(ServiceError, match="GET /loads: 500"):
-        asyncio.run(main())
 
-
-def test_a_child_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_process, "START_TIMEOUT_S", 0.1)
-
-    async def main() -> None:
-        async with running_service(SLEEPER) as service:
-            await wait_until_healthy(HttpClient("http://127.0.0.1:1"), service, lambda: False)
-
-    with pytest.raises(ServiceError, match="the service does not answer"):
-        asyncio.run(main())
-
-
-def test_waiting_ends_when_the_program_stops() -> None:
-    async def main() -> None:
-        await wait_until_healthy(HttpClient("http://127.0.0.1:1"), None, lambda: True)
-
-    asyncio.run(main())
+@on_loop
+async def test_waiting_ends_when_the_program_stops() -> None:
+    await wait_until_healthy(HttpClient("http://127.0.0.1:1"), None, lambda: True)
 
 
 @pytest.mark.parametrize("impatient", [False, True], ids=["timed out", "cancelled"])
-def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
+@on_loop
+async def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: bool
 ) -> None:
     monkeypatch.setattr(service_process, "STOP_TIMEOUT_S", 600 if impatient else 0.2)
@@ -115,27 +98,22 @@ def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
         "time.sleep(600)"
     )
 
+    leaving = asyncio.Event()
+
     async def use() -> None:
         async with running_service([sys.executable, "-c", program]):
-            deadline = time.monotonic() + 20
-            while not (ready.exists() and ready.read_text()):
-                assert time.monotonic() < deadline, "the child did not start"
-                await asyncio.sleep(0.01)
+            await until(lambda: ready.exists() and ready.read_text(), "the child has started")
             leaving.set()
 
-    async def main() -> None:
-        task = asyncio.create_task(use())
-        await leaving.wait()
-        await asyncio.sleep(0)  # the task is inside stop() now
-        if impatient:
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    leaving = asyncio.Event()
-    asyncio.run(main())
+    task = asyncio.create_task(use())
+    await leaving.wait()
+    await asyncio.sleep(0)  # the task is inside stop() now
+    if impatient:
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert not child_pids()
     stat = Path(f"/proc/{ready.read_text()}/stat")
-    wait_until(lambda: _has_ended(stat), "the kernel has ended the child that was killed")
+    await until(lambda: _has_ended(stat), "the kernel has ended the child that was killed")
 
 
 def _has_ended(stat: Path) -> bool:
