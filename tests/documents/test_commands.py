@@ -41,6 +41,8 @@ OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
 OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of Dynamo 1.6 alone
 OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy
 OTHER_FLAGS |= {"--enable-cache-report", "--enable-prompt-tokens-details"}  # of engines
+OTHER_FLAGS |= {"--kv-events-config", "--block-size", "--page-size", "--enable-prefix-caching"}
+OTHER_FLAGS |= {"--model-path", "--connector", "--publish-kv-events"}
 OTHER_FLAGS |= {"--default-chat-template-kwargs"}
 
 
