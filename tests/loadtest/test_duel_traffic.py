@@ -2,13 +2,10 @@
 
 import json
 import struct
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
 from lean_selector.core.index.kv_index import KvIndex
@@ -60,24 +57,20 @@ def test_a_prompt_is_hashed_as_the_engines_and_the_service_do(trace: Path) -> No
     }
 
 
-def test_prompts_of_a_chosen_length_all_differ_and_half_begin_as_a_known_one(trace: Path) -> None:
+def test_prompts_of_a_chosen_length_all_differ_behind_beginnings_that_engines_hold(
+    trace: Path,
+) -> None:
     prompts = Prompts(trace, 16)
     cut = [prompts.cut(number, 8, known=2) for number in range(40)]
-    assert len({prompt.sequence for prompt in cut}) == 40
-    assert {prompt.blocks for prompt in cut} == {8}
+    behind = [prompts.behind_opening(number, 8) for number in range(40)]
+    for made in (cut, behind):
+        assert len({prompt.sequence for prompt in made}) == 40
+        assert {(prompt.blocks, prompt.isl_tokens) for prompt in made} == {(8, 128)}
+        assert all(prompt.sequence == sequence_hashes_bytes(prompt.local) for prompt in made)
     shared = [prompt.local[:32] == prompts.at(0).local[:32] for prompt in cut]
     assert shared == [bool(number % 2) for number in range(40)]
-    assert cut == [Prompts(trace, 16).cut(number, 8, known=2) for number in range(40)]
-
-
-def test_prompts_behind_the_opening_all_differ_and_none_of_the_trace_begins_so(trace: Path) -> None:
-    prompts = Prompts(trace, 16)
-    behind = [prompts.behind_opening(number, 8) for number in range(40)]
-    assert len({prompt.local for prompt in behind}) == 40
     assert {prompt.local[:48] for prompt in behind} == {prompts.opening.local}
-    assert {prompt.isl_tokens for prompt in behind} == {128}
-    assert all(prompt.sequence == sequence_hashes_bytes(prompt.local) for prompt in behind)
-    assert prompts.at(0).local[:8] != prompts.opening.local[:8]
+    assert prompts.at(0).local[:8] != prompts.opening.local[:8]  # none of the trace begins so
 
 
 def test_without_a_trace_prompts_are_made_up_and_always_the_same() -> None:
@@ -86,8 +79,9 @@ def test_without_a_trace_prompts_are_made_up_and_always_the_same() -> None:
     assert len({one.at(n).sequence for n in range(20)}) == 20
 
 
-@pytest.mark.parametrize("id_field", ["reservation_id", "selection_id"])
-@pytest.mark.parametrize("count", [2, FREE_LAG + 5])
+@pytest.mark.parametrize(
+    ("count", "id_field"), [(2, "reservation_id"), (FREE_LAG + 5, "selection_id")]
+)
 def test_a_connection_lives_its_reservations_in_order_and_many_at_a_time(
     trace: Path, count: int, id_field: str
 ) -> None:
@@ -115,21 +109,13 @@ def test_a_connection_lives_its_reservations_in_order_and_many_at_a_time(
     assert len(calls) == 3 * count
 
 
-@pytest.fixture
-def engines(trace: Path) -> Iterator[Engines]:
+def test_a_fleet_fills_in_turns_with_batches_in_vllm_s_layout(trace: Path) -> None:
     with Engines(Prompts(trace, 16), 2, 10_000) as engines:
-        yield engines
-
-
-def test_a_fleet_fills_in_turns_and_tells_each_block_once_per_engine(engines: Engines) -> None:
-    messages = list(engines.fill(200))
-    assert engines.holdings == sum(message.stored for message in messages)
-    assert engines.holdings >= 200
-    assert {message.engine for message in messages} == {0, 1}
-
-
-def test_batches_have_vllm_s_layout(engines: Engines, trace: Path) -> None:
-    first, *_ = engines.fill(1)
+        messages = list(engines.fill(200))
+        assert engines.holdings == sum(message.stored for message in messages) >= 200
+        assert {message.engine for message in messages} == {0, 1}
+        removed = list(engines.empty([0, 1], 1))
+    first = messages[0]
     _, events, rank = msgspec.msgpack.decode(first.payload)
     kind, hashes, parent, tokens, block_size, lora_id, medium = events[0]
     assert (kind, parent, block_size, lora_id, medium, rank) == (
@@ -141,10 +127,9 @@ def test_batches_have_vllm_s_layout(engines: Engines, trace: Path) -> None:
         0,
     )
     assert len(tokens) == 16 * len(hashes) == 16 * first.stored
-    removed = list(engines.empty([0, 1], 1))
     _, events, _ = msgspec.msgpack.decode(removed[0].payload)
     assert events[0] == ["BlockRemoved", hashes[-1:], "GPU"]  # a chain goes from its end
-    assert sum(message.removed for message in removed) == first.stored
+    assert sum(message.removed for message in removed) == sum(each.stored for each in messages)
 
 
 def test_an_opening_that_is_shared_goes_on_on_the_hosts_of_all_engines(trace: Path) -> None:
@@ -170,35 +155,3 @@ def test_full_caches_evict_as_much_as_they_store(trace: Path) -> None:
         removed = sum(message.removed for message in messages)
         assert stored >= 300
         assert stored - removed == engines.holdings - before
-
-
-def test_messages_carry_consecutive_numbers_from_0(engines: Engines) -> None:
-    registered = dict[str, object]()
-
-    class Listening:
-        """A service that notes its registration and hears everything."""
-
-        name = "t"
-
-        def call(self, method: str, path: str, body: dict[str, object]) -> object:
-            if path == "/workers":
-                registered.update(body)
-                return {"lifecycle": "schedulable"}
-            return {"workers": [{"device_blocks": 1}] * 2}
-
-    engines.register(Listening())  # type: ignore[arg-type]  # as much of a service as is used
-    endpoints = registered["kv_events_endpoints"]
-    assert isinstance(endpoints, dict)
-    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
-        reader.subscribe(b"")
-        reader.rcvtimeo = 100
-        reader.connect(endpoints["0"])
-        numbers = list[int]()
-        deadline = time.monotonic() + 10
-        while len(numbers) < 3 and time.monotonic() < deadline:
-            engines.mark()
-            while reader.poll(20):
-                _, number, _ = reader.recv_multipart()
-                numbers.append(int.from_bytes(number, "big"))
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert len(numbers) >= 3

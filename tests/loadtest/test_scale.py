@@ -62,14 +62,9 @@ def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
     assert list(spread([])) == []
 
 
-def test_one_selector_is_measured_once_beside_those_that_hear_each_other_or_do_not() -> None:
-    assert runs([1, 2], [SYNCED, APART, PARTITIONED]) == [
-        (SYNCED, 1),
-        (SYNCED, 2),
-        (APART, 2),
-        (PARTITIONED, 1),
-        (PARTITIONED, 2),
-    ]
+def test_one_selector_alone_is_measured_once_and_in_parts() -> None:
+    pairs = [(SYNCED, 1), (SYNCED, 2), (APART, 2), (PARTITIONED, 1), (PARTITIONED, 2)]
+    assert runs([1, 2], [SYNCED, APART, PARTITIONED]) == pairs
 
 
 class TellsLoads:
