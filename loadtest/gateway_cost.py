@@ -14,15 +14,17 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from loadtest.child_service import ChildService, cpu_ns, free_port, plain_environment
+from loadtest.http_client import http
 
 FEW, MANY = 1, 201  # chunks of an answer
 STEP_S = 0.003  # between two chunks, so that each is a read of its own
@@ -33,38 +35,23 @@ PROMPT = "Tell me of the sea. " * 100  # 2 kB
 # -- the worker: answers from memory --------------------------------------------------------------
 
 
-class _Worker(asyncio.Protocol):
-    """Says as many chunks as the request's `max_tokens` asks for, each in a write of its own."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
-        self.held = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.held += data
-        while (end := self.held.find(b"\r\n\r\n")) >= 0:
-            head = self.held[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self.held) < end + 4 + length:
-                return
-            body, self.held = self.held[end + 4 : end + 4 + length], self.held[end + 4 + length :]
+async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As many chunks as a request's `max_tokens` asks for: the first with the head at once, the
+    others as an engine does, one by one, each in a write of its own."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = re.search(rb"\r\ncontent-length: *(\d+)", head)
+            body = await reader.readexactly(int(length[1]) if length else 0)
             if head.startswith(b"get"):
-                self.transport.write(_plain(head.split(b" ")[1].decode()))
+                writer.write(_plain(head.split(b" ")[1].decode()))
                 continue
             request = json.loads(body)
-            self.say(_answer(request["max_tokens"], bool(request.get("return_token_ids"))), 0)
-
-    def say(self, pieces: list[bytes], at: int) -> None:
-        """The first two pieces at once, the rest as an engine does, one by one."""
-        if at == 0:
-            self.transport.write(pieces[0] + pieces[1])
-            at = 2
-        if at + 2 >= len(pieces):
-            self.transport.write(b"".join(pieces[at:]))
-        else:
-            self.transport.write(pieces[at])
-            asyncio.get_running_loop().call_later(STEP_S, self.say, pieces, at + 1)
+            first, *pieces = _answer(request["max_tokens"], bool(request.get("return_token_ids")))
+            writer.write(first)
+            for piece in pieces:
+                await asyncio.sleep(STEP_S)
+                writer.write(piece)
 
 
 def _plain(path: str) -> bytes:
@@ -83,7 +70,7 @@ def _plain(path: str) -> bytes:
 
 @functools.cache
 def _answer(count: int, has_ids: bool) -> list[bytes]:
-    """Its head, as many chunks, and its end."""
+    """Its head with the first chunk, the other chunks, and its end."""
     choice: dict[str, Any] = {"index": 0, "delta": {"content": " token"}, "finish_reason": None}
     if has_ids:
         choice["token_ids"] = [4711]
@@ -100,13 +87,12 @@ def _answer(count: int, has_ids: bool) -> list[bytes]:
         b"transfer-encoding: chunked\r\n\r\n"
     )
     chunk = b"%x\r\n%b\r\n" % (len(data), data)
-    return [head, *(chunk for _ in range(count)), b"e\r\ndata: [DONE]\n\n\r\n", b"0\r\n\r\n"]
+    end = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    return [head + chunk, *[chunk] * (count - 1), end]
 
 
 async def _serve(port: int) -> None:
-    loop = asyncio.get_running_loop()
-    await loop.create_server(_Worker, "127.0.0.1", port)
-    await asyncio.Event().wait()
+    await (await asyncio.start_server(_answer_all, "127.0.0.1", port)).serve_forever()
 
 
 # -- the client -----------------------------------------------------------------------------------
@@ -114,15 +100,9 @@ async def _serve(port: int) -> None:
 
 async def _ask(port: int, chunks: int, requests: int) -> None:
     """So many requests, one behind the other on one connection."""
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": chunks,
-        "stream": True,
-    }
-    raw = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
-    request = head.encode() + b"content-type: application/json\r\n\r\n" + raw
+    messages = [{"role": "user", "content": PROMPT}]
+    body = {"model": "m", "messages": messages, "max_tokens": chunks, "stream": True}
+    request = http("POST", "/v1/chat/completions", json.dumps(body).encode())
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     for _ in range(requests):
         writer.write(request)

@@ -26,15 +26,10 @@ def book(
     prefill_duration_s: float | None = None,
     track_prefill_tokens: bool = True,
 ) -> Reservation:
+    tokens = prefill_tokens or None
+    expected = prefill_duration_s, expected_output_tokens
     booking = Booking(
-        request_id,
-        worker_id,
-        dp_rank,
-        lora_name,
-        track_prefill_tokens,
-        prefill_tokens or None,
-        prefill_duration_s,
-        expected_output_tokens,
+        request_id, worker_id, dp_rank, lora_name, track_prefill_tokens, tokens, *expected
     )
     return slots.book(booking, sequence_hashes, now, router_id)
 
@@ -56,16 +51,9 @@ def replica_event(
     expected_output_tokens: int | None = None,
     sequence: int | None = None,
 ) -> ReplicaEvent:
-    booking = Booking(
-        request_id,
-        worker_id,
-        dp_rank,
-        lora_name,
-        track_prefill_tokens,
-        prefill_tokens,
-        prefill_duration_s,
-        expected_output_tokens,
-    )
+    tokens = track_prefill_tokens, prefill_tokens
+    expected = prefill_duration_s, expected_output_tokens
+    booking = Booking(request_id, worker_id, dp_rank, lora_name, *tokens, *expected)
     return ReplicaEvent(
         kind, model_name, tenant_id, block_size, router_id, booking, sequence_hashes, sequence
     )
@@ -87,25 +75,10 @@ def live_booking_of(
     lora_name: str | None = None,
     expected_output_tokens: int | None = None,
 ) -> LiveBooking:
-    booking = Booking(
-        request_id,
-        worker_id,
-        dp_rank,
-        lora_name,
-        prefill_tokens=prefill_tokens,
-        prefill_duration_s=prefill_duration_s,
-        expected_output_tokens=expected_output_tokens,
-    )
-    return LiveBooking(
-        model_name,
-        tenant_id,
-        block_size,
-        router_id,
-        booking,
-        sequence_hashes,
-        prefill_done,
-        touched_at,
-    )
+    expected = prefill_duration_s, expected_output_tokens
+    booking = Booking(request_id, worker_id, dp_rank, lora_name, True, prefill_tokens, *expected)
+    where = model_name, tenant_id, block_size, router_id
+    return LiveBooking(*where, booking, sequence_hashes, prefill_done, touched_at)
 
 
 def changed(record: Record, **fields: object) -> Record:
