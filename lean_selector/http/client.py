@@ -228,6 +228,7 @@ class ClientConnection(asyncio.Protocol):
         "_has_answer",
         "_head",
         "_interim",
+        "_is_long",
         "_is_paused",
         "_keeps",
         "_receiver",
@@ -248,6 +249,7 @@ class ClientConnection(asyncio.Protocol):
         self._answers_head = False
         self._head = bytearray()
         self._interim = 0  # answers before this one
+        self._is_long = False  # the request's body is
         self._relay: BodyRelay | None = None
         self._unframes = False
         self._keeps = False
@@ -285,11 +287,12 @@ class ClientConnection(asyncio.Protocol):
         self._relay, self._has_answer, self._interim = None, False, 0
         self.requests += 1
         self.heard_at = self.upstream.now
-        if len(body) < _JOINED_BYTES:
-            transport.write(head + body)
-        else:
+        self._is_long = len(body) >= _JOINED_BYTES
+        if self._is_long:
             transport.write(head)
             transport.write(body)
+        else:
+            transport.write(head + body)
 
     def pause(self) -> None:
         """Read nothing until `resume`: what came is not taken."""
@@ -414,7 +417,9 @@ class ClientConnection(asyncio.Protocol):
             if self._interim > _MOST_INTERIM:
                 self.fail(f"more than {_MOST_INTERIM} interim answers came")
                 return None
-        self._relay, self._keeps = head.relay, head.keeps
+        # What refuses a long body may not read it, and what is not read fills the kernel's buffers.
+        self._relay = head.relay
+        self._keeps = head.keeps and not (self._is_long and head.status >= 400)
         self._unframes = receiver.on_head(head)
         if not data and not head.relay.is_done:
             return None

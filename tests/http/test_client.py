@@ -37,10 +37,10 @@ class Heard:
         self.lost.append(reason)
 
 
-def asked(upstream: Upstream) -> tuple[ClientConnection, FakeTransport, Heard]:
+def asked(upstream: Upstream, body: bytes = b"x") -> tuple[ClientConnection, FakeTransport, Heard]:
     connection, transport, heard = ClientConnection(upstream), FakeTransport(), Heard()
     connection.connection_made(transport)
-    connection.send(b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n", b"x", heard)
+    connection.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body), body, heard)
     return connection, transport, heard
 
 
@@ -54,6 +54,21 @@ def test_a_connection_is_kept_only_where_the_whole_request_was_taken(unwritten: 
     assert (heard.statuses, heard.is_over, heard.lost) == ([200], True, [])
     assert upstream.kept() is (None if unwritten else connection)
     assert connection.is_open != bool(unwritten)
+
+
+@pytest.mark.parametrize(
+    ("status", "size", "is_kept"),
+    [(413, 1 << 20, False), (500, 1 << 16, False), (413, 100, True), (200, 1 << 20, True)],
+)
+def test_a_connection_that_refused_a_long_body_is_not_kept(
+    status: int, size: int, is_kept: bool
+) -> None:
+    """The kernel may have taken what the other side never reads."""
+    upstream = Upstream("http://w:1")
+    connection, _, heard = asked(upstream, b"x" * size)
+    connection.data_received(NO_BODY.replace(b"200", b"%d" % status))
+    assert (heard.statuses, heard.is_over) == ([status], True)
+    assert upstream.kept() is (connection if is_kept else None)
 
 
 def test_a_head_has_a_bound_also_when_it_comes_at_once() -> None:
