@@ -10,6 +10,7 @@ import pytest
 
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
+from lean_selector.server import state_persister
 from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, opened
 from lean_selector.server.state_persister import (
     HANGS_AFTER_S,
@@ -205,8 +206,9 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
 
 @on_loop
 async def test_a_disk_that_hangs_keeps_nothing_from_its_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(state_persister, "LAST_S", 0.05)
     kept = await at_rest(tmp_path)
     await kept.hangs()
     await kept.persister.close()
@@ -222,8 +224,9 @@ async def test_a_disk_that_hangs_keeps_nothing_from_its_end(
 
 @on_loop
 async def test_a_disk_that_hangs_after_the_hand_over_keeps_nothing_from_its_end_either(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(state_persister, "LAST_S", 0.05)
     kept = await at_rest(tmp_path)
     kept.persister.let_go()
     await until(lambda: is_free(tmp_path), "it has let go")
