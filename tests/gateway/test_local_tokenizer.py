@@ -79,6 +79,17 @@ def _tokenizer(folder: Path) -> Iterator[LocalTokenizer]:
     tokenizer.close()
 
 
+@pytest.fixture(name="prompts")
+def _prompts(folder: Path, tokenizer: LocalTokenizer) -> Prompts:
+    """Before a worker that cannot be asked."""
+    return Prompts(
+        PromptSettings(mode=Mode.LOCAL, tokenizer=str(folder)),
+        Workers({1: "http://127.0.0.1:9"}),
+        OutboundClient(Resolver().resolve),
+        tokenizer,
+    )
+
+
 @functools.cache
 def shipped() -> Any:
     return import_module("tokenizers").Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
@@ -130,15 +141,7 @@ async def test_a_text_is_tokenized_as_it_is(tokenizer: LocalTokenizer) -> None:
 
 
 @on_loop
-async def test_the_door_has_the_blocks_without_asking_an_engine(
-    folder: Path, tokenizer: LocalTokenizer
-) -> None:
-    prompts = Prompts(
-        PromptSettings(mode=Mode.LOCAL, tokenizer=str(folder)),
-        Workers({1: "http://127.0.0.1:9"}),
-        OutboundClient(Resolver().resolve),
-        tokenizer,
-    )
+async def test_the_door_has_the_blocks_without_asking_an_engine(prompts: Prompts) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
     routed = await prompts.of(CHAT, body, forwards=False)
     assert routed.why_not is None
@@ -207,14 +210,8 @@ async def test_whatever_template_or_tokenizer_raise_is_said(
 )
 @on_loop
 async def test_no_message_of_a_client_is_more_than_not_tokenized(
-    folder: Path, tokenizer: LocalTokenizer, fields: dict[str, Any]
+    prompts: Prompts, fields: dict[str, Any]
 ) -> None:
-    prompts = Prompts(
-        PromptSettings(mode=Mode.LOCAL, tokenizer=str(folder)),
-        Workers({1: "http://127.0.0.1:9"}),
-        OutboundClient(Resolver().resolve),
-        tokenizer,
-    )
     routed = await prompts.of(CHAT, json.dumps({"model": "m", **fields}).encode(), forwards=False)
     assert routed.model_name == "m"
 

@@ -5,8 +5,11 @@ import pytest
 from lean_selector.http.client import (
     MOST_HEAD_BYTES,
     AnswerHead,
+    ChunkedRelay,
     ClientConnection,
     MalformedAnswer,
+    SizedRelay,
+    UnboundedRelay,
     Upstream,
     head_of,
 )
@@ -118,3 +121,45 @@ def test_of_an_answer_s_lines_only_those_that_frame_it_are_kept() -> None:
     assert head is not None
     assert head.keeps
     assert head.lines.count(b"\r\na: b") == 5_000
+
+
+def answer(status: str, *lines: str, version: str = "1.1") -> bytes:
+    return "\r\n".join([f"HTTP/{version} {status}", *lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "answers_head", "kind", "keeps"),
+    [
+        (answer("200 OK", "content-length: 3"), False, SizedRelay, True),
+        (answer("200 OK", "Content-Length: 3", "Connection: Close"), False, SizedRelay, False),
+        (answer("200 OK", "Transfer-Encoding: Chunked"), False, ChunkedRelay, True),
+        (answer("200 OK"), False, UnboundedRelay, False),
+        (answer("204 No"), False, SizedRelay, True),
+        (answer("304 No", "content-length: 9"), False, SizedRelay, True),
+        (answer("200 OK", "content-length: 9"), True, SizedRelay, True),
+        (answer("200 OK", "content-length: 3", version="1.0"), False, SizedRelay, False),
+    ],
+)
+def test_where_an_answer_s_body_ends(
+    text: bytes, answers_head: bool, kind: type[object], keeps: bool
+) -> None:
+    head = head_of(text, answers_head)
+    assert head is not None
+    assert isinstance(head.relay, kind)
+    assert head.keeps == keeps
+    assert head.start + head.lines + b"\r\n\r\n" == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"SSH-2.0-x\r\n\r\n",
+        answer("200 OK", "a b: c"),
+        answer("200 OK", "content-length: 3", "content-length: 4"),
+        answer("200 OK", "transfer-encoding: gzip"),
+        answer("101 Switching", "upgrade: x", "connection: upgrade"),
+    ],
+)
+def test_what_is_no_answer_is_not_passed_on(text: bytes) -> None:
+    with pytest.raises(MalformedAnswer):
+        head_of(text, False)
