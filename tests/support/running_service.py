@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
@@ -66,12 +65,7 @@ class RunningService:
         """All that the service has logged so far."""
         return self._child.log()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self, signal_number: int = signal.SIGTERM) -> tuple[int, str]:
