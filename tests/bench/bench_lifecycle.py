@@ -20,17 +20,13 @@ from collections import Counter
 from types import FrameType
 
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol
-from lean_selector.http.response import date_header, encode_response
+from lean_selector.http.response import date_header
 from lean_selector.service.gate import Gate
-from lean_selector.service.selection import SelectionService
-from lean_selector.service.worker_handlers import ServiceState
 from loadtest.http_client import http
-from tests.support.gates import NoEngines
+from tests.support.gates import selection_service
 
 CONNECTIONS = 32
 LIVE = 512  # reservations at a time
@@ -54,8 +50,7 @@ class Service:
     """The selection service with `workers` workers, and what is asked of it."""
 
     def __init__(self, workers: int, blocks: int) -> None:
-        engines = NoEngines()
-        selector = Selector(RouterSettings(use_kv_events=True), engines, random.Random(1))
+        service = selection_service(use_kv_events=True)
         for worker_id in range(workers):
             spec = WorkerSpec(
                 worker_id=worker_id,
@@ -63,14 +58,8 @@ class Service:
                 block_size=16,
                 kv_events_endpoints={0: "tcp://127.0.0.1:1"},
             )
-            selector.upsert_worker(spec, 0.0)
-        (self.partition,) = selector.catalog.partitions.values()
-        service = SelectionService(
-            selector,
-            dump=lambda: encode_response(200, b"{}"),
-            sources=engines,
-            state=ServiceState(),
-        )
+            service.selector.upsert_worker(spec, 0.0)
+        (self.partition,) = service.selector.catalog.partitions.values()
         connections = Connections(call_soon=lambda callback: None)
         gate = Gate(service.routes())
         self.connections = [HttpProtocol(gate, connections) for _ in range(CONNECTIONS)]
