@@ -44,9 +44,12 @@ class IngestTurns:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:
-            if error is not None:
+            if ended.done():
+                if error is not None:  # it was cancelled by what then failed
+                    logger.error("a turn of a cancelled source failed", exc_info=error)
+            elif error is not None:
                 ended.set_exception(error)
-            elif not ended.done():
+            else:
                 ended.set_result(None)
 
         self.start(lambda deadline: not ended.done() and drain(deadline), done)

@@ -7,7 +7,7 @@ the counts of listeners that ended, so that totals only grow. Knows nothing of w
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -61,7 +61,7 @@ class KvSubscriptions:
         """
         listener = KvListener(
             self._links,
-            KvIngest(partition.index, worker_id, dp_rank),
+            KvIngest(partition.index, worker_id, dp_rank, partition.emptied),
             source.endpoint,
             source.replay_endpoint,
             self._turns,
@@ -119,11 +119,12 @@ class KvSubscriptions:
     def _look(self, rank: RankKey) -> None:
         self._listeners[rank].look(time.monotonic())
 
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
-        """Ends a listener; what it indexed stays, and nothing of it arrives any more."""
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
+        """Ends a listener; what it indexed stays, and nothing of it arrives any more. Returns the
+        ranks that it spoke for."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:
-            return
+            return ()
         listener = self._listeners.pop(rank)
         del self._partitions[rank]
         _leave(self._by_endpoint, listener.endpoint, rank)
@@ -135,9 +136,11 @@ class KvSubscriptions:
         if self._held is not None:
             self._held.discard(rank)
         ending = listener.stop()
+        spoken_for = listener.ingest.dp_ranks
         listener.ingest.close()
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+        return spoken_for
 
     def statuses(
         self, model_name: str | None = None, tenant_id: str | None = None

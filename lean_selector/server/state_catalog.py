@@ -5,7 +5,9 @@ aside, and never stops a start.
 """
 
 import contextlib
+import errno
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeVar
@@ -264,6 +266,7 @@ log = logging.getLogger("lean_selector.state")
 
 
 _MOST_LOGGED = 10
+_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # a read that failed with EIO
 
 
 class OtherService(Exception):
@@ -344,7 +347,7 @@ def restore_reservations(
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
     """None: there is none, or it was set aside."""
     try:
-        sealed = directory.read(name)
+        sealed = _tried(lambda: directory.read(name))
         if sealed is None:
             return None
         return read(*opened(sealed))
@@ -358,6 +361,18 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T
         except OSError as failed:
             log.error(what, extra={**fields, "not_set_aside": failed.strerror})
     return None
+
+
+def _tried(read: Callable[[], T]) -> T:
+    """A disk may fail once, and answer the next time. Raises OSError."""
+    for pause_s in _AGAIN_AFTER_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(pause_s)
+    return read()
 
 
 def _log_problems(what: str, problems: list[str]) -> None:

@@ -403,14 +403,15 @@ class FileWriter:
         self._idle.set()
         self.spent_s = 0.0  # processor time of the thread, ever
         self.bytes = 0  # of the file that was written last
-        self.begun_at: float | None = None  # monotonic; while a file is written
+        # When the disk took something last, in monotonic seconds; while a file is written.
+        self.moved_at: float | None = None
         threading.Thread(target=self._run, name=f"state {name}", daemon=True).start()
 
     def begin(self, stamp: Stamp) -> None:
         tell = self._loop.call_soon_threadsafe
 
         def write(job: _Job) -> int:
-            parts = job.each(lambda: tell(job.moved.set))
+            parts = job.each(lambda: tell(self._moved, job))
             return self._directory.write(self._name, parts, stamp)
 
         self._begin(_Job(write))
@@ -422,10 +423,15 @@ class FileWriter:
         answer: T = await job.done
         return answer
 
+    def _moved(self, job: _Job) -> None:
+        if job is self._job:
+            self.moved_at = time.monotonic()
+        job.moved.set()
+
     def _begin(self, job: _Job) -> None:
         assert self._job is None, "one at a time"
         self._job = job
-        self.begun_at = time.monotonic()
+        self.moved_at = time.monotonic()
         self._idle.clear()
         self._jobs.put(job)
 
@@ -480,7 +486,7 @@ class FileWriter:
     def _ended(self, job: _Job, result: object, error: Exception | None, spent_s: float) -> None:
         self.spent_s = spent_s
         self._job = None
-        self.begun_at = None
+        self.moved_at = None
         self._idle.set()
         job.is_over = True
         job.moved.set()

@@ -296,8 +296,8 @@ class Persister:
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
-            if file.begun_at is not None and now - file.begun_at > HANGS_AFTER_S:
-                self._say(name, f"the disk has not answered for {now - file.begun_at:.0f} s")
+            if file.moved_at is not None and now - file.moved_at > HANGS_AFTER_S:
+                self._say(name, f"the disk has not answered for {now - file.moved_at:.0f} s")
                 if name == CATALOG:
                     self._tell_waiting(self._change)
 

@@ -89,3 +89,24 @@ def test_a_cancelled_source_is_not_called_again() -> None:
         return calls - calls_then
 
     assert uvloop.run(story()) == 0
+
+
+def test_a_source_that_is_cancelled_by_what_then_fails_holds_up_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        turns = IngestTurns()
+
+        def failing(deadline: float) -> bool:
+            task.cancel()
+            raise RuntimeError("a bug")
+
+        task = asyncio.ensure_future(turns.run(failing))
+        await asyncio.sleep(0)  # it waits for its turn
+        other = asyncio.ensure_future(turns.run(lambda deadline: False))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(other, 20.0)
+
+    uvloop.run(story())
+    assert len(caplog.records) == 1

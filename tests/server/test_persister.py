@@ -11,7 +11,15 @@ import pytest
 from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
 from lean_selector.server import state_persister
-from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, opened
+from lean_selector.server.state_files import (
+    CATALOG,
+    RESERVATIONS,
+    FileWriter,
+    Stamp,
+    StateDirectory,
+    opened,
+    stamp_now,
+)
 from lean_selector.server.state_persister import (
     HANGS_AFTER_S,
     LAST_S,
@@ -333,3 +341,18 @@ async def test_files_that_somebody_deletes_come_back(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         await until(lambda name=name: (tmp_path / name).exists(), "it is there again")  # type: ignore[misc]
     await kept.persister.close()
+
+
+@on_loop
+async def test_a_disk_that_goes_on_taking_a_large_file_has_not_failed(tmp_path: Path) -> None:
+    directory = StateDirectory(str(tmp_path))
+    directory.take()
+    file = FileWriter(directory, RESERVATIONS)
+    file.begin(stamp_now())
+    began = file.moved_at
+    assert began is not None
+    await file.add(b"a part")
+    await until(lambda: file.moved_at is not None and file.moved_at > began, "it was taken")
+    await file.end()
+    assert file.moved_at is None
+    file.close()

@@ -126,3 +126,6 @@ def test_beside_events_the_larger_of_both_counts_and_a_dump_tells_the_events_alo
         (partition,) = service.get("/dump")[1].values()
         (event,) = partition["events"]
         assert [b["block_hash"] for b in event["event"]["data"]["stored"]["blocks"]] == [901]
+        engine.publish_all_cleared()
+        # What was predicted of an engine goes with what it says that it had.
+        wait_until(lambda: blocks(service) == {(2, 0): 3}, "nothing is left of the first")

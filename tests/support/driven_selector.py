@@ -1,7 +1,7 @@
 """A Selector without sockets, under a clock that only the test moves."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lean_selector.core.load.shapes import Reservation
@@ -41,15 +41,17 @@ class Sources:
     def __init__(self) -> None:
         self.subscribed: dict[tuple[int, int], Source] = {}
         self.changes: list[tuple[str, int, int]] = []
+        self.spoken_for: set[int] = set()  # other ranks, by any source
 
     def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
         assert (worker_id, dp_rank) not in self.subscribed
         self.subscribed[worker_id, dp_rank] = source
         self.changes.append(("subscribe", worker_id, dp_rank))
 
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
         del self.subscribed[worker_id, dp_rank]
         self.changes.append(("unsubscribe", worker_id, dp_rank))
+        return self.spoken_for
 
 
 class DrivenSelector:

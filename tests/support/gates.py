@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from lean_selector.core.selection.partition import Partition
@@ -32,8 +32,8 @@ class NoEngines:
     def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
         pass
 
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None:
-        pass
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
+        return ()
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]:
         return []

@@ -6,7 +6,7 @@ count is skipped and counted by reason. Knows no encoding and no socket. Spec: i
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lean_selector.core.hashing import (
     BASE_SEED,
@@ -79,7 +79,15 @@ class EventCounts:
 class KvIngest:
     """Applies the batches of one source, in the order given, for one worker."""
 
-    def __init__(self, index: KvIndex, worker_id: int, dp_rank: int) -> None:
+    def __init__(
+        self,
+        index: KvIndex,
+        worker_id: int,
+        dp_rank: int,
+        on_emptied: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`on_emptied` hears of each worker and rank whose engine lost all that it had."""
+        self._on_emptied = on_emptied
         self.worker_id = worker_id
         self.dp_rank = dp_rank  # of batches that name none
         self.counts = EventCounts()
@@ -129,7 +137,7 @@ class KvIngest:
                 self._remove(dp_rank, rank, event)
             else:
                 assert type(event) is AllBlocksCleared
-                self._index.clear(self.worker_id, dp_rank)
+                self._clear({dp_rank})
                 self._forget_salts(rank)
                 counts.cleared += 1
                 cleared = True
@@ -137,10 +145,21 @@ class KvIngest:
 
     def clear(self) -> None:
         """Forget the source: drop its blocks on every rank it named, and what they taught."""
-        self._index.clear(self.worker_id, *{*self._ranks, self.dp_rank})
+        self._clear(self.dp_ranks)
         self.stored_of_other_size = 0
         self._stored_before = self.counts.stored
         self.close()
+
+    @property
+    def dp_ranks(self) -> set[int]:
+        """Those that the source has spoken for, and its own."""
+        return {*self._ranks, self.dp_rank}
+
+    def _clear(self, dp_ranks: set[int]) -> None:
+        self._index.clear(self.worker_id, *dp_ranks)
+        if self._on_emptied is not None:
+            for dp_rank in dp_ranks:
+                self._on_emptied(self.worker_id, dp_rank)
 
     def close(self) -> None:
         """Forget what the events taught; the blocks stay."""

@@ -228,13 +228,14 @@ SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedul
 
 
 class SourceSink(Protocol):
-    """Subscribes to engines. After `unsubscribe` returns, nothing more of a source arrives."""
+    """Subscribes to engines. After `unsubscribe` returns, nothing more of a source arrives; it
+    returns the ranks that the source has spoken for."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
     ) -> None: ...
 
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> None: ...
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]: ...
 
 
 class Worker:
@@ -445,8 +446,9 @@ class Catalog:
         worker_id = spec.worker_id
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:
-                self._sources.unsubscribe(worker_id, dp_rank)
-                partition.index.clear(worker_id, dp_rank)
+                spoken_for = self._sources.unsubscribe(worker_id, dp_rank)
+                others = set(spoken_for) - worker.sources.keys() - subscribed.keys()
+                partition.index.clear(worker_id, dp_rank, *others)
         dropped = partition.put_worker(spec)
         for dp_rank, source in sorted(worker.sources.items()):
             if subscribed.get(dp_rank) != source:

@@ -527,3 +527,8 @@ class Partition:
         if self.routed is not None:
             self.routed.drop_rank(load.key)
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
+
+    def emptied(self, worker_id: int, dp_rank: int) -> None:
+        """Its engine lost all that it had cached: nothing is predicted of it any more, either."""
+        if self.routed is not None and self.predicted is not None:
+            self.routed.drop_rank((worker_id, dp_rank))

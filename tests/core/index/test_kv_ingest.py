@@ -498,3 +498,15 @@ def test_a_source_whose_blocks_have_another_size_is_mismatched_until_it_tells_be
     assert (source.ingest.is_mismatched, source.ingest.other_size) == (True, 4)
     source.send(store(2))
     assert (source.ingest.is_mismatched, source.ingest.stored) == (False, 1)
+
+
+def test_whoever_predicts_hears_which_ranks_an_engine_emptied() -> None:
+    emptied: list[tuple[int, int]] = []
+    ingest = KvIngest(KvIndex(4), 7, 0, lambda *rank: emptied.append(rank))
+    for dp_rank in (0, 3):
+        stored = BlockStored([1], None, [1, 2, 3, 4], 4, Tier.DEVICE)
+        ingest.apply(EventBatch(dp_rank, [stored], []))
+    ingest.apply(EventBatch(3, [AllBlocksCleared()], []))
+    assert (emptied, ingest.dp_ranks) == ([(7, 3)], {0, 3})
+    ingest.clear()
+    assert sorted(emptied[1:]) == [(7, 0), (7, 3)]

@@ -545,3 +545,15 @@ def test_a_threshold_counts_from_the_first_complete_worker_of_its_model(
     deaf.reserve("much", isl_tokens=11, prefill=11)
     with pytest.raises(AllWorkersBusy):
         deaf.book("r")
+
+
+def test_a_source_at_a_new_endpoint_takes_along_what_the_former_said_of_other_ranks(
+    listening: DrivenSelector,
+) -> None:
+    listening.register(1, kv_events_endpoint=ENDPOINT)
+    index = listening.partition.index
+    for dp_rank in (0, 3):
+        index.store(1, dp_rank, Tier.DEVICE, None, [1], pack([1]))
+    listening.sources.spoken_for = {0, 3}
+    listening.register(1, kv_events_endpoint="tcp://w:6000")
+    assert index.match(pack([1])) == {}
