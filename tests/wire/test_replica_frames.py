@@ -147,6 +147,9 @@ def test_the_number_of_an_event_is_read_wherever_it_stands() -> None:
     assert decode_event(encode_event(short, 3)) == short
     values = tree()
     assert decode_event(msgspec.msgpack.encode({"lean_sequence": 2**40, **values})) == numbered
+    positional = {**values, "event": {**values["event"], "worker": [7, 1]}}
+    odd = msgspec.msgpack.encode({**positional, "lean_sequence": 2**40})
+    assert decode_event(odd) == numbered
     for no_number in (-1, "1", None, 1.0):
         odd = msgspec.msgpack.encode({"lean_sequence": no_number, **values})
         assert decode_event(odd) == FULL
